@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import signal
 import subprocess
@@ -9,7 +10,9 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import safetensors.torch
 import torch
+import torch.distributed.checkpoint as dcp
 
 from commands import TIMEOUT, command, until, write_archive
 from equality import assert_same_state
@@ -19,7 +22,8 @@ from tensorferry.cli.flags import Serving, Trust
 from tensorferry.cli.mapped import ServedFiles
 from tensorferry.cli.places import find
 from tensorferry.cli.serve import Publisher, publishers
-from tensorferry.errors import SourceChanged
+from tensorferry.dcp import FileWriter, PeerReader
+from tensorferry.errors import CorruptCheckpoint, SourceChanged
 from tensorferry.net.serve import start
 
 if TYPE_CHECKING:
@@ -158,6 +162,113 @@ def test_a_change_in_the_middle_of_a_pull(change: str, tmp_path: Path) -> None:
             assert server.poll() is None
             server.send_signal(signal.SIGTERM)
             assert server.wait(timeout=30) == 0
+
+
+def put_back(path: Path, change: Callable[[Path], None]) -> None:
+    """Changes a file, and sets its time back to what it was."""
+    before = path.stat()
+    change(path)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert path.stat().st_mtime_ns == before.st_mtime_ns
+
+
+def in_tensor(path: Path) -> int:
+    """A place in the file that is in the middle of a large tensor."""
+    return path.stat().st_size // 2
+
+
+def changed_in_one_place(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.seek(in_tensor(path))
+        file.write(b"changed")
+
+
+@pytest.mark.parametrize("route", ["--no-same-host", "--same-host"])
+@pytest.mark.parametrize("secret", [False, True])
+def test_a_change_that_no_time_shows_is_noticed_by_the_checksums(
+    route: str, secret: bool, published: Any, run: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if secret:
+        monkeypatch.setenv("TENSORFERRY_SECRET", "of sixteen or more characters")
+    path = written(large(), tmp_path / "served")
+    metadata = published(path)
+    told = run("pull", metadata, "-o", tmp_path / "before", route, "--timeout", "20")
+    assert told.status == 0, told.err
+    put_back(path, changed_in_one_place)
+    told = run("pull", metadata, "-o", tmp_path / "after", route, "--timeout", "20")
+    assert told.status in (exits.STATUS[CorruptCheckpoint], exits.STATUS[SourceChanged]), told.err
+    assert len(told.err.splitlines()) == 1
+    assert not (tmp_path / "after").exists()
+
+
+def test_a_change_through_a_mapping_whose_pages_were_dirty_is_noticed(
+    published: Any, run: Callable[..., Any], tmp_path: Path
+) -> None:
+    path = written(large(), tmp_path / "served")
+    with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as mapping:
+        at = in_tensor(path)
+        # The page is dirty from here on, and its time is that of now.
+        mapping[at] = mapping[at]
+        metadata = published(path)
+        # The kernel may have written the page back meanwhile, and would note the time of the next write then.
+        put_back(path, lambda _: mapping.__setitem__(slice(at, at + 7), b"changed"))
+        told = run("pull", metadata, "-o", tmp_path / "after", "--timeout", "20")
+    assert told.status in (exits.STATUS[CorruptCheckpoint], exits.STATUS[SourceChanged]), told.err
+    assert not (tmp_path / "after").exists()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_parts_of_a_tensor_are_compared_with_the_checksums_of_the_file(tmp_path: Path, published: Any) -> None:
+    """A reader of slices asks for small blocks; behind an index, they do not begin where those of the file begin."""
+    state = {"w": torch.arange(3 << 18), "v": torch.ones(500)}
+    dcp.save(state, storage_writer=FileWriter(tmp_path / "saved"))
+    metadata = published(tmp_path / "saved")
+
+    def load() -> Any:
+        asked = {"w": torch.zeros(3 << 18, dtype=torch.int64)}
+        dcp.load(asked, storage_reader=PeerReader(metadata, timeout=TIMEOUT))
+        return asked["w"]
+
+    assert torch.equal(load(), state["w"])
+    (file,) = (tmp_path / "saved").glob("*.safetensors")
+    put_back(file, changed_in_one_place)
+    with pytest.raises(dcp.CheckpointException, match=r"corrupt|no longer served|another snapshot"):
+        load()
+
+
+@pytest.mark.parametrize("form", ["safetensors", "archive"])
+def test_a_file_without_checksums_that_changes_between_two_receives(
+    form: str, published: Any, run: Callable[..., Any], tmp_path: Path
+) -> None:
+    path = tmp_path / "served.safetensors"
+    tensors = {name: value for name, value in large().items() if not name.startswith("small")}
+    if form == "archive":
+        path = tmp_path / "served.pt"
+        write_archive(tensors, path)
+    else:
+        path.write_bytes(safetensors.torch.save(tensors))
+    metadata = published(path)
+    assert run("pull", metadata, "-o", tmp_path / "before", "--timeout", "20").status == 0
+    put_back(path, changed_in_one_place)
+    told = run("pull", metadata, "-o", tmp_path / "after", "--timeout", "5")
+    assert told.status == exits.STATUS[SourceChanged], told.err
+    assert not (tmp_path / "after").exists()
+
+
+def test_a_file_that_was_changed_before_its_first_receive_and_is_not_verified(
+    run: Callable[..., Any], tmp_path: Path
+) -> None:
+    """Without a look at the file first, what is damaged is noticed by whoever receives it."""
+    path = written(large(), tmp_path / "served")
+    changed_in_one_place(path)
+    server, host = start(5.0, Serving(interface="127.0.0.1").options(Trust()))
+    try:
+        publisher = Publisher(server, host, 5, True)
+        (metadata,) = publishers()[find(str(path)).kind](publisher, path)["metadata"]
+        told = run("pull", metadata, "-o", tmp_path / "after", "--timeout", "20")
+        assert told.status == exits.STATUS[CorruptCheckpoint], told.err
+    finally:
+        server.shutdown(1.0)
 
 
 def any_bytes(partial: Path) -> bool:

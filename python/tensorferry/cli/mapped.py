@@ -103,6 +103,8 @@ def container_of(path: Path, control: list[tuple[str, bytes]] | None = None) -> 
     stored = Stored.open(path, checksums=False)
     check_dimensions(path, stored)
     mapping = Mapping(path)
+    # Its checksums are what receivers compare with what they get: a file can change without its time showing it.
+    mapping.pages.compare_with(stored)
     rows = Rows(object, object, {}, native=False)
     names, dtypes, shapes = stored.names, stored.dtypes, stored.shapes
     for name, dtype, shape, start, size in zip(names, dtypes, shapes, stored.starts, stored.sizes, strict=True):

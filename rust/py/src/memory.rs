@@ -17,15 +17,17 @@
 use std::ffi::{c_int, c_void};
 use std::os::fd::{AsRawFd, BorrowedFd};
 use std::path::PathBuf;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
+use pyo3::buffer::PyBuffer;
+use pyo3::exceptions::PyBufferError;
 use pyo3::ffi;
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyCapsule, PyList, PyString, PyType};
 use tensorferry_core::{
     Allocation, Arena, ArenaPool, Destination, Error, FilePages, Hold, Memory, Repeat, SharedBuffer, Slice, StagedRun,
-    Transfer, copy_all,
+    Stored, Transfer, copy_all,
 };
 use tensorferry_wire::container::{Entry, Header};
 use tensorferry_wire::digest::checksum;
@@ -33,6 +35,7 @@ use tensorferry_wire::dtype::Dtype;
 
 use crate::errors;
 use crate::staged::WavesOf;
+use crate::stored::PyStored;
 
 /// Memory a transfer filled, or is going to fill. A tensor over an entry keeps the region of it that the entry lies in,
 /// and this object all of them.
@@ -133,9 +136,30 @@ impl PyPart {
     }
 }
 
+/// The bytes of `buffer`, to be filled.
+///
+/// # Errors
+/// `BufferError` if it is not in one piece, or cannot be written to.
+pub(crate) fn writable(buffer: &PyBuffer<u8>) -> PyResult<&mut [u8]> {
+    if buffer.readonly() || !buffer.is_c_contiguous() {
+        return Err(PyBufferError::new_err("a writable buffer in one piece is needed"));
+    }
+    let (start, len) = (buffer.buf_ptr().cast::<u8>(), buffer.len_bytes());
+    if len == 0 {
+        return Ok(&mut []);
+    }
+    // SAFETY: the exporter keeps this memory where it is, writable and in one piece, for as long as `buffer` exists. That
+    // nobody else uses it meanwhile is the promise of who calls `readinto`, as it is with Python's own files.
+    Ok(unsafe { std::slice::from_raw_parts_mut(start, len) })
+}
+
 /// The pages of a file as a writable buffer; what is written to it does not reach the file.
 #[pyclass(name = "FilePages", module = "tensorferry._native", frozen)]
-pub(crate) struct PyFilePages(pub(crate) Arc<FilePages>);
+pub(crate) struct PyFilePages {
+    pub(crate) pages: Arc<FilePages>,
+    /// The container in the file, if its checksums count.
+    pub(crate) stored: OnceLock<Arc<Stored>>,
+}
 
 #[pymethods]
 impl PyFilePages {
@@ -146,36 +170,45 @@ impl PyFilePages {
     #[new]
     #[allow(clippy::needless_pass_by_value, reason = "what the interpreter calls takes its arguments by value")]
     fn new(py: Python<'_>, path: PathBuf) -> PyResult<Self> {
-        py.detach(|| FilePages::map(&path)).map(|pages| Self(Arc::new(pages))).map_err(|e| errors::to_py(py, &e))
+        let pages = py.detach(|| FilePages::map(&path)).map_err(|e| errors::to_py(py, &e))?;
+        Ok(Self { pages: Arc::new(pages), stored: OnceLock::new() })
     }
 
     /// Address of the first byte.
     #[getter]
     fn address(&self) -> usize {
-        self.0.address()
+        self.pages.address()
     }
 
     /// A descriptor of the file, valid for as long as this object.
     fn fileno(&self) -> i32 {
-        self.0.descriptor().as_raw_fd()
+        self.pages.descriptor().as_raw_fd()
     }
 
     /// Whether what was read so far is what the file had when it was mapped. A file that was shortened, and one that
     /// the disk fails to read, has zeros there.
     #[getter]
     fn is_unchanged(&self, py: Python<'_>) -> bool {
-        py.detach(|| self.0.is_unchanged())
+        py.detach(|| self.pages.is_unchanged())
+    }
+
+    /// Has the pages served with the checksums of `stored`, which was opened in the same file: what receivers got is
+    /// compared with them, so that a change is noticed whatever the file's time says. Nothing changes if it has none.
+    fn compare_with(&self, stored: &PyStored) {
+        if stored.stored.is_verified() {
+            let _ = self.stored.set(Arc::clone(&stored.stored));
+        }
     }
 
     fn __len__(&self) -> usize {
-        self.0.len()
+        self.pages.len()
     }
 
     /// # Safety
     /// Called by the interpreter, which passes a valid `view`.
     #[allow(clippy::needless_pass_by_value, reason = "what the interpreter calls takes its arguments by value")]
     unsafe fn __getbuffer__(slf: Bound<'_, Self>, view: *mut ffi::Py_buffer, flags: c_int) -> PyResult<()> {
-        let pages = &slf.get().0;
+        let pages = &slf.get().pages;
         let len = ffi::Py_ssize_t::try_from(pages.len())?;
         // SAFETY: the mapping lives as long as `slf`, of which the filled view takes a reference. Rust never writes to
         // it, so Python may.

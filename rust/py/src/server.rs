@@ -11,8 +11,8 @@ use bytes::Bytes;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 use tensorferry_core::{
-    Alternate, Error, FilePages, Memory, Publication, Receive, Rendered, Server, ServerConfig, Shelf, Stability, Store,
-    Withdrawn,
+    Alternate, Error, Memory, Publication, Receive, Rendered, ServedFiles, Server, ServerConfig, Shelf, Stability,
+    Store, Withdrawn,
 };
 
 use crate::errors;
@@ -285,7 +285,8 @@ fn publish(py: Python<'_>, store: &Store, given: Published<'_, '_>) -> PyResult<
     let owner = Box::new(Owner::new(owner));
     let alternate = alternate.map(|callable| Box::new(PyAlternate(Owner::new(callable))) as Box<dyn Alternate>);
     let rows = rows.get();
-    let pages: Vec<Arc<FilePages>> = pages.iter().map(|pages| Arc::clone(&pages.get().0)).collect();
+    let files: Vec<_> =
+        pages.iter().map(|pages| (Arc::clone(&pages.get().pages), pages.get().stored.get().cloned())).collect();
     rows.detached(py, || {
         let items = rows.items(control);
         let (mut publication, filling) = if filled {
@@ -294,8 +295,8 @@ fn publish(py: Python<'_>, store: &Store, given: Published<'_, '_>) -> PyResult<
             let (publication, filling) = Publication::with_readiness(metadata, items, stability, owner)?;
             (publication, Some(PyReadiness::new(filling)))
         };
-        if !pages.is_empty() {
-            publication = publication.with_check(Box::new(move || pages.iter().all(|pages| pages.is_unchanged())));
+        if !files.is_empty() {
+            publication = publication.with_backing(Box::new(ServedFiles::new(files)));
         }
         if let Some(alternate) = alternate {
             publication = publication.with_alternate(alternate);

@@ -22,7 +22,7 @@ use crate::staged::{ProgressReporter, PyStagedFetch, WavesOf};
 /// A container at rest, whose header, manifest and pickle are here.
 #[pyclass(name = "Stored", module = "tensorferry._native", extends = PyEntries, frozen)]
 pub(crate) struct PyStored {
-    stored: Arc<Stored>,
+    pub(crate) stored: Arc<Stored>,
     tree: Option<Range<usize>>,
     threads: Option<usize>,
     /// The entries that are not fetched.

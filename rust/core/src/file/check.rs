@@ -3,6 +3,7 @@
 //! Both take memory for a few pieces of the file, however long it is. The checksum of an entry comes from those of the
 //! blocks it fills, where the file has some; only the blocks in which it begins and ends are read then.
 
+use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::sync::{Mutex, PoisonError};
 
@@ -102,7 +103,7 @@ impl Container {
     }
 
     /// The checksum of payload `[start, end)` from those of its blocks.
-    fn joined(&self, start: u64, end: u64, joiner: &Joiner, buffer: &mut [u8]) -> Result<u64, Error> {
+    pub(super) fn joined(&self, start: u64, end: u64, joiner: &Joiner, buffer: &mut [u8]) -> Result<u64, Error> {
         let (first, behind) = whole_blocks(start, end, FILE_BLOCK_SIZE);
         let mut edges = Hasher::new();
         if first == behind {
@@ -132,13 +133,7 @@ impl Container {
             let expected = self.block_digests(block, block + 1)?;
             let bytes = self.bytes(buffer, low, high)?;
             if expected.first() != Some(&checksum(bytes)) {
-                let message = format!(
-                    "{}: corrupt: block {block} (payload bytes {low}-{high}: {}) does not match its checksum: the file \
-                     was damaged after it was written",
-                    self.path.display(),
-                    slices::names(&self.header, low, high),
-                );
-                return Err(Error::new(ErrorKind::Corrupt, message));
+                return Err(self.damaged_block(block));
             }
             let stop = end.min(high);
             let inside = |at: u64| usize::try_from(at - low).unwrap_or(usize::MAX);
@@ -146,6 +141,45 @@ impl Container {
             at = stop;
         }
         Ok(())
+    }
+
+    /// Calls `with` with the parts of payload `range`, none of which lies in a block that does not match its checksum.
+    pub(super) fn verified_blocks(
+        &self,
+        range: Range<u64>,
+        buffer: &mut Vec<u8>,
+        mut with: impl FnMut(&[u8]),
+    ) -> Result<(), Error> {
+        let behind = range.end.div_ceil(FILE_BLOCK_SIZE);
+        let mut first = range.start / FILE_BLOCK_SIZE;
+        while first < behind {
+            let end = behind.min(first + PIECE as u64 / FILE_BLOCK_SIZE);
+            let (low, high) = (first * FILE_BLOCK_SIZE, (end * FILE_BLOCK_SIZE).min(self.covered));
+            buffer.resize(buffer.len().max(usize::try_from(high - low).unwrap_or(PIECE)), 0);
+            let expected = self.block_digests(first, end)?;
+            let bytes = self.bytes(buffer, low, high)?;
+            let found = checksum_blocks(&Algorithm::Crc64, [bytes], FILE_BLOCK_SIZE);
+            if let Some(bad) =
+                (first..).zip(found.iter().zip(&expected)).find(|(_, (found, expected))| found != expected)
+            {
+                return Err(self.damaged_block(bad.0));
+            }
+            let inside = |at: u64| usize::try_from(at.clamp(low, high) - low).unwrap_or(usize::MAX);
+            with(&bytes[inside(range.start)..inside(range.end)]);
+            first = end;
+        }
+        Ok(())
+    }
+
+    fn damaged_block(&self, block: u64) -> Error {
+        let (low, high) = (block * FILE_BLOCK_SIZE, ((block + 1) * FILE_BLOCK_SIZE).min(self.covered));
+        let message = format!(
+            "{}: corrupt: block {block} (payload bytes {low}-{high}: {}) does not match its checksum: the file was \
+             damaged after it was written",
+            self.path.display(),
+            slices::names(&self.header, low, high),
+        );
+        Error::new(ErrorKind::Corrupt, message)
     }
 
     /// `hasher` with payload `[start, end)` added.

@@ -3,7 +3,8 @@
 //! A file is written from memory by several threads under a temporary name, with a checksum for every block of 512
 //! bytes, and put in its place by a rename. It is read slice by slice, or whole like a checkpoint of a server
 //! ([`Stored`]), and no block is used unverified. A file can be checked without keeping its bytes (`check`), and one that
-//! a receive has filled gets its checksums afterwards ([`seal_file`]).
+//! a receive has filled gets its checksums afterwards ([`seal_file`]). Of files that a server publishes, [`ServedFiles`]
+//! tells what they were.
 //!
 //! Invariants:
 //!
@@ -15,6 +16,7 @@ mod check;
 mod output;
 mod read;
 mod seal;
+mod served;
 mod stored;
 mod write;
 
@@ -24,6 +26,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 pub use self::read::Container;
 pub use self::seal::seal_file;
+pub use self::served::ServedFiles;
 pub use self::stored::{Stored, StoredWaves};
 pub use self::write::{Written, write_file};
 use crate::cancel::Cancel;

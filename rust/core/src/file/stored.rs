@@ -132,6 +132,14 @@ impl Stored {
         &self.header
     }
 
+    /// The file, if it is one.
+    pub(super) fn container(&self) -> Option<&Container> {
+        match &self.bytes {
+            Bytes::File(container) => Some(container),
+            Bytes::Memory { .. } => None,
+        }
+    }
+
     /// Whether every byte that is fetched is compared with a checksum.
     #[must_use]
     pub fn is_verified(&self) -> bool {

@@ -27,7 +27,7 @@ struct Guard {
     /// 0 once the pages are gone.
     start: AtomicUsize,
     end: usize,
-    /// Whether zeros were put in the place of some page.
+    /// Whether zeros were put in the place of some page, or a change was noticed otherwise.
     broken: AtomicBool,
     next: *mut Guard,
 }
@@ -125,12 +125,18 @@ impl FilePages {
         self.len
     }
 
-    /// Whether what was read so far is what the file had when it was mapped. The system notes the time of a write before
-    /// the bytes change.
+    /// Whether what was read so far is what the file had when it was mapped, as far as its length and its time tell. The
+    /// system notes the time of a write before the bytes change; not of one through a mapping to a page that was written
+    /// to before, and a time can be put back.
     #[must_use]
     pub fn is_unchanged(&self) -> bool {
         let same = self.file.metadata().is_ok_and(|now| identity(&now) == self.before);
         same && !self.guard.broken.load(Ordering::Acquire)
+    }
+
+    /// Notes that the pages are not what the file had when it was mapped: [`FilePages::is_unchanged`] says so from then on.
+    pub fn note_changed(&self) {
+        self.guard.broken.store(true, Ordering::Release);
     }
 }
 

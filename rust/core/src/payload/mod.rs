@@ -10,10 +10,12 @@
 //! | `queue` | ranges of blocks still to come, shared by the threads that bring them |
 //! | `slices` | parts of entries and their destinations, as a reshard asks for |
 //! | `checksums` | the checksums of blocks, taken while the bytes pass |
+//! | `backing` | [`Backing`]: what stands behind memory that may change by itself |
 //! | `small_blocks` | those of blocks of 512 bytes, many at a time |
 //!
 //! Publications, the client and files all build on this room; it knows neither sockets nor files.
 
+mod backing;
 mod checksums;
 mod destination;
 mod layout;
@@ -24,6 +26,7 @@ pub(crate) mod slices;
 mod small_blocks;
 mod waves;
 
+pub use self::backing::Backing;
 pub(crate) use self::checksums::{Checksums, checksum_blocks};
 pub use self::destination::Destination;
 pub(crate) use self::destination::{ReceiveMemory, is_control};

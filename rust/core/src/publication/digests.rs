@@ -2,7 +2,8 @@
 //!
 //! Those of a private copy are computed once, when they are first asked for or while the block is sent and is in cache
 //! anyway. Borrowed memory may change, so its checksums are computed anew whenever they are asked for: a receiver that
-//! compares them with what it got notices a change in the middle.
+//! compares them with what it got notices a change in the middle. Those of the pages of a file come from what stands
+//! behind them ([`crate::Backing`]).
 //!
 //! Computing checks for a withdrawal after each MiB, so that a withdrawal waits for no more than that.
 
@@ -44,12 +45,16 @@ impl LeasedSegments {
     /// Checksums block `index` as it is now, unless it cannot have changed since that was done before.
     fn digest_block(&self, index: usize) -> u64 {
         let publication = self.lease().publication();
-        let known = publication.blocks[index].get().filter(|_| publication.stability == Stability::Private);
-        known.unwrap_or_else(|| {
-            let value = self.digest_payload(index as u64 * BLOCK_SIZE, BLOCK_SIZE);
-            publication.blocks[index].note(value);
-            value
-        })
+        let known = publication.blocks[index].get();
+        if let Some(known) = known.filter(|_| publication.stability == Stability::Private) {
+            return known;
+        }
+        let value = self.digest_payload(index as u64 * BLOCK_SIZE, BLOCK_SIZE);
+        publication.blocks[index].note(value);
+        if let Some(backing) = publication.backing.as_ref().filter(|_| known.is_some_and(|known| known != value)) {
+            backing.note_changed();
+        }
+        value
     }
 
     /// Puts the checksums of the blocks of `block_size` bytes called `numbers` into `digests`; says whether that was
@@ -69,16 +74,29 @@ impl LeasedSegments {
         true
     }
 
-    /// Checksums up to `len` bytes from `start` of the payload on.
+    /// Checksums up to `len` bytes from `start` of the payload on; those of memory that has changed are of no use, and the
+    /// publication is not intact then.
     fn digest_payload(&self, start: u64, len: u64) -> u64 {
         let publication = self.lease().publication();
         let start = publication.payload_start + start;
-        let mut hasher = publication.algorithm.hasher();
-        self.visit(start, (start + len).min(self.len()), |region| {
-            hasher.update(region.bytes());
+        let end = (start + len).min(self.len());
+        let Some(backing) = &publication.backing else {
+            let mut hasher = publication.algorithm.hasher();
+            self.visit(start, end, |region| {
+                hasher.update(region.bytes());
+                true
+            });
+            return hasher.finish();
+        };
+        let mut parts = Vec::new();
+        self.visit(start, end, |region| {
+            parts.push(region.bytes());
             true
         });
-        hasher.finish()
+        backing.digest(&publication.algorithm, &parts).unwrap_or_else(|| {
+            backing.note_changed();
+            0
+        })
     }
 }
 

@@ -45,7 +45,7 @@ pub(crate) use self::store::{Asked, Lookup};
 pub use self::store::{Store, Withdrawn};
 use crate::error::{Error, ErrorKind};
 use crate::memory::ALIGNMENT;
-use crate::payload::{Item, Layout, Segments};
+use crate::payload::{Backing, Item, Layout, Segments};
 
 /// Whether the memory of a publication can change while it is served. It decides what a withdrawal does, and whether
 /// checksums are kept.
@@ -82,8 +82,8 @@ pub struct Publication {
     /// How far the memory is filled; `None` where it always was.
     filled: Option<ReadinessWatch>,
     blocks: Vec<BlockDigest>,
-    /// Whether the memory is still what was published; asked after checksums were computed.
-    check: Option<Box<dyn Fn() -> bool + Send + Sync>>,
+    /// What tells whether the memory is still what was published, if it may change by itself.
+    backing: Option<Box<dyn Backing>>,
     alternate: Option<Box<dyn Alternate>>,
     rendered: Mutex<HashMap<String, RenderedBody>>,
     readers: Mutex<Readers>,
@@ -174,7 +174,7 @@ impl Publication {
             content,
             filled: None,
             blocks: std::iter::repeat_with(BlockDigest::default).take(count).collect(),
-            check: None,
+            backing: None,
             alternate: None,
             rendered: Mutex::default(),
             readers: Mutex::default(),
@@ -184,12 +184,12 @@ impl Publication {
         Ok((publication, starts))
     }
 
-    /// Adds a check that the memory is still what was published. Once it fails, requests are answered as if the snapshot
-    /// were withdrawn. It is called after checksums were computed, too, so that receivers take nothing of what they have
-    /// received.
+    /// Says what tells whether the memory is still what was published. Once it is not, requests are answered as if the
+    /// snapshot were withdrawn. The checksums with which receivers compare what they have got are those of `backing`, and
+    /// a block whose checksum is not what it was before counts as a change.
     #[must_use]
-    pub fn with_check(mut self, check: Box<dyn Fn() -> bool + Send + Sync>) -> Self {
-        self.check = Some(check);
+    pub fn with_backing(mut self, backing: Box<dyn Backing>) -> Self {
+        self.backing = Some(backing);
         self
     }
 
@@ -219,9 +219,9 @@ impl Publication {
         self.content.len()
     }
 
-    /// Whether the memory is still what was published, as far as there is a check of it.
+    /// Whether the memory is still what was published, as far as something tells.
     pub(crate) fn is_intact(&self) -> bool {
-        self.check.as_ref().is_none_or(|check| check())
+        self.backing.as_ref().is_none_or(|backing| backing.is_unchanged())
     }
 
     pub(crate) fn header(&self) -> &Bytes {

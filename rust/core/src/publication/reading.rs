@@ -59,7 +59,7 @@ impl LeasedSegments {
     }
 
     /// Calls `visit` with the regions that make up `[start, end)`, in order, until it returns false.
-    pub(crate) fn visit(&self, start: u64, end: u64, mut visit: impl FnMut(LeasedRegion<'_>) -> bool) {
+    pub(crate) fn visit<'a>(&'a self, start: u64, end: u64, mut visit: impl FnMut(LeasedRegion<'a>) -> bool) {
         self.segments.visit(start, end, |region| visit(LeasedRegion { region, lease: &self.lease }));
     }
 }

@@ -107,7 +107,8 @@ pub(crate) enum Lookup {
 /// A request as the store sees it.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Asked<'a> {
-    pub(crate) step: i64,
+    /// `None` asks for whatever step is served.
+    pub(crate) step: Option<i64>,
     /// The entity tags it names, one of which the answer must have; `None` where any will do.
     pub(crate) named: Option<&'a str>,
     /// Whether it is one of a receive, which may take more of them.
@@ -335,7 +336,6 @@ impl Store {
     /// a peer that is faster than the source may send it before the source has withdrawn the step before.
     pub(crate) async fn lookup(&self, asked: Asked<'_>, cut: &Arc<Notify>) -> Lookup {
         let grace = tokio::time::Instant::now() + AHEAD_GRACE;
-        let step = asked.step;
         loop {
             let mut ahead = false;
             let changed = self.changed.notified();
@@ -350,8 +350,8 @@ impl Store {
                     return state.named(named, asked, cut);
                 }
                 if state.allowed {
-                    ahead = state.step < Some(step) && tokio::time::Instant::now() < grace;
-                    if state.step != Some(step) && !ahead {
+                    ahead = asked.step.is_some() && state.step < asked.step && tokio::time::Instant::now() < grace;
+                    if asked.step.is_some_and(|step| state.step != Some(step)) && !ahead {
                         return Lookup::WrongStep(state.step);
                     }
                     if !ahead {
@@ -382,11 +382,11 @@ impl StoreState {
         let matches = |publication: &Publication| request::etag_matches_strong(tags, publication.etag());
         let former = || self.draining.iter().chain(&self.lingering);
         let found = match &self.current {
-            Some(current) if matches(current) && self.step != Some(asked.step) => {
+            Some(current) if matches(current) && asked.step.is_some_and(|step| self.step != Some(step)) => {
                 return Lookup::WrongStep(self.step);
             }
             Some(current) if matches(current) => Some(current),
-            _ => former().find(|f| f.step == Some(asked.step) && matches(&f.publication)).map(|f| &f.publication),
+            _ => former().find(|f| f.step == asked.step && matches(&f.publication)).map(|f| &f.publication),
         };
         found.and_then(|publication| Lease::take(publication, cut, asked.receives)).map_or(Lookup::Gone, Lookup::Found)
     }
