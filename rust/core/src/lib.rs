@@ -60,14 +60,16 @@ mod trust;
 pub use cancel::Cancel;
 #[cfg(fuzzing)]
 pub use client::fuzzing;
-pub use client::{Arrived, FetchOptions, Remote, SliceRequest, StagedFetch, fetch_slices, resolve};
+pub use client::{Arrived, FetchOptions, Get, Remote, SliceRequest, StagedFetch, fetch_slices, resolve};
 pub use error::{Error, ErrorKind, Hint};
-pub use file::{Container, DIRECT_FROM, FileOptions, FileReport, Stored, StoredWaves, Written, seal_file, write_file};
+pub use file::{
+    Container, DIRECT_FROM, FileOptions, FileReport, ServedFiles, Stored, StoredWaves, Written, seal_file, write_file,
+};
 pub use fork::without_fork;
 pub use memory::{
     Allocation, Arena, ArenaPool, FilePages, Hold, Memory, SharedBuffer, Transfer, check_machine_has, copy_all,
 };
-pub use payload::{Destination, Item, Repeat, Slice, StagedRun};
+pub use payload::{Backing, Destination, Item, Repeat, Slice, StagedRun};
 pub use priority::lower_priority;
 pub use publication::{Alternate, Publication, Readiness, Rendered, Stability, Store, Withdrawn};
 pub use report::{Report, Trouble};

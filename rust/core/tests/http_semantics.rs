@@ -2,11 +2,14 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test that cannot go on should panic")]
 
 use std::io::Write;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
+use crate::common::faults::Liar;
 use crate::common::raw::{Raw, get, request};
 use crate::common::{BLOCK, Rig, STEP, State, noise};
 use safetensors::SafeTensors;
-use tensorferry_core::Stability;
+use tensorferry_core::{FetchOptions, Remote, Stability};
 use tensorferry_wire::container::Header;
 use tensorferry_wire::digest::{Algorithm, DigestTable, checksum};
 
@@ -319,4 +322,59 @@ fn many_small_and_large_pieces_come_in_order() {
     let (pages, others): (Vec<_>, Vec<_>) = state.0.iter().partition(|(_, b)| b.len().is_multiple_of(4096));
     let payload: Vec<u8> = pages.into_iter().chain(others).flat_map(|(_, b)| b.to_vec()).collect();
     assert!(whole[start..] == payload);
+}
+
+#[test]
+fn the_step_that_is_served_can_be_asked_for_without_a_refusal() {
+    let (rig, _, _) = rig();
+    let told = get(&rig, &rig.path("step"), &[]);
+    assert_eq!((told.status, told.body.as_slice()), (200, b"7\n".as_slice()));
+    let remote = Remote::open(&[&rig.url()], None, FetchOptions::within(Duration::from_secs(30))).unwrap();
+    assert_eq!(remote.step(), STEP);
+    drop(remote);
+    // As with a checkpoint, the answer comes once there is one.
+    rig.server.store().withdraw(Duration::from_secs(30));
+    let options =
+        FetchOptions { stall: Duration::from_millis(300), ..FetchOptions::within(Duration::from_millis(600)) };
+    let late = Remote::open(&[&rig.url()], None, options).unwrap_err();
+    assert!(late.is_timeout() && late.to_string().contains("has withdrawn what it published last"), "{late}");
+    let metrics = rig.path("metrics").replace("checkpoint/", "");
+    let counters = String::from_utf8(get(&rig, &metrics, &[]).body).unwrap();
+    assert!(counters.contains("answers_total{code=\"200\"}"), "{counters}");
+    assert!(!counters.contains("code=\"400\""), "{counters}");
+}
+
+#[test]
+fn a_source_that_does_not_know_the_question_is_asked_in_the_old_way() {
+    for (refusal, served) in [
+        ("invalid checkpoint requested, serving -3 but got step=-9223372036854775808", Ok(-3)),
+        (
+            "invalid checkpoint requested, serving 99999999999999999999 but got step=-9223372036854775808",
+            Err("no step"),
+        ),
+        ("invalid checkpoint requested, serving nothing but got step=-9223372036854775808", Err("serving nothing")),
+        ("no", Err("no")),
+    ] {
+        let asked = Arc::<Mutex<Vec<String>>>::default();
+        let liar = Liar::new({
+            let asked = Arc::clone(&asked);
+            move |mut stream, head, _| {
+                let path = head.split(' ').nth(1).unwrap();
+                asked.lock().unwrap().push(path.to_owned());
+                let said = if path.ends_with("/step") {
+                    "invalid url format, expected /checkpoint/step/key but got /checkpoint/step"
+                } else {
+                    refusal
+                };
+                write!(stream, "HTTP/1.1 400 No\r\nContent-Length: {}\r\n\r\n{said}", said.len())
+            }
+        });
+        let failed = Remote::open(&[&liar.url()], None, FetchOptions::within(Duration::from_secs(20))).unwrap_err();
+        let asked = asked.lock().unwrap();
+        assert!(asked[0].ends_with("/step") && asked[1].ends_with("/-9223372036854775808.safetensors"), "{asked:?}");
+        match served {
+            Ok(step) => assert!(asked[2].ends_with(&format!("/{step}.safetensors")), "{asked:?}"),
+            Err(text) => assert!(failed.to_string().contains(text) && asked.len() == 2, "{failed}: {asked:?}"),
+        }
+    }
 }

@@ -112,7 +112,8 @@ impl PyRemote {
 
 #[pymethods]
 impl PyRemote {
-    /// Opens a checkpoint: waits until one of `urls` serves `step`, and reads its header and manifest.
+    /// Opens a checkpoint: waits until one of `urls` serves `step`, or without one anything, and reads its header and
+    /// manifest.
     ///
     /// `timeout` seconds is the one deadline of the receive, fetching included. `lanes` is the number of connections,
     /// `pool` provides memory, `progress` is called with the bytes here and the bytes in all, `secret` signs requests.
@@ -126,7 +127,7 @@ impl PyRemote {
     fn open(
         py: Python<'_>,
         urls: Vec<String>,
-        step: i64,
+        step: Option<i64>,
         timeout: f64,
         lanes: Option<usize>,
         same_host: bool,
@@ -158,6 +159,15 @@ impl PyRemote {
         let remote = Mutex::new(Some(remote));
         let this = Self { process: Process::current(), cancel, received, progress, header, tree, remote };
         Py::new(py, (this, entries))
+    }
+
+    /// The step that was opened.
+    ///
+    /// # Errors
+    /// `InvalidArgument` once it was fetched, `ForkedProcess` in a forked child.
+    #[getter]
+    fn step(&self, py: Python<'_>) -> PyResult<i64> {
+        self.with(py, |remote| Ok(remote.step()))
     }
 
     /// The manifest as JSON text, with `null` for its tree; `None` for a container tensorferry did not write.

@@ -5,6 +5,7 @@
 //! /healthz                                        the server lives; needs no token
 //! /{token}/  and  /{token}/checkpoint/            the status page, for people
 //! /{token}/metrics                                counters
+//! /{token}/checkpoint/step                         the step that is served, in digits
 //! /{token}/checkpoint/{key}.safetensors           header and payload; Range, or ?blocks={first}-{end},... for parts
 //! /{token}/checkpoint/{key}/header                the header alone
 //! /{token}/checkpoint/{key}/digests               the table of digests, of all blocks or of ?blocks={first}-{end},...
@@ -27,6 +28,9 @@ pub const RING_HEADER: &str = "tensorferry-ring";
 /// sends them as they become available.
 pub const FILLING_HEADER: &str = "tensorferry-filling";
 
+/// The path of [`Resource::Step`], relative to `/checkpoint/`.
+pub const STEP_PATH: &str = "step";
+
 /// What a path names. Keys of publications are as written in the path; [`parse_step`] reads the step from one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Resource<'a> {
@@ -36,6 +40,8 @@ pub enum Resource<'a> {
     Metrics,
     /// `/` or `/checkpoint/`: the status page.
     StatusPage,
+    /// `/checkpoint/step`: the step that is served.
+    Step,
     /// `/checkpoint/{key}.safetensors`: header and payload, or with the query that [`parse_runs`] reads, parts of the
     /// payload.
     Container(&'a str),
@@ -97,6 +103,7 @@ pub fn parse_path<'a>(path: &'a str, token: &str) -> Result<Resource<'a>, PathEr
 /// The resource at `path`, which is relative to `/checkpoint/`.
 fn parse_checkpoint(path: &str) -> Option<Resource<'_>> {
     match path.split_once('/') {
+        None if path == STEP_PATH => Some(Resource::Step),
         None => path.strip_suffix(".safetensors").filter(|key| !key.is_empty()).map(Resource::Container),
         Some((key, name)) if key.is_empty() || name.strip_suffix('/').unwrap_or(name).split('/').any(str::is_empty) => {
             None

@@ -53,7 +53,8 @@ pub fn fetch(answers: &[u8]) {
 /// Opens a checkpoint of which `answers` are all that comes.
 pub fn open(answers: &[u8]) {
     let (connection, _theirs, limits) = answering(answers);
-    if let Ok(opened) = FirstFetch::read(connection, 7, 1 << 20, &limits, LONG, &mut None, &mut Passes::default()) {
+    if let Ok(opened) = FirstFetch::read(connection, Some(7), 1 << 20, &limits, LONG, &mut None, &mut Passes::default())
+    {
         assert!(opened.prefix.len() as u64 <= opened.header.payload_len());
         assert!(opened.payload_start as usize + opened.prefix.len() <= answers.len());
     }

@@ -7,6 +7,7 @@
 //! | `staged` | [`StagedFetch`]: entries that pass through a bounded buffer |
 //! | `lane`, `stragglers`, `ledger` | one thread with one connection; lanes that are too slow; received blocks |
 //! | `source`, `url`, `resolver` | where a source is and how to reach it |
+//! | `get` | [`Get`]: one answer that is no container |
 //! | `connection` | blocking HTTP/1.1 over TCP, TLS or shared memory |
 //! | `limits` | one deadline for everything, and what counts as stuck |
 //!
@@ -26,6 +27,7 @@ mod connection;
 mod fetch_slices;
 #[cfg(fuzzing)]
 pub mod fuzzing;
+mod get;
 mod lane;
 mod ledger;
 mod limits;
@@ -41,6 +43,7 @@ use std::sync::atomic::AtomicU64;
 use std::time::Duration;
 
 pub use self::fetch_slices::{SliceRequest, fetch_slices};
+pub use self::get::Get;
 pub use self::remote::Remote;
 pub use self::resolver::resolve;
 use self::source::Source;

@@ -65,6 +65,38 @@ impl Connection {
         }
     }
 
+    /// Receives some of the rest of the body into `into`; 0 at its end, which without a Content-Length is that of the
+    /// connection.
+    pub(crate) fn read_some(&mut self, head: &Head, into: &mut [u8]) -> Result<usize, Error> {
+        let bounded = head.content_length.is_some();
+        let left = if bounded { usize::try_from(self.remaining).unwrap_or(usize::MAX) } else { usize::MAX };
+        let len = into.len().min(left);
+        if len == 0 {
+            return Ok(0);
+        }
+        let ahead = self.ahead.len() - self.taken;
+        let got = if ahead > 0 {
+            let got = ahead.min(len);
+            into[..got].copy_from_slice(&self.ahead[self.taken..self.taken + got]);
+            self.taken += got;
+            got
+        } else {
+            loop {
+                self.wait_at_most(self.limits.stall)?;
+                match self.receive_or_end(&mut [IoSliceMut::new(&mut into[..len])])? {
+                    Some(0) => {}
+                    Some(got) => break got,
+                    None if bounded => return Err(self.ended_early()),
+                    None => return Ok(0),
+                }
+            }
+        };
+        if bounded {
+            self.remaining -= got as u64;
+        }
+        Ok(got)
+    }
+
     /// Copies bytes of the current slot into `into`, after waiting for the source to announce the slot.
     fn take_from_ring(&mut self, into: &mut [u8], received: impl FnMut(&[u8])) -> Result<usize, Error> {
         let remaining = self.remaining;

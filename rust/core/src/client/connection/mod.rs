@@ -261,7 +261,7 @@ impl Connection {
             // The source has no room for another connection now. Like a connection that cannot be made, that may be
             // over a moment later or be otherwise elsewhere, so it is tried again, while other refusals by status are
             // the source's answer and stay.
-            503 if head.retry_after => ErrorKind::Connect,
+            503 if head.retry_after.is_some() => ErrorKind::Connect,
             status => ErrorKind::Status(status),
         };
         if head.status == 404 && detail == "not found" {
@@ -273,7 +273,13 @@ impl Connection {
                 Some(_) => Error::new(kind, format!("{gone} has another shared secret than this receiver")),
             };
         }
-        Error::new(kind, detail)
+        match head.retry_after.filter(|_| kind == ErrorKind::Connect) {
+            Some(pause) => {
+                let message = format!("{detail} (it says to ask again in {} s)", pause.as_secs());
+                Error::new(kind, message).retrying_after(pause)
+            }
+            None => Error::new(kind, detail),
+        }
     }
 
     /// Receives into the first of `parts`, or into as many as it takes.
@@ -287,6 +293,11 @@ impl Connection {
 
     /// The same, however little it is.
     fn receive_anything(&mut self, parts: &mut [IoSliceMut<'_>]) -> Result<usize, Error> {
+        self.receive_or_end(parts)?.ok_or_else(|| self.ended_early())
+    }
+
+    /// The same; `None` if the source has closed the connection.
+    fn receive_or_end(&mut self, parts: &mut [IoSliceMut<'_>]) -> Result<Option<usize>, Error> {
         let got = match &mut self.tls {
             None => (&mut &*self.stream).read_vectored(parts),
             Some(tls) => tls.read(&self.stream, &self.limits, &mut self.timeout, &mut parts[0]),
@@ -294,15 +305,17 @@ impl Connection {
         match got {
             Ok(0) => {
                 self.limits.left()?;
-                Err(Error::new(
-                    ErrorKind::Connect,
-                    format!("{} closed the connection in the middle of an answer", self.url.authority()),
-                ))
+                Ok(None)
             }
-            Ok(n) => Ok(n),
-            Err(e) if e.kind() == io::ErrorKind::Interrupted => Ok(0),
+            Ok(n) => Ok(Some(n)),
+            Err(e) if e.kind() == io::ErrorKind::Interrupted => Ok(Some(0)),
             Err(e) => Err(self.broken(&e)),
         }
+    }
+
+    fn ended_early(&self) -> Error {
+        let peer = self.url.authority();
+        Error::new(ErrorKind::Connect, format!("{peer} closed the connection in the middle of an answer"))
     }
 
     /// Sets the socket's timeout so that the next call ends at the deadline at the latest.

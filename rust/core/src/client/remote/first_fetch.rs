@@ -8,10 +8,11 @@ use tensorferry_wire::container::{self, Header};
 use tensorferry_wire::digest::{BLOCK_SIZE, Hasher};
 
 use super::OPEN_ATTEMPTS;
+use super::open::served_step;
 use super::verify::{Passes, hash_digests};
 use crate::client::answers::{check_range, read_digests};
 use crate::client::blocks::block_len;
-use crate::client::connection::Connection;
+use crate::client::connection::{Connection, Head};
 use crate::client::limits::Limits;
 use crate::error::{Error, ErrorKind, Hint};
 use crate::memory::check_machine_has;
@@ -22,6 +23,7 @@ use crate::trust::secret;
 /// The results of the first requests to a source.
 pub(crate) struct FirstFetch {
     pub(crate) connection: Connection,
+    pub(crate) step: i64,
     pub(crate) header: Header,
     pub(crate) header_digest: u64,
     pub(crate) payload_start: u64,
@@ -32,31 +34,27 @@ pub(crate) struct FirstFetch {
 
 impl FirstFetch {
     /// Asks the source at the other end for the first `ahead` bytes: the whole of a small container, the header of most
-    /// others. Its first answer may take `patience` to begin. `begun` is the entity tag of the snapshot that it began
+    /// others; without a `step`, of the one that it serves. Its first answer may take `patience` to begin. `begun` is the entity tag of the snapshot that it began
     /// to send before, and of none other is anything taken then; it is set as soon as the source has named one.
     /// `passes` is what earlier attempts have shown.
     pub(crate) fn read(
         mut connection: Connection,
-        step: i64,
+        step: Option<i64>,
         ahead: u64,
         limits: &Limits,
         patience: Duration,
         begun: &mut Option<String>,
         passes: &mut Passes,
     ) -> Result<Self, Error> {
+        let step = match step {
+            Some(step) => step,
+            None => served_step(&mut connection, limits.left()?.min(patience))?,
+        };
         let path = format!("{step}.safetensors");
         let ahead = ahead.max(64);
         let head = connection.get(&path, Some((0, ahead)), begun.as_deref(), Some(limits.left()?.min(patience)))?;
         if head.status != 206 {
-            let foreign = head.http_10 && head.status == 500;
-            let refused = connection.refuse(&head);
-            return Err(if foreign {
-                let message =
-                    "the server there speaks HTTP/1.0 and cannot read a step: it is not a source of this engine";
-                Error::new(ErrorKind::Foreign, message).hinting(Hint::OtherProgram)
-            } else {
-                refused
-            });
+            return Err(refused(&mut connection, &head));
         }
         let protocol = |what: &str| Error::new(ErrorKind::Protocol, what.to_owned());
         let total = match head.content_range {
@@ -122,6 +120,16 @@ impl FirstFetch {
             passes.note(&etag, &all);
             return Err(passes.error(&header, (first * BLOCK_SIZE, ((first + 1) * BLOCK_SIZE).min(payload_len))));
         }
-        Ok(Self { connection, header, header_digest, payload_start, etag, prefix, same_host })
+        Ok(Self { connection, step, header, header_digest, payload_start, etag, prefix, same_host })
     }
+}
+
+/// The error for a refusal of the first request.
+pub(super) fn refused(connection: &mut Connection, head: &Head) -> Error {
+    let refused = connection.refuse(head);
+    if head.http_10 && head.status == 500 {
+        let message = "the server there speaks HTTP/1.0 and cannot read a step: it is not a source of this engine";
+        return Error::new(ErrorKind::Foreign, message).hinting(Hint::OtherProgram);
+    }
+    refused
 }

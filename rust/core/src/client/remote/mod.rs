@@ -46,6 +46,8 @@ pub struct Remote {
     primary: usize,
     /// The source that header and prefix came from.
     opener: usize,
+    step: i64,
+    /// The step as paths have it.
     key: String,
     header: Arc<Header>,
     header_digest: u64,
@@ -75,6 +77,12 @@ impl Remote {
     #[must_use]
     pub fn header(&self) -> &Arc<Header> {
         &self.header
+    }
+
+    /// The step that was opened.
+    #[must_use]
+    pub fn step(&self) -> i64 {
+        self.step
     }
 
     /// The bytes of a reserved entry (`__tensorferry__/manifest` or `/pickle`), verified.

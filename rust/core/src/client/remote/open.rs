@@ -8,10 +8,12 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::first_fetch::FirstFetch;
+use tensorferry_wire::request::STEP_PATH;
+
+use super::first_fetch::{self, FirstFetch};
 use super::{OPEN_ATTEMPTS, Passes, Remote};
 use crate::client::connection::Connection;
-use crate::client::limits::Limits;
+use crate::client::limits::{Limits, retry_pause};
 use crate::client::url::SourceUrl;
 use crate::client::{FetchOptions, Source};
 use crate::error::{Error, ErrorKind};
@@ -21,11 +23,14 @@ use crate::trust::secret;
 const OPEN_PATIENCE: Duration = Duration::from_secs(1);
 /// How long a source may take to serve another snapshot in the place of one that it had begun to send and that is gone.
 const NEXT_PATIENCE: Duration = Duration::from_secs(1);
+/// A step that nobody serves.
+const UNSERVED: i64 = i64::MIN;
 /// How long a source that keeps a request waiting may take to say why.
 const WHY_PATIENCE: Duration = Duration::from_secs(1);
 
 impl Remote {
-    /// Asks the sources in `urls` for `step`; they must serve the same snapshot. Waits while the gate is closed there.
+    /// Asks the sources in `urls` for `step`, or without one for what they serve; they must serve the same snapshot. Waits
+    /// while the gate is closed there.
     ///
     /// The returned value has the header and the reserved entries, verified; [`Remote::fetch`] fetches the rest.
     ///
@@ -58,7 +63,8 @@ impl Remote {
     /// [`ErrorKind::Status`] when it refuses, 400 for a step it does not serve; [`ErrorKind::Foreign`] when it is
     /// another program's server; [`ErrorKind::Unproven`] when it does not know the secret; [`ErrorKind::Protocol`] when
     /// what it says is not valid.
-    pub fn open(urls: &[&str], step: i64, options: FetchOptions) -> Result<Self, Error> {
+    pub fn open(urls: &[&str], step: impl Into<Option<i64>>, options: FetchOptions) -> Result<Self, Error> {
+        let step = step.into();
         let started = Instant::now();
         let deadline = started
             .checked_add(options.timeout)
@@ -73,9 +79,15 @@ impl Remote {
         let mut begun: Vec<(Option<String>, Option<Error>)> = sources.iter().map(|_| (None, None)).collect();
         let mut passes: Vec<Passes> = sources.iter().map(|_| Passes::default()).collect();
         // Each in turn, so that one that is stuck costs a share of the time and not all of it.
-        let mut standing: VecDeque<_> = (0..sources.len()).map(|index| (index, 0_u32, 0_u32)).collect();
-        while let Some((primary, asked, failures)) = standing.pop_front() {
-            if asked > 0 && !limits.pause(Duration::from_millis(20 << asked.min(5)), || false) {
+        let mut standing: VecDeque<_> = (0..sources.len()).map(Turn::first).collect();
+        while let Some(Turn { source: primary, asked, failures, not_before }) = Turn::next(&mut standing) {
+            let wait = not_before.map_or(Duration::ZERO, |then| then.saturating_duration_since(Instant::now()));
+            if limits.left().is_ok_and(|left| left < wait) {
+                // No source wants to be asked before the deadline.
+                return Err(last);
+            }
+            let ordinary = Duration::from_millis(20 << asked.min(5));
+            if asked > 0 && !limits.pause(wait.max(ordinary), || false) {
                 return Err(match limits.left() {
                     Err(over) if last.is_timeout() || !over.is_timeout() => late(over, step, &waited),
                     _ => last,
@@ -122,7 +134,8 @@ impl Remote {
                         sources,
                         primary,
                         opener: primary,
-                        key: step.to_string(),
+                        step: opened.step,
+                        key: opened.step.to_string(),
                         payload_start: opened.payload_start,
                         header: Arc::new(opened.header),
                         header_digest: opened.header_digest,
@@ -149,10 +162,15 @@ impl Remote {
                     let most = if nobody { 2 } else { OPEN_ATTEMPTS };
                     let failures = if e.is_timeout() { failures } else { failures + 1 };
                     if repairable && !refused && failures < most {
-                        standing.push_back((primary, asked + 1, failures));
+                        let pause = retry_pause(&e, failures.max(1), Duration::ZERO);
+                        let not_before = Instant::now().checked_add(pause);
+                        standing.push_back(Turn { source: primary, asked: asked + 1, failures, not_before });
                     }
                     let changed = e.kind() == ErrorKind::Changed;
-                    last = e.at(&format!("step {step} from {}", url.authority()));
+                    last = e.at(&step.map_or_else(
+                        || url.authority().to_owned(),
+                        |step| format!("step {step} from {}", url.authority()),
+                    ));
                     if changed {
                         *etag = None;
                         *gone = Some(Error::new(ErrorKind::Changed, last.to_string()));
@@ -167,10 +185,77 @@ impl Remote {
     }
 }
 
+/// A source that is still to be asked.
+#[derive(Debug)]
+struct Turn {
+    /// Its number.
+    source: usize,
+    /// How often it was asked.
+    asked: u32,
+    /// How often it has failed in another way than by silence.
+    failures: u32,
+    /// When it may be asked again.
+    not_before: Option<Instant>,
+}
+
+impl Turn {
+    fn first(source: usize) -> Self {
+        Self { source, asked: 0, failures: 0, not_before: None }
+    }
+
+    /// Takes the first that may be asked now, or else the one that may be asked soonest.
+    fn next(standing: &mut VecDeque<Self>) -> Option<Self> {
+        let now = Instant::now();
+        let wait = |turn: &Self| turn.not_before.map_or(Duration::ZERO, |then| then.saturating_duration_since(now));
+        let first = (0..standing.len()).min_by_key(|&index| wait(&standing[index]))?;
+        standing.remove(first)
+    }
+}
+
+/// The step that the source at the other end serves. Its answer may take `patience` to begin.
+///
+/// Sources of earlier versions do not know the question. Of them a step is requested that nobody serves, and the refusal
+/// says which one is.
+pub(super) fn served_step(connection: &mut Connection, patience: Duration) -> Result<i64, Error> {
+    let invalid = || Error::new(ErrorKind::Protocol, "the source does not say which step it serves");
+    let head = connection.get(STEP_PATH, None, None, Some(patience))?;
+    if head.status == 200 {
+        let body = connection.body(&head, 64)?;
+        return std::str::from_utf8(&body).ok().and_then(|text| text.trim().parse().ok()).ok_or_else(invalid);
+    }
+    let refused = first_fetch::refused(connection, &head);
+    if !matches!(refused.kind(), ErrorKind::Status(400)) {
+        return Err(refused);
+    }
+    let head = connection.get(&format!("{UNSERVED}.safetensors"), Some((0, 64)), None, Some(patience))?;
+    if head.status == 206 {
+        return Ok(UNSERVED);
+    }
+    let refused = connection.refuse(&head);
+    if !matches!(refused.kind(), ErrorKind::Status(400)) {
+        return Err(refused);
+    }
+    let text = refused.to_string();
+    let Some((_, served)) = text.split_once("serving ") else { return Err(refused) };
+    let served = served.split(' ').next().unwrap_or_default();
+    match served.parse() {
+        Ok(step) => Ok(step),
+        Err(_) if served.bytes().all(|b| b.is_ascii_digit() || b == b'-') => {
+            let message = format!("the source says that it serves step {served}, which is no step");
+            Err(Error::new(ErrorKind::Protocol, message))
+        }
+        Err(_) => Err(refused),
+    }
+}
+
 /// The error for a deadline that has passed, with what was waited for at each source.
-fn late(over: Error, step: i64, waited: &[Option<String>]) -> Error {
+fn late(over: Error, step: Option<i64>, waited: &[Option<String>]) -> Error {
     let waited: Vec<_> = waited.iter().flatten().map(String::as_str).collect();
-    over.at(&format!("step {step}")).waiting_for(|| waited.join("; "))
+    let over = match step {
+        Some(step) => over.at(&format!("step {step}")),
+        None => over,
+    };
+    over.waiting_for(|| waited.join("; "))
 }
 
 /// What was waited for when a source took too long.

@@ -117,12 +117,13 @@ async fn resolve<B>(
         Resource::Healthz => return text(StatusCode::OK, "ok"),
         Resource::Metrics => return metrics(&connection.shared),
         Resource::StatusPage => return status_page(&connection.shared),
+        Resource::Step => return served_step(connection, store, request).await,
         Resource::Container(key) | Resource::Header(key) | Resource::Digests(key) | Resource::Alternate(key, _) => key,
     };
     let Some(step) = request::parse_step(key) else {
         return text(StatusCode::NOT_FOUND, &format!("no checkpoint is called {key}: steps are integers"));
     };
-    let lease = match lease(connection, store, step, request, matches!(resource, Resource::Container(_))).await {
+    let lease = match lease(connection, store, Some(step), request, matches!(resource, Resource::Container(_))).await {
         Ok(lease) => lease,
         Err(refused) => return refused,
     };
@@ -145,12 +146,23 @@ async fn resolve<B>(
             let name = connection.shared.frontend.alternate(name).unwrap_or_default();
             alternate(connection, store, lease, step, name, request).await
         }
-        Resource::Healthz | Resource::Metrics | Resource::StatusPage => text(StatusCode::NOT_FOUND, "not found"),
+        Resource::Healthz | Resource::Metrics | Resource::StatusPage | Resource::Step => {
+            text(StatusCode::NOT_FOUND, "not found")
+        }
     };
     if let Some(name) = connection.shared.same_host.as_ref().filter(|_| !connection.same_host) {
         insert(found.headers_mut(), HeaderName::from_static(request::SAME_HOST_HEADER), &name.to_string());
     }
     found
+}
+
+/// The step that is served, once there is one.
+async fn served_step<B>(connection: &Arc<ConnectionContext>, store: &Store, request: &Request<B>) -> ServedResponse {
+    match lease(connection, store, None, request, false).await {
+        // Between the two looks the store may have gone on: then this is the newer step.
+        Ok(_) => text(StatusCode::OK, &store.step().unwrap_or_default().to_string()),
+        Err(refused) => refused,
+    }
 }
 
 /// The body called `name`, in another format than the container, once the state is all there. It is built without a
@@ -179,7 +191,7 @@ async fn alternate<B>(
         Ok(Err(message)) => return text(StatusCode::INTERNAL_SERVER_ERROR, &message),
         Err(_) => return text(StatusCode::INTERNAL_SERVER_ERROR, "the body could not be built"),
     }
-    match waiting::lease(connection, store, step, asked, false).await {
+    match waiting::lease(connection, store, Some(step), asked, false).await {
         Ok(lease) => match lease.rendered(&name).filter(|_| lease.publication().etag() == etag) {
             Some(body) => {
                 let mut answer = memory(connection, body, step, false, asked);

@@ -11,12 +11,12 @@ use super::messages::{GONE, TAKEN_DOWN, joined, text};
 use super::{ConnectionContext, ServedResponse};
 use crate::publication::{Abandoned, Asked, Lease, Lookup, Store};
 
-/// Takes a lease on what `request`, for a part of the container if `contents` says so, asks for as `step` of `store`;
-/// waits for the gate if it has to.
+/// Takes a lease on what `request`, for a part of the container if `contents` says so, asks for as `step` of `store`, or
+/// as any step of it; waits for the gate if it has to.
 pub(super) async fn lease<B>(
     connection: &Arc<ConnectionContext>,
     store: &Store,
-    step: i64,
+    step: Option<i64>,
     request: &Request<B>,
     contents: bool,
 ) -> Result<Arc<Lease>, ServedResponse> {
@@ -32,10 +32,14 @@ pub(super) async fn lease<B>(
         Ok(Lookup::Found(_) | Lookup::Gone) => Err(text(StatusCode::PRECONDITION_FAILED, GONE)),
         Ok(Lookup::WrongStep(serving)) => {
             let serving = serving.map_or_else(|| "nothing".to_owned(), |s| s.to_string());
+            let step = step.map_or_else(|| "none".to_owned(), |s| s.to_string());
             let message = format!("invalid checkpoint requested, serving {serving} but got step={step}");
             Err(text(StatusCode::BAD_REQUEST, &message))
         }
-        Ok(Lookup::Nothing) => Err(text(StatusCode::NOT_FOUND, &shared.frontend.unpublished(step))),
+        Ok(Lookup::Nothing) => {
+            let step = step.or_else(|| store.step()).unwrap_or_default();
+            Err(text(StatusCode::NOT_FOUND, &shared.frontend.unpublished(step)))
+        }
         // A shelf may be taken down alone, while the server goes on; a server closes its own store first.
         Ok(Lookup::Closed) if !shared.store.is_closed() => Err(text(StatusCode::SERVICE_UNAVAILABLE, TAKEN_DOWN)),
         Ok(Lookup::Closed) => Err(text(StatusCode::SERVICE_UNAVAILABLE, "this server is shut down")),
