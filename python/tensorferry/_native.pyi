@@ -12,6 +12,7 @@ __all__ = [
     "Entries",
     "FilePages",
     "HostView",
+    "HttpAnswer",
     "Readiness",
     "Receive",
     "Remote",
@@ -107,9 +108,22 @@ class FilePages:
     @property
     def is_unchanged(self) -> bool: ...
     def fileno(self) -> int: ...
+    def compare_with(self, stored: Stored) -> None: ...
     def __len__(self) -> int: ...
     if sys.version_info >= (3, 12):
         def __buffer__(self, flags: int, /) -> memoryview: ...
+
+@final
+class HttpAnswer:
+    @staticmethod
+    def open(url: str, path: str, *, timeout: float) -> HttpAnswer: ...
+    @property
+    def status(self) -> int: ...
+    @property
+    def reason(self) -> str: ...
+    def read(self, most: int) -> bytes: ...
+    def readinto(self, buffer: Any, whole: bool) -> int: ...
+    def close(self) -> None: ...
 
 @final
 class Server:
@@ -229,7 +243,7 @@ class Remote(Entries):
     @staticmethod
     def open(
         urls: list[str],
-        step: int,
+        step: int | None,
         *,
         timeout: float,
         lanes: int | None = None,
@@ -238,6 +252,8 @@ class Remote(Entries):
         progress: Callable[[int, int], object] | None = None,
         secret: Secret | None = None,
     ) -> Remote: ...
+    @property
+    def step(self) -> int: ...
     @property
     def manifest(self) -> bytes | None: ...
     @property

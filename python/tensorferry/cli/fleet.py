@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import http.client
+import http
 import math
 import re
-import socket
-import ssl
-import threading
 import time
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
-from .._native import _resolve
-from ..errors import InvalidArgument, ProtocolError
+from .._native import HttpAnswer
+from ..errors import InvalidArgument, ProtocolError, TensorferryError, message_of
 from ..storage import peers as publications
 
 #: Seconds that a transport has to answer, and the longest answer that is read.
@@ -22,7 +19,7 @@ _PATIENCE_S = 3.0
 _LONGEST = 1 << 20
 #: A counter, on a line of its own: without the beginning of the line, hostile text would be searched from each place.
 _LINE = re.compile(r"^tensorferry_(\w++)(?:\{([^{}\n]*+)\})? ([0-9.e+-]{1,40})$", re.ASCII | re.MULTILINE)
-_SCHEME = re.compile(r"https?://(?:sha256-[0-9a-f]+@)?")
+_SCHEME = re.compile(r"http://|https://")
 
 _Values = dict[tuple[str, str], float]
 
@@ -33,8 +30,8 @@ class Peer:
 
     Attributes:
         shown: its host and port
-        url: of its counters
-        fingerprint: of the certificate that it must show; ``None`` without encryption
+        url: that of its counters without their name; with the fingerprint of the certificate that it must show, if it
+            encrypts
         values: its counters by name and label
         rates: bytes per second since the answer before, sent and received
         trouble: why it did not answer
@@ -42,7 +39,6 @@ class Peer:
 
     shown: str
     url: str
-    fingerprint: str | None = None
     values: _Values = field(default_factory=dict)
     rates: tuple[float, float] = (0.0, 0.0)
     at: float = 0.0
@@ -79,16 +75,23 @@ def _peer(word: str) -> Peer:
         raise InvalidArgument(f"{word!r} is neither the metadata of a transport nor host:port")
     path = parts.path.removesuffix("metrics").removesuffix("checkpoint/").rstrip("/")
     shown = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-    fingerprint = (parts.username or "").removeprefix("sha256-") if parts.scheme == "https" else None
-    return Peer(shown, f"{parts.scheme}://{shown}{path}/metrics", fingerprint)
+    if parts.scheme == "http":
+        return Peer(shown, f"http://{shown}{path}/")
+    if not re.fullmatch(r"sha256-[0-9a-f]{64}", parts.username or ""):
+        raise InvalidArgument(
+            f"https://{shown} comes without the fingerprint of its certificate, without which nobody can tell whose it "
+            "is: give what metadata() returns"
+        )
+    return Peer(shown, f"https://{parts.username}@{shown}{path}/")
 
 
 def ask(peer: Peer) -> None:
     """Asks for the counters of ``peer``; what goes wrong is noted there."""
     try:
         text, now = _fetch(peer), time.monotonic()
-    except Exception as e:
-        peer.trouble = str(e) or type(e).__name__
+    except TensorferryError as e:
+        # The table has its address beside it.
+        peer.trouble = message_of(e).removeprefix(f"{peer.shown} ") or type(e).__name__
         return
     values: _Values = {}
     for name, labels, number in _LINE.findall(text):
@@ -116,49 +119,12 @@ def _received(values: _Values) -> float:
 
 
 def _fetch(peer: Peer) -> str:
-    """Returns the answer of ``peer``, without following redirects, and without a proxy.
+    """Returns the answer of ``peer``, to whom nothing is said if it shows another certificate than its URL names.
 
     Raises:
-        TimeoutError: not all of it has come in time, however slowly it comes
-        OSError: there is nobody, or the connection was lost
-        Exception: the answer is no HTTP, or no counters
+        TensorferryError: it is not the peer, there is nobody, or not all of its answer has come in time
     """
-    parts = urlsplit(peer.url)
-    assert parts.hostname is not None
-    late = threading.Event()
-    addresses = _resolve(parts.hostname, timeout=_PATIENCE_S)
-    with socket.create_connection((addresses[0], parts.port), _PATIENCE_S) as raw, raw.dup() as other:
-
-        def give_up() -> None:
-            late.set()
-            with contextlib.suppress(OSError):
-                other.shutdown(socket.SHUT_RDWR)
-
-        # The socket's own timeout begins anew with every byte.
-        timer = threading.Timer(_PATIENCE_S, give_up)
-        timer.start()
-        try:
-            connection = http.client.HTTPConnection(parts.hostname, parts.port)
-            connection.sock = raw if peer.fingerprint is None else _unchecked().wrap_socket(raw)
-            with contextlib.closing(connection):
-                connection.request("GET", parts.path)
-                answer = connection.getresponse()
-                if answer.status != http.HTTPStatus.OK:
-                    raise ProtocolError(f"it answers {answer.status} to a request for its counters")
-                text = answer.read(_LONGEST)
-        except Exception as e:
-            if late.is_set():
-                raise TimeoutError("timed out") from e
-            raise
-        finally:
-            timer.cancel()
-    if late.is_set():
-        raise TimeoutError("timed out")
-    return text.decode("utf-8", "replace")
-
-
-def _unchecked() -> ssl.SSLContext:
-    """Returns a context for self-signed certificates: what is read are counters, which nobody has to believe."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-    return context
+    with contextlib.closing(HttpAnswer.open(peer.url, "metrics", timeout=_PATIENCE_S)) as answer:
+        if answer.status != http.HTTPStatus.OK:
+            raise ProtocolError(f"it answers {answer.status} to a request for its counters")
+        return answer.read(_LONGEST).decode("utf-8", "replace")

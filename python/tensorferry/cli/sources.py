@@ -11,10 +11,7 @@ from dataclasses import dataclass
 from .. import _validate
 from .._native import Remote
 from ..errors import (
-    ConnectError,
-    FetchTimeout,
     InvalidArgument,
-    ProtocolError,
     SourceChanged,
     SourceRefused,
     TensorferryError,
@@ -25,11 +22,10 @@ from ..net.metadata import encrypted, is_stock, join_metadata
 from ..storage import peers
 from .flags import Receiving, Trust
 
-#: A step that nobody serves: the refusal says which one is.
-_NO_STEP = -(1 << 63)
-_SERVED = re.compile(r"serving (-?\d{1,19}) but got")
+#: A refusal because of the step, by a source that has gone on to another one.
+_SERVED = re.compile(r"serving -?\d{1,19} but got")
 #: A source at the beginning of a message that names it again.
-_NAMED_TWICE = re.compile(r"^(\S{1,300}): ((?:the connection to )?\1\b)")
+_NAMED_TWICE = re.compile(r"^(\S{1,300}): ((?:the connection to |cannot connect to )?\1\b)")
 #: Seconds that a source may take to say which step it serves, once it has refused another one.
 _ASKING_S = 5.0
 #: How often a source may go on to another step between two requests.
@@ -102,12 +98,11 @@ def open_source(
     if step is not None:
         step = _validate.step_number(step)
     deadline = time.monotonic() + receiving.timeout
-    for attempt in range(_ATTEMPTS):
-        wanted = step if step is not None else _served_step(urls, trust, deadline)
+    for _ in range(_ATTEMPTS):
         try:
             remote = Remote.open(
                 urls,
-                wanted,
+                step,
                 timeout=max(deadline - time.monotonic(), 0.0),
                 lanes=receiving.checked_lanes(),
                 same_host=trust.uses_same_host(),
@@ -118,10 +113,15 @@ def open_source(
             if step is not None:
                 message = _other_steps(urls, step, trust, deadline)
                 raise WrongStep("", e.code, message, e.headers, None) from None
-            if attempt == _ATTEMPTS - 1:
-                break
+            if not _SERVED.search(str(e)):
+                raise
+            # It has gone on between saying which step it serves and the request for that.
             continue
-        return remote, wanted
+        except SourceRefused as e:
+            raise SourceRefused.of(e.code, _once_named(e)) from None
+        except TensorferryError as e:
+            raise type(e)(_once_named(e)) from None
+        return remote, remote.step
     raise SourceChanged("the source goes on to other steps faster than one can be opened: name one with --step")
 
 
@@ -130,7 +130,12 @@ def _other_steps(urls: list[str], step: int, trust: Trust, deadline: float) -> s
     served: dict[int, None] = {}
     for url in urls:
         with contextlib.suppress(TensorferryError):
-            served[_served_step([url], trust, min(deadline, time.monotonic() + _ASKING_S))] = None
+            patience = min(max(deadline - time.monotonic(), 0.0), _ASKING_S)
+            remote = Remote.open(
+                [url], None, timeout=patience, lanes=1, same_host=trust.uses_same_host(), secret=trust.secret()
+            )
+            served[remote.step] = None
+            remote.close()
     if not served:
         return f"step {step} is not served, and no source says which one is"
     there = f"the source serves step {next(iter(served))}"
@@ -139,34 +144,6 @@ def _other_steps(urls: list[str], step: int, trust: Trust, deadline: float) -> s
     return f"step {step} is not served: {there}. Name one that is with --step, or leave --step out"
 
 
-def _without_step(error: TensorferryError) -> str:
-    """Returns the message of an error without the step that nobody has asked for, and without a source named twice."""
-    message = message_of(error).replace(f"step {_NO_STEP} from ", "").replace(f"step {_NO_STEP}: ", "")
-    return _NAMED_TWICE.sub(r"\2", message)
-
-
-def _served_step(urls: list[str], trust: Trust, deadline: float) -> int:
-    """Returns the step that the first source that answers serves."""
-    last: TensorferryError | None = None
-    for number, url in enumerate(urls):
-        left = max(deadline - time.monotonic(), 0.0) / (len(urls) - number)
-        try:
-            Remote.open(
-                [url], _NO_STEP, timeout=left, lanes=1, same_host=trust.uses_same_host(), secret=trust.secret()
-            ).close()
-        except WrongStep as e:
-            if found := _SERVED.search(str(e)):
-                if not -(1 << 63) <= (served := int(found[1])) < 1 << 63:
-                    raise ProtocolError(f"the source says that it serves step {served}, which is no step") from None
-                return served
-            last = WrongStep.of(e.code, _without_step(e))
-        except (ConnectError, FetchTimeout) as e:
-            last = type(e)(_without_step(e))
-        except SourceRefused as e:
-            raise SourceRefused.of(e.code, _without_step(e)) from None
-        except TensorferryError as e:
-            raise type(e)(_without_step(e)) from None
-        else:
-            return _NO_STEP
-    assert last is not None
-    raise last
+def _once_named(error: TensorferryError) -> str:
+    """Returns the message of an error, in which a source is not named twice."""
+    return _NAMED_TWICE.sub(r"\2", message_of(error))

@@ -8,16 +8,12 @@ the same allow-list as for tensorferry's own format.
 from __future__ import annotations
 
 import contextlib
-import http.client
 import io
-import os
 import pickle
 import pickletools
-import socket
-import time
-import weakref
 from collections.abc import Callable
 from datetime import timedelta
+from http import HTTPStatus
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -25,8 +21,8 @@ import torch
 from torch.distributed import _serialization
 from torch.utils._pytree import tree_flatten
 
-from .._native import HostView, _check_machine_has, _resolve
-from ..errors import ConnectError, FetchTimeout, ProtocolError, SourceRefused, SystemRefused, UnsafePickle
+from .._native import HostView, HttpAnswer, _check_machine_has
+from ..errors import ConnectError, FetchTimeout, ProtocolError, SourceRefused, TensorferryError, message_of
 from ..memory.tensors import scratch
 from ..state.allowlist import Allowed
 from ..state.unpickling import pickle_module, unpickler
@@ -101,100 +97,18 @@ def bodies(state: Callable[[], Any], num_chunks: int) -> Callable[[str], list[An
     return render
 
 
-class _Deadline:
-    """The deadline of a receive; ``waits_for`` describes, for the error message, what the receive is waiting for."""
-
-    def __init__(self, seconds: float) -> None:
-        self._end = time.monotonic() + seconds
-        self.waits_for = ""
-
-    def left(self) -> float:
-        """Returns the seconds that are left.
-
-        Raises:
-            TimeoutError: the deadline has passed
-        """
-        left = self._end - time.monotonic()
-        if left <= 0:
-            raise TimeoutError("timed out")
-        return left
-
-
-class _Socket(socket.socket):
-    """A socket whose calls share one deadline: a source that sends byte by byte does not gain time with each byte."""
-
-    deadline: _Deadline
-
-    def recv_into(self, *args: Any) -> int:
-        self.settimeout(self.deadline.left())
-        return super().recv_into(*args)
-
-    def sendall(self, *args: Any) -> None:
-        self.settimeout(self.deadline.left())
-        super().sendall(*args)
-
-
-#: The sockets of receives under way. They are closed in a forked child, which would otherwise keep the connection open
-#: after the receiver has ended.
-_sockets: weakref.WeakSet[_Socket] = weakref.WeakSet()
-
-
-def _close_in_child() -> None:
-    for inherited in list(_sockets):
-        # socket.close() takes effect only once the files over the socket are closed, by threads that do not exist here.
-        if (descriptor := inherited.detach()) >= 0:
-            os.close(descriptor)
-
-
-os.register_at_fork(after_in_child=_close_in_child)
-
-
-class _Connection(http.client.HTTPConnection):
-    """An HTTP connection with one deadline for all its steps, including the lookup of the host's name."""
-
-    def __init__(self, host: str, port: int, deadline: _Deadline) -> None:
-        super().__init__(host, port)
-        self._deadline = deadline
-
-    def connect(self) -> None:
-        self._deadline.waits_for = f"no name server has answered the lookup of {self.host}"
-        failure: OSError = ConnectError(f"{self.host} has no address")
-        addresses = _resolve(self.host, timeout=self._deadline.left())
-        for number, address in enumerate(addresses):
-            made = _Socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
-            made.deadline = self._deadline
-            _sockets.add(made)
-            try:
-                self._deadline.waits_for = f"{address} has not answered a connection attempt"
-                made.settimeout(self._deadline.left() / (len(addresses) - number))
-                made.connect((address, self.port))
-                made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            except OSError as e:
-                made.close()
-                failure = e
-            except BaseException:
-                made.close()
-                raise
-            else:
-                self.sock = made
-                return
-        raise failure
-
-
 class _Reader(io.RawIOBase):
-    """The body of an HTTP response as a raw stream."""
+    """The body of an answer as a raw stream."""
 
-    def __init__(self, response: http.client.HTTPResponse) -> None:
-        self._response = response
+    def __init__(self, answer: HttpAnswer) -> None:
+        self._answer = answer
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
-        # read1 makes at most one receive call.
-        data = self._response.read1(min(len(buffer), _READ))
-        buffer[: len(data)] = data
-        return len(data)
+        # What is longer than the reader's own buffer has its place: a storage, which is received with one call.
+        return self._answer.readinto(buffer, len(buffer) > _READ)
 
 
 class _Exact(io.BufferedReader):
@@ -359,34 +273,19 @@ def receive(metadata: str, step: int, timeout: timedelta, allowed: Allowed) -> A
         FetchTimeout, ConnectError, SourceRefused, UnsafePickle, ProtocolError: as for tensorferry's own format
         SystemRefused: the source announced more than this machine has memory for
     """
-    deadline = _Deadline(timeout.total_seconds())
-    url = urlsplit(f"{metadata}{step}/full")
-    connection = _Connection(url.hostname or "", url.port or 80, deadline)
+    source = urlsplit(metadata).netloc
     try:
-        connection.connect()
-        deadline.waits_for = (
-            "the source has accepted the connection but not begun to answer: it serves nothing yet, or it is stuck"
-        )
-        connection.request("GET", url.path)
-        with contextlib.closing(connection.getresponse()) as response:
-            if response.status != 200:
-                raise SourceRefused.of(response.status, _printable(response.reason))
-            deadline.waits_for = "the source has not sent all of its answer"
-            stream = _Exact(_Reader(response), _READ)
-            return _load(stream, allowed)
-    except (SourceRefused, UnsafePickle, ConnectError, ProtocolError, SystemRefused):
+        with contextlib.closing(HttpAnswer.open(metadata, f"{step}/full", timeout=timeout.total_seconds())) as answer:
+            if answer.status != HTTPStatus.OK:
+                raise SourceRefused.of(answer.status, _printable(answer.reason))
+            return _load(_Exact(_Reader(answer), _READ), allowed)
+    except FetchTimeout as e:
+        # As it is, with the step that was asked for.
+        raise type(e)(f"step {step} from {source}: {message_of(e)}") from e
+    except TensorferryError:
         raise
-    except TimeoutError as e:
-        raise FetchTimeout(
-            f"step {step} from {url.netloc}: timed out: the whole receive was given {timeout.total_seconds():.3f} s: "
-            f"{deadline.waits_for}"
-        ) from e
-    except OSError as e:
-        raise ConnectError(f"the connection to {url.netloc} broke: {e}") from e
     except Exception as e:
         raise ProtocolError(
-            f"the answer of {url.netloc} for step {step} cannot be read ({type(e).__name__}: {e}); if the source "
-            "failed to pickle its state, its log says why"
+            f"the answer of {source} for step {step} cannot be read ({type(e).__name__}: {e}); if the source failed to "
+            "pickle its state, its log says why"
         ) from e
-    finally:
-        connection.close()

@@ -18,6 +18,7 @@
 //! module.
 
 mod addresses;
+mod answer;
 mod columns;
 mod entries;
 mod errors;
@@ -50,6 +51,8 @@ mod _native {
 
     #[pymodule_export]
     use crate::addresses::{interfaces, resolve};
+    #[pymodule_export]
+    use crate::answer::PyAnswer;
     #[pymodule_export]
     use crate::entries::PyEntries;
     #[pymodule_export]
