@@ -275,14 +275,13 @@ def receive(metadata: str, step: int, timeout: timedelta, allowed: Allowed) -> A
     """
     source = urlsplit(metadata).netloc
     try:
-        with contextlib.closing(
-            HttpAnswer.open(metadata, f"{step}/full", timeout=timeout.total_seconds())
-        ) as answer:
+        with contextlib.closing(HttpAnswer.open(metadata, f"{step}/full", timeout=timeout.total_seconds())) as answer:
             if answer.status != HTTPStatus.OK:
                 raise SourceRefused.of(answer.status, _printable(answer.reason))
             return _load(_Exact(_Reader(answer), _READ), allowed)
     except FetchTimeout as e:
-        raise FetchTimeout(f"step {step} from {source}: {message_of(e)}") from e
+        # As it is, with the step that was asked for.
+        raise type(e)(f"step {step} from {source}: {message_of(e)}") from e
     except TensorferryError:
         raise
     except Exception as e:
