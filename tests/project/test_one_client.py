@@ -1,4 +1,4 @@
-"""One client opens all connections, so that no URL with a fingerprint leads anywhere without the certificate being compared."""
+"""One client opens all connections: no URL with a fingerprint leads anywhere without a look at the certificate."""
 
 from __future__ import annotations
 
@@ -12,7 +12,17 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "python" / "tensorferry"
 #: Clients of other makers, and what builds one.
-CLIENTS = {"http.client", "urllib.request", "ssl", "socketserver", "http.server", "xmlrpc", "ftplib", "telnetlib", "smtplib"}
+CLIENTS = {
+    "http.client",
+    "urllib.request",
+    "ssl",
+    "socketserver",
+    "http.server",
+    "xmlrpc",
+    "ftplib",
+    "telnetlib",
+    "smtplib",
+}
 CLIENTS |= {"requests", "httpx", "aiohttp", "urllib3", "websockets", "grpc", "asyncio"}
 #: Names by which a socket reaches another host, or TLS is done without looking.
 NAMES = {"create_connection", "open_connection", "AF_INET", "AF_INET6", "wrap_socket", "CERT_NONE", "urlopen"}
@@ -87,6 +97,8 @@ def test_the_engine_connects_in_one_place_and_compares_certificates_in_one() -> 
 
 
 def test_the_command_that_looks_at_a_fleet_loads_no_other_client() -> None:
-    block = "import sys, tensorferry.cli.fleet; print(sorted({'ssl', 'http.client', 'urllib.request'} & set(sys.modules)))"
+    block = (
+        "import sys, tensorferry.cli.fleet; print(sorted({'ssl', 'http.client', 'urllib.request'} & set(sys.modules)))"
+    )
     done = subprocess.run([sys.executable, "-c", block], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout == "[]\n"

@@ -1,4 +1,4 @@
-"""A man in the middle: a TLS server in the place of a source, with a certificate of his own, who writes down what he is told."""
+"""A man in the middle: a TLS server with a certificate of his own, who writes down what he is told."""
 
 from __future__ import annotations
 

@@ -280,7 +280,8 @@ def receive(metadata: str, step: int, timeout: timedelta, allowed: Allowed) -> A
                 raise SourceRefused.of(answer.status, _printable(answer.reason))
             return _load(_Exact(_Reader(answer), _READ), allowed)
     except FetchTimeout as e:
-        raise FetchTimeout(f"step {step} from {source}: {message_of(e)}") from e
+        # As it is, with the step that was asked for.
+        raise type(e)(f"step {step} from {source}: {message_of(e)}") from e
     except TensorferryError:
         raise
     except Exception as e:

@@ -17,7 +17,7 @@ import time
 from datetime import timedelta
 from typing import TYPE_CHECKING, NoReturn
 
-from tensorferry import HTTPTransport
+from tensorferry import HTTPTransport, cli
 from tensorferry.dcp import PeerReader
 from tensorferry.storage.peers import SCHEME
 
@@ -47,6 +47,10 @@ def construct(seconds: float) -> Callable[[], object]:
     return lambda: HTTPTransport(timedelta(seconds=LONG))
 
 
+def verb(*arguments: str) -> Callable[[float], Callable[[], object]]:
+    return lambda seconds: lambda: cli.main([argument.replace("SECONDS", str(seconds)) for argument in arguments])
+
+
 DOORS = {
     "ours": lambda seconds: receive(OURS, seconds),
     "tls": lambda seconds: receive(TLS, seconds),
@@ -54,6 +58,11 @@ DOORS = {
     "stock": lambda seconds: receive(STOCK, seconds),
     "peers": load_from_peers,
     "construction": construct,
+    "top": verb("top", TLS, "--once"),
+    "inspect": verb("inspect", OURS, "--timeout", "SECONDS"),
+    "pull": verb("pull", OURS, "-o", "/nonexistent/a", "--quiet", "--timeout", "SECONDS"),
+    "diff": verb("diff", OURS, TLS, "--timeout", "SECONDS"),
+    "doctor": verb("doctor", OURS, "--quick", "--timeout", "SECONDS"),
 }
 
 
@@ -68,13 +77,17 @@ def main(door: str, seconds: float, interrupt: float | None) -> NoReturn:
     handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("tensorferry").addHandler(handler)
     call = DOORS[door](seconds)
+    program, sys.stdout = sys.stdout, sys.stderr
     if interrupt is not None:
         threading.Timer(interrupt, os.kill, (os.getpid(), signal.SIGINT)).start()
     begin, end = time.monotonic(), ["returned", ""]
     try:
-        call()
+        value = call()
+        end[1] = str(value) if isinstance(value, int) else ""
     except BaseException as error:
         end = [type(error).__name__, str(error)]
+    # What a verb prints must not come between the lines of this program.
+    sys.stdout = program
     ended_at = time.monotonic()
     took = ended_at - begin
     silent.settimeout(0)

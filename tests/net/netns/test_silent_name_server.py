@@ -14,6 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tensorferry.cli import exits
+from tensorferry.errors import FetchTimeout
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
@@ -86,6 +89,24 @@ def test_an_interrupt_ends_the_lookup_of_a_name(door: str, attempt: Callable[...
     result = attempt(door, seconds=60, interrupt=0.5)
     assert result["ended"] == "KeyboardInterrupt", result
     assert result["took"] < 0.5 + 1, result
+
+
+@pytest.mark.parametrize(
+    ("verb", "status"),
+    [
+        ("top", exits.NO),
+        ("inspect", exits.STATUS[FetchTimeout]),
+        ("pull", exits.STATUS[FetchTimeout]),
+        ("diff", exits.STATUS[FetchTimeout]),
+        ("doctor", exits.NO),
+    ],
+)
+def test_every_verb_ends_before_the_system_s_resolver(
+    verb: str, status: int, attempt: Callable[..., dict[str, Any]]
+) -> None:
+    result = attempt(verb)
+    assert (result["ended"], result["message"], result["asked"]) == ("returned", str(status), True), result
+    assert result["took"] < UNBOUNDED_S, result
 
 
 def test_construction_does_not_wait_for_a_name_server(attempt: Callable[..., dict[str, Any]]) -> None:
