@@ -10,7 +10,7 @@ cargo test --locked --no-fail-fast "$@" 2>&1 | tee "$log" && exit 0
 
 # A crate that does not compile, or a process that died, is no matter of load.
 if grep -qE '^error: could not compile|\(signal: [0-9]+' "$log"; then exit 1; fi
-mapfile -t failed < <(sed -n 's/^test \(.*\) \.\.\. FAILED$/\1/p' "$log" | sort -u)
+mapfile -t failed < <(sed -n 's/ - should panic \.\.\. / ... /; s/^test \(.*\) \.\.\. FAILED$/\1/p' "$log" | sort -u)
 if [ ${#failed[@]} -eq 0 ] || [ ${#failed[@]} -gt 10 ]; then exit 1; fi
 status=0
 for name in "${failed[@]}"; do

@@ -149,7 +149,7 @@ def helper(): return subprocess.run([sys.executable, "-c", ""])
 def test_found(): helper()
 def test_without(): pass
 """
-    status, output = run(tmp_path, tests, "-n", "0")
+    status, output = run(tmp_path, tests, "-n", "0", "-m", "process or not process")
     assert status == 1, output
     assert "6 passed, 3 errors in " in last_line(output), output
     assert output.count("no mark: add @pytest.mark.process") == 3, output
