@@ -100,15 +100,27 @@ demo-megatron: build ## Megatron's GPT changes its parallel layout, live and fro
 	PYTHONPATH=$(VENV)/megatron-$(lastword $(MEGATRON)) $(BIN)/python -W ignore examples/megatron/layouts.py
 
 # Most tests of both languages wait, for other processes or for time-outs: on two cores those of the engine took 66 s
-# with six threads and 191 s with two, for the same 42 s of CPU. The tests of a Python file stay in one worker, and
-# tests/conftest.py says which files come first.
+# with six threads and 191 s with two, for the same 42 s of CPU. So Rust is built and tested beside Python's tests. The
+# tests of a Python file stay in one worker, and tests/conftest.py says which files come first. A few tests that fail,
+# of either language, run once more alone, and both results are printed.
 WORKERS ?= 2
 PYTEST := -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+CRATES := -p tensorferry-wire -p tensorferry-core
 .PHONY: test
-test: build ## every test: Rust, the fuzz targets for a short time, Python with WORKERS=2 processes
-	RUST_TEST_THREADS=6 cargo test --locked -p tensorferry-wire -p tensorferry-core
-	$(MAKE) --no-print-directory fuzz FUZZ_SECONDS=$(FUZZ_SECONDS)
-	$(BIN)/python $(PYTEST) $(PYTEST_ARGS)
+test: build ## every test: Python with WORKERS=2 processes, beside them Rust and the fuzz targets for a short time
+	$(BIN)/python $(PYTEST) --again-alone --beside 'make --no-print-directory test-rust' $(PYTEST_ARGS)
+
+.PHONY: test-rust
+test-rust: ## the tests of the crates, and the fuzz targets for FUZZ_SECONDS each
+	nice -n 15 cargo test --quiet --locked --no-run $(CRATES)
+	RUST_TEST_THREADS=6 rust/test.sh $(CRATES)
+	rust/fuzz/run.sh $(FUZZ_SECONDS)
+
+QUICK := -m 'not process and not slow and not waits'
+.PHONY: quick
+quick: dev ## make dev, and what starts no process and waits for nothing: for every change
+	$(BIN)/python $(PYTEST) -q $(QUICK) $(PYTEST_ARGS) \
+	  --beside 'RUST_TEST_THREADS=6 cargo test --quiet --locked $(CRATES) --lib --test formats --test engine'
 
 .PHONY: test-frameworks
 test-frameworks: build ## the tests inside torchtitan, Lightning, accelerate and torchft's Manager
@@ -130,9 +142,16 @@ fuzz: ## run each fuzz target for FUZZ_SECONDS seconds, or with FUZZ_RUNS=100000
 	rust/fuzz/run.sh $(FUZZ_SECONDS)
 
 .PHONY: lint
-lint: build ## formatters, clippy, ruff, mypy and stubtest
+lint: ## formatters, clippy, ruff, mypy and stubtest; Rust's beside Python's, and the wheel for stubtest
+	$(MAKE) --no-print-directory -j2 --output-sync=target lint-rust lint-python
+
+.PHONY: lint-rust
+lint-rust: $(VENV)/.deps ## rustfmt and clippy
 	cargo fmt --all --check
 	cargo clippy --locked --workspace --all-targets -- -D warnings
+
+.PHONY: lint-python
+lint-python: build ## ruff, mypy and stubtest
 	$(BIN)/ruff format --check python tests benches examples docs/*.py
 	$(BIN)/ruff check python tests benches examples docs/*.py
 	$(BIN)/mypy

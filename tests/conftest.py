@@ -14,6 +14,7 @@ import hypothesis
 import pytest
 import torch.distributed as dist
 
+from beside import Beside
 from child import Child
 from process_marks import ProcessMarks
 from second_run import SecondRun
@@ -43,6 +44,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--every-verb", action="store_true", help="test_hostile_servers.py runs each verb with each server"
     )
+    parser.addoption("--beside", help="a command of the shell that runs beside the tests")
     parser.addoption("--again-alone", action="store_true", help="what fails runs once more, each test alone")
     parser.addoption("--fuzz-runs", type=int, default=100, help="inputs for each target of fuzzing.py")
     parser.addoption("--fuzz-seed", type=int, default=1)
@@ -53,6 +55,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(ProcessMarks(config.rootpath / "tests", config.rootpath / "examples"))
     if config.getoption("--again-alone") and not hasattr(config, "workerinput"):
         config.pluginmanager.register(SecondRun(config))
+    if config.getoption("--beside") and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Beside(config.getoption("--beside"), config))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -125,6 +129,14 @@ def open_stock() -> Iterator[Callable[..., Any]]:
 @pytest.fixture
 def child() -> Iterator[Child]:
     started = Child()
+    yield started
+    started.end()
+
+
+@pytest.fixture
+def forked_child() -> Iterator[Child]:
+    """A child for scripts that ask nothing of a young interpreter: it starts in a third of the time."""
+    started = Child(forks=True)
     yield started
     started.end()
 

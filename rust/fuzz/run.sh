@@ -14,9 +14,10 @@ export CARGO_TARGET_DIR=${CARGO_TARGET_DIR:-$PWD/target}
 coverage="-Cpasses=sancov-module -Cllvm-args=-sanitizer-coverage-level=4"
 coverage+=" -Cllvm-args=-sanitizer-coverage-inline-8bit-counters -Cllvm-args=-sanitizer-coverage-pc-table"
 coverage+=" -Cllvm-args=-sanitizer-coverage-trace-compares -Ccodegen-units=1 --cfg fuzzing"
+# The build gives way to tests that run beside it.
 # with a target named, the flags stay away from build scripts and proc macros
 host=$(rustc -vV | sed -n 's/^host: //p')
-RUSTFLAGS="$coverage" cargo build --release --locked --target "$host" $(printf -- '--bin %s ' "$@")
+RUSTFLAGS="$coverage" nice -n 15 cargo build --release --locked --target "$host" $(printf -- '--bin %s ' "$@")
 
 seed() { # TARGET NAME TEXT (printf escapes)
     mkdir -p "corpus/$1"

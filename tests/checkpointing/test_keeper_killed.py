@@ -60,6 +60,7 @@ def assert_all_is_right(keeper: Keeper) -> int:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_keepers_that_are_killed_while_a_trainer_saves_and_loads(folder, tmp_path, pytestconfig, monkeypatch):
     monkeypatch.setenv("TENSORFERRY_SECRET", SECRET)

@@ -46,6 +46,7 @@ def wait_for_end(pids: list[int]) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_a_killed_trainer_loses_no_accepted_save(tmp_path, pytestconfig) -> None:
     """Every other trainer saves into one folder again and again, the others into one after the other."""
@@ -83,6 +84,7 @@ def test_a_killed_trainer_loses_no_accepted_save(tmp_path, pytestconfig) -> None
     assert accepted_in_all > 0
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_a_killed_writer_fails_its_saves_and_no_wrong_checkpoint_can_be_read(tmp_path, pytestconfig) -> None:
     moments = random.Random(pytestconfig.getoption("--saver-kills"))

@@ -13,7 +13,7 @@ from tensorferry.checkpointing import SyncCheckpointer, latest_checkpoint, loadi
 from tensorferry.errors import CorruptCheckpoint, IncompleteCheckpoint
 from tensorferry.storage.folder import read_index
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 
 def test_spread_tensors_are_put_together_for_other_ranks_and_placements(tmp_path):

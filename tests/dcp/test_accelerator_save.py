@@ -75,6 +75,7 @@ def assert_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("how", ["peers", "files"])
+@pytest.mark.waits
 def test_what_is_queued_is_saved_and_what_comes_later_is_not(
     how: str, device: StandIn, writer: ours.PeerWriter, tmp_path: Path
 ) -> None:
@@ -134,6 +135,7 @@ def odd(how: str) -> tuple[Any, torch.Tensor, Any]:
 @pytest.mark.parametrize("known", [True, False])
 @pytest.mark.parametrize("own_stream", [False, True])
 @pytest.mark.parametrize("how", ["transposed", "every other column", "conj", "neg", "sparse", "in an object", "read"])
+@pytest.mark.waits
 def test_queued_work_is_saved_for_tensors_that_are_not_dense(
     how: str, own_stream: bool, known: bool, has_default: bool, device: StandIn, tmp_path: Path
 ) -> None:
@@ -183,6 +185,7 @@ class Opaque:
 @pytest.mark.parametrize("own_stream", [False, True])
 @pytest.mark.parametrize("how", ["dense", "transposed", "every other column"])
 @pytest.mark.parametrize("source", ["peers", "files"])
+@pytest.mark.waits
 def test_a_load_comes_after_what_is_queued_and_is_over_when_it_returns(
     source: str, how: str, own_stream: bool, has_default: bool, device: StandIn, writer: ours.PeerWriter, tmp_path: Path
 ) -> None:

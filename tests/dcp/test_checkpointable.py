@@ -143,6 +143,7 @@ def _load(kept, folder, metadata):
     return problems
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_they_are_saved_and_loaded_part_by_part(tmp_path):
     with Job(2) as source:

@@ -381,6 +381,7 @@ WAYS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize(("world", "saved", "loaded"), WAYS)
 def test_slices_cost_hardly_more_than_themselves(world, saved, loaded, tmp_path):

@@ -81,6 +81,7 @@ def _download(address, file, **headers):
     return urllib.request.urlopen(urllib.request.Request(f"{address}/{file}", headers=headers), timeout=20)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_torch_loads_from_the_address_of_a_job(tmp_path):
     with Job(2) as source, Job(3) as target:
@@ -124,6 +125,7 @@ def test_torch_loads_from_the_address_of_a_job(tmp_path):
         source.run(_end)
 
 
+@pytest.mark.waits
 def test_nothing_is_there_before_a_save_after_it_is_withdrawn_or_where_torch_cannot_go():
     with PeerWriterHere(timedelta(seconds=1)) as writer:
         with pytest.raises(InvalidArgument, match="nothing is published"):

@@ -88,6 +88,7 @@ def _load(kept, folder, metadata, columns):
     return results
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(("world", "columns"), [(1, False), (2, True)])
 def test_a_trained_state_is_loaded_in_another_sharding(world, columns, tmp_path):

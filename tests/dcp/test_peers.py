@@ -90,6 +90,7 @@ def test_a_rank_that_cannot_publish_its_part_says_so(open_writer, monkeypatch, c
     assert read(writer.metadata(), state)["x"].tolist() == [1.0] * 9
 
 
+@pytest.mark.waits
 def test_withdrawn_state_is_not_read_any_more(open_writer):
     state = {"x": torch.ones(1000)}
     writer = open_writer(timeout=timedelta(seconds=1))
@@ -250,6 +251,7 @@ def _pull(kept, metadata):
     return reader.report["bytes"] / local.nbytes
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_each_rank_fetches_its_slices_and_hardly_more_from_all_that_hold_them():
     with Job(4) as source, Job(3) as target:

@@ -7,6 +7,7 @@ import states
 
 
 @pytest.mark.parametrize(("source", "target"), [(4, 2), (2, 4), (1, 3), (3, 1), (4, 4)])
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_every_dtype_and_placement_arrives_bit_by_bit(source, target, tmp_path):
     with Job(source) as saving, Job(target) as loading:

@@ -207,6 +207,7 @@ def on_mesh(local: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("own_stream", [False, True])
 @pytest.mark.parametrize("how", LATE)
 @pytest.mark.usefixtures("process_group")
+@pytest.mark.waits
 def test_the_trainer_is_waited_for_past_the_slots(
     how: str,
     own_stream: bool,
@@ -329,6 +330,7 @@ def test_damaged_bytes_are_fetched_again_before_they_are_copied(
     assert sum(nbytes for nbytes, _ in device.copies) == 24 * MIB, "each byte was copied once: the right one"
 
 
+@pytest.mark.waits
 def test_a_receive_that_fails_leaves_old_and_verified_bytes(
     device: StandIn, open_target: Callable[..., Any], source: Any
 ) -> None:

@@ -197,6 +197,7 @@ class Measured:
 @pytest.mark.parametrize("has_default", [True, False])
 @pytest.mark.parametrize("own_stream", [False, True])
 @pytest.mark.parametrize("how", ["dense", "view", "object"])
+@pytest.mark.waits
 def test_the_default_stream_is_waited_for_whichever_stream_sends(
     how: str, own_stream: bool, has_default: bool, device: StandIn, source: Any, open_transport: Callable[..., Any]
 ) -> None:
@@ -223,6 +224,7 @@ def test_the_default_stream_is_waited_for_whichever_stream_sends(
 
 
 @pytest.mark.parametrize("same_host", [False, True])
+@pytest.mark.waits
 def test_a_copy_that_fails_before_the_first_byte_is_sent_is_reported_to_both_sides(
     same_host: bool, device: StandIn, source: Any, open_transport: Callable[..., Any]
 ) -> None:
@@ -327,6 +329,7 @@ def test_disallowed_while_it_is_copied_with_a_reader(
 
 
 @pytest.mark.parametrize("wait", [True, False])
+@pytest.mark.waits
 def test_shut_down_while_it_is_copied(
     wait: bool, device: StandIn, source: Any, open_transport: Callable[..., Any]
 ) -> None:
@@ -361,6 +364,7 @@ def test_objects_and_views_on_the_device(device: StandIn, source: Any, open_tran
         assert_same_state(one, expected)
 
 
+@pytest.mark.waits
 def test_page_locked_memory_is_kept_and_used_again(
     device: StandIn, source: Any, open_transport: Callable[..., Any]
 ) -> None:

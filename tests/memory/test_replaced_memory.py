@@ -80,16 +80,18 @@ TARGET = """
 
 @pytest.mark.parametrize("same_host", [False, True])
 @pytest.mark.parametrize("how", REPLACEMENTS)
-def test_what_was_sent_is_served_whatever_memory_the_tensor_has_now(how: str, same_host: bool, child: Child) -> None:
+def test_what_was_sent_is_served_whatever_memory_the_tensor_has_now(
+    how: str, same_host: bool, forked_child: Child
+) -> None:
     script = SOURCE.format(replace=REPLACEMENTS[how], same_host=same_host)
-    assert child.run(script) == "done\n"
+    assert forked_child.run(script) == "done\n"
 
 
 @pytest.mark.parametrize("same_host", [False, True])
 @pytest.mark.parametrize("how", REPLACEMENTS)
-def test_a_target_that_is_given_other_memory_is_an_error(how: str, same_host: bool, child: Child) -> None:
+def test_a_target_that_is_given_other_memory_is_an_error(how: str, same_host: bool, forked_child: Child) -> None:
     script = TARGET.format(replace=REPLACEMENTS[how], same_host=same_host)
-    assert child.run(script) == "refused\ndone\n"
+    assert forked_child.run(script) == "refused\ndone\n"
 
 
 @pytest.mark.parametrize("native", [True, False])

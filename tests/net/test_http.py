@@ -198,6 +198,7 @@ class TestHTTP:
         assert site("HEAD", "1/digests")[0].headers["Content-Length"] == str(len(digests))
 
     @pytest.mark.parametrize("resource", ["2.safetensors", "2/header", "2/digests", "2/full", "2/metadata", "2/0"])
+    @pytest.mark.waits
     def test_wrong_step(self, site: Site, resource: str) -> None:
         response, _ = site("GET", resource)
         assert response.status == 400
@@ -275,6 +276,7 @@ class TestHTTP:
         assert site("GET", "/healthz", absolute=True)[0].status == 200
         assert site("GET", f"/{token}/metrics", absolute=True)[0].status == 200
 
+    @pytest.mark.waits
     def test_metrics_of_a_receiver(self, site: Site, open_transport: Callable[..., Any]) -> None:
         """A scraper gets the numbers that the log line has."""
         receiver = open_transport(num_chunks=2, same_host=False)

@@ -159,6 +159,7 @@ def test_the_metadata_alone_fetches_nothing(open_transport):
         refused.value.close()
 
 
+@pytest.mark.waits
 def test_it_shows_itself_nowhere(open_transport, caplog):
     shown = []
     with caplog.at_level(logging.DEBUG):

@@ -74,6 +74,7 @@ def test_another_certificate_is_refused(open_transport):
     assert_same_state(open_transport().recv_checkpoint(0, metadata, 3, TIMEOUT), state())
 
 
+@pytest.mark.waits
 def test_plain_and_secured_do_not_meet(open_transport):
     secured, plain = send(open_transport(tls=True)), send(open_transport())
     with pytest.raises(ProtocolError, match="speaks TLS"):

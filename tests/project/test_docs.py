@@ -219,6 +219,7 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_environment(tmp_path_factory.mktemp("bare") / "env")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_the_bare_environment_has_no_numpy(bare: Path, tmp_path: Path):
     code = (
@@ -228,6 +229,7 @@ def test_the_bare_environment_has_no_numpy(bare: Path, tmp_path: Path):
     assert run(bare, code, tmp_path).startswith(str(bare.parent.parent))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 # Pages may repeat a block of the README.
 @pytest.mark.parametrize(
@@ -286,6 +288,7 @@ def lay_out(document: str, folder: Path) -> list[list[str]]:
     return commands
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_the_tutorial(bare: Path, tmp_path: Path):
     [[python, *arguments]] = lay_out("docs/tutorial.md", tmp_path)
@@ -310,6 +313,7 @@ def test_the_tutorial(bare: Path, tmp_path: Path):
             terminal.end()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_the_two_jobs_that_reshard(tmp_path: Path):
     pytest.importorskip("numpy")  # torch.distributed's object collectives warn without it
@@ -338,6 +342,7 @@ def test_the_blocks_of_the_megatron_guides_run(tmp_path: Path):
     run(sys.executable, "\n".join(block.whole() for block in found), tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_stock_receivers_are_served_without_numpy(bare: Path, tmp_path: Path):
     code = """

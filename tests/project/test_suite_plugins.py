@@ -14,19 +14,25 @@ import second_run
 if TYPE_CHECKING:
     from pathlib import Path
 
+pytestmark = pytest.mark.timeout(170)
+
 CONFTEST = """
 import pytest
+from beside import Beside
 from process_marks import ProcessMarks
 from second_run import SecondRun
 
 def pytest_addoption(parser):
     parser.addoption("--again-alone", action="store_true")
+    parser.addoption("--beside")
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "process: starts processes")
     config.pluginmanager.register(ProcessMarks(config.rootpath))
     if config.getoption("--again-alone") and not hasattr(config, "workerinput"):
         config.pluginmanager.register(SecondRun(config))
+    if config.getoption("--beside") and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Beside(config.getoption("--beside"), config))
 """
 
 #: Fails as often as there is a file to remove.
@@ -106,6 +112,20 @@ def test_a_file_that_cannot_be_collected_fails_at_once(tmp_path: Path):
     assert "runs again alone" not in output
 
 
+def test_a_command_beside_the_tests_is_printed_and_its_failure_is_one_of_the_run(tmp_path: Path):
+    (tmp_path / "once").touch()
+    tests = "def test_once(): fails_while('once')\n"
+    status, output = run(
+        tmp_path, tests, "--again-alone", "-n", "0", "--beside", "echo what it $((1 + 1)) says; exit 7"
+    )
+    assert status == 1, output
+    assert output.count("what it 2 says") == 1
+    assert "1 passed, 1 error, 1 rerun in " in last_line(output), output
+    status, output = run(tmp_path, tests, "-n", "0", "--beside", "echo what it $((1 + 1)) says")
+    assert status == 0, output
+    assert "what it 2 says" in output
+
+
 def test_nothing_runs_again_unasked(tmp_path: Path):
     (tmp_path / "once").touch()
     status, output = run(tmp_path, "def test_once(): fails_while('once')\n", "-n", "0")
@@ -129,7 +149,7 @@ def helper(): return subprocess.run([sys.executable, "-c", ""])
 def test_found(): helper()
 def test_without(): pass
 """
-    status, output = run(tmp_path, tests, "-n", "0")
+    status, output = run(tmp_path, tests, "-n", "0", "-m", "process or not process")
     assert status == 1, output
     assert "6 passed, 3 errors in " in last_line(output), output
     assert output.count("no mark: add @pytest.mark.process") == 3, output

@@ -16,8 +16,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.beyond_tor
 
 
 @pytest.mark.parametrize("levels", [1_000, 20_000])
-def test_a_very_deep_tree_is_carried_or_an_error(levels: int, child: Child) -> None:
-    out = child.run(f"""
+def test_a_very_deep_tree_is_carried_or_an_error(levels: int, forked_child: Child) -> None:
+    out = forked_child.run(f"""
         state = torch.ones(2)
         for _ in range({levels}):
             state = {{"d": state}}
@@ -39,9 +39,9 @@ def test_a_very_deep_tree_is_carried_or_an_error(levels: int, child: Child) -> N
 @pytest.mark.parametrize(
     "shape", ["tensor", "tensor[3:9]", "torch.nn.Parameter(tensor)", "[tensor, tensor.view(2, -1)]"]
 )
-def test_freed_storage_is_carried_or_refused_but_never_read(shape: str, child: Child) -> None:
+def test_freed_storage_is_carried_or_refused_but_never_read(shape: str, forked_child: Child) -> None:
     """FSDP frees the storage under a tensor that keeps its shape: there is no memory to send."""
-    out = child.run(f"""
+    out = forked_child.run(f"""
         source, target = open_pair()
         tensor = torch.arange(1024.0)
         state = {{"user": {{"leaf": {shape}}}}}
@@ -63,8 +63,8 @@ def test_freed_storage_is_carried_or_refused_but_never_read(shape: str, child: C
 
 @pytest.mark.parametrize("references", [1, 2])
 @pytest.mark.parametrize("kind", ["dict", "list"])
-def test_a_container_that_holds_itself_is_carried_or_an_error(kind: str, references: int, child: Child) -> None:
-    out = child.run(
+def test_a_container_that_holds_itself_is_carried_or_an_error(kind: str, references: int, forked_child: Child) -> None:
+    out = forked_child.run(
         f"""
         source, target = open_pair()
         state, keys = ({{}}, "ab") if {kind!r} == "dict" else ([0, 0], [0, 1])

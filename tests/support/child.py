@@ -10,6 +10,8 @@ import textwrap
 import time
 from pathlib import Path
 
+import forked
+
 PRELUDE = '''
 import gc, os, signal, sys, threading, time, traceback
 from datetime import timedelta
@@ -75,11 +77,17 @@ def stuck_reader(source):
 
 
 class Child:
-    def __init__(self) -> None:
+    """A process for scripts: a new interpreter, or with ``forks`` a forked one, which takes a third of the time."""
+
+    def __init__(self, forks: bool = False) -> None:
+        self._forks = forks
         self.process: subprocess.Popen[str] | None = None
 
     def start(self, script: str, before: str = "", listens: bool = False) -> subprocess.Popen[str]:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
+        if self._forks and not before:
+            self.process = forked.fork(PRELUDE + textwrap.dedent(script), environment, listens)
+            return self.process
         self.process = subprocess.Popen(
             [sys.executable, "-c", before + PRELUDE + textwrap.dedent(script)],
             stdin=subprocess.PIPE if listens else subprocess.DEVNULL,

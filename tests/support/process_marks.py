@@ -1,8 +1,8 @@
 """Which tests start processes: their code says so before they run, an audit hook while they do.
 
 A test gets the mark ``process`` if it, its class, one of its fixtures, or a helper of the suite that they name, names a
-way to start a process. What the package starts is not seen there: a test that starts a process and has no
-mark fails, and its author writes ``@pytest.mark.process``. So ``-m 'not process'`` leaves out all that start any.
+way to start a process. What the package starts is not seen there: where tests are chosen by the mark, one that
+starts a process without it fails, and its author writes ``@pytest.mark.process``.
 """
 
 from __future__ import annotations
@@ -122,6 +122,8 @@ class ProcessMarks:
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_teardown(self, item: pytest.Item) -> Iterator[None]:
         result = yield
+        if "process" not in item.config.option.markexpr:
+            return result
         shared = [definition.argname for definition in _fixtures(item) if definition in self._starting]
         if (self._started or shared) and not item.get_closest_marker("process"):
             what = self._started or f"its fixtures {shared}"

@@ -58,7 +58,8 @@ class SecondRun:
         """Returns whether a test passes in a process of its own, and what that printed."""
         first = self._config.invocation_params.args
         without = {"--again-alone", *self._config.option.file_or_dir}
-        options = [str(option) for option in first if option not in without]
+        # What comes last counts.
+        options = [*(str(option) for option in first if option not in without), "--beside", ""]
         command = [sys.executable, "-m", "pytest", *options, "-n", "0", "-p", "no:cacheprovider", test]
         try:
             done = subprocess.run(

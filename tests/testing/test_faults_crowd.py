@@ -30,6 +30,7 @@ def metadata(listener: socket.socket) -> str:
     return f"http://127.0.0.1:{listener.getsockname()[1]}/0f/checkpoint/"
 
 
+@pytest.mark.process
 def test_a_crowd_connects_sends_nothing_and_leaves(listener: socket.socket) -> None:
     with crowding(metadata(listener), os.getpid(), IdleCrowd(20)) as opened:
         members = [listener.accept()[0] for _ in range(20)]
@@ -44,12 +45,14 @@ def test_a_crowd_connects_sends_nothing_and_leaves(listener: socket.socket) -> N
             assert member.recv(1) == b""
 
 
+@pytest.mark.process
 def test_a_crowd_reopens_connections_that_the_source_closes(listener: socket.socket) -> None:
     with crowding(metadata(listener), os.getpid(), IdleCrowd(1)):
         for _ in range(3):
             listener.accept()[0].close()
 
 
+@pytest.mark.process
 def test_half_of_a_local_crowd_is_at_the_socket_without_a_port(listener: socket.socket) -> None:
     name = f"tensorferry-test-{secrets.token_hex(8)}"
     with socket.socket(socket.AF_UNIX) as local:

@@ -96,6 +96,7 @@ def training_state() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("num_chunks", [0, 3])
+@pytest.mark.waits
 def test_a_receiver_waits_for_the_first_send(num_chunks: int, open_pair: Callable[..., tuple[Any, Any]]) -> None:
     source, target = open_pair(num_chunks)
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
@@ -227,6 +228,7 @@ class TestStockSource:
 
     # The source still handles the request that the receiver gave up, and writes to a closed connection.
     @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+    @pytest.mark.waits
     def test_timeout(self, open_transport: Callable[..., Any], open_stock: Callable[..., Any]) -> None:
         import tensorferry
 

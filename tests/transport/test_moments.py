@@ -41,6 +41,7 @@ class Middle:
 @pytest.mark.parametrize("snapshot", ["borrow", "copy"])
 @pytest.mark.parametrize("lanes", [1, 4])
 @pytest.mark.parametrize("same_host", [False, True])
+@pytest.mark.waits
 def test_a_receive_of_many_requests_heals_while_its_source_disallows(
     same_host: bool, lanes: int, snapshot: str, open_transport: Callable[..., Any]
 ) -> None:
@@ -98,6 +99,7 @@ def test_a_state_changed_in_the_middle_arrives_as_it_is_afterwards(
 
 
 @pytest.mark.parametrize("nbytes", [MIB // 2, 3 * MIB, 64 * MIB])
+@pytest.mark.waits
 def test_a_state_that_keeps_changing_is_an_error_that_says_what_to_do(
     nbytes: int, open_transport: Callable[..., Any]
 ) -> None:
@@ -131,6 +133,7 @@ def test_a_state_that_keeps_changing_is_an_error_that_says_what_to_do(
     assert torch.equal(target.recv_checkpoint(0, source.metadata(), 1, TIMEOUT)["w"], state["w"])
 
 
+@pytest.mark.waits
 def test_a_receiver_that_comes_too_late_fails_at_once(open_transport: Callable[..., Any]) -> None:
     """Making the live state takes longer than a withdrawn copy waits for its receivers."""
     source = open_transport(snapshot="copy")

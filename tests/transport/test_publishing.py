@@ -174,6 +174,7 @@ def test_copied_tensors_are_those_of_the_send(num_chunks: int, open_transport: C
 
 
 @pytest.mark.beyond_torchft
+@pytest.mark.waits
 def test_disallow_waits_for_a_transfer_that_gets_on(
     open_transport: Callable[..., Any], reader: Callable[..., Reader]
 ) -> None:
@@ -196,6 +197,7 @@ def test_disallow_waits_for_a_transfer_that_gets_on(
 @pytest.mark.beyond_torchft
 @pytest.mark.parametrize("resource", [".safetensors", "/full", "/1"])
 @pytest.mark.parametrize("readers", [1, 5])
+@pytest.mark.waits
 def test_a_stuck_reader_is_cut_and_never_reads_the_next_step(
     resource: str, readers: int, open_transport: Callable[..., Any], reader: Callable[..., Reader]
 ) -> None:
@@ -226,6 +228,7 @@ def test_a_stuck_reader_is_cut_and_never_reads_the_next_step(
 
 
 @pytest.mark.beyond_torchft
+@pytest.mark.waits
 def test_a_slow_reader_is_cut_when_the_time_is_over(
     open_transport: Callable[..., Any], reader: Callable[..., Reader]
 ) -> None:
@@ -242,6 +245,7 @@ def test_a_slow_reader_is_cut_when_the_time_is_over(
 
 
 @pytest.mark.beyond_torchft
+@pytest.mark.waits
 def test_a_new_receive_does_not_hold_up_disallow(
     open_transport: Callable[..., Any], reader: Callable[..., Reader]
 ) -> None:
@@ -277,6 +281,7 @@ def test_a_private_copy_goes_on_serving_what_had_begun(
 
 @pytest.mark.beyond_torchft
 @pytest.mark.parametrize("snapshot", ["borrow", "copy"])
+@pytest.mark.waits
 def test_a_state_is_never_torn(snapshot: str, open_transport: Callable[..., Any]) -> None:
     """A trainer writes as soon as disallow has returned, while receivers request the state all the time."""
     import tensorferry

@@ -29,7 +29,7 @@ from exchange import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-pytestmark = pytest.mark.timeout(90)
+pytestmark = [pytest.mark.waits, pytest.mark.timeout(90)]
 
 
 @pytest.mark.parametrize("num_chunks", [0, 3])
