@@ -246,10 +246,11 @@ def test_every_block_of_python_runs(block: Block, bare: Path, tmp_path: Path):
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_every_block_has_a_language_that_is_tested(document: str):
     fences = re.findall(r"^ *```.*$", (ROOT / document).read_text(), re.MULTILINE)
-    # Text is output and grammars; ini and yaml configure other programs.
-    known = re.compile(r"```(python|console|text|ini|yaml)( (needs|file)=[\w.]+)?")
+    # Text is output and grammars; ini and yaml configure other programs; the syntax of bash is checked below, also
+    # in lists.
+    known = re.compile(r"```(python|console|text|ini|yaml)( (needs|file)=[\w.]+)?| *```bash")
     assert [fence for fence in fences[::2] if not known.fullmatch(fence)] == []
-    assert set(fences[1::2]) <= {"```"}
+    assert {fence.strip() for fence in fences[1::2]} <= {"```"}
 
 
 class Terminal:
