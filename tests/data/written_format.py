@@ -4,7 +4,7 @@
 writes for the same states. `python tests/data/written_format.py` writes the files again: only where
 docs/reference/format.md changes, too.
 
-All but `state.safetensors`, its checksums and `dcp/.metadata` are as commit 7b37416 wrote them. What that wrote instead
+All but `state.safetensors`, its checksums, `dcp/.metadata` and `dcp/index.safetensors` are as commit 7b37416 wrote them. What that wrote instead
 of the first two is in `state-first.safetensors`, which is only read: its pickle names `tensorferry.tensors`. So is
 `state-second.safetensors`,
 whose pickle the interpreter's pickler wrote as a whole, with a spec for each DTensor.
