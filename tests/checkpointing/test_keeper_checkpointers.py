@@ -239,6 +239,20 @@ def test_latest_finds_what_was_never_written(folder, tmp_path):
     plain.close()
 
 
+def test_latest_finds_what_was_never_written_through_a_link(folder, tmp_path):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "run").symlink_to("disk")
+    with KeeperAtWork(folder):
+        checkpointer = make_async_checkpointer(keeper="default")
+        checkpointer.save(tmp_path / "run" / "step-1", state_of(1))[1].result()
+        held(1)
+        shutil.rmtree(tmp_path / "disk" / "step-1")
+        newest = checkpointer.latest(tmp_path / "run")
+        assert newest == str(tmp_path / "disk" / "step-1")
+        assert_same(checkpointer.load(tmp_path / "run" / "step-1"), state_of(1))
+        checkpointer.close()
+
+
 def test_arguments_are_checked(folder):
     with pytest.raises(InvalidArgument, match="keeper= goes without"):
         make_sync_checkpointer(keeper="default", barrier=object())

@@ -4,10 +4,10 @@
 writes for the same states. `python tests/data/written_format.py` writes the files again: only where
 docs/reference/format.md changes, too.
 
-All but `state.safetensors`, its checksums, `dcp/.metadata` and `dcp/index.safetensors` are as commit 7b37416 wrote them. What that wrote instead
-of the first two is in `state-first.safetensors`, which is only read: its pickle names `tensorferry.tensors`. So is
-`state-second.safetensors`,
-whose pickle the interpreter's pickler wrote as a whole, with a spec for each DTensor.
+All but `state.safetensors`, its checksums, `dcp/.metadata` and `dcp/index.safetensors` are as commit 7b37416 wrote
+them. What that wrote instead of the first two is in `state-first.safetensors`, which is only read: its pickle names
+`tensorferry.tensors`. So is `state-second.safetensors`, whose pickle the interpreter's pickler wrote as a whole, with a
+spec for each DTensor.
 
 Writing has a process of its own: a pickle holds equal texts once or twice depending on how the modules were imported
 whose names they are.

@@ -126,7 +126,7 @@ impl<'a> Sum<'a> {
             return Ok(());
         }
         self.settle();
-        self.buffer.resize(FILE_BLOCK_SIZE as usize, 0);
+        self.buffer.resize(usize::try_from(FILE_BLOCK_SIZE).unwrap_or(usize::MAX), 0);
         let joined = container.joined(range.start, range.end, self.joiner, &mut self.buffer)?;
         self.before = digest::join(self.before, joined, len);
         Ok(())

@@ -94,18 +94,8 @@ impl Remote {
                 });
             }
             let url = &sources[primary].url;
-            let others = u32::try_from(standing.len()).unwrap_or(u32::MAX);
-            let mut share = limits.share(others + 1);
-            if others > 0 {
-                share = share.at_most(limits.stall.saturating_mul(1 << asked.min(10)));
-            }
-            // A silent source may have nothing to serve yet, or be stuck: it is asked again and given longer each time.
-            let patience = if others == 0 { limits.stall } else { limits.stall.min(OPEN_PATIENCE) };
-            let mut patience = patience.saturating_mul(1 << asked.min(10));
             let (etag, gone) = &mut begun[primary];
-            if gone.is_some() {
-                patience = patience.min(NEXT_PATIENCE);
-            }
+            let (share, patience) = share_and_patience(&limits, standing.len(), asked, gone.is_some());
             let (opened, nobody) = match Connection::open(url, &share) {
                 Ok(connection) => {
                     let passes = &mut passes[primary];
@@ -184,6 +174,20 @@ impl Remote {
             _ => Err(last),
         }
     }
+}
+
+/// What of the limits one try may take while `others` are still to be asked, and how long its answer may take to begin.
+///
+/// A silent source may have nothing to serve yet, or be stuck: it is asked again and given longer each time.
+fn share_and_patience(limits: &Limits, others: usize, asked: u32, has_gone: bool) -> (Limits, Duration) {
+    let others = u32::try_from(others).unwrap_or(u32::MAX - 1);
+    let mut share = limits.share(others + 1);
+    if others > 0 {
+        share = share.at_most(limits.stall.saturating_mul(1 << asked.min(10)));
+    }
+    let patience = if others == 0 { limits.stall } else { limits.stall.min(OPEN_PATIENCE) };
+    let patience = patience.saturating_mul(1 << asked.min(10));
+    (share, if has_gone { patience.min(NEXT_PATIENCE) } else { patience })
 }
 
 /// A source that is still to be asked.
