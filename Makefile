@@ -100,19 +100,25 @@ demo-megatron: build ## Megatron's GPT changes its parallel layout, live and fro
 	PYTHONPATH=$(VENV)/megatron-$(lastword $(MEGATRON)) $(BIN)/python -W ignore examples/megatron/layouts.py
 
 # Most tests of both languages wait, for other processes or for time-outs: on two cores those of the engine took 66 s
-# with six threads and 191 s with two, for the same 42 s of CPU. So Rust is built and tested beside Python's tests. The
-# tests of a Python file stay in one worker, and tests/conftest.py says which files come first. A few tests that fail,
-# of either language, run once more alone, and both results are printed.
+# with six threads and 191 s with two, for the same 42 s of CPU. Rust's are built beside Python's tests, and run after
+# them. The tests of a Python file stay in one worker, and tests/conftest.py says which files come first. A few tests that
+# fail, of either language, run once more alone, and both results are printed.
 WORKERS ?= 2
 PYTEST := -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 CRATES := -p tensorferry-wire -p tensorferry-core
 .PHONY: test
-test: build ## every test: Python with WORKERS=2 processes, beside them Rust and the fuzz targets for a short time
-	$(BIN)/python $(PYTEST) --again-alone --beside 'make --no-print-directory test-rust' $(PYTEST_ARGS)
+test: build ## every test: Python with WORKERS=2 processes, then Rust, and the fuzz targets for a short time
+	$(BIN)/python $(PYTEST) --again-alone $(PYTEST_ARGS) \
+	  --beside 'make --no-print-directory build-rust-tests && (read -r _ || true) && make --no-print-directory test-rust'
+
+# The fuzz targets are built by a run of one input each.
+.PHONY: build-rust-tests
+build-rust-tests:
+	nice -n 15 cargo test --quiet --locked --no-run $(CRATES)
+	FUZZ_RUNS=1 rust/fuzz/run.sh 1 >/dev/null
 
 .PHONY: test-rust
 test-rust: ## the tests of the crates, and the fuzz targets for FUZZ_SECONDS each
-	nice -n 15 cargo test --quiet --locked --no-run $(CRATES)
 	RUST_TEST_THREADS=6 rust/test.sh $(CRATES)
 	rust/fuzz/run.sh $(FUZZ_SECONDS)
 

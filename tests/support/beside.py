@@ -1,7 +1,8 @@
 """A command that runs beside the tests, as one more of them: the plugin behind ``--beside``.
 
-Tests wait for processes and time-outs most of the time; the builds and tests of Rust use what they leave of the
-processor. What the command prints stands before the last lines, and its failure is an error of the run.
+Tests wait for processes and time-outs most of the time; the builds of Rust use what they leave of the processor. The
+command's standard input ends when the tests have: ``BUILD && (read -r _ || true) && TEST`` tests on a quiet machine. What
+it prints stands before the last lines, and its failure is an error of the run.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class Beside:
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the session
         self._status = 0
         self._process = subprocess.Popen(
-            command, shell=True, stdin=subprocess.DEVNULL, stdout=self._output, stderr=subprocess.STDOUT
+            command, shell=True, stdin=subprocess.PIPE, stdout=self._output, stderr=subprocess.STDOUT
         )
 
     @pytest.hookimpl(wrapper=True, trylast=True)
@@ -33,6 +34,8 @@ class Beside:
         """Waits for the command, so that what failed has the machine to itself when it runs again."""
         if session.exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
             self._process.terminate()
+        if self._process.stdin is not None:
+            self._process.stdin.close()
         self._status = self._process.wait()
         result = yield
         reporter: Any = self._config.pluginmanager.get_plugin("terminalreporter")
