@@ -345,6 +345,19 @@ def test_the_last_checkpoints_stay_and_nothing_of_others_is_removed(tmp_path) ->
     assert [path.name for path, _ in checkpoints(tmp_path)] == ["best", "run-1-step-9", "step-3"]
 
 
+@pytest.mark.parametrize("order", [(1, 2, 3), (3, 2, 1), (2, 3, 1)])
+def test_savers_of_one_series_never_remove_what_began_after_their_own(order, tmp_path) -> None:
+    """Such as the writer of a trainer that was killed, which finishes beside the trainer that came back."""
+    for n in (1, 2, 3):
+        write(tmp_path / f"step-{n}", n)
+    left = {1, 2, 3}
+    for mine in order:
+        folder.keep_last(1, tmp_path / f"step-{mine}")
+        left -= set(range(1, mine))
+        assert [path.name for path, _ in checkpoints(tmp_path)] == [f"step-{n}" for n in sorted(left)]
+    assert left == {3}
+
+
 def test_what_a_link_leads_to_is_not_removed(tmp_path) -> None:
     write(tmp_path / "others" / "step-9", 9)
     (tmp_path / "run").mkdir()

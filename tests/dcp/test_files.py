@@ -489,6 +489,12 @@ def test_an_index_that_makes_no_sense_is_a_protocol_error(tmp_path, monkeypatch)
         ), name
 
 
+def test_a_folder_that_cannot_be_examined_is_an_error_of_the_system(tmp_path):
+    for path in (tmp_path / ("x" * 300), tmp_path / ("y" * 300) / "checkpoint"):
+        with pytest.raises(tensorferry.SystemRefused, match="cannot be examined"):
+            FileReader(path).read_metadata()
+
+
 def test_a_pipe_in_the_place_of_a_file_does_not_block_a_reader(tmp_path):
     dcp.save({"x": torch.ones(4, 3)}, storage_writer=FileWriter(tmp_path))
     path = next(tmp_path.glob("rank*"))

@@ -137,6 +137,10 @@ def test_encryption_that_was_promised_is_not_done_without(source: HTTPTransport)
     assert cli.main(["top", promised, "--once"]) == exits.NO
     with pytest.raises(Exception, match="does not speak TLS"):
         receive(promised)
+    pinned = plain.metadata().replace("http://", f"http://{pin}@")
+    assert cli.main(["top", pinned, "--once"]) == exits.USAGE
+    with pytest.raises(InvalidArgument):
+        receive(pinned)
     assert "answers_total{" not in counters(plain)
     plain.shutdown()
     bare = source.metadata().replace(f"{pin}@", "")

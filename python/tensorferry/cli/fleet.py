@@ -75,6 +75,11 @@ def _peer(word: str) -> Peer:
         raise InvalidArgument(f"{word!r} is neither the metadata of a transport nor host:port")
     path = parts.path.removesuffix("metrics").removesuffix("checkpoint/").rstrip("/")
     shown = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    if parts.scheme == "http" and parts.username is not None:
+        raise InvalidArgument(
+            f"http://{shown} does not encrypt, and comes with the fingerprint of a certificate: give what metadata() "
+            "returns"
+        )
     if parts.scheme == "http":
         return Peer(shown, f"http://{shown}{path}/")
     if not re.fullmatch(r"sha256-[0-9a-f]{64}", parts.username or ""):

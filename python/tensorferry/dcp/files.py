@@ -9,6 +9,7 @@ import dataclasses
 import os
 import re
 import secrets
+import stat
 import threading
 from collections.abc import Iterable
 from pathlib import Path
@@ -484,14 +485,14 @@ class FileReader(_InFolder, SliceReader):
         rank, known = kwargs.get("rank"), kwargs.get("known")
         folder: Path = self._load.checkpoint or self._path
         path = folder / INDEX
-        shared = path.is_file()
+        shared = _is_file(path)
         if not shared:
             if (theirs := _index_of_torch(folder, rank)) is not None:
                 return self._open_theirs(theirs, shared=rank is None)
             if rank is None:
                 raise _incomplete(folder)
             path = folder / _RANK_INDEX.format(rank)
-            if not path.is_file():
+            if not _is_file(path):
                 raise _incomplete(folder)
         _refuse_two(path)
         source = FolderSource(path, self._threads, known)
@@ -523,10 +524,24 @@ class FileReader(_InFolder, SliceReader):
         return plans
 
 
+def _is_file(path: Path) -> bool:
+    """Whether ``path`` is a file.
+
+    Raises:
+        SystemRefused: the system does not say, for example because a folder above it may not be entered
+    """
+    try:
+        return stat.S_ISREG(path.stat().st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as e:
+        raise SystemRefused(e.errno, f"{path} cannot be examined: {e.strerror}") from e
+
+
 def _index_of_torch(folder: Path, rank: int | None) -> Path | None:
     """Returns the index that torch's own writer wrote, if it is what the folder holds; ``rank`` asks for a rank's."""
     path = folder / (_TORCH_INDEX if rank is None else f"__{rank}{_TORCH_INDEX}")
-    if not path.is_file() or marker.is_marker(path) or any(folder.glob("index-rank*.safetensors")):
+    if not _is_file(path) or marker.is_marker(path) or any(folder.glob("index-rank*.safetensors")):
         return None
     return path
 
@@ -555,7 +570,12 @@ def _incomplete(folder: Path) -> IncompleteCheckpoint:
         return IncompleteCheckpoint(
             f"{folder} holds an incomplete checkpoint: {INDEX} was removed. Load another checkpoint, or restore it"
         )
-    names = sorted(path.name for path in folder.iterdir())
+    try:
+        names = sorted(os.listdir(folder))
+    except OSError as e:
+        return IncompleteCheckpoint(
+            f"there is no checkpoint in {folder}: it has no {INDEX}, and cannot be listed ({e})"
+        )
     left = [name for name in names if commits.is_ours(name)]
     if left:
         return IncompleteCheckpoint(

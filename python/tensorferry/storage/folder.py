@@ -549,7 +549,8 @@ def keep_last(count: int, newest: Path) -> None:
     So may what a link leads to: links are no part of a series.
 
     The oldest are those whose saves began first. Step numbers do not decide: a job that has gone back to an earlier
-    step goes on from what it saves then.
+    step goes on from what it saves then. Others may save into the series at the same time, such as the writer of a
+    trainer that was killed: of two that remove, neither removes the newest, and none removes what began after its own.
 
     It raises nothing, since the checkpoint that was just saved is complete: what cannot be removed is logged.
 
@@ -566,8 +567,11 @@ def keep_last(count: int, newest: Path) -> None:
     except TensorferryError as e:
         logger.warning("older checkpoints are not removed: %s", e)
         return
-    others = [folder for folder in found if folder != newest]
-    for folder in others[: max(len(others) - (count - 1), 0)]:
+    # The oldest first. Where the one that was just saved is older than others, it stays as one more; where another has
+    # removed it meanwhile, that one has removed what is older, too.
+    for folder in list(found)[:-count] if newest in found else ():
+        if folder == newest:
+            break
         remove_checkpoint(folder, found[folder])
     with contextlib.suppress(OSError):
         now = os.stat(newest / INDEX).st_mtime

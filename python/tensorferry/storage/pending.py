@@ -58,7 +58,10 @@ def pending(output: Path, *, folder: bool) -> Iterator[Path]:
         _remove_leftovers(output)
         held = _Held(output)
         try:
-            content = held.path if folder else held.path / output.name
+            # A folder within the locked one: what commits into it locks it itself.
+            content = held.path / output.name
+            if folder:
+                content.mkdir()
             yield content
             if folder:
                 sync_folder(content)
