@@ -146,9 +146,10 @@ class SystemRefused(TensorferryError, OSError):
     def __init__(self, *args: Any) -> None:
         """Adds the limit to a message that says that too many files are open."""
         match args:
-            case [str(message)] if any(map(message.__contains__, _TOO_MANY)) and "ulimit -n" not in message:
+            case [*number, str(message)] if any(map(message.__contains__, _TOO_MANY)) and "ulimit -n" not in message:
                 limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-                args = (f"{message}. A process may have {limit} files and sockets open here: raise it (ulimit -n)",)
+                message += f". A process may have {limit} files and sockets open here: raise it (ulimit -n)"
+                args = (*number, message)
         super().__init__(*args)
 
 

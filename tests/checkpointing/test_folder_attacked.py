@@ -259,6 +259,20 @@ def test_a_series_goes_on_in_its_order_after_the_clock_was_set_right(is_restarte
     saver.close()
 
 
+def test_a_folder_that_another_has_saved_again_with_its_clock_ahead_is_looked_at_again(tmp_path, clock) -> None:
+    saver, other = SyncCheckpointer(keep_last=2), SyncCheckpointer()
+    saver.save(tmp_path / "step-1", {"n": 1})
+    clock(3600)
+    other.save(tmp_path / "step-1", {"n": 1})
+    clock(0)
+    for step in (2, 3):
+        saver.save(tmp_path / f"step-{step}", {"n": step})
+        assert latest_checkpoint(tmp_path) == str(tmp_path / f"step-{step}")
+    assert files_in(tmp_path) == ["step-2", "step-3"]
+    saver.close()
+    other.close()
+
+
 def test_a_folder_is_saved_into_after_the_clock_was_set_right(tmp_path, clock) -> None:
     clock(3600)
     saver = SyncCheckpointer()

@@ -157,7 +157,7 @@ def test_a_state_beyond_the_limit_is_refused_and_the_next_one_is_saved(opened, t
     checkpointer.save(tmp_path / "b", state_of(2))[1].result(WAIT_S)
     assert is_whole(tmp_path / "b", 2)
     assert not (tmp_path / "a").exists()
-    monkeypatch.setattr("tensorferry.memory.shared.available", lambda: 5 * MIB)
+    monkeypatch.setattr("tensorferry.memory.shared._available_memory", lambda: 5 * MIB)
     with pytest.raises(SystemRefused, match=f"has {5 * MIB} available"):
         opened().save(tmp_path / "a", state_of(1, 8))
 

@@ -121,7 +121,9 @@ def test_a_command_beside_the_tests_is_printed_and_its_failure_is_one_of_the_run
     assert status == 1, output
     assert output.count("what it 2 says") == 1
     assert "1 passed, 1 error, 1 rerun in " in last_line(output), output
-    status, output = run(tmp_path, tests, "-n", "0", "--beside", "read -r _ || echo what it $((1 + 1)) says at their end")
+    status, output = run(
+        tmp_path, tests, "-n", "0", "--beside", "read -r _ || echo what it $((1 + 1)) says at their end"
+    )
     assert status == 0, output
     assert "what it 2 says at their end" in output
 

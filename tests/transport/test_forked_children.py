@@ -239,9 +239,9 @@ def test_a_child_that_is_forked_while_the_collector_is_paused(child: Child) -> N
 def test_a_child_is_not_held_up_by_a_lock_of_its_parents_threads(child: Child) -> None:
     child.run("""
         from tensorferry import _gc
-        from tensorferry.dcp import files
         from tensorferry.memory import host_pool
-        locks = [files._finishing, host_pool._warning, _gc._lock]
+        from tensorferry.storage import commits
+        locks = [commits._committing, host_pool._warning, _gc._lock]
         held, go_on = threading.Event(), threading.Event()
 
         def hold():

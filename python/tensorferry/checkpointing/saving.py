@@ -122,7 +122,7 @@ class Ranks:
             own = SaveId.new(self.rank, self.world_size, step)
         else:
             own = SaveId.new(0, self.world_size, step, [*self._saves.began(folder), *known])
-            self._saves.add(folder, own.began)
+            self._saves.add(own.began)
         if self.world_size == 1:
             return own
         agreed = self.from_first([own.save, own.began])

@@ -491,12 +491,13 @@ def committed_in(root: Path) -> frozenset[tuple[str, int, int]]:
 class KnownSaves:
     """The saves that a process knows of, after which a new one begins: its own, and those that it finds on the disk.
 
-    It reads the index of each checkpoint of a series once, and not at all if this process has saved it. So a new save
-    costs a look for an index in its folder and, if the folder is of a series, a listing of the folder that it lies in.
+    It reads each index of a series once, and looks at every save whether another one has taken its place. So a new save
+    costs a look for an index in its folder and, if that is of a series, in each of the series' folders.
     """
 
     def __init__(self) -> None:
-        self._seen: set[Path] = set()
+        #: By folder, inode and time of the index that was read.
+        self._seen: dict[Path, tuple[int, int]] = {}
         self._newest = 0
 
     def began(self, folder: Path) -> list[int]:
@@ -511,16 +512,17 @@ class KnownSaves:
         if series != folder.name:
             with contextlib.suppress(OSError):
                 beside = os.listdir(folder.parent)
-        for other in (folder.parent / name for name in beside):
-            if other not in self._seen and _series(other) == series and (began := commits.began(other / INDEX)):
-                self._seen.add(other)
-                found += began
+        for other in (folder.parent / name for name in beside if _series(Path(name)) == series):
+            with contextlib.suppress(OSError):
+                about = os.stat(other / INDEX)
+                if self._seen.get(other) != (version := (about.st_ino, about.st_mtime_ns)):
+                    found += commits.began(other / INDEX)
+                    self._seen[other] = version
         self._newest = max([*found, self._newest])
         return [self._newest]
 
-    def add(self, folder: Path, began: int) -> None:
-        """A save of this process into ``folder`` has begun."""
-        self._seen.add(folder)
+    def add(self, began: int) -> None:
+        """A save of this process has begun."""
         self._newest = max(self._newest, began)
 
 
