@@ -1,8 +1,8 @@
 """A command that runs beside the tests, as one more of them: the plugin behind ``--beside``.
 
 Tests wait for processes and time-outs most of the time; the builds of Rust use what they leave of the processor. The
-command's standard input ends when the tests have: ``BUILD && (read -r _ || true) && TEST`` tests on a quiet machine. What
-it prints stands before the last lines, and its failure is an error of the run.
+command's standard input ends when the tests have: ``BUILD && (read -r _ || true) && TEST`` tests on a quiet machine.
+What it prints stands before the last lines, and its failure is an error of the run.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ import torch
 from .._native import _check_machine_has
 from ..errors import ProtocolError, SystemRefused, UnsafePickle
 from .allowlist import Allowed
+from .sharing import check_sharing
 from .unpickling import pickle_module
 
 #: Takes the name of a storage's record and its length in bytes; returns a tensor that stands in for the storage, or
@@ -174,7 +175,8 @@ def load_file(
 
     Raises:
         UnsafePickle: the pickle asks for something that is not allowed
-        ProtocolError: the file is damaged, or ``torch.save`` did not write it
+        ProtocolError: the file is damaged, ``torch.save`` did not write it, or its containers hold one another so often
+            that the state cannot be walked
         SystemRefused: the file cannot be opened, or this process cannot have memory for what is in it
     """
     try:
@@ -188,7 +190,9 @@ def load_file(
             f"{path} cannot be read: it is damaged or was cut off, or is no archive of torch.save (TorchScript, or the "
             "format that torch.save had before 1.6)"
         )
-    return _load(archive, str(path), allowed, map_location)
+    state = _load(archive, str(path), allowed, map_location)
+    check_sharing(state, str(path))
+    return state
 
 
 def _opened(source: io.BytesIO | str, stand_in: StandIn | None = None, mapped: Mapped | None = None) -> _Archive | None:

@@ -120,7 +120,10 @@ class _Held:
         for _ in range(_ATTEMPTS):
             self.path = output.with_name(f".{stem(output)}.{new_id()}.partial")
             self.path.mkdir()
-            self._fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                self._fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            except FileNotFoundError:
+                continue
             if self._lock():
                 return
             os.close(self._fd)
