@@ -103,15 +103,14 @@ def test_the_end_of_a_save_is_not_entered_by_a_signal_handler_of_the_same_thread
 
     from tensorferry.storage import commits
 
-    committed, calls = commits.committed, []
+    calls = []
 
-    def interrupted(path):
-        calls.append(path)
-        if len(calls) == 2:
+    def interrupted(moment, path):
+        calls.append(moment)
+        if calls.count("checked") == 1 and moment == "checked":
             signal.raise_signal(signal.SIGUSR1)
-        return committed(path)
 
-    monkeypatch.setattr(commits, "committed", interrupted)
+    monkeypatch.setattr(commits, "reached", interrupted)
     before = signal.signal(signal.SIGUSR1, handle)
     try:
         dcp.save(state(1), storage_writer=FileWriter(tmp_path / "a"))

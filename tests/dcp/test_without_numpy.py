@@ -34,11 +34,11 @@ def test_what_to_do_is_said_before_torch_begins(tmp_path, caplog):
 
 
 @pytest.mark.usefixtures("two_ranks_without_numpy")
-def test_checkpointers_refuse_to_save_without_it():
-    for agree in (lambda: Ranks().new_save(1), lambda: Ranks().gather(1)):
+def test_checkpointers_refuse_to_save_without_it(tmp_path):
+    for agree in (lambda: Ranks().new_save(1, tmp_path), lambda: Ranks().gather(1)):
         with pytest.raises(InvalidArgument, match="pip install numpy"):
             agree()
-    assert Ranks(0, 2, agree=lambda value: value).new_save(1).rank == 0
+    assert Ranks(0, 2, agree=lambda value: value).new_save(1, tmp_path).rank == 0
 
 
 def test_one_rank_needs_none(monkeypatch, tmp_path, caplog):

@@ -297,7 +297,8 @@ def test_no_part_is_larger_than_half_a_window(alone):
 def shorten_index(kept, folder):
     """Has the index say that a tensor has half of the rows that its entries have."""
     from tensorferry.dcp import FileReader
-    from tensorferry.megatron import removal
+    from tensorferry.dcp import index
+    from tensorferry.storage import commits
 
     del kept
     metadata = FileReader(folder).read_metadata()
@@ -309,7 +310,10 @@ def shorten_index(kept, folder):
     moved = {at: at for at in metadata.storage_data}
     moved |= {at: type(at)("rows", torch.Size((at.offset[0] // 2, *at.offset[1:]))) for at in moved if at.fqn == "rows"}
     metadata.storage_data = {moved[at]: ref for at, ref in metadata.storage_data.items()}
-    removal.remove(Path(folder), "none of these", metadata)
+    metadata.planner_data = None
+    needed = {ref.container for ref in metadata.storage_data.values()}
+    encoded = index.encode(metadata, metadata.storage_data)
+    commits.edit_index(Path(folder) / "index.safetensors", lambda _: (encoded, needed))
 
 
 def test_an_index_that_contradicts_its_files_is_refused(alone, tmp_path):

@@ -169,7 +169,8 @@ def break_folder(folder: Path, how):
 def lose_a_chunk(kept, folder):
     """Takes a chunk out of the index, as if a rank had not told of it."""
     from tensorferry.dcp import FileReader
-    from tensorferry.megatron import removal
+    from tensorferry.dcp import index
+    from tensorferry.storage import commits
 
     del kept
     metadata = FileReader(folder).read_metadata()
@@ -177,7 +178,10 @@ def lose_a_chunk(kept, folder):
     metadata.storage_data = {
         at: ref for at, ref in metadata.storage_data.items() if (at.fqn, at.offset) != ("layers.column", lost.offsets)
     }
-    removal.remove(Path(folder), "none of these", metadata)
+    metadata.planner_data = None
+    needed = {ref.container for ref in metadata.storage_data.values()}
+    encoded = index.encode(metadata, metadata.storage_data)
+    commits.edit_index(Path(folder) / "index.safetensors", lambda _: (encoded, needed))
 
 
 def test_an_index_that_is_not_complete_is_refused_on_every_rank(host, tmp_path):

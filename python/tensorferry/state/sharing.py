@@ -45,6 +45,6 @@ def check_sharing(state: Any, name: str) -> None:
             pending.extend((one, False) for one in held)
     if walked.get(id(state), 1) > max(_MOST, _TIMES * distinct):
         raise ProtocolError(
-            f"{name}: its containers hold one another so often that {walked[id(state)]} of them and of leaves would have "
-            f"to be walked, where there are {distinct}"
+            f"{name}: its containers hold one another so often that {walked[id(state)]} of them and of leaves would "
+            f"have to be walked, where there are {distinct}"
         )
