@@ -358,6 +358,16 @@ def test_savers_of_one_series_never_remove_what_began_after_their_own(order, tmp
     assert left == {3}
 
 
+def test_a_checkpoint_whose_ranks_have_an_index_each_is_not_what_a_killed_save_has_left(tmp_path) -> None:
+    write(tmp_path / "step-0", 0)
+    (tmp_path / "step-0" / "index.safetensors").rename(tmp_path / "step-0" / "index-rank00000.safetensors")
+    names = files_in(tmp_path / "step-0")
+    for name in names:
+        os.utime(tmp_path / "step-0" / name, (time.time() - 3600,) * 2)
+    write(tmp_path / "step-1", 1, keep_last=1)
+    assert files_in(tmp_path / "step-0") == names
+
+
 def test_what_a_link_leads_to_is_not_removed(tmp_path) -> None:
     write(tmp_path / "others" / "step-9", 9)
     (tmp_path / "run").mkdir()

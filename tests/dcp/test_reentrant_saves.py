@@ -105,7 +105,7 @@ def test_the_end_of_a_save_is_not_entered_by_a_signal_handler_of_the_same_thread
 
     calls = []
 
-    def interrupted(moment, path):
+    def interrupted(moment, _):
         calls.append(moment)
         if calls.count("checked") == 1 and moment == "checked":
             signal.raise_signal(signal.SIGUSR1)

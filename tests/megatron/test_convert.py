@@ -296,8 +296,7 @@ def test_no_part_is_larger_than_half_a_window(alone):
 
 def shorten_index(kept, folder):
     """Has the index say that a tensor has half of the rows that its entries have."""
-    from tensorferry.dcp import FileReader
-    from tensorferry.dcp import index
+    from tensorferry.dcp import FileReader, index
     from tensorferry.storage import commits
 
     del kept

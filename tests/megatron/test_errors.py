@@ -168,8 +168,7 @@ def break_folder(folder: Path, how):
 
 def lose_a_chunk(kept, folder):
     """Takes a chunk out of the index, as if a rank had not told of it."""
-    from tensorferry.dcp import FileReader
-    from tensorferry.dcp import index
+    from tensorferry.dcp import FileReader, index
     from tensorferry.storage import commits
 
     del kept

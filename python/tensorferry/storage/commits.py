@@ -335,8 +335,14 @@ def _replace(
         Rows(object, object, {}, native=False), None, True, [*entries, (INDEX_FILES, commit.encode())], about
     )
     with leftovers.holding(folder, commit.files):
-        # While this object lives, the file is locked.
-        written = content.write(partial, partial=partial, threads=1)
+        try:
+            # While this object lives, the file is locked.
+            written = content.write(partial, partial=partial, threads=1)
+        except SystemRefused:
+            if made_from is None:
+                # The save has failed. On a full disk, its files would leave no room for the next one.
+                leftovers.remove(folder, commit.files)
+            raise
         try:
             reached("written", index)
             with _alone(folder):

@@ -589,9 +589,13 @@ def _series(folder: Path) -> str:
 
 
 def _remove_remains(folder: Path, now: float) -> None:
-    """Removes a folder in which nothing is but files of saves that were killed."""
+    """Removes a folder in which nothing is but files of saves that were killed.
+
+    Ranks that saved with ``torch.distributed.checkpoint`` and without a coordinator have an index each.
+    """
     names = os.listdir(folder)
-    if INDEX not in names and names and all(commits.is_ours(name) for name in names):
+    has_index = any(name.startswith("index") and name.endswith(".safetensors") for name in names)
+    if not has_index and names and all(commits.is_ours(name) for name in names):
         leftovers.remove_leftovers(folder, now, None, set(), lambda: set())
         with contextlib.suppress(OSError):
             folder.rmdir()

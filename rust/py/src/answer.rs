@@ -93,8 +93,8 @@ impl PyAnswer {
     /// # Errors
     /// As `read`; `BufferError` if the buffer cannot be written to.
     #[allow(clippy::needless_pass_by_value, reason = "the buffer is released when this returns")]
-    fn readinto(&self, py: Python<'_>, buffer: PyBuffer<u8>, whole: bool) -> PyResult<usize> {
-        let into = writable(&buffer)?;
+    fn readinto(&self, py: Python<'_>, mut buffer: PyBuffer<u8>, whole: bool) -> PyResult<usize> {
+        let into = writable(&mut buffer)?;
         self.with(py, |answer| {
             let mut filled = 0;
             while filled < into.len() {

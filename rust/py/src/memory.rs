@@ -140,7 +140,7 @@ impl PyPart {
 ///
 /// # Errors
 /// `BufferError` if it is not in one piece, or cannot be written to.
-pub(crate) fn writable(buffer: &PyBuffer<u8>) -> PyResult<&mut [u8]> {
+pub(crate) fn writable(buffer: &mut PyBuffer<u8>) -> PyResult<&mut [u8]> {
     if buffer.readonly() || !buffer.is_c_contiguous() {
         return Err(PyBufferError::new_err("a writable buffer in one piece is needed"));
     }

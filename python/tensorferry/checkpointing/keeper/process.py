@@ -345,11 +345,13 @@ class KeeperProcess:
         self._disconnect(client)
 
     def _drop_given(self, client: Client) -> None:
-        for kept in list(client.given):
-            if kept not in self._going:
+        given, client.given = client.given, set()
+        for kept in given:
+            # A newer snapshot may have displaced it, and its last reader may be gone.
+            if self.generations.get(kept.about.key) is kept:
                 self._evict(kept)
-            self._cut(kept)
-        client.given.clear()
+            if kept in self._going:
+                self._cut(kept)
 
     def _look_at_suspects(self, now: float) -> None:
         """Looks after connections that ended: a trainer that died cannot write any more, one that lives may."""
@@ -541,9 +543,11 @@ class KeeperProcess:
             self.generations.release(kept)
             kept.body.cut()
             kept.body.when_released = _nothing
-            for client in self._clients:
+            for client in (*self._clients, *self._suspects):
                 if kept in client.given:
                     client.given.discard(kept)
+                    if not client.is_open:
+                        break
                     about = kept.about
                     self._send(client, Message("released", {"save_id": about.save_id, "rank": about.rank}))
                     break

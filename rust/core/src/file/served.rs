@@ -169,7 +169,7 @@ mod tests {
         let item = Item::bytes("w", Dtype::U8, &[LEN as u64], bytes.into());
         write_file(&path, &path.with_extension("partial"), Vec::new(), vec![item], &FileOptions::default()).unwrap();
         let stored = Stored::open(&path, None, true, &FileOptions::default()).unwrap();
-        let start = stored.container().unwrap().payload_start as usize;
+        let start = usize::try_from(stored.container().unwrap().payload_start).unwrap();
         let pages = Arc::new(FilePages::map(&path).unwrap());
         (path, ServedFiles::new(vec![(pages, Some(Arc::new(stored)))]), start)
     }

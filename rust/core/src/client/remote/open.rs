@@ -158,10 +158,7 @@ impl Remote {
                         standing.push_back(Turn { source: primary, asked: asked + 1, failures, not_before });
                     }
                     let changed = e.kind() == ErrorKind::Changed;
-                    last = e.at(&step.map_or_else(
-                        || url.authority().to_owned(),
-                        |step| format!("step {step} from {}", url.authority()),
-                    ));
+                    last = e.at(&asked_for(step, url.authority()));
                     if changed {
                         *etag = None;
                         *gone = Some(Error::new(ErrorKind::Changed, last.to_string()));
@@ -174,6 +171,11 @@ impl Remote {
             _ => Err(last),
         }
     }
+}
+
+/// How errors name what was asked for.
+fn asked_for(step: Option<i64>, authority: &str) -> String {
+    step.map_or_else(|| authority.to_owned(), |step| format!("step {step} from {authority}"))
 }
 
 /// What of the limits one try may take while `others` are still to be asked, and how long its answer may take to begin.
