@@ -165,7 +165,7 @@ mod tests {
     /// A file with one tensor, what serves it, and where the tensor's bytes begin in the file.
     fn served(name: &str) -> (std::path::PathBuf, ServedFiles, usize) {
         let path = std::env::temp_dir().join(format!("tensorferry-served-{name}-{}", std::process::id()));
-        let bytes: Vec<u8> = (0..LEN).map(|i| (i * i % 251) as u8).collect();
+        let bytes: Vec<u8> = (0..LEN).map(|i| u8::try_from(i * i % 251).unwrap()).collect();
         let item = Item::bytes("w", Dtype::U8, &[LEN as u64], bytes.into());
         write_file(&path, &path.with_extension("partial"), Vec::new(), vec![item], &FileOptions::default()).unwrap();
         let stored = Stored::open(&path, None, true, &FileOptions::default()).unwrap();
