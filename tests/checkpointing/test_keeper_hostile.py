@@ -301,3 +301,25 @@ def test_buffers_that_are_handed_over_again_and_again_do_not_pile_up(at_work):
             said = {handover.receive(sock).kind for _ in range(1 + (number >= 2))}
             assert said == ({"kept", "released"} if number >= 2 else {"kept"})
     eventually("no descriptor stays", lambda: at_work.descriptors() < 50)
+
+
+def test_what_a_silent_client_gave_and_newer_snapshots_have_displaced_goes_once(at_work):
+    """The client has closed its connection without a word, and lives."""
+    given = {number: staged({"w": torch.ones(5)}) for number in range(5)}
+
+    def keep(sock: socket.socket, number: int, save_id: str, one: Handover) -> None:
+        job = f"/ckpt/job{number}"
+        fields = {**FIELDS, "path": f"{job}/1", "job": job, "save_id": save_id}
+        handover.send(sock, Handover("keep", fields, one.rows, one.control, one.buffers))
+        assert handover.receive(sock).kind == "kept"
+
+    with connected(at_work) as sock:
+        for number, one in given.items():
+            keep(sock, number, "a", one)
+    with connected(at_work) as sock, Keeper() as keeper:
+        for save_id in ("b", "c"):
+            for number in range(4):
+                keep(sock, number, save_id, staged({"w": torch.ones(5)}))
+        eventually("it is seen that the client lives", lambda: "left without a word" in at_work.said())
+        kept = {(one.job, one.save_id) for one in keeper.held() if one.job != "/good/run"}
+        assert kept == {(f"/ckpt/job{n}", save_id) for n in range(4) for save_id in "bc"}
