@@ -8,7 +8,7 @@ import json
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorProperties, TensorStorageMetadata
 
 from tensorferry._native import _file_entries
@@ -38,8 +38,8 @@ def properties(metadata: Metadata) -> dict:
 
 @pytest.fixture
 def torchs(tmp_path) -> Metadata:
-    dcp.save(STATE, storage_writer=FileSystemWriter(tmp_path / "torch"))
-    return FileSystemReader(tmp_path / "torch").read_metadata()
+    dcp.save(STATE, storage_writer=filesystem.FileSystemWriter(tmp_path / "torch"))
+    return filesystem.FileSystemReader(tmp_path / "torch").read_metadata()
 
 
 def check(found: Metadata, theirs: Metadata) -> None:
@@ -95,7 +95,7 @@ def test_an_index_of_an_earlier_version_knows_no_strides(tmp_path):
 
 def test_a_folder_that_is_not_to_be_overwritten_is_refused_in_torchs_words(tmp_path):
     dcp.save(STATE, storage_writer=FileWriter(tmp_path))
-    for cls in (FileWriter, FileSystemWriter):
+    for cls in (FileWriter, filesystem.FileSystemWriter):
         dcp.save(STATE, storage_writer=cls(tmp_path / cls.__name__))
         with pytest.raises(dcp.CheckpointException, match=r"Checkpoint already exists and self\.overwrite=False"):
             dcp.save(STATE, storage_writer=cls(tmp_path / cls.__name__, overwrite=False))

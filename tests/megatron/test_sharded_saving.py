@@ -307,7 +307,7 @@ def ask(kept, folder):
     from megatron.core.dist_checkpointing import ShardedTensor
 
     import tensorferry.megatron as ours
-    from tensorferry.megatron import interfaces
+    from tensorferry.megatron import interfaces, release
 
     del kept
     place = Placement(*PLACE)
@@ -349,6 +349,7 @@ def ask(kept, folder):
         found[name, "return_all", "less"] = [sorted(part) for part in result[1:]]
     found["plain"] = {key: tuple(value.shape) for key, value in ours.load_plain_tensors(folder).items()}
     found["objects"] = sorted(set(ours.load_sharded_metadata(folder)) - set(ours.load_tensors_metadata(folder)))
+    found["shared"] = ["common_state/shard_0_1"] if release.COMMON_IS_SHARDED else []
     found["content"] = ours.load_content_metadata(folder)
     found["common"] = ours.load_common_state_dict(folder)["args"]
     if interfaces.register_default_strategy.__module__.startswith("megatron"):
@@ -379,11 +380,11 @@ def test_a_checkpoint_answers_as_megatrons_do(host, tmp_path):
         assert found["logged"] == ([unexpected, missing, unexpected] if rank == 0 else [])
         assert found["plain"]["layers.column"] == (4, 48, 24)
         assert found["plain"]["scalar"] == ()
-        assert found["objects"] == [f"layers.extra/shard_{i}_4" for i in range(4)]
+        assert found["objects"] == [*found["shared"], *(f"layers.extra/shard_{i}_4" for i in range(4))]
         assert found["content"] == {"format": "ours"}
         assert found["common"] == {"lr": 0.1, "names": ["a", "b"]}
         assert found.get("registry", [{"format": "ours"}, True]) == [{"format": "ours"}, True]
-        assert found["left"] == ["gated", "optimizer.flat", "scalar", "vocabulary"]
+        assert found["left"] == sorted([*found["shared"], "gated", "optimizer.flat", "scalar", "vocabulary"])
 
 
 def remove_all(kept, folder):
