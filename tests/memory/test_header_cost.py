@@ -13,6 +13,8 @@ import pytest
 ENGINE = 16 + 1
 #: The same for ``tensorferry inspect``, which shows a line for each entry and keeps the metadata.
 INSPECT = 40
+#: The same for ``tensorferry diff``, which reads two headers, for each byte of one of them.
+DIFF = 2 * INSPECT
 LENGTH = 8 << 20
 
 HEADERS = {
@@ -26,12 +28,12 @@ import sys
 def peak():
     return int(next(l for l in open("/proc/self/status") if l.startswith("VmHWM:")).split()[1]) << 10
 from tensorferry._native import Stored
-from tensorferry.cli import listing, inspect, app
+from tensorferry.cli import listing, inspect, diff, comparison, app
 before = peak()
 if sys.argv[2] == "engine":
     Stored.open(sys.argv[1], checksums=False)
 else:
-    assert app.run(["inspect", sys.argv[1]]) == 0
+    assert app.run([sys.argv[2], *sys.argv[1:2] * (1 + (sys.argv[2] == "diff"))]) == 0
 print(peak() - before, file=sys.stderr)
 """
 
@@ -49,7 +51,7 @@ def header(kind: str) -> bytes:
     return struct.pack("<Q", len(data)) + data
 
 
-@pytest.mark.parametrize(("by", "most"), [("engine", ENGINE), ("inspect", INSPECT)])
+@pytest.mark.parametrize(("by", "most"), [("engine", ENGINE), ("inspect", INSPECT), ("diff", DIFF)])
 @pytest.mark.parametrize("kind", HEADERS)
 def test_a_header_costs_memory_in_proportion_to_its_length(by: str, most: int, kind: str, tmp_path: Path) -> None:
     path = tmp_path / "hostile.safetensors"
