@@ -15,6 +15,8 @@ ENGINE = 16 + 1
 INSPECT = 40
 #: The same for ``tensorferry diff``, which reads two headers, for each byte of one of them.
 DIFF = 2 * INSPECT
+#: The same for ``tensorferry convert``, beside what importing torch takes.
+CONVERT = 40
 LENGTH = 8 << 20
 
 HEADERS = {
@@ -28,12 +30,16 @@ import sys
 def peak():
     return int(next(l for l in open("/proc/self/status") if l.startswith("VmHWM:")).split()[1]) << 10
 from tensorferry._native import Stored
-from tensorferry.cli import listing, inspect, diff, comparison, app
+from tensorferry.cli import listing, inspect, diff, comparison, convert, app
+if sys.argv[2] == "convert":
+    from tensorferry.cli import conversion
 before = peak()
 if sys.argv[2] == "engine":
     Stored.open(sys.argv[1], checksums=False)
 else:
-    assert app.run([sys.argv[2], *sys.argv[1:2] * (1 + (sys.argv[2] == "diff"))]) == 0
+    path = sys.argv[1]
+    paths = {"inspect": [path], "diff": [path, path], "convert": [path, path + ".out", "--to", "safetensors"]}
+    assert app.run([sys.argv[2], *paths[sys.argv[2]]]) == 0
 print(peak() - before, file=sys.stderr)
 """
 
@@ -51,9 +57,12 @@ def header(kind: str) -> bytes:
     return struct.pack("<Q", len(data)) + data
 
 
-@pytest.mark.parametrize(("by", "most"), [("engine", ENGINE), ("inspect", INSPECT), ("diff", DIFF)])
-@pytest.mark.parametrize("kind", HEADERS)
-def test_a_header_costs_memory_in_proportion_to_its_length(by: str, most: int, kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "by", "most"),
+    [(kind, *one) for kind in HEADERS for one in (("engine", ENGINE), ("inspect", INSPECT), ("diff", DIFF))]
+    + [("entries of no bytes", "convert", CONVERT)],
+)
+def test_a_header_costs_memory_in_proportion_to_its_length(kind: str, by: str, most: int, tmp_path: Path) -> None:
     path = tmp_path / "hostile.safetensors"
     path.write_bytes(header(kind))
     with (tmp_path / "out").open("w") as out:
