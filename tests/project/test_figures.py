@@ -81,7 +81,7 @@ FIGURES = [
     ("guides/keeper.md", "for an hour", f"{KEEPER}client.py", '"--idle", "3600"'),
     ("guides/keeper.md", "have a minute to finish", f"{KEEPER}process.py", "_LINGER_S = 60.0"),
     ("guides/keeper.md", "it has five minutes", f"{KEEPER}process.py", "_LENT_S = 300.0"),
-    ("guides/keeper.md", "run at nice 5", f"{KEEPER}process.py", "_NICE = 5"),
+    ("guides/keeper.md", "run at nice 5", f"{KEEPER}own_process.py", "_NICE = 5"),
     ("guides/keeper.md", "buddies every second", f"{KEEPER}partners.py", "_INTERVAL_S = 1.0"),
     ("guides/keeper.md", "may take ten minutes", f"{KEEPER}partners.py", "_FETCH_S = 600.0"),
     ("guides/keeper.md", "at least every 30 seconds", f"{KEEPER}partners.py", "_LONGEST_INTERVAL_S = 30.0"),
