@@ -125,7 +125,7 @@ def test_a_command_beside_the_tests_is_printed_and_its_failure_is_one_of_the_run
         tmp_path, tests, "-n", "0", "--beside", "read -r _ || echo what it $((1 + 1)) says at their end"
     )
     assert status == 0, output
-    assert "what 2 say at their end" in output
+    assert "what it 2 says at their end" in output
 
 
 def test_nothing_runs_again_unasked(tmp_path: Path):
