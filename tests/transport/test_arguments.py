@@ -123,10 +123,12 @@ def test_metadata_that_names_no_source(metadata: Any, secured: bool, open_transp
 def test_the_deadline_of_a_receive(open_transport: Callable[..., Any]) -> None:
     source = open_transport()
     source.send_checkpoint([1], 1, {"a": 1}, TIMEOUT)
-    for timeout in (5, 5.0, None):
+    for timeout in (5, 5.0, "5"):
         with pytest.raises(InvalidArgument, match=r"\btimeout\b"):
             open_transport().recv_checkpoint(0, source.metadata(), 1, timeout)
-    assert open_transport().recv_checkpoint(0, source.metadata(), 1, timedelta.max) == {"a": 1}
+    # With None, that of the transport.
+    for timeout in (timedelta.max, None):
+        assert open_transport().recv_checkpoint(0, source.metadata(), 1, timeout) == {"a": 1}
 
 
 @pytest.mark.parametrize(
