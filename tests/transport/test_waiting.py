@@ -268,7 +268,7 @@ def test_a_timeout_says_that_a_source_is_silent(open_transport: Callable[..., An
         stock = metadata.replace("0" * 32 + "/", "")
         message = timeout_of(open_transport(), stock, 7)
     assert f"step 7 from {host(metadata)}" in message
-    assert "but not begun to answer" in message
+    assert f"{host(stock)} was asked and has not begun to answer" in message
 
 
 @pytest.mark.beyond_torchft
