@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 from ..errors import IncompleteCheckpoint, ProtocolError, SystemRefused
+from ..storage.names import checked_plain
 
 #: The index's name.
 INDEX = "model.safetensors.index.json"
@@ -38,9 +38,7 @@ def files_of(folder: Path) -> dict[Path, list[str]]:
         raise ProtocolError(f"{index}: its index cannot be read (it has no weight_map)")
     found: dict[Path, list[str]] = {}
     for tensor, name in places.items():
-        if not isinstance(name, str) or os.path.basename(name) != name or name in ("", ".", "..") or "\0" in name:
-            raise ProtocolError(f"{folder}: its index names a file outside of it, {str(name)[:200]!r}")
-        found.setdefault(folder / name, []).append(tensor)
+        found.setdefault(folder / checked_plain(name, f"{folder}: its index"), []).append(tensor)
     for path in found:
         if not path.is_file():
             raise IncompleteCheckpoint(f"{folder} is incomplete: {path.name} is missing")
