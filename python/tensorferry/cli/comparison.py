@@ -112,7 +112,7 @@ class _Side:
     def _of_peer(self, number: int) -> Any:
         from ..memory.accelerator import ACCELERATOR
         from ..memory.bounce import BounceBuffers
-        from ..state.allowlist import Allowed
+        from ..pickles.allowlist import Allowed
         from ..state.load import receive
         from .sources import Peers, open_source
 

@@ -12,8 +12,9 @@ from ..dcp import torch_folder
 from ..dcp.marker import NAME
 from ..dcp.torch_folder import TorchFolderSource, with_stand_ins
 from ..errors import InvalidArgument
-from ..state import archives, tree
-from ..state.allowlist import Allowed
+from ..pickles import torch_archives
+from ..pickles.allowlist import Allowed
+from ..state import tree
 from .leaves import Leaf, Listing, UniqueNames, walk
 from .places import Kind, Place
 
@@ -38,7 +39,7 @@ def _of_archive(path: Path, *, digests: bool) -> Listing:
     """Lists a ``torch.save`` file; without ``digests``, of its storages only the indices of sparse tensors are read."""
     from .mapped_states import of_archive
 
-    state = archives.load_file(path, Allowed(), _here) if digests else of_archive(path)
+    state = torch_archives.load_file(path, Allowed(), _here) if digests else of_archive(path)
     leaves = list(leaves_of(state, digests=digests))
     about: dict[str, Any] = {"kind": Kind.ARCHIVE.value, "file_bytes": path.stat().st_size, "checksums": False}
     return Listing({**about, "bytes": sum(leaf.bytes for leaf in leaves)}, leaves)

@@ -21,7 +21,7 @@ import torch
 from .. import _validate
 from ..errors import InvalidArgument, TensorferryError
 from ..memory.tensors import scratch
-from ..state.allowlist import Allowed
+from ..pickles.allowlist import Allowed
 from ..storage.pending import pending
 from . import common
 from .convert_outputs import OUTPUTS

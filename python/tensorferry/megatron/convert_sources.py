@@ -25,9 +25,9 @@ from ..dcp import index
 from ..dcp.index import ELEMENTS
 from ..errors import ProtocolError, UnsafePickle
 from ..memory.tensors import DTYPE_NAMES, address, byte_strides, scratch
-from ..state.allowlist import Allowed
-from ..state.archives import unpickled
-from ..state.unpickling import pickle_module, unpickler
+from ..pickles.allowlist import Allowed
+from ..pickles.torch_archives import unpickled
+from ..pickles.unpickler import pickle_module, unpickler
 from ..storage.folder import INDEX
 from ..storage.slices import SliceTuple, contiguous_strides, runs
 from ..storage.source import FolderSource

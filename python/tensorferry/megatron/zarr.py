@@ -20,8 +20,8 @@ import torch
 from .. import _validate
 from ..errors import TensorferryError
 from ..memory.tensors import scratch, why_not_writable
-from ..state.allowlist import Allowed
-from ..state.archives import unpickled
+from ..pickles.allowlist import Allowed
+from ..pickles.torch_archives import unpickled
 from ..storage.whole_files import sync_folder, write_whole
 from . import common, shards
 from .interfaces import LoadShardedStrategy, SaveShardedStrategy

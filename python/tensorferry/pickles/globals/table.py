@@ -32,10 +32,10 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.storage import TypedStorage
 
-from .. import _rebuild
+from ... import _rebuild
 
 if TYPE_CHECKING:
-    from .unpickling import Unpickler
+    from ..unpickler import Unpickler
 
 
 class Refused(Exception):

@@ -17,7 +17,7 @@ from .._native import _check_machine_has
 from ..errors import ProtocolError, SystemRefused, UnsafePickle
 from .allowlist import Allowed
 from .sharing import check_sharing
-from .unpickling import pickle_module
+from .unpickler import pickle_module
 
 #: Takes the name of a storage's record and its length in bytes; returns a tensor that stands in for the storage, or
 #: ``None`` to have the record read.

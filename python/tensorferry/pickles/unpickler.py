@@ -1,9 +1,9 @@
 """The only reader of pickles that come from a peer or a file.
 
 It executes pickle instructions itself instead of using Python's unpickler, which calls whatever a pickle names, with
-any arguments, and sets the state of any object. This reader consults the table of reviewed globals (``reviewed.py``)
-for each call, each new object and each state, and can do nothing else. It also bounds the time, the memory and the
-stack that a pickle can use. docs/reference/pickles.md gives the reasons.
+any arguments, and sets the state of any object. This reader consults the table of reviewed globals
+(``globals/table.py``) for each call, each new object and each state, and can do nothing else. It also bounds the time,
+the memory and the stack that a pickle can use. docs/reference/pickles.md gives the reasons.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from torch.serialization import StorageType
 
 from .._rebuild import FORMER
 from ..errors import ProtocolError, TensorferryError, UnsafePickle
-from . import reviewed
-from .reviewed import Function, Pending, Refused, require
+from .globals import table
+from .globals.table import Function, Pending, Refused, require
 
 if TYPE_CHECKING:
     from .allowlist import Allowed
@@ -247,7 +247,7 @@ class Unpickler:
         Raises:
             UnsafePickle: it is not allowed
         """
-        kind = reviewed.kind_of(cls)
+        kind = table.kind_of(cls)
         if kind is not None and kind.new is not None and not named:
             return self._run_reviewed(kind.cls, kind.new, args)
         if kind is not None or not isinstance(cls, type) or not self.is_user_listed(cls):
@@ -258,7 +258,7 @@ class Unpickler:
         require(type(args) is tuple, "arguments that are not a tuple")
         if type(function) is Function:
             return self._run_reviewed(function.name, function.run, args)
-        kind = reviewed.kind_of(function)
+        kind = table.kind_of(function)
         if kind is not None and kind.call is not None:
             return self._run_reviewed(kind.cls, kind.call, args)
         if kind is not None or not self.is_user_listed(function):
@@ -271,7 +271,7 @@ class Unpickler:
         cls = type(value)
         if cls is Pending:
             return value.finish(self, state)
-        kind = reviewed.kind_of(cls)
+        kind = table.kind_of(cls)
         if kind is not None and kind.build is not None:
             return self._run_reviewed(cls, kind.build, (value, state))
         if kind is not None or not self.is_user_listed(cls) or isinstance(value, type):

@@ -12,8 +12,8 @@ import torch
 
 from tensorferry.cli import mapped_states
 from tensorferry.errors import ProtocolError
-from tensorferry.state.allowlist import Allowed
-from tensorferry.state.archives import load_file, unpickled
+from tensorferry.pickles.allowlist import Allowed
+from tensorferry.pickles.torch_archives import load_file, unpickled
 
 MIB = 1 << 20
 STATE = {"w": torch.arange(64, dtype=torch.float32)}

@@ -25,8 +25,8 @@ import torch
 import tensorferry
 from hostile_pickles import Raw, again, build, call, global_, new, persistent, read, say, whole
 from pickled_classes import Colour, Holder, a_function
-from tensorferry.state import reviewed
-from tensorferry.state.allowlist import Allowed
+from tensorferry.pickles.allowlist import Allowed
+from tensorferry.pickles.globals import table as reviewed
 
 pytestmark = [pytest.mark.timeout(100), pytest.mark.beyond_torchft]
 
@@ -359,7 +359,7 @@ def test_every_pickle_from_elsewhere_is_read_by_the_one_machine() -> None:
             found[path.name] = sorted(set(calls))
     # What the ranks of one Megatron job say to each other comes through their process group, as in torch's collectives
     # of objects: whoever can write there runs code in the job anyway.
-    assert found == {"unpickling.py": ["find_class", "pickle.Unpickler"], "together.py": ["pickle.loads"]}
+    assert found == {"unpickler.py": ["find_class", "pickle.Unpickler"], "together.py": ["pickle.loads"]}
 
 
 # Pickles of honest senders are accepted. -----------------------------------------------------------------------------
