@@ -32,7 +32,8 @@ from ..pickles.allowlist import Allowed
 from ..state.build import StateBuilder
 from ..state.manifest import Manifest
 from ..storage.reserved import DIGESTS
-from . import numbers, shards
+from . import numbers
+from .leaves import shards
 from .mapped import Mapping, check_dimensions
 
 #: The dtypes of quantized tensors.

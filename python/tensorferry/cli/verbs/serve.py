@@ -8,10 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from .._native import FilePages, Server, Shelf
-from ..errors import CorruptCheckpoint, IncompleteCheckpoint, InvalidArgument, SourceChanged
-from . import console, exits
-from .flags import Json, Serving, Switch, Trust
+from ..._native import FilePages, Server, Shelf
+from ...errors import CorruptCheckpoint, IncompleteCheckpoint, InvalidArgument, SourceChanged
+from .. import exits
+from ..flags import Json, Serving, Switch, Trust
+from ..output import console
 
 #: Seconds that a request waits, and that receivers have when the command ends.
 _PATIENCE_S = 60.0
@@ -45,8 +46,8 @@ def serve(
         serving: how it is reached
         trust: what protects it
     """
-    from ..net.serve import start
-    from . import places
+    from ...net.serve import start
+    from .. import places
 
     place = places.find(path)
     # The index of torch's own backend does not have the common state, without which Megatron loads nothing.
@@ -94,7 +95,7 @@ class Publisher:
 
     def __init__(self, server: Server, host: str, step: int | None, unverified: bool) -> None:
         self._server, self._host, self._step, self._unverified = server, host, step, unverified
-        from .mapped import ServedFiles
+        from ..mapped import ServedFiles
 
         self._shelves: list[Shelf] = []
         self.files = ServedFiles()
@@ -107,11 +108,11 @@ class Publisher:
 
     def archive(self, path: Path) -> dict[str, Any]:
         """Publishes what ``torch.save`` wrote."""
-        from ..memory.accelerator import ACCELERATOR
-        from ..memory.staging import Stager
-        from ..state.snapshot import StateSnapshot
-        from ..torchft import compat
-        from .mapped_states import of_archive
+        from ...memory.accelerator import ACCELERATOR
+        from ...memory.staging import Stager
+        from ...state.snapshot import StateSnapshot
+        from ...torchft import compat
+        from ..mapped_states import of_archive
 
         step = self._step or 0
         pages: list[FilePages] = []
@@ -123,7 +124,7 @@ class Publisher:
 
     def checkpoint(self, folder: Path) -> dict[str, Any]:
         """Publishes the state of each rank of a checkpointer's folder, each under an address of its own."""
-        from ..storage.folder import missing_files, read_index
+        from ...storage.folder import missing_files, read_index
 
         index = read_index(folder)
         if missing := missing_files(folder, index):
@@ -146,10 +147,10 @@ class Publisher:
         """Publishes a distributed checkpoint as the ranks of a job with ``PeerWriter`` would."""
         import json
 
-        from ..storage import commits, reserved
-        from ..storage.folder import INDEX
-        from ..storage.peers import container_name, publication_metadata
-        from . import distributed
+        from ...storage import commits, reserved
+        from ...storage.folder import INDEX
+        from ...storage.peers import container_name, publication_metadata
+        from ..leaves import distributed
 
         text, commit = commits.read(folder / INDEX)
         fields = distributed.decoded(text, folder / INDEX)
@@ -172,11 +173,11 @@ class Publisher:
 
     def torch_distributed(self, folder: Path) -> dict[str, Any]:
         """Reads a distributed checkpoint of torch, and publishes it as a state."""
-        from ..memory.accelerator import ACCELERATOR
-        from ..memory.staging import Stager
-        from ..state.snapshot import StateSnapshot
-        from ..torchft import compat
-        from .mapped_states import of_distributed
+        from ...memory.accelerator import ACCELERATOR
+        from ...memory.staging import Stager
+        from ...state.snapshot import StateSnapshot
+        from ...torchft import compat
+        from ..mapped_states import of_distributed
 
         step = self._step or 0
         packed = StateSnapshot(of_distributed(folder), Stager(ACCELERATOR), "borrow")
@@ -200,7 +201,7 @@ class Publisher:
         self, path: Path, where: Server | Shelf, step: int, control: list[tuple[str, bytes]] | None = None
     ) -> None:
         """Publishes the container in a file; with ``control``, as part of a distributed checkpoint."""
-        from .mapped import container_of
+        from ..mapped import container_of
 
         with self.files.opening(path):
             self._verify(path)
@@ -209,7 +210,7 @@ class Publisher:
         container.publish(where, step, alternate=alternate, pages=self.files.add(path, pages))
 
     def _verify(self, path: Path) -> None:
-        from .._native import _file_damage
+        from ..._native import _file_damage
 
         if not self._unverified and (damaged := _file_damage(path)):
             raise CorruptCheckpoint(
@@ -231,8 +232,8 @@ def _stock_bodies(path: Path, pages: FilePages) -> Callable[[str], list[Any] | s
     def rendered(name: str) -> list[Any] | None:
         with lock:
             if not render:
-                from ..checkpointing.loading import load_file
-                from ..torchft import compat
+                from ...checkpointing.loading import load_file
+                from ...torchft import compat
 
                 state = load_file(f"/proc/self/fd/{pages.fileno()}")
                 if not pages.is_unchanged:
@@ -245,7 +246,7 @@ def _stock_bodies(path: Path, pages: FilePages) -> Callable[[str], list[Any] | s
 
 def publishers() -> dict[Any, Callable[[Publisher, Path], dict[str, Any]]]:
     """Returns what publishes each kind of checkpoint."""
-    from .places import Kind
+    from ..places import Kind
 
     return {
         Kind.CONTAINER: Publisher.container,

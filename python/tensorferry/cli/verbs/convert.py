@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-from ..errors import InvalidArgument, ProtocolError, TensorferryError
-from . import console, exits, suffixes
-from .flags import Json, Switch
+from ...errors import InvalidArgument, ProtocolError, TensorferryError
+from .. import exits
+from ..flags import Json, Switch
+from ..output import console, suffixes
 
 #: What can be written.
 Format = Literal["tensorferry", "safetensors", "torch", "checkpoint", "dcp", "torch-dcp"]
@@ -51,7 +52,7 @@ def convert(
         unverified: do not compare the source with its checksums first
         json: print the result as one JSON document
     """
-    from . import places
+    from .. import places
 
     place = places.find(source)
     to = to or _SUFFIXES.get(output.suffix)
@@ -64,7 +65,7 @@ def convert(
     if place.kind is places.Kind.MEGATRON:
         told = _megatron(place.path, output, to)
     else:
-        from .conversion import Conversion
+        from ..conversion import Conversion
 
         told = Conversion(place, rank, step, verify=not unverified, drop_objects=drop_objects).write(output, to)
     if json:
@@ -96,8 +97,8 @@ def _megatron(folder: Path, output: Path, to: str) -> dict[str, Any]:
     if backend is None:
         raise InvalidArgument(f"a checkpoint of Megatron can be converted to dcp or torch-dcp, not to {to}")
     try:
-        from ..megatron import convert as megatron
-        from ..megatron.release import CheckpointingException
+        from ...megatron import convert as megatron
+        from ...megatron.release import CheckpointingException
     except ImportError as e:
         raise InvalidArgument(f"{folder} is a checkpoint of Megatron, and its converter needs more: {e}") from e
     try:

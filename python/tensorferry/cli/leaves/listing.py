@@ -7,14 +7,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ..errors import InvalidArgument
-from ..storage import commits
-from ..storage.folder import INDEX, read_index
-from . import distributed, leaves, places, shards
-from .flags import Receiving, Trust
-from .leaves import Listing
-from .places import Kind, Place
-from .sources import Peers, open_source
+from ...errors import InvalidArgument
+from ...storage import commits
+from ...storage.folder import INDEX, read_index
+from .. import places
+from ..flags import Receiving, Trust
+from ..places import Kind, Place
+from ..sources import Peers, open_source
+from . import distributed, shards
+from .leaf import Leaf, Listing, of_distributed, of_file, of_remote
 
 
 def listings(
@@ -49,7 +50,7 @@ def _of_peers(
         remote, served = open_source(urls, step if step is not None else found.step, trust, receiving)
         with contextlib.closing(remote):
             name = f"rank {number}" if found.are_ranks else "peer"
-            listed.append((name, leaves.of_remote(remote, served, digests=digests)))
+            listed.append((name, of_remote(remote, served, digests=digests)))
     return listed
 
 
@@ -57,13 +58,13 @@ def _of_place(place: Place, *, digests: bool) -> list[tuple[str, Listing]]:
     path = place.path
     match place.layout:
         case Kind.CONTAINER:
-            return [(place.text, leaves.of_file(path, digests=digests))]
+            return [(place.text, of_file(path, digests=digests))]
         case Kind.CHECKPOINT:
             index = read_index(path)
             found = []
             for rank in range(index.world_size):
                 file = path / index.files[rank][0]
-                listing = leaves.of_file(file, digests=digests)
+                listing = of_file(file, digests=digests)
                 listing.about["step"] = index.step
                 found.append((str(file), listing))
             return found
@@ -78,11 +79,11 @@ def _of_place(place: Place, *, digests: bool) -> list[tuple[str, Listing]]:
 
 
 def _of_shards(folder: Path, *, digests: bool) -> Listing:
-    found: list[leaves.Leaf] = []
+    found: list[Leaf] = []
     hidden: dict[str, str] = {}
     files = shards.files_of(folder)
     for path, names in files.items():
-        listing = leaves.of_file(path, digests=digests)
+        listing = of_file(path, digests=digests)
         shards.check_names(path, names, [leaf.path for leaf in listing.leaves])
         found += [replace(leaf, notes=[*leaf.notes, path.name]) for leaf in listing.leaves]
         hidden |= listing.hidden
@@ -94,5 +95,5 @@ def _of_shards(folder: Path, *, digests: bool) -> Listing:
 def _of_distributed(folder: Path, *, digests: bool) -> Listing:
     text, commit = commits.read(folder / INDEX)
     fields = distributed.decoded(text, folder / INDEX)
-    listing = leaves.of_distributed(fields, folder)
+    listing = of_distributed(fields, folder)
     return distributed.with_digests(listing, folder, fields, commit) if digests else listing

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from .._native import Entries, Remote, Stored, _file_entry_digests
-from ..errors import ProtocolError
-from ..storage import reserved
+from ..._native import Entries, Remote, Stored, _file_entry_digests
+from ...errors import ProtocolError
+from ...storage import reserved
 
 #: torch's names of the dtypes of a container.
 _TORCH_NAMES = {

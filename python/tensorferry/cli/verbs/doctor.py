@@ -11,12 +11,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .._native import _available_memory, _memory_limit
-from ..errors import ConnectError, FetchTimeout, InvalidArgument, TensorferryError, message_of
-from ..net import addresses
-from ..net.options import port_range
-from . import console, exits
-from .flags import Json, Receiving, Switch, Trust
+from ..._native import _available_memory, _memory_limit
+from ...errors import ConnectError, FetchTimeout, InvalidArgument, TensorferryError, message_of
+from ...net import addresses
+from ...net.options import port_range
+from .. import exits
+from ..flags import Json, Receiving, Switch, Trust
+from ..output import console
 
 #: A name lookup that takes longer than this delays every start.
 _SLOW_LOOKUP_S = 0.2
@@ -243,7 +244,7 @@ def _text(path: str) -> str:
 
 
 def _rates() -> Iterator[Finding]:
-    from . import rates
+    from .. import rates
 
     yield Finding("copy in memory", _GOOD, f"{console.amount(rates.copy_rate(_STATE))}/s by one thread")
     for what, _, median, least, most in rates.measure(_STATE, _ROUNDS):
@@ -252,8 +253,8 @@ def _rates() -> Iterator[Finding]:
 
 
 def _peer(metadata: tuple[str, ...], trust: Trust, receiving: Receiving) -> Iterator[Finding]:
-    from .._native import _check_machine_has
-    from .sources import Peers, open_source
+    from ..._native import _check_machine_has
+    from ..sources import Peers, open_source
 
     started = time.perf_counter()
     try:

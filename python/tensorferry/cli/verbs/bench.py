@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 
-from ..checkpointing.keeper.limits import amount
-from ..errors import InvalidArgument
-from . import console, exits
-from .flags import Json
+from ...checkpointing.keeper.limits import amount
+from ...errors import InvalidArgument
+from .. import exits
+from ..flags import Json
+from ..output import console
 
 
 def bench(*, size: str = "256M", rounds: int = 5, json: Json = False) -> int:
@@ -27,8 +28,8 @@ def bench(*, size: str = "256M", rounds: int = 5, json: Json = False) -> int:
         raise InvalidArgument(f"--size must be 1M or more, not {size}")
     if not 1 <= rounds <= 1000:
         raise InvalidArgument(f"--rounds must be between 1 and 1000, not {rounds}")
-    from .._native import _check_machine_has
-    from . import rates
+    from ..._native import _check_machine_has
+    from .. import rates
 
     _check_machine_has(3 * nbytes, "the states of a measurement")
     copied = rates.copy_rate(nbytes)

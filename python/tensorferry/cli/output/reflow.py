@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from . import flags
+from .. import flags
 
 _SECTIONS = ("Args:", "Attributes:", "Returns:", "Raises:")
 

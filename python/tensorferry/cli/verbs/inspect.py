@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from . import console, exits
-from .flags import Json, Receiving, Switch, Trust
+from .. import exits
+from ..flags import Json, Receiving, Switch, Trust
+from ..output import console
 
 if TYPE_CHECKING:
-    from .leaves import Leaf, Listing
+    from ..leaves.leaf import Leaf, Listing
 
 #: With more leaves than this, the largest ones are listed once more.
 _MANY = 20
@@ -38,7 +39,7 @@ def inspect(
         receiving: the deadline and the connections, for a peer
         trust: what a peer has to prove
     """
-    from .listing import listings
+    from ..leaves.listing import listings
 
     found = listings([path, *more], step, receiving, trust, digests=digests)
     if json:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from . import exits
+from .. import exits
 
 
 def completion(shell: Literal["bash", "zsh", "fish"], /) -> int:
@@ -17,7 +17,7 @@ def completion(shell: Literal["bash", "zsh", "fish"], /) -> int:
     Args:
         shell: the shell
     """
-    from .app import application
+    from ..app import application
 
     # Of many lines, and of nobody else's text.
     print(application().generate_completion(prog_name="tensorferry", shell=shell))

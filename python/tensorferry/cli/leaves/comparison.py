@@ -8,11 +8,11 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from ..errors import InvalidArgument
-from .flags import Receiving, Trust
-from .leaves import Leaf, Listing, by_path
+from ...errors import InvalidArgument
+from ..flags import Receiving, Trust
+from ..places import Kind, find
+from .leaf import Leaf, Listing, by_path
 from .listing import listings
-from .places import Kind, find
 
 
 class _Side:
@@ -72,13 +72,13 @@ class _Side:
 
     def _state_of_all_ranks(self) -> Any:
         if self.place.kind is Kind.CHECKPOINT:
-            from ..checkpointing import loading
+            from ...checkpointing import loading
 
             # It warns of meshes of which no process group is there, as here.
             logging.getLogger("torch.distributed.device_mesh").setLevel(logging.ERROR)
             return loading.read(self.place.path, rank=0, world_size=1)[0]
-        from ..dcp import PeerReader
-        from .mapped_states import of_distributed
+        from ...dcp import PeerReader
+        from ..mapped_states import of_distributed
 
         reader = PeerReader(
             self._text,
@@ -90,7 +90,7 @@ class _Side:
         return of_distributed(reader)
 
     def _state(self, number: int) -> Any:
-        from . import mapped_states
+        from .. import mapped_states
 
         path = self.place.path
         match self.place.layout:
@@ -110,11 +110,11 @@ class _Side:
                 return mapped_states.of_distributed(path)
 
     def _of_peer(self, number: int) -> Any:
-        from ..memory.accelerator import ACCELERATOR
-        from ..memory.bounce import BounceBuffers
-        from ..pickles.allowlist import Allowed
-        from ..state.load import receive
-        from .sources import Peers, open_source
+        from ...memory.accelerator import ACCELERATOR
+        from ...memory.bounce import BounceBuffers
+        from ...pickles.allowlist import Allowed
+        from ...state.load import receive
+        from ..sources import Peers, open_source
 
         found = Peers.of([self._text], self._trust)
         if found.are_ranks:

@@ -8,15 +8,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from .._native import Rows, Stored, _file_entries, _file_entry_digests, _file_header
-from ..errors import CorruptCheckpoint, IncompleteCheckpoint, ProtocolError
-from ..storage import commits, reserved
-from ..storage.container import Container
-from ..storage.folder import INDEX
-from ..storage.names import checked_files as checked_names
-from ..storage.names import new_id
-from ..storage.peers import container_name
-from .leaves import Listing
+from ..._native import Rows, Stored, _file_entries, _file_entry_digests, _file_header
+from ...errors import CorruptCheckpoint, IncompleteCheckpoint, ProtocolError
+from ...storage import commits, reserved
+from ...storage.container import Container
+from ...storage.folder import INDEX
+from ...storage.names import checked_files as checked_names
+from ...storage.names import new_id
+from ...storage.peers import container_name
+from .leaf import Listing
 
 #: As ``dcp/save_plan.py`` has it.
 _ABOUT = (("tensorferry.dcp", "1"),)
@@ -112,7 +112,7 @@ def write_index(folder: Path, step: int, names: dict[str, str], began: int) -> N
         SystemRefused: the index cannot be written
         ProtocolError: the first rank has no index, or its index names other peers
     """
-    from ..dcp import marker
+    from ...dcp import marker
 
     files = list(names.values())
     (text,) = _file_entries(folder / files[0], [reserved.INDEX])

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from . import console, exits
-from .flags import Json, Receiving, Trust
+from .. import exits
+from ..flags import Json, Receiving, Trust
+from ..output import console
 
 
 def diff(
@@ -32,7 +33,7 @@ def diff(
         receiving: the deadline and the connections, for peers
         trust: what peers have to prove
     """
-    from .comparison import Comparison
+    from ..leaves.comparison import Comparison
 
     found = Comparison(a, b, step, receiving, trust).run()
     if json:

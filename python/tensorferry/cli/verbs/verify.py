@@ -6,9 +6,10 @@ from json import loads
 from pathlib import Path
 from typing import Any
 
-from ..errors import CorruptCheckpoint, IncompleteCheckpoint, InvalidArgument
-from . import console, exits
-from .flags import Json
+from ...errors import CorruptCheckpoint, IncompleteCheckpoint, InvalidArgument
+from .. import exits
+from ..flags import Json
+from ..output import console
 
 #: How many entries are named for each damaged run.
 _NAMED = 8
@@ -26,7 +27,7 @@ def verify(path: str, /, *, json: Json = False) -> int:
         path: a file or a folder
         json: print one JSON document
     """
-    from . import places
+    from .. import places
 
     place = places.find(path)
     if place.kind is places.Kind.PEERS:
@@ -57,11 +58,11 @@ def _files(place: Any) -> list[tuple[Path, bool]]:
         IncompleteCheckpoint: one is missing
         TensorferryError: the index is not valid
     """
-    from .._native import Stored
-    from ..storage import commits
-    from ..storage.folder import INDEX, missing_files, read_index
-    from . import distributed, shards
-    from .places import Kind
+    from ..._native import Stored
+    from ...storage import commits
+    from ...storage.folder import INDEX, missing_files, read_index
+    from ..leaves import distributed, shards
+    from ..places import Kind
 
     path: Path = place.path
     match place.layout:
@@ -94,7 +95,7 @@ def _files(place: Any) -> list[tuple[Path, bool]]:
 
 
 def _checked(path: Path, archive: bool) -> dict[str, Any]:
-    from .._native import _file_damage
+    from ..._native import _file_damage
 
     told: dict[str, Any] = {"path": str(path), "checksums": True, "damaged": [], "error": None}
     try:

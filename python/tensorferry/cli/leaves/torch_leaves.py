@@ -8,15 +8,15 @@ from typing import Any
 
 import torch
 
-from ..dcp import torch_folder
-from ..dcp.marker import NAME
-from ..dcp.torch_folder import TorchFolderSource, with_stand_ins
-from ..errors import InvalidArgument
-from ..pickles import torch_archives
-from ..pickles.allowlist import Allowed
-from ..state import tree
-from .leaves import Leaf, Listing, UniqueNames, walk
-from .places import Kind, Place
+from ...dcp import torch_folder
+from ...dcp.marker import NAME
+from ...dcp.torch_folder import TorchFolderSource, with_stand_ins
+from ...errors import InvalidArgument
+from ...pickles import torch_archives
+from ...pickles.allowlist import Allowed
+from ...state import tree
+from ..places import Kind, Place
+from .leaf import Leaf, Listing, UniqueNames, walk
 
 
 def of_place(place: Place, *, digests: bool) -> Listing:
@@ -37,7 +37,7 @@ def of_place(place: Place, *, digests: bool) -> Listing:
 
 def _of_archive(path: Path, *, digests: bool) -> Listing:
     """Lists a ``torch.save`` file; without ``digests``, of its storages only the indices of sparse tensors are read."""
-    from .mapped_states import of_archive
+    from ..mapped_states import of_archive
 
     state = torch_archives.load_file(path, Allowed(), _here) if digests else of_archive(path)
     leaves = list(leaves_of(state, digests=digests))

@@ -6,12 +6,13 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..errors import InvalidArgument
-from . import console, exits
-from .flags import Json, Switch
+from ...errors import InvalidArgument
+from .. import exits
+from ..flags import Json, Switch
+from ..output import console
 
 if TYPE_CHECKING:
-    from .fleet import Peer
+    from ..fleet import Peer
 
 #: The widest cell: a hostile transport may say anything.
 _WIDEST = 60
@@ -32,7 +33,7 @@ def top(*metadata: str, every: float = 2.0, once: Switch = False, json: Json = F
     """
     import concurrent.futures
 
-    from . import fleet
+    from .. import fleet
 
     if not metadata:
         raise InvalidArgument("give the metadata of at least one transport, or the address of its port for counters")

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from .._native import _check_machine_has, _checksum
-from ..memory.tensors import spread_parts
+from ..._native import _check_machine_has, _checksum
+from ...memory.tensors import spread_parts
 
 #: Tensors that are described by dtype, shape and elements.
 _PLAIN = (torch.Tensor, torch.nn.Parameter)

@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from ..errors import InvalidArgument, SystemRefused
-from . import console, exits, suffixes
-from .flags import Json, Receiving, Switch, Trust
+from ...errors import InvalidArgument, SystemRefused
+from .. import exits
+from ..flags import Json, Receiving, Switch, Trust
+from ..output import console, suffixes
 
 if TYPE_CHECKING:
-    from .._native import Remote
-    from ..storage.download import Download
+    from ..._native import Remote
+    from ...storage.download import Download
 
 
 def pull(
@@ -54,7 +55,7 @@ def pull(
         receiving: the deadline and the connections
         trust: what the sources have to prove
     """
-    from .sources import Peers
+    from ..sources import Peers
 
     if output is not None and into_folder is not None:
         raise InvalidArgument("--output and --into-folder exclude each other")
@@ -116,7 +117,7 @@ class _Pull:
 
     def file(self, urls: list[str], output: Path | None) -> None:
         """Pulls a state into a file."""
-        from ..storage.download import Download, partial_of, remove_others
+        from ...storage.download import Download, partial_of, remove_others
 
         if output is not None:
             suffixes.warn(output, "safetensors")
@@ -137,7 +138,7 @@ class _Pull:
         Raises:
             InvalidArgument: what is there must stay
         """
-        from ..storage.download import was_pulled
+        from ...storage.download import was_pulled
 
         try:
             about = path.lstat()
@@ -162,7 +163,7 @@ class _Pull:
         Raises:
             InvalidArgument: it has
         """
-        from . import places
+        from .. import places
 
         if not self._force and (held := places.checkpoint_that_was_not_pulled(folder)):
             raise InvalidArgument(
@@ -172,8 +173,8 @@ class _Pull:
 
     def folder(self, urls: list[str], folder: Path) -> None:
         """Pulls a state into a checkpoint folder as a checkpointer writes it."""
-        from ..storage.download import Download
-        from ..storage.folder import FolderSave, KnownSaves, SaveId
+        from ...storage.download import Download
+        from ...storage.folder import FolderSave, KnownSaves, SaveId
 
         self._check_folder(folder)
         saves: list[FolderSave] = []
@@ -194,11 +195,11 @@ class _Pull:
 
     def ranks(self, urls: list[str], folder: Path) -> None:
         """Pulls a distributed checkpoint, a file for each rank, and commits it by its index."""
-        from ..storage import commits
-        from ..storage.download import Download
-        from ..storage.folder import INDEX, make_folder
-        from ..storage.names import new_id
-        from .distributed import write_index
+        from ...storage import commits
+        from ...storage.download import Download
+        from ...storage.folder import INDEX, make_folder
+        from ...storage.names import new_id
+        from ..leaves.distributed import write_index
 
         self._check_folder(folder)
         try:
@@ -222,8 +223,8 @@ class _Pull:
         self, urls: list[str], begin: Callable[[Remote, int], tuple[_Target, Download]], *, title: str = ""
     ) -> tuple[Path, int]:
         """Fetches one container; ``begin`` returns, for what was opened and its step, where it comes to lie."""
-        from .progress import Progress
-        from .sources import open_source
+        from ..output.progress import Progress
+        from ..sources import open_source
 
         downloads: list[Download] = []
         with Progress(title or "fetching", quiet=self._quiet) as progress:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from ..errors import IncompleteCheckpoint, ProtocolError, SystemRefused
-from ..storage.names import checked_plain
+from ...errors import IncompleteCheckpoint, ProtocolError, SystemRefused
+from ...storage.names import checked_plain
 
 #: The index's name.
 INDEX = "model.safetensors.index.json"
