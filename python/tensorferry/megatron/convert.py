@@ -24,8 +24,8 @@ from ..memory.tensors import scratch
 from ..pickles.allowlist import Allowed
 from ..storage.pending import pending
 from . import common
-from .convert_outputs import OUTPUTS
-from .convert_sources import SOURCES, ZARR, Source
+from .formats.convert_outputs import OUTPUTS
+from .formats.convert_sources import SOURCES, ZARR, Source
 from .release import CheckpointingException
 from .shards import Box
 from .zarr import thread_count

@@ -21,17 +21,17 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-from ..dcp import index
-from ..dcp.files import RankFile
-from ..dcp.index import EntryRef
-from ..dcp.save_plan import ABOUT
-from ..storage import commits, reserved
-from ..storage.commits import Commit
-from ..storage.folder import INDEX
-from ..storage.names import new_id
-from . import common
-from .release import COMMON
-from .shards import Box
+from ...dcp import index
+from ...dcp.files import RankFile
+from ...dcp.index import EntryRef
+from ...dcp.save_plan import ABOUT
+from ...storage import commits, reserved
+from ...storage.commits import Commit
+from ...storage.folder import INDEX
+from ...storage.names import new_id
+from .. import common
+from ..release import COMMON
+from ..shards import Box
 
 #: A tensor's key, the part of it that is written, and that part.
 Filled = tuple[str, Box, torch.Tensor]

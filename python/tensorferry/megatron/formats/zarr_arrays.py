@@ -24,11 +24,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._native import _check_machine_has
-from ..memory.tensors import scratch, takes_bytes, view_as
-from ..storage.slices import contiguous_strides
-from ..storage.whole_files import read_whole
-from .release import COMMON_STATE_FNAME, CONFIG_FNAME, CheckpointingException
+from ..._native import _check_machine_has
+from ...memory.tensors import scratch, takes_bytes, view_as
+from ...storage.slices import contiguous_strides
+from ...storage.whole_files import read_whole
+from ..release import COMMON_STATE_FNAME, CONFIG_FNAME, CheckpointingException
 
 ARRAY = ".zarray"
 #: The dtypes that those releases could write, by their names in an array's metadata.

@@ -21,21 +21,21 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.utils import _create_file_view
 
-from ..dcp import index
-from ..dcp.index import ELEMENTS
-from ..errors import ProtocolError, UnsafePickle
-from ..memory.tensors import DTYPE_NAMES, address, byte_strides, scratch
-from ..pickles.allowlist import Allowed
-from ..pickles.torch_archives import unpickled
-from ..pickles.unpickler import pickle_module, unpickler
-from ..storage.folder import INDEX
-from ..storage.slices import SliceTuple, contiguous_strides, runs
-from ..storage.source import FolderSource
-from ..storage.whole_files import INDEX_BYTES
-from . import common, shards
-from .release import COMMON, CheckpointingException, ShardedObject
-from .shards import Box
-from .zarr import arrays_of, load_object, objects_of
+from ...dcp import index
+from ...dcp.index import ELEMENTS
+from ...errors import ProtocolError, UnsafePickle
+from ...memory.tensors import DTYPE_NAMES, address, byte_strides, scratch
+from ...pickles.allowlist import Allowed
+from ...pickles.torch_archives import unpickled
+from ...pickles.unpickler import pickle_module, unpickler
+from ...storage.folder import INDEX
+from ...storage.slices import SliceTuple, contiguous_strides, runs
+from ...storage.source import FolderSource
+from ...storage.whole_files import INDEX_BYTES
+from .. import common, shards
+from ..release import COMMON, CheckpointingException, ShardedObject
+from ..shards import Box
+from ..zarr import arrays_of, load_object, objects_of
 from .zarr_arrays import read_box
 
 ZARR = "zarr"
