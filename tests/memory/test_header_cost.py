@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-#: Bytes of memory for each byte of a header: ``DECODED_COST`` of ``rust/wire/src/container.rs``, and the text itself.
+#: Bytes of memory for each byte of a header: ``DECODED_COST`` of ``rust/wire/src/container/mod.rs``, and the text.
 ENGINE = 16 + 1
 #: The same for ``tensorferry inspect``, which shows a line for each entry and keeps the metadata.
 INSPECT = 40

@@ -18,13 +18,18 @@
 //! from offsets. A header says nothing about the bytes behind it: the caller compares [`Header::payload_len`] with the
 //! length of the container.
 
+mod error;
+mod text;
+
 use std::borrow::Cow;
 
 use smallvec::SmallVec;
 
+pub use self::error::HeaderError;
+use self::error::clip;
+use self::text::{parse, write_number, write_string};
 use crate::distinct::Distinct;
 use crate::dtype::Dtype;
-use crate::json::{Cursor, JsonError};
 
 /// Longest JSON text of a header in bytes, padding included: the limit of safetensors.
 pub const MAX_HEADER_LEN: u64 = 100_000_000;
@@ -45,87 +50,6 @@ const METADATA: &str = "__metadata__";
 
 /// The sizes of a tensor's dimensions, in elements.
 pub type Shape = SmallVec<[u64; 4]>;
-
-/// Why a header is not valid. Names of entries are clipped to a readable length.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[allow(missing_docs, reason = "the messages say what the fields are")]
-pub enum HeaderError {
-    /// There are fewer bytes than the length prefix announces.
-    #[error("header cut short: {have} bytes instead of {need}")]
-    Truncated { have: u64, need: u64 },
-    /// There are more bytes than the length prefix announces.
-    #[error("{0} bytes after the header's end")]
-    Trailing(u64),
-    /// The length prefix is beyond [`MAX_HEADER_LEN`].
-    #[error("header of {0} bytes (at most 100000000 are allowed)")]
-    TooLong(u64),
-    /// The length prefix leaves no room for an empty object.
-    #[error("header of {0} bytes, too short for an empty one")]
-    TooShort(u64),
-    /// The JSON is not UTF-8.
-    #[error("header is not UTF-8 at byte {at}")]
-    Utf8 { at: usize },
-    /// The text is not valid JSON, or not the JSON of a header.
-    #[error("header is malformed {0}")]
-    Json(#[from] JsonError),
-    /// The JSON is followed by something other than spaces.
-    #[error("header goes on after its JSON at byte {at}")]
-    AfterJson { at: usize },
-    /// Two entries share a name.
-    #[error("two entries are named {name:?}")]
-    DuplicateName { name: String },
-    /// An entry is named `__metadata__`.
-    #[error("an entry may not be named \"__metadata__\"")]
-    ReservedName,
-    /// `__metadata__` occurs twice, or one of its keys does.
-    #[error("metadata has {key:?} twice")]
-    DuplicateMetadata { key: String },
-    /// An entry has a field other than `dtype`, `shape` and `data_offsets`.
-    #[error("entry {name:?} has an unknown field {field:?}")]
-    UnknownField { name: String, field: String },
-    /// An entry has a field twice.
-    #[error("entry {name:?} has the field {field:?} twice")]
-    DuplicateField { name: String, field: &'static str },
-    /// An entry lacks a field.
-    #[error("entry {name:?} has no field {field:?}")]
-    MissingField { name: String, field: &'static str },
-    /// An element type that safetensors does not have.
-    #[error("entry {name:?} is of an unknown type {dtype:?}")]
-    UnknownDtype { name: String, dtype: String },
-    /// An entry ends before it starts.
-    #[error("entry {name:?} starts at {start} but ends at {end}")]
-    Reversed { name: String, start: u64, end: u64 },
-    /// An entry starts inside the one before it.
-    #[error("entry {name:?} starts at {start}, inside the one that ends at {previous}")]
-    Overlap { name: String, start: u64, previous: u64 },
-    /// Bytes of the payload belong to no entry.
-    #[error("entry {name:?} starts at {start}, leaving a hole from {previous}")]
-    Hole { name: String, start: u64, previous: u64 },
-    /// The offsets do not fit the shape and the type.
-    #[error("entry {name:?} has {actual} bytes where its shape and type ask for {expected}")]
-    Size { name: String, expected: u64, actual: u64 },
-    /// The shape has more bits than a u64 can count.
-    #[error("entry {name:?} has a shape that overflows")]
-    ShapeOverflow { name: String },
-    /// The payload is longer than the largest i64, the bound of offsets into files and memory.
-    #[error("entry {name:?} ends at {end}, beyond what can be addressed")]
-    TooLarge { name: String, end: u64 },
-    /// A packed type ends within a byte.
-    #[error("entry {name:?} does not end on a whole byte")]
-    PartialByte { name: String },
-    /// [`Header::encode`] was asked for an alignment that is not a positive multiple of 8.
-    #[error("header cannot be aligned to {0} bytes")]
-    Alignment(u64),
-}
-
-/// At most the first 200 bytes of a name, for error messages: a hostile name can be as long as the header.
-fn clip(name: &str) -> String {
-    let mut end = name.len().min(200);
-    while !name.is_char_boundary(end) {
-        end -= 1;
-    }
-    if end < name.len() { format!("{}...", &name[..end]) } else { name.to_owned() }
-}
 
 /// One tensor: bytes `start..end` of the payload, with the type and shape to read them by.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -375,125 +299,3 @@ fn check_unique(metadata: &[(String, String)], entries: &[Entry]) -> Result<(), 
 }
 
 type ParsedHeader = (Vec<(String, String)>, Vec<Entry>);
-
-/// Reads the JSON of a header. How its entries relate to each other is left to [`Header::new`].
-fn parse(text: &str) -> Result<ParsedHeader, HeaderError> {
-    if !text.starts_with('{') {
-        return Err(JsonError { at: 0, expected: "an object" }.into());
-    }
-    let mut cursor = Cursor::new(text);
-    cursor.expect(b'{', "an object")?;
-    let mut metadata = None;
-    let mut entries = Vec::new();
-    let mut first = true;
-    while cursor.more(&mut first, b'}')? {
-        let name = cursor.member()?;
-        if name != METADATA {
-            entries.push(parse_entry(&mut cursor, name.into_owned())?);
-        } else if metadata.replace(parse_metadata(&mut cursor)?).is_some() {
-            return Err(HeaderError::DuplicateMetadata { key: METADATA.to_owned() });
-        }
-    }
-    if cursor.rest().bytes().any(|byte| byte != b' ') {
-        return Err(HeaderError::AfterJson { at: cursor.at() });
-    }
-    Ok((metadata.unwrap_or_default(), entries))
-}
-
-fn parse_metadata(cursor: &mut Cursor<'_>) -> Result<Vec<(String, String)>, HeaderError> {
-    let mut metadata = Vec::new();
-    // safetensors reads null as none
-    if cursor.eat_word("null") {
-        return Ok(metadata);
-    }
-    cursor.expect(b'{', "an object of strings")?;
-    let mut first = true;
-    while cursor.more(&mut first, b'}')? {
-        let key = cursor.member()?.into_owned();
-        metadata.push((key, cursor.string()?.into_owned()));
-    }
-    Ok(metadata)
-}
-
-fn parse_entry(cursor: &mut Cursor<'_>, name: String) -> Result<Entry, HeaderError> {
-    let (mut dtype, mut shape, mut offsets) = (None, None, None);
-    cursor.expect(b'{', "an entry, which is an object")?;
-    let mut first = true;
-    while cursor.more(&mut first, b'}')? {
-        let field = cursor.member()?;
-        let repeated = match &*field {
-            "dtype" => {
-                let value = cursor.string()?;
-                let known = Dtype::from_name(&value)
-                    .ok_or_else(|| HeaderError::UnknownDtype { name: clip(&name), dtype: clip(&value) })?;
-                dtype.replace(known).is_some().then_some("dtype")
-            }
-            "shape" => shape.replace(parse_shape(cursor)?).is_some().then_some("shape"),
-            "data_offsets" => offsets.replace(parse_offsets(cursor)?).is_some().then_some("data_offsets"),
-            other => {
-                return Err(HeaderError::UnknownField { name: clip(&name), field: clip(other) });
-            }
-        };
-        if let Some(field) = repeated {
-            return Err(HeaderError::DuplicateField { name: clip(&name), field });
-        }
-    }
-    let missing = |field| HeaderError::MissingField { name: clip(&name), field };
-    let dtype = dtype.ok_or_else(|| missing("dtype"))?;
-    let shape = shape.ok_or_else(|| missing("shape"))?;
-    let (start, end) = offsets.ok_or_else(|| missing("data_offsets"))?;
-    Ok(Entry { name, dtype, shape, start, end })
-}
-
-fn parse_shape(cursor: &mut Cursor<'_>) -> Result<Shape, JsonError> {
-    cursor.expect(b'[', "a shape, which is an array")?;
-    let mut shape = Shape::new();
-    let mut first = true;
-    while cursor.more(&mut first, b']')? {
-        shape.push(cursor.unsigned()?);
-    }
-    Ok(shape)
-}
-
-fn parse_offsets(cursor: &mut Cursor<'_>) -> Result<(u64, u64), JsonError> {
-    cursor.expect(b'[', "a pair of offsets")?;
-    let start = cursor.unsigned()?;
-    cursor.expect(b',', "a comma")?;
-    let end = cursor.unsigned()?;
-    cursor.expect(b']', "the end of a pair")?;
-    Ok((start, end))
-}
-
-/// Writes a JSON string. Only what JSON requires is escaped; text beyond ASCII stays UTF-8.
-fn write_string(out: &mut Vec<u8>, text: &str) {
-    out.push(b'"');
-    let mut rest = text.as_bytes();
-    while let Some(at) = rest.iter().position(|&b| b == b'"' || b == b'\\' || b < 0x20) {
-        out.extend_from_slice(&rest[..at]);
-        match rest[at] {
-            plain @ (b'"' | b'\\') => out.extend_from_slice(&[b'\\', plain]),
-            control => {
-                const HEX: &[u8; 16] = b"0123456789abcdef";
-                out.extend_from_slice(b"\\u00");
-                out.extend_from_slice(&[HEX[usize::from(control >> 4)], HEX[usize::from(control & 15)]]);
-            }
-        }
-        rest = &rest[at + 1..];
-    }
-    out.extend_from_slice(rest);
-    out.push(b'"');
-}
-
-fn write_number(out: &mut Vec<u8>, mut value: u64) {
-    let mut digits = [0u8; 20];
-    let mut at = digits.len();
-    loop {
-        at -= 1;
-        digits[at] = b'0' + (value % 10) as u8;
-        value /= 10;
-        if value == 0 {
-            break;
-        }
-    }
-    out.extend_from_slice(&digits[at..]);
-}

@@ -35,86 +35,22 @@
 //! What depends on Python objects is checked where the state is built from the tree: whether the pickle holds `objects`
 //! of them, whether a namedtuple's class is one, whether keys can be hashed.
 
+mod error;
+mod tree;
+
 use std::borrow::Cow;
 use std::collections::HashSet;
-use std::fmt::Write as _;
 use std::ops::Range;
 
+pub use self::error::ManifestError;
 use crate::container::{Header, MANIFEST_ENTRY, PICKLE_ENTRY};
-use crate::distinct::Distinct;
-use crate::json::{Cursor, JsonError};
+use crate::json::Cursor;
 
 /// How deep arrays and objects may be nested, the manifest's own object included. It bounds the recursion here and in
 /// the code that builds the state.
 pub const MAX_DEPTH: usize = 256;
 /// The only version of the manifest that this crate reads.
 pub const VERSION: u32 = 1;
-
-/// Why a manifest cannot be used. `at` is an offset into its text, in bytes.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[allow(missing_docs, reason = "the messages say what the fields are")]
-pub enum ManifestError {
-    /// The manifest is of another version of the format.
-    #[error("manifest version {found} is unknown to this tensorferry, which reads version 1: upgrade the older side")]
-    Version { found: u64 },
-    /// The text is not UTF-8.
-    #[error("manifest is not UTF-8 at byte {at}")]
-    Utf8 { at: usize },
-    /// The text is not valid JSON, or not the JSON of a manifest.
-    #[error("manifest is malformed {0}")]
-    Json(#[from] JsonError),
-    /// The JSON is followed by something other than padding.
-    #[error("manifest goes on after its JSON at byte {at}")]
-    AfterJson { at: usize },
-    /// Arrays and objects are nested more than [`MAX_DEPTH`] deep.
-    #[error("manifest is nested more than 256 deep at byte {at}")]
-    TooDeep { at: usize },
-    /// A top-level field occurs twice.
-    #[error("manifest has two fields {field:?}")]
-    DuplicateField { field: String },
-    /// A required top-level field is missing.
-    #[error("manifest has no field {field:?}")]
-    MissingField { field: &'static str },
-    /// A dict has one key twice.
-    #[error("a dict of the tree has a key twice at byte {at}")]
-    DuplicateKey { at: usize },
-    /// A node or key has a tag that version 1 does not define.
-    #[error("tree has a node of an unknown kind at byte {at}")]
-    UnknownNode { at: usize },
-    /// The tree refers to a plain leaf that the header does not have.
-    #[error("tree refers to leaf {leaf}, but there are {leaves}")]
-    Leaf { leaf: u64, leaves: u64 },
-    /// The tree refers to an object with a number that is not below `objects`.
-    #[error("tree refers to object {object}, but there are {objects}")]
-    Object { object: u64, objects: u64 },
-    /// The number of flags is neither zero nor the number of plain leaves.
-    #[error("{flags} flags for {leaves} leaves")]
-    FlagCount { flags: u64, leaves: u64 },
-    /// A flag other than '0' to '3'.
-    #[error("flag of leaf {leaf} is not one of 0 to 3")]
-    Flag { leaf: usize },
-    /// A leaf is marked as requiring a gradient, but its element type cannot have one.
-    #[error("leaf {leaf} requires a gradient, and its elements are {dtype}")]
-    Gradient { leaf: usize, dtype: &'static str },
-    /// A shape is too large for any tensor, even if a dimension of length zero leaves it without bytes.
-    #[error("leaf {leaf} has a shape that no tensor has")]
-    Shape { leaf: usize },
-    /// The lengths of the storages add up to more than an i64 can count.
-    #[error("storages have more bytes than can be addressed, from storage {storage} on")]
-    StorageOverflow { storage: usize },
-    /// A piece refers to an entry that the header does not have, or to the manifest or the pickle.
-    #[error("storage {storage} refers to entry {entry}, which is no tensor of the header")]
-    PieceEntry { storage: usize, entry: u64 },
-    /// An entry is used as a piece a second time.
-    #[error("storage {storage} takes entry {entry}, which is a piece already")]
-    PieceTaken { storage: usize, entry: u64 },
-    /// A piece extends beyond the end of its storage.
-    #[error("storage {storage} of {nbytes} bytes has a piece of {len} at {lo}")]
-    PieceBounds { storage: usize, nbytes: u64, lo: u64, len: u64 },
-    /// Two pieces of a storage overlap.
-    #[error("storage {storage} has two pieces over its byte {lo}")]
-    PieceOverlap { storage: usize, lo: u64 },
-}
 
 /// A storage whose bytes are not those of a single plain leaf: views, and tensors inside objects, refer to it.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -231,168 +167,6 @@ impl<'a> Validator<'a> {
         }
     }
 
-    /// Reads a node in which arrays and objects are nested at most `depth` deep; `depth` bounds the recursion.
-    fn node(&mut self, depth: usize) -> Result<(), ManifestError> {
-        match self.cursor.peek() {
-            Some(b'{') => self.dict(depth),
-            Some(b'[') => self.tagged(depth),
-            _ => self.leaf(),
-        }
-    }
-
-    fn leaf(&mut self) -> Result<(), ManifestError> {
-        if self.cursor.eat(b'-') {
-            let negative = self.cursor.adjacent_unsigned()?;
-            let Some(object) = negative.checked_sub(1) else {
-                return Ok(self.cursor.fail("a node (there is no -0)")?);
-            };
-            self.saw_object(object);
-        } else {
-            self.max_leaf = self.max_leaf.max(Some(self.cursor.unsigned()?));
-        }
-        Ok(())
-    }
-
-    fn object(&mut self) -> Result<(), ManifestError> {
-        let object = self.cursor.unsigned()?;
-        self.saw_object(object);
-        Ok(())
-    }
-
-    fn saw_object(&mut self, object: u64) {
-        self.max_object = self.max_object.max(Some(object));
-    }
-
-    /// The depth that is left inside an array or object that opens here.
-    fn deeper(&mut self, depth: usize) -> Result<usize, ManifestError> {
-        depth.checked_sub(1).ok_or(ManifestError::TooDeep { at: self.cursor.at() })
-    }
-
-    fn dict(&mut self, depth: usize) -> Result<(), ManifestError> {
-        let depth = self.deeper(depth)?;
-        self.cursor.expect(b'{', "an object")?;
-        let (mut first, mut keys) = (true, Distinct::default());
-        while self.cursor.more(&mut first, b'}')? {
-            self.cursor.peek();
-            let at = self.cursor.at();
-            keys.add(&self.cursor.member()?, at);
-            self.node(depth)?;
-        }
-        // A key that was read once without error can be read again.
-        match keys.repeated(|at| self.cursor.back_at(at).string().unwrap_or_default()) {
-            Some(at) => Err(ManifestError::DuplicateKey { at }),
-            None => Ok(()),
-        }
-    }
-
-    fn tagged(&mut self, depth: usize) -> Result<(), ManifestError> {
-        let depth = self.deeper(depth)?;
-        self.cursor.expect(b'[', "an array")?;
-        let at = self.cursor.at();
-        match &*self.cursor.string()? {
-            "l" | "t" => {}
-            "n" => {
-                self.cursor.expect(b',', "an object's number")?;
-                self.object()?;
-            }
-            "q" => {
-                self.cursor.expect(b',', "a deque's length")?;
-                if !self.cursor.eat_word("null") {
-                    self.cursor.unsigned()?;
-                }
-            }
-            "a" | "f" => {
-                self.cursor.expect(b',', "an object's number")?;
-                self.object()?;
-                self.cursor.expect(b',', "the node that has the attributes")?;
-                self.node(depth)?;
-                return Ok(self.cursor.expect(b']', "the end of a node with attributes")?);
-            }
-            "o" => {
-                self.cursor.expect(b',', "an OrderedDict's items")?;
-                self.dict(depth)?;
-                return Ok(self.cursor.expect(b']', "the end of an OrderedDict")?);
-            }
-            "d" => {
-                self.cursor.expect(b',', "a dict's kind")?;
-                if !matches!(&*self.cursor.string()?, "d" | "o") {
-                    return Err(ManifestError::UnknownNode { at });
-                }
-                self.cursor.expect(b',', "a dict's items")?;
-                self.pairs(depth)?;
-                return Ok(self.cursor.expect(b']', "the end of a dict")?);
-            }
-            _ => return Err(ManifestError::UnknownNode { at }),
-        }
-        while self.cursor.more(&mut false, b']')? {
-            self.node(depth)?;
-        }
-        Ok(())
-    }
-
-    fn pairs(&mut self, depth: usize) -> Result<(), ManifestError> {
-        let depth = self.deeper(depth)?;
-        self.cursor.expect(b'[', "an array of pairs")?;
-        let (mut first, mut seen) = (true, HashSet::new());
-        while self.cursor.more(&mut first, b']')? {
-            let depth = self.deeper(depth)?;
-            self.cursor.expect(b'[', "a pair")?;
-            let mut key = String::new();
-            self.key(&mut key, depth)?;
-            if !seen.insert(key) {
-                return Err(ManifestError::DuplicateKey { at: self.cursor.at() });
-            }
-            self.cursor.expect(b',', "a node")?;
-            self.node(depth)?;
-            self.cursor.expect(b']', "the end of a pair")?;
-        }
-        Ok(())
-    }
-
-    /// Reads a key and writes it to `out` in a normal form: the forms of two keys are equal if the keys are equal in
-    /// Python. Objects count as equal here only if they have the same number.
-    fn key(&mut self, out: &mut String, depth: usize) -> Result<(), ManifestError> {
-        match self.cursor.peek() {
-            Some(b'"') => {
-                let text = self.cursor.string()?;
-                // The length separates neighbouring strings in a tuple: ("ab", "c") is not ("a", "bc").
-                let _ = write!(out, "s{}:{text}", text.len());
-            }
-            Some(b'[') => {
-                let depth = self.deeper(depth)?;
-                self.cursor.expect(b'[', "an array")?;
-                let at = self.cursor.at();
-                match &*self.cursor.string()? {
-                    "r" => {
-                        self.cursor.expect(b',', "an object's number")?;
-                        let object = self.cursor.unsigned()?;
-                        self.saw_object(object);
-                        let _ = write!(out, "r{object};");
-                        self.cursor.expect(b']', "the end of a key")?;
-                    }
-                    "t" => {
-                        out.push('(');
-                        while self.cursor.more(&mut false, b']')? {
-                            self.key(out, depth)?;
-                        }
-                        out.push(')');
-                    }
-                    _ => return Err(ManifestError::UnknownNode { at }),
-                }
-            }
-            Some(b't') if self.cursor.eat_word("true") => out.push_str("i1;"),
-            Some(b'f') if self.cursor.eat_word("false") => out.push_str("i0;"),
-            Some(b'n') if self.cursor.eat_word("null") => out.push('z'),
-            _ => {
-                let written = self.cursor.number()?;
-                let Some(()) = write_number(out, written) else {
-                    return Ok(self.cursor.fail("a number that is finite")?);
-                };
-            }
-        }
-        Ok(())
-    }
-
     fn storages(&mut self) -> Result<Vec<Storage>, ManifestError> {
         let mut storages = Vec::new();
         let mut first = true;
@@ -491,22 +265,4 @@ impl<'a> Validator<'a> {
         }
         Ok(())
     }
-}
-
-/// Writes a number so that equal numbers have equal texts: the digits of an integral value, or the shortest digits
-/// that identify another one. Returns `None` if the value is beyond what a float can hold.
-fn write_number(out: &mut String, written: &str) -> Option<()> {
-    let is_integer = written.bytes().all(|b| b == b'-' || b.is_ascii_digit());
-    if is_integer {
-        let digits = if written == "-0" { "0" } else { written };
-        let _ = write!(out, "i{digits};");
-        return Some(());
-    }
-    let value: f64 = written.parse().ok()?;
-    if !value.is_finite() {
-        return None;
-    }
-    // All digits are written, since Python compares int and float exactly. Adding zero turns -0 into 0.
-    let _ = if value.fract() == 0.0 { write!(out, "i{:.0};", value + 0.0) } else { write!(out, "f{value:?};") };
-    Some(())
 }

@@ -1,0 +1,250 @@
+//! Checksums of the payload: one for each 1 MiB block, and one for the header.
+//!
+//! Without a shared secret they are CRC-64/NVME, which finds damage but not malice: an attacker who forges a block can
+//! forge its checksum. With a secret they are keyed BLAKE3, of which the first 64 bits are kept. An attacker without
+//! the key can only guess, with one chance in 2^64 for each block that is tried against a receiver. A keyed table
+//! proves nothing by itself: its answer carries a proof of full length ([`crate::proof`]).
+//!
+//! A receiver of slices requests the checksums of smaller blocks ([`BLOCK_SIZES`]), and a file carries those of the
+//! smallest ones ([`FILE_BLOCK_SIZE`]): to verify a slice, a reader has to read the blocks in which it begins and ends
+//! as a whole.
+//!
+//! The layout of a table, all numbers little-endian:
+//!
+//! ```text
+//! 8 bytes   magic "TFDIGST1"
+//! u32       algorithm: 1 is CRC-64/NVME, 2 is keyed BLAKE3
+//! u32       block size in bytes
+//! u64       length of the payload
+//! u64       checksum of the header's bytes
+//! u64       count: how many checksums of blocks follow
+//! u64 each  the checksums, in the order of the blocks
+//! u64       CRC-64/NVME of everything before it, whatever the algorithm
+//! ```
+//!
+//! A table does not say which blocks it covers: it holds all of them or the run that was requested, and the caller
+//! remembers which. [`DigestTable::decode`] checks that algorithm and block size are those expected, that there are no
+//! more checksums than the payload has blocks, that the length is exact, and that the table's own checksum matches.
+
+mod table;
+
+use crc_fast::CrcAlgorithm::Crc64Nvme;
+
+pub use self::table::{DigestTable, TableHead, block_count, table_len};
+
+/// Bytes of payload per checksum; the last block may be shorter.
+pub const BLOCK_SIZE: u64 = 1 << 20;
+
+/// Bytes of payload per checksum in a file. Rows of tensors, and parts of rows, so often begin and end at multiples of
+/// it that a reader of slices reads hardly more than it wants. The table is 1.6 % of the file.
+pub const FILE_BLOCK_SIZE: u64 = 512;
+/// The block sizes for which a server has checksums, largest first. Each is a multiple of the next.
+pub const BLOCK_SIZES: [u64; 4] = [BLOCK_SIZE, 64 << 10, 4096, FILE_BLOCK_SIZE];
+
+const MAGIC: &[u8; 8] = b"TFDIGST1";
+const CRC64: u32 = 1;
+const KEYED: u32 = 2;
+/// Length of the part of a table before the first block's checksum.
+const HEAD: usize = 40;
+
+/// Why a table of checksums cannot be used.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum DigestError {
+    /// The bytes do not begin with the magic of a table.
+    #[error("not a table of digests")]
+    Magic,
+    /// The checksums are of another algorithm than the one expected.
+    #[error("digest algorithm {0} is unknown to this version (upgrade the older side)")]
+    Algorithm(u32),
+    /// The blocks have another size than the one expected.
+    #[error("digests of blocks of {0} bytes, which were not asked for (upgrade the older side)")]
+    BlockSize(u32),
+    /// The number of checksums does not fit the payload: there are more than it has blocks, or, in a file, fewer.
+    #[error("{count} digests for a payload of {payload_len} bytes")]
+    Count {
+        /// Checksums the table says it has.
+        count: u64,
+        /// Payload length the table says it covers.
+        payload_len: u64,
+    },
+    /// The table is shorter or longer than its count of checksums requires.
+    #[error("a table of digests of {have} bytes instead of {need}")]
+    Length {
+        /// Bytes there are.
+        have: u64,
+        /// Bytes there should be.
+        need: u64,
+    },
+    /// The table was damaged after it was written.
+    #[error("the table of digests is damaged (its own checksum is {found:016x} instead of {expected:016x})")]
+    Checksum {
+        /// The checksum at the end of the table.
+        expected: u64,
+        /// The checksum of the bytes before that.
+        found: u64,
+    },
+}
+
+/// The algorithm for the checksums of blocks and of the header. `Debug` does not show the key.
+#[derive(Clone, Default)]
+pub enum Algorithm {
+    /// CRC-64/NVME.
+    #[default]
+    Crc64,
+    /// The first 64 bits of BLAKE3 with this key.
+    Keyed([u8; 32]),
+}
+
+impl std::fmt::Debug for Algorithm {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Self::Crc64 => "Crc64",
+            Self::Keyed(_) => "Keyed(..)",
+        })
+    }
+}
+
+impl Algorithm {
+    /// The checksum of `bytes`.
+    #[must_use]
+    pub fn checksum(&self, bytes: &[u8]) -> u64 {
+        match self {
+            Self::Crc64 => checksum(bytes),
+            Self::Keyed(key) => first_word(&blake3::keyed_hash(key, bytes)),
+        }
+    }
+
+    /// A hasher for bytes that come in pieces; it gives the same checksum as [`Algorithm::checksum`].
+    #[must_use]
+    pub fn hasher(&self) -> Hasher {
+        match self {
+            Self::Crc64 => Hasher::new(),
+            Self::Keyed(key) => Hasher(HasherState::Keyed(Box::new(blake3::Hasher::new_keyed(key)))),
+        }
+    }
+
+    fn number(&self) -> u32 {
+        match self {
+            Self::Crc64 => CRC64,
+            Self::Keyed(_) => KEYED,
+        }
+    }
+}
+
+/// CRC-64/NVME of `bytes`.
+#[must_use]
+pub fn checksum(bytes: &[u8]) -> u64 {
+    crc_fast::checksum(Crc64Nvme, bytes)
+}
+
+/// CRC-64/NVME of bytes with the checksum `first`, followed by `len` bytes with the checksum `second`. Many parts of one
+/// length are faster with a [`Joiner`].
+///
+/// ```
+/// use tensorferry_wire::digest::{checksum, join};
+///
+/// assert_eq!(join(checksum(b"ab"), checksum(b"cde"), 3), checksum(b"abcde"));
+/// assert_eq!(join(checksum(b""), checksum(b"cde"), 3), checksum(b"cde"));
+/// ```
+#[must_use]
+pub fn join(first: u64, second: u64, len: u64) -> u64 {
+    crc_fast::checksum_combine(Crc64Nvme, first, second, len)
+}
+
+/// Computes CRC-64/NVME of bytes from the checksums of consecutive parts of them.
+///
+/// ```
+/// use tensorferry_wire::digest::{Joiner, checksum};
+///
+/// let bytes = [7_u8; 24];
+/// let joined = Joiner::new(8).join(checksum(&bytes[..16]), checksum(&bytes[16..]));
+/// assert_eq!(joined, checksum(&bytes));
+/// ```
+#[derive(Debug, Clone)]
+pub struct Joiner {
+    /// What each value of each byte of a checksum becomes when `len` bytes follow.
+    moved: Box<[[u64; 256]; 8]>,
+}
+
+impl Joiner {
+    /// For parts of `len` bytes.
+    #[must_use]
+    pub fn new(len: u64) -> Self {
+        let mut moved = Box::new([[0; 256]; 8]);
+        for (byte, row) in moved.iter_mut().enumerate() {
+            for bit in 0..8 {
+                // The operation is linear: what a checksum becomes is that of its bits, added up.
+                let one = crc_fast::checksum_combine(Crc64Nvme, 1 << (8 * byte + bit), 0, len);
+                for value in 0..1 << bit {
+                    row[(1 << bit) + value] = row[value] ^ one;
+                }
+            }
+        }
+        Self { moved }
+    }
+
+    /// The checksum of bytes with the checksum `first`, followed by the `len` bytes with the checksum `second`.
+    #[must_use]
+    pub fn join(&self, first: u64, second: u64) -> u64 {
+        let moved = first.to_le_bytes().into_iter().zip(self.moved.iter()).map(|(byte, row)| row[usize::from(byte)]);
+        moved.fold(second, |joined, part| joined ^ part)
+    }
+}
+
+/// The part of `[start, end)` that whole blocks fill, as their numbers; without one, an empty run at its end.
+#[must_use]
+pub fn whole_blocks(start: u64, end: u64, block_size: u64) -> (u64, u64) {
+    let (first, behind) = (start.div_ceil(block_size), end / block_size);
+    if first < behind { (first, behind) } else { (behind, behind) }
+}
+
+fn first_word(hash: &blake3::Hash) -> u64 {
+    hash.as_bytes().first_chunk().map_or(0, |word| u64::from_le_bytes(*word))
+}
+
+/// Computes a checksum of bytes that come in pieces.
+#[derive(Debug, Clone)]
+pub struct Hasher(HasherState);
+
+#[derive(Debug, Clone)]
+#[expect(clippy::large_enum_variant, reason = "without a secret, a block costs no allocation")]
+enum HasherState {
+    Crc64(crc_fast::Digest),
+    Keyed(Box<blake3::Hasher>),
+}
+
+impl Hasher {
+    /// A hasher of CRC-64/NVME that has seen no bytes; [`Algorithm::hasher`] also makes keyed ones.
+    #[must_use]
+    pub fn new() -> Self {
+        Self(HasherState::Crc64(crc_fast::Digest::new(Crc64Nvme)))
+    }
+
+    /// Adds the next bytes.
+    pub fn update(&mut self, bytes: &[u8]) {
+        match &mut self.0 {
+            HasherState::Crc64(digest) => digest.update(bytes),
+            HasherState::Keyed(hasher) => {
+                hasher.update(bytes);
+            }
+        }
+    }
+
+    /// The checksum of all bytes so far.
+    #[must_use]
+    pub fn finish(&self) -> u64 {
+        match &self.0 {
+            HasherState::Crc64(digest) => digest.finalize(),
+            HasherState::Keyed(hasher) => first_word(&hasher.finalize()),
+        }
+    }
+}
+
+impl Default for Hasher {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+#[cfg(test)]
+mod tests;
