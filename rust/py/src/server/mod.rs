@@ -4,27 +4,26 @@
 //! forked child, where there is nothing to stop.
 
 mod frontend;
+mod publishing;
 pub(crate) mod readiness;
+mod receive;
+mod shelf;
 
-use std::any::Any;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use bytes::Bytes;
 use pyo3::prelude::*;
-use pyo3::types::PyBytes;
-use tensorferry_core::{
-    Alternate, Error, Memory, Publication, Receive, Rendered, ServedFiles, Server, ServerConfig, Shelf, Stability,
-    Store, Withdrawn,
-};
+use tensorferry_core::{Server, ServerConfig, Withdrawn};
 
 use self::frontend::PythonFrontend;
+use self::publishing::{Published, publish};
 use self::readiness::PyReadiness;
+pub(crate) use self::receive::PyReceive;
+pub(crate) use self::shelf::PyShelf;
 use crate::errors;
-use crate::fetch::remote::PyRemote;
-use crate::memory::{Owner, PyFilePages, borrowed};
-use crate::report::{PyReport, seconds};
-use crate::rows::PyRows;
+use crate::memory::PyFilePages;
+use crate::report::seconds;
+use crate::rows::PyTable;
 use crate::runtime::{self, Process, SIGNAL_POLL};
 use crate::secret::PySecret;
 
@@ -120,7 +119,7 @@ impl PyServer {
         &self,
         py: Python<'_>,
         step: i64,
-        rows: &Bound<'_, PyRows>,
+        rows: &Bound<'_, PyTable>,
         control: Vec<(String, Vec<u8>)>,
         metadata: Vec<(String, String)>,
         owner: Py<PyAny>,
@@ -141,7 +140,7 @@ impl PyServer {
     #[pyo3(signature = (name = None))]
     fn shelf(&self, py: Python<'_>, name: Option<&str>) -> PyResult<PyShelf> {
         let made = self.server(py)?.shelf(name).map_err(|e| errors::to_py(py, &e))?;
-        Ok(PyShelf { process: Process::current(), inner: Mutex::new(Some(Arc::new(made))) })
+        Ok(PyShelf::new(made))
     }
 
     /// Withdraws the publication of `filling`, whose memory cannot be completed, or is needed for something else. When
@@ -159,8 +158,7 @@ impl PyServer {
 
     /// A receive of this process begins; counters and status page show it.
     fn begin_receive(&self, py: Python<'_>, step: i64) -> PyResult<PyReceive> {
-        let inner = Mutex::new(Some(self.server(py)?.begin_receive(step)));
-        Ok(PyReceive { process: Process::current(), inner })
+        Ok(PyReceive::new(self.server(py)?.begin_receive(step)))
     }
 
     /// Opens the gate for what is published, which is served as `step` from now on.
@@ -221,183 +219,6 @@ impl PyServer {
     }
 }
 
-/// A receive of this process, for the counters of its server.
-#[pyclass(name = "Receive", module = "tensorferry._native", frozen)]
-pub(crate) struct PyReceive {
-    process: Process,
-    // None once it has ended.
-    inner: Mutex<Option<Receive>>,
-}
-
-impl PyReceive {
-    /// The receive, in the process it belongs to; in a forked child another thread of the parent may hold its locks.
-    fn inner(&self) -> Option<MutexGuard<'_, Option<Receive>>> {
-        self.process.is_current().then(|| self.inner.lock().unwrap_or_else(PoisonError::into_inner))
-    }
-}
-
-impl Drop for PyReceive {
-    fn drop(&mut self) {
-        if !self.process.is_current() {
-            std::mem::forget(self.inner.get_mut().unwrap_or_else(PoisonError::into_inner).take());
-        }
-    }
-}
-
-#[pymethods]
-impl PyReceive {
-    /// The source has answered: from now on it is known how much there is, and how much of it is here.
-    fn opened(&self, remote: &PyRemote) {
-        let (received, total) = remote.progress();
-        if let Some(inner) = self.inner()
-            && let Some(receive) = &*inner
-        {
-            receive.opened(received, total);
-        }
-    }
-
-    /// The receive is over after `took` seconds in all, with `report` as `Remote.fetch` gives it, or with an error of
-    /// the class `failed`. Only the first call counts.
-    #[pyo3(signature = (took, report = None, failed = ""))]
-    fn end(&self, py: Python<'_>, took: f64, report: Option<&PyReport>, failed: &str) -> PyResult<()> {
-        let took = seconds(py, took)?;
-        if let Some(receive) = self.inner().and_then(|mut inner| inner.take()) {
-            receive.end(report.map(|report| &report.0).ok_or(failed), took);
-        }
-        Ok(())
-    }
-}
-
-/// What [`publish`] is given.
-struct Published<'a, 'py> {
-    step: i64,
-    rows: &'a Bound<'py, PyRows>,
-    control: Vec<(String, Vec<u8>)>,
-    metadata: Vec<(String, String)>,
-    owner: Py<PyAny>,
-    private: bool,
-    alternate: Option<Py<PyAny>>,
-    filled: bool,
-    pages: Vec<Bound<'py, PyFilePages>>,
-}
-
-/// Publishes in `store`; see [`PyServer::publish`].
-fn publish(py: Python<'_>, store: &Store, given: Published<'_, '_>) -> PyResult<Option<PyReadiness>> {
-    let Published { step, rows, control, metadata, owner, private, alternate, filled, pages } = given;
-    let stability = if private { Stability::Private } else { Stability::Borrowed };
-    let owner = Box::new(Owner::new(owner));
-    let alternate = alternate.map(|callable| Box::new(PyAlternate(Owner::new(callable))) as Box<dyn Alternate>);
-    let rows = rows.get();
-    let files: Vec<_> =
-        pages.iter().map(|pages| (Arc::clone(&pages.get().pages), pages.get().stored.get().cloned())).collect();
-    rows.detached(py, || {
-        let items = rows.items(control);
-        let (mut publication, filling) = if filled {
-            (Publication::new(metadata, items, stability, owner)?, None)
-        } else {
-            let (publication, filling) = Publication::with_readiness(metadata, items, stability, owner)?;
-            (publication, Some(PyReadiness::new(filling)))
-        };
-        if !files.is_empty() {
-            publication = publication.with_backing(Box::new(ServedFiles::new(files)));
-        }
-        if let Some(alternate) = alternate {
-            publication = publication.with_alternate(alternate);
-        }
-        store.publish(step, publication);
-        Ok(filling)
-    })
-    .map_err(|e: Error| errors::to_py(py, &e))
-}
-
-/// A further store of a server, with a URL of its own.
-#[pyclass(name = "Shelf", module = "tensorferry._native", frozen)]
-pub(crate) struct PyShelf {
-    process: Process,
-    // None once it was closed.
-    inner: Mutex<Option<Arc<Shelf>>>,
-}
-
-impl PyShelf {
-    fn shelf(&self, py: Python<'_>) -> PyResult<Arc<Shelf>> {
-        self.process.check(py)?;
-        let inner = self.inner.lock().unwrap_or_else(PoisonError::into_inner).clone();
-        inner.ok_or_else(|| errors::invalid(py, "this shelf is closed"))
-    }
-
-    fn take(&self) -> Option<Arc<Shelf>> {
-        self.inner.lock().unwrap_or_else(PoisonError::into_inner).take()
-    }
-}
-
-#[pymethods]
-impl PyShelf {
-    /// The URL prefix of what lies here for peers that reach this machine as `host`.
-    fn url(&self, py: Python<'_>, host: &str) -> PyResult<String> {
-        Ok(self.shelf(py)?.url(host))
-    }
-
-    /// As `Server.publish`.
-    ///
-    /// # Errors
-    /// `InvalidArgument` when the rows make no valid container.
-    #[pyo3(signature = (step, *, rows, control, metadata, owner, private, alternate = None, filled = true,
-                        pages = Vec::new()))]
-    #[allow(clippy::too_many_arguments, reason = "keywords in Python")]
-    fn publish(
-        &self,
-        py: Python<'_>,
-        step: i64,
-        rows: &Bound<'_, PyRows>,
-        control: Vec<(String, Vec<u8>)>,
-        metadata: Vec<(String, String)>,
-        owner: Py<PyAny>,
-        private: bool,
-        alternate: Option<Py<PyAny>>,
-        filled: bool,
-        pages: Vec<Bound<'_, PyFilePages>>,
-    ) -> PyResult<Option<PyReadiness>> {
-        let inner = self.shelf(py)?;
-        let given = Published { step, rows, control, metadata, owner, private, alternate, filled, pages };
-        publish(py, inner.store(), given)
-    }
-
-    /// Takes no new receives of what lies here; those that have begun finish from a private copy.
-    fn withdraw(&self, py: Python<'_>, patience: f64) -> PyResult<usize> {
-        let (inner, patience) = (self.shelf(py)?, seconds(py, patience)?);
-        Ok(match py.detach(|| inner.store().withdraw(patience)) {
-            Withdrawn::Clean | Withdrawn::Drained => 0,
-            Withdrawn::Cut(readers) => readers,
-        })
-    }
-
-    /// Transfers running now.
-    #[getter]
-    fn active(&self, py: Python<'_>) -> PyResult<usize> {
-        Ok(self.shelf(py)?.store().active())
-    }
-
-    /// Ends all transfers of what lies here, and releases it.
-    fn close(&self, py: Python<'_>) {
-        if self.process.check(py).is_ok() {
-            let inner = self.take();
-            py.detach(|| drop(inner));
-        }
-    }
-}
-
-impl Drop for PyShelf {
-    fn drop(&mut self) {
-        let inner = self.take();
-        if self.process.is_current() {
-            // As for a server.
-            Python::attach(|py| py.detach(|| drop(inner)));
-        } else {
-            std::mem::forget(inner);
-        }
-    }
-}
-
 impl Drop for PyServer {
     fn drop(&mut self) {
         let inner = self.inner.take();
@@ -408,34 +229,5 @@ impl Drop for PyServer {
             // In a forked child there are no readers to wait for.
             std::mem::forget(inner);
         }
-    }
-}
-
-/// A part of a rendered body: `bytes`, which are copied, or `(address, nbytes)`, borrowed from the list's owner.
-fn memory(part: &Bound<'_, PyAny>) -> PyResult<Memory> {
-    if let Ok(bytes) = part.cast::<PyBytes>() {
-        return Ok(Bytes::copy_from_slice(bytes.as_bytes()).into());
-    }
-    let (address, nbytes) = part.extract()?;
-    Ok(borrowed(address, nbytes))
-}
-
-/// A Python callable `name -> list of parts | URL | None` as the source of alternate bodies.
-struct PyAlternate(Owner);
-
-impl Alternate for PyAlternate {
-    fn render(&self, name: &str) -> Result<Option<Rendered>, String> {
-        Python::try_attach(|py| {
-            let Some(parts) = self.0.call(py, name)? else { return Ok(None) };
-            let parts = parts.bind(py);
-            if let Ok(url) = parts.extract::<String>() {
-                return Ok(Some(Rendered::Elsewhere(url)));
-            }
-            let memories = parts.try_iter()?.map(|p| memory(&p?)).collect::<PyResult<_>>()?;
-            let owner: Box<dyn Any + Send + Sync> = Box::new(Owner::new(parts.clone().unbind()));
-            Ok(Some(Rendered::Body { parts: memories, owner }))
-        })
-        .unwrap_or_else(|| Err(pyo3::exceptions::PyRuntimeError::new_err("the source is exiting")))
-        .map_err(|e: PyErr| e.to_string())
     }
 }
