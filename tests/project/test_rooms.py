@@ -319,6 +319,22 @@ def test_the_format_does_no_io_and_the_engine_knows_no_python() -> None:
         assert "pyo3" not in code_of(path.read_text()), path
 
 
+def files_with_unsafe_code(root: Path) -> set[str]:
+    return {
+        path.relative_to(root).as_posix()
+        for path in root.rglob("*.rs")
+        if re.search(r"\bunsafe\b", code_of(path.read_text()))
+    }
+
+
+def test_all_unsafe_code_of_the_binding_is_in_one_room(tmp_path: Path) -> None:
+    found = files_with_unsafe_code(RUST / "py" / "src")
+    assert {name.partition("/")[0] for name in found} == {"memory"}
+    (tmp_path / "runtime.rs").write_text("// unsafe is not meant here\nfn f() { unsafe { g() } }\n")
+    (tmp_path / "errors.rs").write_text("// unsafe is not meant here\n")
+    assert files_with_unsafe_code(tmp_path) == {"runtime.rs"}
+
+
 def words_of_doors(text: str) -> list[str]:
     """Returns the lines of a source of the engine, comments included, that speak of what is built on it."""
     return [line.strip() for line in text.splitlines() if WORDS_OF_DOORS.search(line)]
