@@ -24,6 +24,7 @@ __all__ = [
     "Shelf",
     "StagedFetch",
     "Stored",
+    "Table",
     "Written",
     "_add_pieces",
     "_available_memory",
@@ -32,6 +33,7 @@ __all__ = [
     "_copy_memory",
     "_describe_objects",
     "_describe_shards",
+    "_dtypes",
     "_fetch_slices",
     "_file_damage",
     "_file_entries",
@@ -156,7 +158,7 @@ class Server:
         self,
         step: int,
         *,
-        rows: Rows,
+        rows: Table,
         control: list[tuple[str, bytes]],
         metadata: list[tuple[str, str]],
         owner: Any,
@@ -185,7 +187,7 @@ class Shelf:
         self,
         step: int,
         *,
-        rows: Rows,
+        rows: Table,
         control: list[tuple[str, bytes]],
         metadata: list[tuple[str, str]],
         owner: Any,
@@ -279,7 +281,7 @@ class Stored(Entries):
     ) -> Stored: ...
     @staticmethod
     def over(
-        rows: Rows,
+        rows: Table,
         control: list[tuple[str, bytes]],
         owner: object,
         *,
@@ -304,17 +306,9 @@ class StagedFetch:
     def fetch(self, address: int) -> list[tuple[int, int, int, int]] | None: ...
     def finish(self) -> tuple[Arena, Report]: ...
 
-@final
-class Rows:
-    def __new__(
-        cls,
-        tensor: type,
-        parameter: type,
-        dtypes: dict[Any, str],
-        *,
-        dtensor: type | None = None,
-        native: bool = True,
-    ) -> Rows: ...
+@disjoint_base
+class Table:
+    def __new__(cls) -> Table: ...
     def __len__(self) -> int: ...
     @property
     def memory(self) -> list[Any]: ...
@@ -334,6 +328,37 @@ class Rows:
     def sizes(self) -> list[int]: ...
     def size(self, row: int) -> int: ...
     def address(self, row: int) -> int: ...
+    def append(
+        self,
+        memory: Any,
+        name: str,
+        dtype: str,
+        shape: Sequence[int],
+        address: int,
+        nbytes: int,
+        flag: int,
+        owner: Any = None,
+    ) -> int: ...
+    def copied_size(self, without: list[int]) -> int: ...
+    def copy_into(self, buffer: object, address: int, nbytes: int, without: list[int], *, threads: int) -> None: ...
+    def place(self, row: int, address: int) -> None: ...
+    def table(self, buffers: Sequence[SharedBuffer]) -> bytes: ...
+    @staticmethod
+    def from_table(table: bytes, buffers: Sequence[SharedBuffer]) -> Table: ...
+    def names_are_regular(self) -> bool: ...
+    def rename(self, names: list[str]) -> None: ...
+
+@final
+class Rows(Table):
+    def __new__(
+        cls,
+        tensor: type,
+        parameter: type,
+        dtypes: dict[Any, str],
+        *,
+        dtensor: type | None = None,
+        native: bool = True,
+    ) -> Rows: ...
     def overlapping(self, others: list[tuple[int, int, int, int]], without: list[int]) -> list[list[int]]: ...
     def self_overlapping(self) -> list[int]: ...
     def start(self, number: int) -> int: ...
@@ -376,26 +401,8 @@ class Rows:
     def filler(self, storage: Any, address: int) -> int | None: ...
     def number_of(self, value: Any) -> int | None: ...
     def forget(self) -> None: ...
-    def append(
-        self,
-        memory: Any,
-        name: str,
-        dtype: str,
-        shape: Sequence[int],
-        address: int,
-        nbytes: int,
-        flag: int,
-        owner: Any = None,
-    ) -> int: ...
-    def copied_size(self, without: list[int]) -> int: ...
-    def copy_into(self, buffer: object, address: int, nbytes: int, without: list[int], *, threads: int) -> None: ...
-    def place(self, row: int, address: int) -> None: ...
-    def table(self, buffers: Sequence[SharedBuffer]) -> bytes: ...
-    @staticmethod
-    def from_table(table: bytes, buffers: Sequence[SharedBuffer]) -> Rows: ...
-    def names_are_regular(self) -> bool: ...
-    def rename(self, names: list[str]) -> None: ...
 
+def _dtypes() -> list[tuple[str, str | None]]: ...
 def _pickle_numbers(rows: Rows) -> bytes | None: ...
 def _pickle_objects(
     rows: Rows,
@@ -423,7 +430,7 @@ def _write_file(
     path: str | PathLike[str],
     *,
     partial: str | PathLike[str],
-    rows: Rows,
+    rows: Table,
     control: list[tuple[str, bytes]],
     metadata: list[tuple[str, str]],
     threads: int | None = None,

@@ -30,7 +30,7 @@ RANKS = 3
 _RANK = """
 import os, signal, sys
 from pathlib import Path
-from tensorferry._native import Rows
+from tensorferry._native import Table
 from tensorferry.storage import commits
 from tensorferry.storage.container import Container
 from tensorferry.storage.folder import FolderSave, SaveId
@@ -48,7 +48,7 @@ if step == "half":
     one.path.with_name(one.path.name + ".partial").write_bytes(bytes(100))
     at("half")
 content = [("w", rank.encode())]
-one.write(Container(Rows(object, object, {}, native=False), None, True, content))
+one.write(Container(Table(), None, True, content))
 at("file")
 one.commit()
 at("committed")

@@ -13,14 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from tensorferry._native import Rows, SharedBuffer, _copy_memory
+from tensorferry._native import SharedBuffer, Table, _copy_memory
 from tensorferry.checkpointing import handover
 from tensorferry.checkpointing.handover import Handover, Message
 from tensorferry.errors import InvalidArgument, ProtocolError, SystemRefused
 
 
-def rows_in(*entries: tuple[str, str, tuple[int, ...], int, int]) -> Rows:
-    rows = Rows(object, object, {})
+def rows_in(*entries: tuple[str, str, tuple[int, ...], int, int]) -> Table:
+    rows = Table()
     for number, (name, dtype, shape, address, nbytes) in enumerate(entries):
         rows.append(None, name, dtype, shape, address, nbytes, number % 4)
     return rows
@@ -221,7 +221,7 @@ def test_no_change_of_a_table_is_believed() -> None:
         for value in (0, 1, 0x7F, 0x80, 0xFF):
             changed = table[:at] + bytes([value]) + table[at + 1 :]
             try:
-                got = Rows.from_table(changed, buffers)
+                got = Table.from_table(changed, buffers)
             except ProtocolError:
                 continue
             for row, size in enumerate(got.sizes):
@@ -229,13 +229,13 @@ def test_no_change_of_a_table_is_believed() -> None:
                 assert size == 0 or inside, (at, value)
     for end in range(len(table)):
         with pytest.raises(ProtocolError):
-            Rows.from_table(table[:end], buffers)
+            Table.from_table(table[:end], buffers)
     with pytest.raises(ProtocolError):
-        Rows.from_table(table + b"\0", buffers)
+        Table.from_table(table + b"\0", buffers)
     with pytest.raises(ProtocolError):
-        Rows.from_table(struct.pack("<3Q", 1 << 62, 0, 0), buffers)
+        Table.from_table(struct.pack("<3Q", 1 << 62, 0, 0), buffers)
     with pytest.raises(ProtocolError, match="no buffer"):
-        Rows.from_table(table, buffers[:1])
+        Table.from_table(table, buffers[:1])
 
 
 def test_a_row_outside_of_the_memory_is_not_handed_over() -> None:

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from keepers import KeeperAtWork, Told, eventually, offered, staged
-from tensorferry._native import Rows
+from tensorferry._native import Table
 from tensorferry.checkpointing import Keeper, handover, make_async_checkpointer, peer_metadata
 from tensorferry.checkpointing.keeper import client, index, location
 from tensorferry.errors import InvalidArgument, ProtocolError
@@ -287,7 +287,7 @@ def test_a_buddy_of_another_version_is_not_copied_and_the_status_says_so(buddies
     shelf = server.shelf(None)
     described = {"job": "B", "path": "/ckpt/run/1", "save_id": "a", "rank": 0, "world_size": 1, "step": 1, "began": 1}
     text = json.dumps({"version": 1, "snapshots": [described]}).encode()
-    Container(Rows(object, object, {}, native=False), None, True, [(index._ENTRY, text)]).publish(shelf, index.STEP)
+    Container(Table(), None, True, [(index._ENTRY, text)]).publish(shelf, index.STEP)
     try:
         two.set_buddies([shelf.url(host)])
         eventually("it is said", lambda: "another version" in two.status()["buddies"][0]["error"])

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from keepers import KeeperAtWork, eventually, loaded, offered, staged
-from tensorferry._native import Rows
+from tensorferry._native import Table
 from tensorferry.checkpointing.keeper import index
 from tensorferry.checkpointing.keeper.client import Keeper
 from tensorferry.net import serve
@@ -48,9 +48,7 @@ class Liar:
         self.says(json.dumps({"version": index._VERSION, "snapshots": snapshots}).encode())
 
     def says(self, text: bytes) -> None:
-        Container(Rows(object, object, {}, native=False), None, True, [(index._ENTRY, text)]).publish(
-            self._list, index.STEP
-        )
+        Container(Table(), None, True, [(index._ENTRY, text)]).publish(self._list, index.STEP)
 
     def close(self) -> None:
         self._server.shutdown(1.0)

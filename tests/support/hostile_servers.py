@@ -18,7 +18,7 @@ import urllib.parse
 from typing import TYPE_CHECKING, Any
 
 from exchange import Listener
-from tensorferry._native import Rows, Server
+from tensorferry._native import Server, Table
 from tensorferry.storage import reserved
 from tensorferry.storage.container import Container
 
@@ -310,7 +310,7 @@ CONTENT: dict[str, Callable[[], tuple[bytes, list[str]]]] = {
 def serving(manifest: bytes, names: list[str]) -> Iterator[str]:
     """The metadata of a real server over hostile content."""
     byte = ctypes.create_string_buffer(b"x", 64)
-    rows = Rows(object, object, {}, native=False)
+    rows = Table()
     for name in names:
         rows.append(byte, name, "U8", (1,), ctypes.addressof(byte), 1, 0)
     control = [(reserved.MANIFEST, manifest), (reserved.PICKLE, b"\x80\x04].")] if manifest else []

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .._native import Rows, SharedBuffer
+from .._native import SharedBuffer, Table
 from ..errors import InvalidArgument, ProtocolError, SystemRefused
 from ..storage.container import Container
 
@@ -65,7 +65,7 @@ class Handover:
 
     kind: str
     fields: dict[str, Any]
-    rows: Rows
+    rows: Table
     control: Sequence[tuple[str, bytes]]
     buffers: Sequence[SharedBuffer]
 
@@ -170,7 +170,7 @@ class Arrived:
             raise ProtocolError("a handover is shorter than it says")
         with memoryview(contents) as view:  # type: ignore[arg-type]  # as above
             # Copied out first: the sender could change what is looked at.
-            rows = Rows.from_table(bytes(view[: ends[0]]), buffers)
+            rows = Table.from_table(bytes(view[: ends[0]]), buffers)
             control = [
                 (name, bytes(view[end - length : end]))
                 for (name, length), end in zip(self._lengths, ends[1:], strict=True)

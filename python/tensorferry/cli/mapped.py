@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from .._native import FilePages, Rows, Stored
+from .._native import FilePages, Stored, Table
 from ..errors import SourceChanged, SystemRefused, UnsupportedLeaf
 from ..storage import reserved
 from ..storage.container import VERSION, Container
@@ -106,7 +106,7 @@ def container_of(path: Path, control: list[tuple[str, bytes]] | None = None) -> 
     mapping = Mapping(path)
     # Its checksums are what receivers compare with what they get: a file can change without its time showing it.
     mapping.pages.compare_with(stored)
-    rows = Rows(object, object, {}, native=False)
+    rows = Table()
     names, dtypes, shapes = stored.names, stored.dtypes, stored.shapes
     for name, dtype, shape, start, size in zip(names, dtypes, shapes, stored.starts, stored.sizes, strict=True):
         if name != reserved.DIGESTS:

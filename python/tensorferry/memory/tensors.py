@@ -9,39 +9,21 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from .._native import Arena, Rows, _check_machine_has
+from .._native import Arena, Rows, _check_machine_has, _dtypes
 from ..errors import SystemRefused
 
-#: The dtypes that a container of this package names. Tensors of other dtypes (complex128, the rarer float8 kinds,
-#: sub-byte and quantised dtypes) travel as bytes, with their dtype in the pickle: older safetensors readers refuse a
-#: whole file for one dtype that they do not know.
-DTYPE_NAMES: dict[torch.dtype, str] = {
-    torch.bool: "BOOL",
-    torch.uint8: "U8",
-    torch.int8: "I8",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.int16: "I16",
-    torch.uint16: "U16",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int32: "I32",
-    torch.uint32: "U32",
-    torch.float32: "F32",
-    torch.complex64: "C64",
-    torch.float64: "F64",
-    torch.int64: "I64",
-    torch.uint64: "U64",
+#: The dtypes that a container may have.
+DTYPES: dict[str, torch.dtype] = {
+    name: getattr(torch, torch_name) for name, torch_name in _dtypes() if torch_name is not None
 }
+#: Those of them that only files of other programs have: older safetensors readers refuse a whole file for one dtype
+#: that they do not know.
+_ONLY_READ = {"F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"}
+#: The dtypes that a container of this package names. Tensors of other dtypes (complex128, the rarer float8 kinds,
+#: sub-byte and quantised dtypes) travel as bytes, with their dtype in the pickle.
+DTYPE_NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items() if name not in _ONLY_READ}
 #: Dtypes of which torch pickles the untyped storage, because they have no typed one.
 _UNTYPED = torch.storage._new_dtypes()
-
-#: The dtypes that a container may have: also those that only files of other programs have.
-DTYPES: dict[str, torch.dtype] = {name: dtype for dtype, name in DTYPE_NAMES.items()} | {
-    "F8_E8M0": torch.float8_e8m0fnu,
-    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
-    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
-}
 
 #: From this many bytes on, memory has a mapping of its own. With one for smaller objects, too, a process would run out
 #: of mappings.

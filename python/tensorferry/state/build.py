@@ -9,7 +9,7 @@ from typing import Any, TypeAlias, cast
 
 import torch
 
-from .._native import Arena, Entries, Rows
+from .._native import Arena, Entries, Table
 from ..errors import ProtocolError
 from ..memory.tensors import DTYPES, over, parameter, storage_key, storage_over
 from ..pickles.allowlist import Allowed
@@ -35,7 +35,7 @@ class StateBuilder:
         scattered: by number, the storages that no single entry fills; their memory is allocated here
     """
 
-    def __init__(self, manifest: Manifest, entries: Entries | Rows, plain: Sequence[int]) -> None:
+    def __init__(self, manifest: Manifest, entries: Entries | Table, plain: Sequence[int]) -> None:
         self.manifest = manifest
         self.plain = plain
         self.size = entries.size

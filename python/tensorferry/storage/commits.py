@@ -40,7 +40,7 @@ from pathlib import Path
 from typing import Any
 
 from .._fork import ForkSafeLock
-from .._native import Rows, _file_entries, _file_header
+from .._native import Table, _file_entries, _file_header
 from .._reentry import CallMark
 from ..errors import IncompleteCheckpoint, ProtocolError, SourceChanged, SystemRefused, TensorferryError
 from . import leftovers
@@ -331,9 +331,7 @@ def _replace(
     """As :func:`commit_index`; ``made_from`` is what an edit has read, and ``None`` for a save."""
     folder = index.parent
     partial = folder / f"{index.name}.{new_id()}.partial"
-    content = Container(
-        Rows(object, object, {}, native=False), None, True, [*entries, (INDEX_FILES, commit.encode())], about
-    )
+    content = Container(Table(), None, True, [*entries, (INDEX_FILES, commit.encode())], about)
     with leftovers.holding(folder, commit.files):
         try:
             # While this object lives, the file is locked.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from os import PathLike
 from typing import Any
 
-from .._native import FilePages, Readiness, Rows, Server, Shelf, Written, _write_file
+from .._native import FilePages, Readiness, Server, Shelf, Table, Written, _write_file
 
 #: Version of the format of containers and manifests.
 VERSION = 1
@@ -27,7 +27,7 @@ class Container:
         about: further keys and values for ``__metadata__``
     """
 
-    rows: Rows
+    rows: Table
     owner: Any
     private: bool
     control: Sequence[tuple[str, bytes]] = ()

@@ -4,6 +4,10 @@
 //! documented here is what the crossing adds: which thread holds the interpreter, what keeps memory alive, and what is
 //! raised.
 //!
+//! Rooms: `rows` has the table of a container's entries, `read_state` fills it from a state, `server` publishes it, and
+//! `fetch` receives one from a peer or reads one from a file. `memory` is what Python and Rust share. The files beside
+//! them concern the whole process.
+//!
 //! Rules that hold in every file:
 //!
 //! * **The interpreter.** Nothing that may block runs while it is held. `runtime::run` is the only way to wait; it also
@@ -18,6 +22,7 @@
 //! module.
 
 mod addresses;
+mod dtypes;
 mod errors;
 mod fetch;
 mod machine;
@@ -38,6 +43,8 @@ mod _native {
 
     #[pymodule_export]
     use crate::addresses::{interfaces, resolve};
+    #[pymodule_export]
+    use crate::dtypes::dtypes;
     #[pymodule_export]
     use crate::fetch::answer::PyAnswer;
     #[pymodule_export]
@@ -60,14 +67,15 @@ mod _native {
     #[pymodule_export]
     use crate::memory::{PyArena, PyFilePages, PyHostView, PyPart, PySharedBuffer, checksum_memory, copy_memory};
     #[pymodule_export]
-    use crate::read_state::objects::{
-        add_pieces, describe_objects, describe_shards, number_of_storage, pickle_numbers, pickle_objects, reach,
-        restart,
-    };
+    use crate::read_state::PyRows;
+    #[pymodule_export]
+    use crate::read_state::objects::{pickle_numbers, pickle_objects};
+    #[pymodule_export]
+    use crate::read_state::pieces::{add_pieces, describe_objects, describe_shards, number_of_storage, reach, restart};
     #[pymodule_export]
     use crate::report::PyReport;
     #[pymodule_export]
-    use crate::rows::PyRows;
+    use crate::rows::PyTable;
     #[pymodule_export]
     use crate::secret::PySecret;
     #[pymodule_export]

@@ -2,140 +2,86 @@
 //!
 //! This is the closed list of types that an entry of a container can have. A tensor of another type travels as bytes.
 
-/// The element type of an entry.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-#[allow(missing_docs, reason = "each variant is the field's own name for the type")]
-pub enum Dtype {
-    Bool,
-    U8,
-    I8,
-    F8E5M2,
-    F8E4M3,
-    I16,
-    U16,
-    F16,
-    BF16,
-    I32,
-    U32,
-    F32,
-    C64,
-    F64,
-    I64,
-    U64,
-    F8E8M0,
-    F8E4M3Fnuz,
-    F8E5M2Fnuz,
-    F4,
-    F6E2M3,
-    F6E3M2,
+/// Makes the type and its properties out of one table.
+macro_rules! dtypes {
+    ($($variant:ident $name:literal $bits:literal $array:expr,)+) => {
+        /// The element type of an entry.
+        #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+        #[allow(missing_docs, reason = "each variant is the field's own name for the type")]
+        pub enum Dtype {
+            $($variant,)+
+        }
+
+        impl Dtype {
+            /// Every element type, in the order of the enum.
+            pub const ALL: [Self; [$($bits),+].len()] = [$(Self::$variant,)+];
+
+            /// The name of the type in a safetensors header.
+            #[must_use]
+            pub fn name(self) -> &'static str {
+                match self {
+                    $(Self::$variant => $name,)+
+                }
+            }
+
+            /// The type with this safetensors name, if there is one.
+            #[must_use]
+            pub fn from_name(name: &str) -> Option<Self> {
+                Some(match name {
+                    $($name => Self::$variant,)+
+                    _ => return None,
+                })
+            }
+
+            /// Bits per element. Elements of the 4 and 6 bit types are packed, so an entry of them has to end on a whole
+            /// byte.
+            #[must_use]
+            pub fn bits(self) -> u64 {
+                match self {
+                    $(Self::$variant => $bits,)+
+                }
+            }
+
+            /// What libraries of arrays call the type, `None` if its elements are smaller than a byte: they have no
+            /// common name for those.
+            #[must_use]
+            pub fn array_name(self) -> Option<&'static str> {
+                match self {
+                    $(Self::$variant => $array,)+
+                }
+            }
+        }
+    };
+}
+
+// The type, its name in a header, its bits, and its name in libraries of arrays. Other processes of the same version
+// number the types in this order.
+dtypes! {
+    Bool "BOOL" 8 Some("bool"),
+    U8 "U8" 8 Some("uint8"),
+    I8 "I8" 8 Some("int8"),
+    F8E5M2 "F8_E5M2" 8 Some("float8_e5m2"),
+    F8E4M3 "F8_E4M3" 8 Some("float8_e4m3fn"),
+    I16 "I16" 16 Some("int16"),
+    U16 "U16" 16 Some("uint16"),
+    F16 "F16" 16 Some("float16"),
+    BF16 "BF16" 16 Some("bfloat16"),
+    I32 "I32" 32 Some("int32"),
+    U32 "U32" 32 Some("uint32"),
+    F32 "F32" 32 Some("float32"),
+    C64 "C64" 64 Some("complex64"),
+    F64 "F64" 64 Some("float64"),
+    I64 "I64" 64 Some("int64"),
+    U64 "U64" 64 Some("uint64"),
+    F8E8M0 "F8_E8M0" 8 Some("float8_e8m0fnu"),
+    F8E4M3Fnuz "F8_E4M3FNUZ" 8 Some("float8_e4m3fnuz"),
+    F8E5M2Fnuz "F8_E5M2FNUZ" 8 Some("float8_e5m2fnuz"),
+    F4 "F4" 4 None,
+    F6E2M3 "F6_E2M3" 6 None,
+    F6E3M2 "F6_E3M2" 6 None,
 }
 
 impl Dtype {
-    /// Every element type, in the order of the enum.
-    pub const ALL: [Self; 22] = [
-        Self::Bool,
-        Self::U8,
-        Self::I8,
-        Self::F8E5M2,
-        Self::F8E4M3,
-        Self::I16,
-        Self::U16,
-        Self::F16,
-        Self::BF16,
-        Self::I32,
-        Self::U32,
-        Self::F32,
-        Self::C64,
-        Self::F64,
-        Self::I64,
-        Self::U64,
-        Self::F8E8M0,
-        Self::F8E4M3Fnuz,
-        Self::F8E5M2Fnuz,
-        Self::F4,
-        Self::F6E2M3,
-        Self::F6E3M2,
-    ];
-
-    /// The name of the type in a safetensors header.
-    #[must_use]
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Bool => "BOOL",
-            Self::U8 => "U8",
-            Self::I8 => "I8",
-            Self::F8E5M2 => "F8_E5M2",
-            Self::F8E4M3 => "F8_E4M3",
-            Self::I16 => "I16",
-            Self::U16 => "U16",
-            Self::F16 => "F16",
-            Self::BF16 => "BF16",
-            Self::I32 => "I32",
-            Self::U32 => "U32",
-            Self::F32 => "F32",
-            Self::C64 => "C64",
-            Self::F64 => "F64",
-            Self::I64 => "I64",
-            Self::U64 => "U64",
-            Self::F8E8M0 => "F8_E8M0",
-            Self::F8E4M3Fnuz => "F8_E4M3FNUZ",
-            Self::F8E5M2Fnuz => "F8_E5M2FNUZ",
-            Self::F4 => "F4",
-            Self::F6E2M3 => "F6_E2M3",
-            Self::F6E3M2 => "F6_E3M2",
-        }
-    }
-
-    /// The type with this safetensors name, if there is one.
-    #[must_use]
-    pub fn from_name(name: &str) -> Option<Self> {
-        Some(match name {
-            "BOOL" => Self::Bool,
-            "U8" => Self::U8,
-            "I8" => Self::I8,
-            "F8_E5M2" => Self::F8E5M2,
-            "F8_E4M3" => Self::F8E4M3,
-            "I16" => Self::I16,
-            "U16" => Self::U16,
-            "F16" => Self::F16,
-            "BF16" => Self::BF16,
-            "I32" => Self::I32,
-            "U32" => Self::U32,
-            "F32" => Self::F32,
-            "C64" => Self::C64,
-            "F64" => Self::F64,
-            "I64" => Self::I64,
-            "U64" => Self::U64,
-            "F8_E8M0" => Self::F8E8M0,
-            "F8_E4M3FNUZ" => Self::F8E4M3Fnuz,
-            "F8_E5M2FNUZ" => Self::F8E5M2Fnuz,
-            "F4" => Self::F4,
-            "F6_E2M3" => Self::F6E2M3,
-            "F6_E3M2" => Self::F6E3M2,
-            _ => return None,
-        })
-    }
-
-    /// Bits per element. Elements of the 4 and 6 bit types are packed, so an entry of them has to end on a whole byte.
-    #[must_use]
-    pub fn bits(self) -> u64 {
-        match self {
-            Self::F4 => 4,
-            Self::F6E2M3 | Self::F6E3M2 => 6,
-            Self::Bool
-            | Self::U8
-            | Self::I8
-            | Self::F8E5M2
-            | Self::F8E4M3
-            | Self::F8E8M0
-            | Self::F8E4M3Fnuz
-            | Self::F8E5M2Fnuz => 8,
-            Self::I16 | Self::U16 | Self::F16 | Self::BF16 => 16,
-            Self::I32 | Self::U32 | Self::F32 => 32,
-            Self::C64 | Self::F64 | Self::I64 | Self::U64 => 64,
-        }
-    }
-
     /// Whether a tensor of this type can require a gradient: its elements are floating-point or complex numbers.
     #[must_use]
     pub fn has_gradient(self) -> bool {
@@ -166,6 +112,14 @@ mod tests {
         for name in ["", "f32", "F32 ", "C128", "F8", "__metadata__"] {
             assert_eq!(Dtype::from_name(name), None, "{name}");
         }
+    }
+
+    #[test]
+    fn whole_bytes_have_a_name_in_libraries_of_arrays() {
+        for dtype in Dtype::ALL {
+            assert_eq!(dtype.array_name().is_some(), dtype.bits() >= 8, "{dtype:?}");
+        }
+        assert_eq!(Dtype::F8E4M3.array_name(), Some("float8_e4m3fn"));
     }
 
     #[test]

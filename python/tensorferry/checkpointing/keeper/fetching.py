@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ..._native import Remote, Rows, Secret, SharedBuffer
+from ..._native import Remote, Secret, SharedBuffer, Table
 from ...errors import ProtocolError
 from ...memory.layout import side_by_side
 from .cost import Cost, table_size
@@ -35,7 +35,7 @@ def open_snapshot(about: Snapshot, timeout: float, secret: Secret | None, same_h
     )
 
 
-def fetch_snapshot(remote: Remote, about: Snapshot, before: Callable[[Cost], object]) -> tuple[Rows, SharedBuffer]:
+def fetch_snapshot(remote: Remote, about: Snapshot, before: Callable[[Cost], object]) -> tuple[Table, SharedBuffer]:
     """Returns all entries of a snapshot, verified, control entries among them, and the memory in which they lie.
 
     Args:
@@ -58,7 +58,7 @@ def fetch_snapshot(remote: Remote, about: Snapshot, before: Callable[[Cost], obj
     before(Cost(total, table))
     buffer = SharedBuffer(total)
     remote.fetch([buffer.address + offset for offset in offsets])
-    rows = Rows(object, object, {}, native=False)
+    rows = Table()
     for name, dtype, shape, size, offset in zip(
         remote.names, remote.dtypes, remote.shapes, remote.sizes, offsets, strict=True
     ):

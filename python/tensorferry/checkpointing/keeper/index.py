@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ... import _validate
-from ..._native import Remote, Rows, Secret, Shelf
+from ..._native import Remote, Secret, Shelf, Table
 from ...errors import InvalidArgument, ProtocolError
 from ...net.options import ServerOptions
 from ...storage.container import Container
@@ -64,7 +64,7 @@ def publish(shelf: Shelf, snapshots: Sequence[Snapshot]) -> None:
     """Serves the list of ``snapshots``, in place of the one before."""
     described = [one.fields() for one in snapshots]
     text = json.dumps({"version": _VERSION, "snapshots": described}, separators=(",", ":")).encode()
-    Container(Rows(object, object, {}, native=False), None, True, [(_ENTRY, text)]).publish(shelf, STEP)
+    Container(Table(), None, True, [(_ENTRY, text)]).publish(shelf, STEP)
 
 
 def fetch(url: str, timeout: float, secret: Secret | None, same_host: bool) -> list[Snapshot]:

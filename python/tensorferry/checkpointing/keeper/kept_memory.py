@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..._native import Rows, Server, SharedBuffer, Shelf, Stored
+from ..._native import Server, SharedBuffer, Shelf, Stored, Table
 from ...errors import ProtocolError
 from ...storage.container import Container
 from ..handover import Handover
@@ -55,7 +55,7 @@ class KeptMemory:
         self,
         server: Server,
         step: int,
-        rows: Rows,
+        rows: Table,
         control: Sequence[tuple[str, bytes]],
         buffers: Sequence[SharedBuffer],
         run_soon: Callable[[Callable[[], object]], None],
@@ -64,7 +64,7 @@ class KeptMemory:
         self.buffers = len(buffers)
         self.files = frozenset((about.st_dev, about.st_ino) for about in map(os.fstat, (b.fileno() for b in buffers)))
         self.digests: bytes | None = None
-        self._content: tuple[Rows, Sequence[tuple[str, bytes]], Sequence[SharedBuffer]] | None = (
+        self._content: tuple[Table, Sequence[tuple[str, bytes]], Sequence[SharedBuffer]] | None = (
             rows,
             control,
             buffers,

@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ... import _validate
-from ..._native import Rows, SharedBuffer
+from ..._native import SharedBuffer, Table
 from ...errors import InvalidArgument, ProtocolError, TensorferryError, message_of
 from ...net import serve
 from ...net.options import ServerOptions
@@ -484,7 +484,7 @@ class KeeperProcess:
         return self._counts[about.series]
 
     def memory(
-        self, step: int, rows: Rows, control: Sequence[tuple[str, bytes]], buffers: Sequence[SharedBuffer]
+        self, step: int, rows: Table, control: Sequence[tuple[str, bytes]], buffers: Sequence[SharedBuffer]
     ) -> KeptMemory:
         """Returns the memory of a snapshot, which is served from now on; may be called on any thread.
 

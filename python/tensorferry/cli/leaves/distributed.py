@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..._native import Rows, Stored, _file_entries, _file_entry_digests, _file_header
+from ..._native import Stored, Table, _file_entries, _file_entry_digests, _file_header
 from ...errors import CorruptCheckpoint, IncompleteCheckpoint, ProtocolError
 from ...storage import commits, reserved
 from ...storage.container import Container
@@ -95,7 +95,7 @@ def with_digests(listing: Listing, folder: Path, fields: dict[str, Any], commit:
 
 def index_container(control: list[tuple[str, bytes]]) -> Container:
     """Returns a container without tensors, of these control entries."""
-    return Container(Rows(object, object, {}, native=False), None, True, control, _ABOUT)
+    return Container(Table(), None, True, control, _ABOUT)
 
 
 def write_index(folder: Path, step: int, names: dict[str, str], began: int) -> None:

@@ -10,32 +10,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ..._native import Entries, Remote, Stored, _file_entry_digests
+from ..._native import Entries, Remote, Stored, _dtypes, _file_entry_digests
 from ...errors import ProtocolError
 from ...storage import reserved
 
 #: torch's names of the dtypes of a container.
-_TORCH_NAMES = {
-    "BOOL": "bool",
-    "U8": "uint8",
-    "I8": "int8",
-    "F8_E5M2": "float8_e5m2",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E5M2FNUZ": "float8_e5m2fnuz",
-    "F8_E4M3FNUZ": "float8_e4m3fnuz",
-    "F8_E8M0": "float8_e8m0fnu",
-    "I16": "int16",
-    "U16": "uint16",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "I32": "int32",
-    "U32": "uint32",
-    "F32": "float32",
-    "C64": "complex64",
-    "F64": "float64",
-    "I64": "int64",
-    "U64": "uint64",
-}
+_TORCH_NAMES = {name: torch_name for name, torch_name in _dtypes() if torch_name}
 #: The deepest tree; the engine refuses what is deeper.
 _DEEPEST = 256
 #: Characters of all paths of a tree together. Keys far up in a hostile tree stand in the paths of all leaves below.

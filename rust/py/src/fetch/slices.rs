@@ -15,7 +15,7 @@ use crate::errors;
 use crate::fetch::staged::ProgressReporter;
 use crate::memory;
 use crate::report::{PyReport, seconds};
-use crate::rows::PyRows;
+use crate::rows::PyTable;
 use crate::runtime::{self, OnTick};
 use crate::secret::PySecret;
 
@@ -100,14 +100,14 @@ pub(crate) fn write_file(
     py: Python<'_>,
     path: PathBuf,
     partial: PathBuf,
-    rows: &Bound<'_, PyRows>,
+    rows: &Bound<'_, PyTable>,
     control: Vec<(String, Vec<u8>)>,
     metadata: Vec<(String, String)>,
     threads: Option<usize>,
     cached: Option<bool>,
     progress: Option<Py<PyAny>>,
 ) -> PyResult<PyWritten> {
-    let rows = rows.get();
+    let rows = &rows.get().0;
     let cancel = Cancel::new();
     let total = control.iter().map(|(_, bytes)| bytes.len()).fold(rows.nbytes(), usize::saturating_add) as u64;
     let reporter = ProgressReporter { received: Arc::default(), total, progress };

@@ -16,7 +16,7 @@ use crate::fetch::entries::{PyEntries, find_tree, without_tree};
 use crate::fetch::staged::{ProgressReporter, PyStagedFetch, WavesOf};
 use crate::memory::{Owner, PyArena, given};
 use crate::report::PyReport;
-use crate::rows::PyRows;
+use crate::rows::PyTable;
 use crate::runtime;
 
 /// A container at rest, whose header, manifest and pickle are here.
@@ -85,7 +85,7 @@ impl PyStored {
     #[pyo3(signature = (rows, control, owner, *, digests = None, threads = None))]
     fn over(
         py: Python<'_>,
-        rows: &Bound<'_, PyRows>,
+        rows: &Bound<'_, PyTable>,
         control: Vec<(String, Vec<u8>)>,
         owner: Py<PyAny>,
         digests: Option<&[u8]>,
@@ -96,7 +96,7 @@ impl PyStored {
             return Err(errors::invalid(py, "checksums have 8 bytes each"));
         }
         let digests = words.map(|(words, _)| words.iter().map(|word| u64::from_le_bytes(*word)).collect());
-        let (rows, owner) = (rows.get(), Owner::new(owner));
+        let (rows, owner) = (&rows.get().0, Owner::new(owner));
         let stored = py.detach(move || Stored::over(rows.items(control), digests, Box::new(owner)));
         Self::with_tree(py, stored.map_err(|e| errors::to_py(py, &e))?, threads, Cancel::new())
     }

@@ -7,9 +7,9 @@
 use pyo3::prelude::*;
 use tensorferry_wire::dtype::Dtype;
 
+use super::text::write_number;
 use crate::memory::Described;
 use crate::rows::columns::{ByAddress, Span};
-use crate::rows::write_number;
 
 /// Memory of a tensor inside its storage.
 #[allow(clippy::struct_excessive_bools, reason = "each is a property of its own, and a state has many views")]
@@ -254,7 +254,7 @@ impl Views {
     pub(crate) fn shard_of(&self, spec: usize, offsets: &[u64]) -> String {
         let mut text = String::from("{\"dtype\":\"torch.");
         if let Some((shape, dtype)) = self.specs.get(spec) {
-            text.push_str(torch_name(*dtype));
+            text.push_str(typed(*dtype).unwrap_or_default());
             text.push_str("\",\"global_shape\":");
             numbers(&mut text, shape);
         }
@@ -295,25 +295,21 @@ pub(crate) fn numbers(text: &mut String, values: &[u64]) {
     text.push(']');
 }
 
-/// What torch calls a dtype, if it pickles storages with that dtype.
+/// What torch calls a dtype, `None` for those whose storages it pickles without a dtype.
 pub(crate) fn typed(dtype: Dtype) -> Option<&'static str> {
-    Some(torch_name(dtype)).filter(|name| !name.is_empty())
-}
-
-/// What torch calls a dtype; nothing for those whose storages it pickles without a dtype.
-fn torch_name(dtype: Dtype) -> &'static str {
-    match dtype {
-        Dtype::Bool => "bool",
-        Dtype::U8 => "uint8",
-        Dtype::I8 => "int8",
-        Dtype::I16 => "int16",
-        Dtype::F16 => "float16",
-        Dtype::BF16 => "bfloat16",
-        Dtype::I32 => "int32",
-        Dtype::F32 => "float32",
-        Dtype::C64 => "complex64",
-        Dtype::F64 => "float64",
-        Dtype::I64 => "int64",
-        _ => "",
-    }
+    let is_typed = matches!(
+        dtype,
+        Dtype::Bool
+            | Dtype::U8
+            | Dtype::I8
+            | Dtype::I16
+            | Dtype::F16
+            | Dtype::BF16
+            | Dtype::I32
+            | Dtype::F32
+            | Dtype::C64
+            | Dtype::F64
+            | Dtype::I64
+    );
+    dtype.array_name().filter(|_| is_typed)
 }

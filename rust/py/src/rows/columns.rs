@@ -1,4 +1,4 @@
-//! The columns behind [`crate::rows::PyRows`]: descriptions of the tensors of a state, without Python objects.
+//! The columns behind [`crate::rows::Rows`]: descriptions of the tensors of a state, without Python objects.
 //!
 //! Names and dimensions are concatenated instead of one allocation each: 100,000 tensors take a handful of allocations.
 
