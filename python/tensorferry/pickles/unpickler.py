@@ -24,8 +24,7 @@ from torch.serialization import StorageType
 
 from .._rebuild import FORMER
 from ..errors import ProtocolError, TensorferryError, UnsafePickle
-from .globals import table
-from .globals.table import Function, Pending, Refused, require
+from .globals.kinds import Function, Pending, Refused, kind_of, require
 
 if TYPE_CHECKING:
     from .allowlist import Allowed
@@ -247,7 +246,7 @@ class Unpickler:
         Raises:
             UnsafePickle: it is not allowed
         """
-        kind = table.kind_of(cls)
+        kind = kind_of(cls)
         if kind is not None and kind.new is not None and not named:
             return self._run_reviewed(kind.cls, kind.new, args)
         if kind is not None or not isinstance(cls, type) or not self.is_user_listed(cls):
@@ -258,7 +257,7 @@ class Unpickler:
         require(type(args) is tuple, "arguments that are not a tuple")
         if type(function) is Function:
             return self._run_reviewed(function.name, function.run, args)
-        kind = table.kind_of(function)
+        kind = kind_of(function)
         if kind is not None and kind.call is not None:
             return self._run_reviewed(kind.cls, kind.call, args)
         if kind is not None or not self.is_user_listed(function):
@@ -271,7 +270,7 @@ class Unpickler:
         cls = type(value)
         if cls is Pending:
             return value.finish(self, state)
-        kind = table.kind_of(cls)
+        kind = kind_of(cls)
         if kind is not None and kind.build is not None:
             return self._run_reviewed(cls, kind.build, (value, state))
         if kind is not None or not self.is_user_listed(cls) or isinstance(value, type):
