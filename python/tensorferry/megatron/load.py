@@ -145,10 +145,10 @@ class LoadStrategy(OfRanks, LoadShardedStrategy):
             assert opened is not None
             opened.reader.prepare_global_plan([LoadPlan([], storage_data=digest) for digest in digests])
 
-        def compare_ways(told: list[str]) -> None:
-            if len(set(told)) > 1:
+        def compare_ways(ways: list[str]) -> None:
+            if len(set(ways)) > 1:
                 raise CheckpointingException(
-                    f"the ranks load in different ways, {' and '.join(sorted(set(told)))}: make the same strategy on "
+                    f"the ranks load in different ways, {' and '.join(sorted(set(ways)))}: make the same strategy on "
                     "all ranks"
                 )
 
@@ -226,12 +226,12 @@ class LoadStrategy(OfRanks, LoadShardedStrategy):
         Raises:
             CheckpointingException: the checkpoint cannot be read
         """
-        found = self._metadata(checkpoint_dir) if metadata is None else metadata
+        metadata = self._metadata(checkpoint_dir) if metadata is None else metadata
         return {
             key: ShardedTensor.from_rank_offsets(
                 key, torch.empty(about.size, dtype=about.properties.dtype, device="meta")
             ).without_data()
-            for key, about in found.state_dict_metadata.items()
+            for key, about in metadata.state_dict_metadata.items()
             if isinstance(about, TensorStorageMetadata) and key != COMMON
         }
 
@@ -379,8 +379,8 @@ def load_strategy(
 
 def _check_common(folder: Path, reader: SliceReader, metadata: Metadata) -> None:
     """Checks that ``common.pt`` is of the same save as the index."""
-    kept = common_in(reader, metadata)
-    if kept is not None and common.read(folder) != kept:
+    copy = common_in(reader, metadata)
+    if copy is not None and common.read(folder) != copy:
         raise CheckpointingException(
             f"{folder}/common.pt is not that of the checkpoint: a save into this folder was interrupted after it had "
             "written the file. tensorferry.megatron.restore_common(folder) writes it anew from the checkpoint; or save "

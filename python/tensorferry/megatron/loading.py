@@ -72,30 +72,30 @@ class Loading:
         self._targets: dict[int, torch.Tensor] = {}
         self.values: dict[str, Any] = {}
         self._paths: list[str] = []
-        known = metadata.state_dict_metadata
+        stored = metadata.state_dict_metadata
         wanted: set[str] = set()
-        found = list(shards.leaves(state))
-        unknown = sorted({_key(leaf) for _, leaf in found if _key(leaf) not in known or _key(leaf) in reserved})
+        leaves = list(shards.leaves(state))
+        unknown = sorted({_key(leaf) for _, leaf in leaves if _key(leaf) not in stored or _key(leaf) in reserved})
         if unknown:
             raise CheckpointingException(
                 f"Unexpected keys (not found in the checkpoint): {unknown[:10]}{' ...' if unknown[10:] else ''}: the "
-                f"checkpoint has {len(known)} keys. Pass strict= to load without them"
+                f"checkpoint has {len(stored)} keys. Pass strict= to load without them"
             )
-        for number, (path, leaf) in enumerate(found):
+        for number, (path, leaf) in enumerate(leaves):
             self._paths.append(path)
             if isinstance(leaf, ShardedObject):
                 wanted.add(leaf.unique_key)
             else:
-                self._add(number, leaf, known[leaf.key])
+                self._add(number, leaf, stored[leaf.key])
         for number, tensor in self.tensors.items():
             self._targets[number] = _target(tensor)
         self.objects = {key: _object(key) for key in sorted(wanted)}
 
-    def _add(self, number: int, shard: ShardedTensor, about: Any) -> None:
+    def _add(self, number: int, shard: ShardedTensor, metadata: Any) -> None:
         shards.check(shard)
-        if not isinstance(about, TensorStorageMetadata):
+        if not isinstance(metadata, TensorStorageMetadata):
             raise CheckpointingException(f"{shard.key}: the checkpoint has an object of this key, and not a tensor")
-        box, shape, asked = shards.box_of(shard), tuple(about.size), tuple(shard.global_shape)
+        box, shape, asked = shards.box_of(shard), tuple(metadata.size), tuple(shard.global_shape)
         if len(shape) != len(asked) or (shape != asked and not shard.allow_shape_mismatch):
             raise CheckpointingException(
                 f"Global shape mismatch for loaded ({list(shape)}) and expected ({list(asked)}) tensor for key "
@@ -103,7 +103,7 @@ class Loading:
             )
         self.tensors[number] = shard
         there = 0
-        for chunk in about.chunks:
+        for chunk in metadata.chunks:
             stored = shards.Box(tuple(chunk.offsets), tuple(chunk.sizes))
             common_part = box.common(stored)
             if common_part is None:
@@ -140,7 +140,7 @@ class Loading:
         stored, folder = self._metadata.storage_data, self.folder
         wanted = {MetadataIndex(part.key, torch.Size(part.chunk)) for part in self.parts}
         wanted |= {item.storage_index for item in self.objects.values()}
-        return {folder / stored[at].container for at in wanted}
+        return {folder / stored[index].container for index in wanted}
 
     def read(self, items: list[ReadItem]) -> None:
         """Reads items into their targets.
@@ -170,11 +170,11 @@ class Loading:
 
     def resolve_tensor(self, item: ReadItem) -> torch.Tensor:
         """Returns the target of an item, for the reader."""
-        found = self._targets[item.dest_index.index]
+        target = self._targets[item.dest_index.index]
         for dim, (start, length) in enumerate(zip(item.dest_offsets, item.lengths, strict=True)):
-            if (start, length) != (0, found.shape[dim]):
-                found = found.narrow(dim, start, length)
-        return found
+            if (start, length) != (0, target.shape[dim]):
+                target = target.narrow(dim, start, length)
+        return target
 
     def commit_tensor(self, item: ReadItem, tensor: torch.Tensor) -> None:
         """Does nothing: the reader has written into the leaf's own data."""
@@ -221,10 +221,10 @@ def _target(shard: ShardedTensor) -> torch.Tensor:
 
 def common_in(reader: SliceReader, metadata: Metadata) -> bytes | None:
     """Reads the copy of the common state inside a checkpoint."""
-    about = metadata.state_dict_metadata.get(COMMON)
-    if not isinstance(about, TensorStorageMetadata) or about.properties.dtype != torch.uint8 or len(about.size) != 1:
+    stored = metadata.state_dict_metadata.get(COMMON)
+    if not isinstance(stored, TensorStorageMetadata) or stored.properties.dtype != torch.uint8 or len(stored.size) != 1:
         return None
-    (size,) = about.size
+    (size,) = stored.size
     shard = ShardedTensor(COMMON, torch.empty(size, dtype=torch.uint8), torch.uint8, (size,), (size,), (0,), (1,))
     held = Loading({COMMON: shard}, metadata, reader, reserved=frozenset())
     held.read([held.item(part) for part in held.parts])

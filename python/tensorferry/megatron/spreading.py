@@ -376,9 +376,9 @@ def _pieces(part: Part, size: int, dim: int | None = None) -> Iterator[Part]:
         return
     row = size * math.prod(_without(part.wanted.sizes, dim))
     most = max(1, _BATCH // row)
-    for at in range(0, part.wanted.sizes[dim], most):
+    for offset in range(0, part.wanted.sizes[dim], most):
         stored, offsets, sizes = list(part.stored), list(part.wanted.offsets), list(part.wanted.sizes)
-        stored[dim] += at
-        offsets[dim] += at
-        sizes[dim] = min(most, sizes[dim] - at)
+        stored[dim] += offset
+        offsets[dim] += offset
+        sizes[dim] = min(most, sizes[dim] - offset)
         yield part._replace(stored=tuple(stored), wanted=shards.Box(tuple(offsets), tuple(sizes)))

@@ -88,7 +88,7 @@ class TwoStageDataParallelLoadShardedStrategy(LoadStrategy):
             opened = self._index(checkpoint_dir, ranks.rank)
             return opened[0].known
 
-        known = group.step(f"load {self.name(checkpoint_dir)}", read, lambda told: told[0])
+        known = group.step(f"load {self.name(checkpoint_dir)}", read, lambda indexes: indexes[0])
         return opened or self._index(checkpoint_dir, ranks.rank, known=known)
 
     def _read(self, ranks: Together, loading: Loading) -> None:
@@ -117,9 +117,9 @@ class TwoStageDataParallelLoadShardedStrategy(LoadStrategy):
             return url, cached, {shard: need for _, shard, need in needs_of(loading)}, list(loading.objects)
 
         try:
-            told = group.every("spread the checkpoint in its group", tell)
-            urls: list[Any] = [url for url, *_ in told]
-            if self._spread is False or _is_read_once([cached for _, cached, *_ in told]):
+            reports = group.every("spread the checkpoint in its group", tell)
+            urls: list[Any] = [url for url, *_ in reports]
+            if self._spread is False or _is_read_once([cached for _, cached, *_ in reports]):
                 super()._read(ranks, loading)
                 self.report["fetched"] = 0
                 return
@@ -127,7 +127,7 @@ class TwoStageDataParallelLoadShardedStrategy(LoadStrategy):
                 # Some might have read alone, but not all.
                 urls = group.every("spread the checkpoint in its group", lambda: urls[group.rank] or open_server())
             assert server is not None
-            plan = Plan([needs for *_, needs, _ in told], [objects for *_, objects in told])
+            plan = Plan([needs for *_, needs, _ in reports], [objects for *_, objects in reports])
             exchange = Exchange(loading, server, self._server_options, urls, group.rank)
             for step, turn in enumerate(plan.turns):
                 failed = exchange.run(step, turn, plan, self.timeout.total_seconds())
@@ -160,9 +160,9 @@ class _Cached(NamedTuple):
     place: tuple[str, int, int] | None
 
 
-def _is_read_once(told: list[_Cached]) -> bool:
+def _is_read_once(caches: list[_Cached]) -> bool:
     """Whether no byte comes from storage twice if each rank of the group reads alone."""
-    if all(one.held for one in told):
+    if all(cached.held for cached in caches):
         return True
-    # All of one machine: what one has read, the others find in the page cache.
-    return all(one.held is not None for one in told) and len({one.place for one in told}) == 1
+    # All ranks on one machine: what one of them has read, the others find in the page cache.
+    return all(cached.held is not None for cached in caches) and len({cached.place for cached in caches}) == 1

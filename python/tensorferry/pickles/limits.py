@@ -156,7 +156,7 @@ class Limits:
 
     def _count_hash(self, value: Any) -> None:
         same = self._hashes.setdefault(hash(value), [])
-        if not any([value is known or value == known for known in same]):
+        if not any([value is other or value == other for other in same]):
             require(len(same) < _SAME_HASH, "too many keys with the same hash")
             same.append(value)
 
@@ -213,14 +213,14 @@ def _is_enclosing(item: Any, around: Any) -> bool:
 
 
 def _attributes(instance: Any) -> list[Any]:
-    found = list(vars(instance).values()) if hasattr(instance, "__dict__") else []
+    values = list(vars(instance).values()) if hasattr(instance, "__dict__") else []
     cls: Any = type(instance)
     for slot in _slots(cls):
         try:
-            found.append(slot.__get__(instance))
+            values.append(slot.__get__(instance))
         except AttributeError:  # The attribute is not set.
             continue
-    return found
+    return values
 
 
 @lru_cache(maxsize=4096)

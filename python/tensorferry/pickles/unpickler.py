@@ -364,15 +364,15 @@ class Unpickler(Limits):
         require(len(items) % 2 == 0, "a key without its value")
         keys = items[::2]
         check_key = self.check_key
-        for one in keys:
-            if type(one) is not str:
-                check_key(one)
+        for key in keys:
+            if type(key) is not str:
+                check_key(key)
         if type(value) not in _DICTS:
             self._require_user_listed(value, "items")
         if type(value) is defaultdict:
             self.check_nesting(value, items[1::2])
-        for one, item in zip(keys, items[1::2], strict=True):
-            value[one] = item
+        for key, item in zip(keys, items[1::2], strict=True):
+            value[key] = item
 
     def _add(self, value: Any, items: list[Any]) -> None:
         for item in items:

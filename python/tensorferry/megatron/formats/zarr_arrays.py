@@ -137,14 +137,14 @@ class ZarrArray:
             CheckpointingException: it is missing and has no fill value, or its file has another length than a chunk
         """
         try:
-            found = self.chunk_path(chunk).stat()
+            status = self.chunk_path(chunk).stat()
         except FileNotFoundError:
             if self.fill is None:
                 raise self._missing(chunk) from None
             return False
         except OSError as e:
             raise CheckpointingException(f"{self.chunk_path(chunk)} cannot be read: {e}") from e
-        self._check(chunk, found)
+        self._check(chunk, status)
         return True
 
     def _missing(self, chunk: Sequence[int]) -> CheckpointingException:
@@ -153,13 +153,13 @@ class ZarrArray:
             "Restore the file, or load another checkpoint"
         )
 
-    def _check(self, chunk: Sequence[int], found: os.stat_result) -> None:
+    def _check(self, chunk: Sequence[int], status: os.stat_result) -> None:
         path = self.chunk_path(chunk)
-        if not stat.S_ISREG(found.st_mode):
+        if not stat.S_ISREG(status.st_mode):
             raise CheckpointingException(f"{path} is not a regular file: this is not a checkpoint of Megatron's")
-        if self.compressor is None and found.st_size != self.chunk_bytes:
+        if self.compressor is None and status.st_size != self.chunk_bytes:
             raise CheckpointingException(
-                f"{path} is damaged: it has {found.st_size} bytes, and a chunk of {list(self.chunks)} elements of "
+                f"{path} is damaged: it has {status.st_size} bytes, and a chunk of {list(self.chunks)} elements of "
                 f"{self.dtype} has {self.chunk_bytes}. Restore the file, or load another checkpoint"
             )
 

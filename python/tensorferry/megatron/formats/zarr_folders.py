@@ -44,7 +44,7 @@ def objects_of(folder: Path) -> list[tuple[Any, Path]]:
     Raises:
         CheckpointingException: a file has no name of an object
     """
-    found = []
+    objects = []
     for subfolder in sorted(path for path in folder.iterdir() if path.is_dir()):
         leaves = []
         for path in sorted(subfolder.glob("shard_*.pt")):
@@ -58,8 +58,8 @@ def objects_of(folder: Path) -> list[tuple[Any, Path]]:
         for leaf, path in leaves:
             if leaf.global_shape[-1] < 0:
                 leaf.global_shape = (*leaf.global_shape[:-1], last + 1)
-            found.append((leaf, path))
-    return found
+            objects.append((leaf, path))
+    return objects
 
 
 def load_object(folder: Path, leaf: Any, allowed: Allowed) -> Any:

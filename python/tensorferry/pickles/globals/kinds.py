@@ -126,11 +126,11 @@ def checked_sizes(values: Any, what: str) -> tuple[int, ...]:
 @lru_cache(maxsize=4096)
 def _where(cls: Any, name: str) -> str:
     """Returns where an attribute is stored: ``"slot"`` or ``"dict"``; ``""`` if it would hide a method."""
-    found = inspect.getattr_static(cls, name, None)
-    if inspect.ismemberdescriptor(found):
+    attribute = inspect.getattr_static(cls, name, None)
+    if inspect.ismemberdescriptor(attribute):
         return "slot"
     # If a newer torch has replaced a field by a property, the value from an older source has no effect.
-    return "" if callable(found) or isinstance(found, classmethod | staticmethod) else "dict"
+    return "" if callable(attribute) or isinstance(attribute, classmethod | staticmethod) else "dict"
 
 
 def attributes_of(state: Any) -> dict[str, Any]:

@@ -64,18 +64,21 @@ def _make_dtype(unpickler: Unpickler, text: str, state: Any) -> Any:
             require(whole and isinstance(part[0], np.dtype) and type(part[1]) is int, "a dtype with invalid fields")
         for part in parts:
             _shallow(unpickler, part[0])
-        known: dict[str, Any] = {
+        spec: dict[str, Any] = {
             "names": list(names),
             "formats": [p[0] for p in parts],
             "offsets": [p[1] for p in parts],
         }
         if any(len(part) == 3 for part in parts):
-            known["titles"] = [part[2] if len(part) == 3 else None for part in parts]
-            require(all([t is None or type(t) is str for t in known["titles"]]), "a dtype whose titles are not strings")
+            spec["titles"] = [part[2] if len(part) == 3 else None for part in parts]
+            require(
+                all([t is None or type(t) is str for t in spec["titles"]]),
+                "a dtype whose titles are not strings",
+            )
         require(0 < itemsize < 1 << 31, "a dtype with an invalid size")
         aligned = alignment > 1
         of: Any = np.dtype
-        made = of({**known, "itemsize": itemsize}, align=aligned)
+        made = of({**spec, "itemsize": itemsize}, align=aligned)
     elif text[0] in "mM" and len(state) == 9:
         match state[8]:
             case (None | {}, (bytes(unit), int(step), 1, *_)) if (

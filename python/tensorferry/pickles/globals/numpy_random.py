@@ -67,12 +67,12 @@ def _bit_generator(cls: Any) -> Kind:
             instance.state = _bit_state(cls.__name__, state)
             return instance
         require(type(state) is tuple and len(state) == 2, "a random generator without a state")
-        known, seed = state
+        inner, seed = state
         require(
             seed is None or type(seed) is np.random.SeedSequence, "a random generator whose seed is not a SeedSequence"
         )
-        _bit_state(cls.__name__, known)
-        instance.__setstate__((known, seed))
+        _bit_state(cls.__name__, inner)
+        instance.__setstate__((inner, seed))
         return instance
 
     return Kind(cls, build=build)
@@ -81,11 +81,11 @@ def _bit_generator(cls: Any) -> Kind:
 def _new_bit_generator(_: Unpickler, name: Any = "MT19937") -> Any:
     import numpy as np
 
-    made = {one: getattr(np.random, one) for one in _GENERATORS}
-    found: Any = made.get(name) if type(name) is str else name
-    require(any([found is one for one in made.values()]), "a random generator of an unexpected kind")
-    register(found, _bit_generator)
-    return found(0)
+    generators = {generator: getattr(np.random, generator) for generator in _GENERATORS}
+    cls: Any = generators.get(name) if type(name) is str else name
+    require(any([cls is generator for generator in generators.values()]), "a random generator of an unexpected kind")
+    register(cls, _bit_generator)
+    return cls(0)
 
 
 def _ready_bit_generator(unpickler: Unpickler, given: Any) -> Any:

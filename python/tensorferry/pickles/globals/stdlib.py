@@ -100,9 +100,9 @@ def _slice(cls: Any) -> Kind:
 
 def _counter(cls: Any) -> Kind:
     def call(unpickler: Unpickler, *counts: Any) -> Any:
-        for known in counts:
-            require(len(counts) == 1 and type(known) is dict, "a Counter that is not made from one dict")
-            unpickler.count_copy(len(known))
+        for count in counts:
+            require(len(counts) == 1 and type(count) is dict, "a Counter that is not made from one dict")
+            unpickler.count_copy(len(count))
         return collections.Counter(*counts)
 
     return Kind(cls, call=call)
@@ -116,8 +116,8 @@ _FACTORIES = (
 
 def _defaultdict(cls: Any) -> Kind:
     def call(unpickler: Unpickler, factory: Any = None) -> Any:
-        known = factory is None or any([factory is one for one in _FACTORIES]) or unpickler.is_user_listed(factory)
-        require(known, "a defaultdict whose factory is not a type of containers, numbers or strings")
+        allowed = factory is None or any([factory is kind for kind in _FACTORIES]) or unpickler.is_user_listed(factory)
+        require(allowed, "a defaultdict whose factory is not a type of containers, numbers or strings")
         return collections.defaultdict(factory)
 
     return Kind(cls, call=call)

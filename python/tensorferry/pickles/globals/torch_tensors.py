@@ -23,13 +23,13 @@ def _no_hooks(hooks: Any) -> None:
 
 
 def _metadata(values: tuple[Any, ...], dtype: torch.dtype) -> None:
-    for known in values:
-        bits = type(known) is dict and known.keys() <= {"conj", "neg"} and all_are(bool, *known.values())
-        require(len(values) == 1 and (known is None or bits), "tensor metadata other than the conj and neg bits")
+    for flags in values:
+        bits = type(flags) is dict and flags.keys() <= {"conj", "neg"} and all_are(bool, *flags.values())
+        require(len(values) == 1 and (flags is None or bits), "tensor metadata other than the conj and neg bits")
         # torch's kernels do not expect these bits on other dtypes.
-        require(not (known or {}).get("conj") or dtype.is_complex, "a conj bit on numbers that are not complex")
+        require(not (flags or {}).get("conj") or dtype.is_complex, "a conj bit on numbers that are not complex")
         require(
-            not (known or {}).get("neg") or dtype.is_complex or dtype in _OF_COMPLEX,
+            not (flags or {}).get("neg") or dtype.is_complex or dtype in _OF_COMPLEX,
             "a neg bit on a dtype that cannot have one",
         )
 
@@ -227,9 +227,9 @@ JAGGED = ("_values", "_offsets", "_lengths", "_ragged_idx", "_metadata_cache")
 def rebuild_jagged(unpickler: Unpickler, parts: Any) -> Tensor:
     """Stands for torch's ``_rebuild_njt``: nested tensors of rows of different lengths, in the layout ``jagged``."""
     require(type(parts) is dict and all_are(str, *parts), "a jagged tensor whose parts are not a dict")
-    known = {"values", "offsets", "lengths", "_ragged_idx", "_metadata_cache", "requires_grad"}
+    names = {"values", "offsets", "lengths", "_ragged_idx", "_metadata_cache", "requires_grad"}
     require(
-        parts.keys() <= known and {"values", "offsets"} <= parts.keys(), "a jagged tensor with unknown or missing parts"
+        parts.keys() <= names and {"values", "offsets"} <= parts.keys(), "a jagged tensor with unknown or missing parts"
     )
     values, offsets, lengths = parts["values"], parts["offsets"], parts.get("lengths")
     ragged, cached = parts.get("_ragged_idx", 1), parts.get("_metadata_cache") or {}
@@ -241,7 +241,7 @@ def rebuild_jagged(unpickler: Unpickler, parts: Any) -> Tensor:
     require(type(parts.get("requires_grad", False)) is bool, "a requires_grad that is not a bool")
     require(type(cached) is dict and all_are(str, *cached), "a jagged tensor whose cache has keys that are not strings")
     require(
-        all([type(one) is int or is_plain(one) for one in cached.values()]),
+        all([type(size) is int or is_plain(size) for size in cached.values()]),
         "a jagged tensor whose cache has values that are not sizes",
     )
     unpickler.count_checks(len(offsets) >> 6)
