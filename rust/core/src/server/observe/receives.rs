@@ -8,15 +8,15 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant, SystemTime};
 
-use super::Shared;
 use crate::report::Report;
+use crate::server::Shared;
 
 /// How many receives that ended are remembered.
 const REMEMBERED: usize = 8;
 
 /// The receives of one process.
 #[derive(Debug, Default)]
-pub(super) struct Receives(Mutex<Kept>);
+pub(in crate::server) struct Receives(Mutex<Kept>);
 
 #[derive(Debug, Default)]
 struct Kept {
@@ -37,51 +37,51 @@ struct Running {
 
 /// The phases that the time of a receive is divided into, and the part of `fetch` that compared digests.
 #[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Phases {
-    pub(super) open: Duration,
-    pub(super) fetch: Duration,
-    pub(super) build: Duration,
-    pub(super) verify: Duration,
+pub(in crate::server) struct Phases {
+    pub(in crate::server) open: Duration,
+    pub(in crate::server) fetch: Duration,
+    pub(in crate::server) build: Duration,
+    pub(in crate::server) verify: Duration,
 }
 
 /// All receives since the server began.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Sums {
-    pub(super) healed: u64,
-    pub(super) failed: u64,
-    pub(super) bytes: u64,
-    pub(super) retries: u64,
-    pub(super) phases: Phases,
+pub(in crate::server) struct Sums {
+    pub(in crate::server) healed: u64,
+    pub(in crate::server) failed: u64,
+    pub(in crate::server) bytes: u64,
+    pub(in crate::server) retries: u64,
+    pub(in crate::server) phases: Phases,
 }
 
 /// A receive that ended.
 #[derive(Clone, Debug)]
-pub(super) struct Ended {
-    pub(super) step: i64,
-    pub(super) at: SystemTime,
-    pub(super) took: Duration,
+pub(in crate::server) struct Ended {
+    pub(in crate::server) step: i64,
+    pub(in crate::server) at: SystemTime,
+    pub(in crate::server) took: Duration,
     /// How it went, or the class of its error.
-    pub(super) outcome: Result<(Report, Phases), String>,
+    pub(in crate::server) outcome: Result<(Report, Phases), String>,
 }
 
 /// A receive that runs.
 #[derive(Clone, Debug)]
-pub(super) struct Underway {
-    pub(super) step: i64,
-    pub(super) took: Duration,
-    pub(super) phase: &'static str,
-    pub(super) received: u64,
+pub(in crate::server) struct Underway {
+    pub(in crate::server) step: i64,
+    pub(in crate::server) took: Duration,
+    pub(in crate::server) phase: &'static str,
+    pub(in crate::server) received: u64,
     /// 0 while the source has not answered.
-    pub(super) total: u64,
+    pub(in crate::server) total: u64,
 }
 
 /// Everything about receives at one moment.
 #[derive(Clone, Debug)]
-pub(super) struct ReceiveFigures {
-    pub(super) running: Vec<Underway>,
+pub(in crate::server) struct ReceiveFigures {
+    pub(in crate::server) running: Vec<Underway>,
     /// The latest first.
-    pub(super) ended: Vec<Ended>,
-    pub(super) sums: Sums,
+    pub(in crate::server) ended: Vec<Ended>,
+    pub(in crate::server) sums: Sums,
 }
 
 /// A receive of this process, which its [`crate::Server`] shows as running until [`Receive::end`]. One that is dropped
@@ -110,7 +110,7 @@ impl Receives {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    pub(super) fn figures(&self) -> ReceiveFigures {
+    pub(in crate::server) fn figures(&self) -> ReceiveFigures {
         let kept = self.kept();
         let running = kept.running.values().map(Running::look).collect();
         ReceiveFigures { running, ended: kept.ended.iter().cloned().collect(), sums: kept.sums.clone() }
@@ -133,7 +133,7 @@ impl Running {
 }
 
 impl Receive {
-    pub(super) fn begin(shared: &Arc<Shared>, step: i64) -> Self {
+    pub(in crate::server) fn begin(shared: &Arc<Shared>, step: i64) -> Self {
         let mut kept = shared.receives.kept();
         let number = kept.next;
         kept.next += 1;

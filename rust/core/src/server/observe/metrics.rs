@@ -5,8 +5,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant, SystemTime};
 
-use super::ConnectionContext;
-use super::connection_slots::Peer;
+use crate::server::ConnectionContext;
+use crate::server::connection_slots::Peer;
 
 /// How many refusals are remembered, and how many characters of each.
 const REMEMBERED: usize = 16;
@@ -14,41 +14,41 @@ const SHOWN: usize = 240;
 
 /// Counts since the server began.
 #[derive(Debug, Default)]
-pub(super) struct Metrics {
-    pub(super) waiting: AtomicU64,
+pub(in crate::server) struct Metrics {
+    pub(in crate::server) waiting: AtomicU64,
     tallies: Mutex<Tallies>,
 }
 
 /// The counts that are kept under one lock.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Tallies {
+pub(in crate::server) struct Tallies {
     /// By status.
-    pub(super) answers: BTreeMap<u16, u64>,
-    pub(super) bodies: Bodies,
+    pub(in crate::server) answers: BTreeMap<u16, u64>,
+    pub(in crate::server) bodies: Bodies,
     /// The latest first. Only peers that knew the path are listed, so that a stranger can neither fill nor read the list.
-    pub(super) refusals: VecDeque<Refusal>,
+    pub(in crate::server) refusals: VecDeque<Refusal>,
 }
 
 /// Bodies of checkpoints.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Bodies {
-    pub(super) complete: u64,
-    pub(super) cut: u64,
-    pub(super) time: Duration,
+pub(in crate::server) struct Bodies {
+    pub(in crate::server) complete: u64,
+    pub(in crate::server) cut: u64,
+    pub(in crate::server) time: Duration,
 }
 
 /// A request that was refused.
 #[derive(Clone, Debug)]
-pub(super) struct Refusal {
-    pub(super) at: SystemTime,
-    pub(super) peer: Peer,
-    pub(super) status: u16,
+pub(in crate::server) struct Refusal {
+    pub(in crate::server) at: SystemTime,
+    pub(in crate::server) peer: Peer,
+    pub(in crate::server) status: u16,
     /// The text of the answer, in printable ASCII; parts of it may come from the peer.
-    pub(super) message: String,
+    pub(in crate::server) message: String,
 }
 
 /// A request that waits for a checkpoint; it is counted as long as this lives.
-pub(super) struct Waiting<'a>(&'a AtomicU64);
+pub(in crate::server) struct Waiting<'a>(&'a AtomicU64);
 
 impl Drop for Waiting<'_> {
     fn drop(&mut self) {
@@ -58,20 +58,20 @@ impl Drop for Waiting<'_> {
 
 /// A body that is being sent.
 #[derive(Debug)]
-pub(super) struct Sending {
+pub(in crate::server) struct Sending {
     since: Instant,
     /// How many bytes of bodies the connection had sent before this answer, and will have sent after it.
     bounds: (u64, u64),
 }
 
 impl Sending {
-    pub(super) fn new(connection: &ConnectionContext, len: u64) -> Self {
+    pub(in crate::server) fn new(connection: &ConnectionContext, len: u64) -> Self {
         let before = connection.progress[0].bytes.load(Ordering::Relaxed);
         Self { since: Instant::now(), bounds: (before, before + len) }
     }
 
     /// The body is gone. One of which nothing was sent, as in the answer to HEAD, does not count.
-    pub(super) fn end(&self, connection: &ConnectionContext) {
+    pub(in crate::server) fn end(&self, connection: &ConnectionContext) {
         let sent = connection.progress[0].bytes.load(Ordering::Relaxed);
         if sent > self.bounds.0 {
             connection.shared.metrics.note_body(sent >= self.bounds.1, self.since.elapsed());
@@ -85,21 +85,21 @@ impl Metrics {
     }
 
     /// All counts at one moment.
-    pub(super) fn look(&self) -> Tallies {
+    pub(in crate::server) fn look(&self) -> Tallies {
         self.tallies().clone()
     }
 
-    pub(super) fn wait(&self) -> Waiting<'_> {
+    pub(in crate::server) fn wait(&self) -> Waiting<'_> {
         self.waiting.fetch_add(1, Ordering::Relaxed);
         Waiting(&self.waiting)
     }
 
-    pub(super) fn note_answer(&self, status: u16) {
+    pub(in crate::server) fn note_answer(&self, status: u16) {
         *self.tallies().answers.entry(status).or_default() += 1;
     }
 
     /// Remembers the refusal of a request whose path was known to `peer`.
-    pub(super) fn note_refusal(&self, peer: Peer, status: u16, message: &[u8]) {
+    pub(in crate::server) fn note_refusal(&self, peer: Peer, status: u16, message: &[u8]) {
         // Signs of other scripts can change the order in which a line is shown.
         let printable = |b: &u8| if b.is_ascii_graphic() || *b == b' ' { char::from(*b) } else { '?' };
         let message = message.trim_ascii_end().iter().take(SHOWN).map(printable).collect();

@@ -14,7 +14,7 @@ use super::receives::{Ended, Underway};
 use super::transfers::Transfer;
 
 /// The media type of what [`render`] returns.
-pub(super) const MEDIA_TYPE: &str = "text/html; charset=utf-8";
+pub(in crate::server) const MEDIA_TYPE: &str = "text/html; charset=utf-8";
 
 const STYLE: &str = "\
 :root{color-scheme:light dark;font:15px/1.5 system-ui,sans-serif}
@@ -29,14 +29,14 @@ th{font-weight:600}.n{text-align:right;font-variant-numeric:tabular-nums;white-s
 progress{width:9rem;vertical-align:middle}";
 
 /// What a browser is allowed to do with a page that was rendered with `nonce`: to apply its style sheet.
-pub(super) fn content_security_policy(nonce: &str) -> String {
+pub(in crate::server) fn content_security_policy(nonce: &str) -> String {
     format!(
         "default-src 'none'; style-src 'nonce-{nonce}'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     )
 }
 
 /// `figures` as a page whose style sheet is marked with `nonce`.
-pub(super) fn render(figures: &Figures, nonce: &str) -> String {
+pub(in crate::server) fn render(figures: &Figures, nonce: &str) -> String {
     let mut page = String::with_capacity(8 << 10);
     let title = figures.step.map_or("nothing served yet".to_owned(), |step| format!("step {step}"));
     let _ = write!(

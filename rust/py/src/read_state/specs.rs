@@ -12,7 +12,7 @@ use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyInt, PyString, PyTuple, PyType};
 
-use crate::columns::{AddressHasher, ByAddress};
+use crate::rows::columns::{AddressHasher, ByAddress};
 
 /// Names and values of the attributes of a spec.
 pub(crate) type Fields<'py> = Vec<(Bound<'py, PyAny>, Bound<'py, PyAny>)>;

@@ -7,8 +7,8 @@
 use pyo3::prelude::*;
 use tensorferry_wire::dtype::Dtype;
 
-use crate::columns::{ByAddress, Span};
 use crate::memory::Described;
+use crate::rows::columns::{ByAddress, Span};
 use crate::rows::write_number;
 
 /// Memory of a tensor inside its storage.
@@ -235,7 +235,7 @@ impl Views {
         }
     }
 
-    /// The memory of all leaves, as [`crate::columns::Columns::overlapping`] takes it.
+    /// The memory of all leaves, as [`crate::rows::columns::Columns::overlapping`] takes it.
     pub(crate) fn spans(&self) -> impl Iterator<Item = Span> {
         self.all.iter().filter(|view| view.leaf < 0).map(|view| {
             let address = self.stores[view.store].address;

@@ -1,7 +1,7 @@
 //! The leaves of a state that are no rows: their pickle, what the manifest says of them, and the memory they refer to.
 //!
 //! Numbers, text, views, `DTensor`s and arrays are written here. Everything else the interpreter's pickler writes, one
-//! object at a time, and its opcodes are put between ours ([`crate::pickle`]).
+//! object at a time, and its opcodes are put between ours ([`crate::read_state::pickle`]).
 
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -9,10 +9,10 @@ use pyo3::types::{PyBool, PyBytes, PyFloat, PyInt, PyList, PyString, PyTuple};
 use tensorferry_wire::container::RESERVED_PREFIX;
 use tensorferry_wire::dtype::Dtype;
 
-use crate::columns::{ByAddress, Row};
-use crate::pickle::{self, Pickle};
+use crate::read_state::pickle::{self, Pickle};
+use crate::read_state::views::{Store, View, numbers, typed};
+use crate::rows::columns::{ByAddress, Row};
 use crate::rows::{PyRows, quote, write_number};
-use crate::views::{Store, View, numbers, typed};
 
 /// The pickle of all objects of `rows`, `None` if one refers to another one in a way that only a pickler of all of them
 /// can say.

@@ -10,10 +10,10 @@ use super::figures::Figures;
 use super::receives::{Phases, ReceiveFigures};
 
 /// The media type of what [`render`] returns.
-pub(super) const MEDIA_TYPE: &str = "text/plain; version=0.0.4; charset=utf-8";
+pub(in crate::server) const MEDIA_TYPE: &str = "text/plain; version=0.0.4; charset=utf-8";
 
 /// `figures` as a scraper reads them.
-pub(super) fn render(figures: &Figures) -> String {
+pub(in crate::server) fn render(figures: &Figures) -> String {
     let mut page = Exposition(String::new());
     page.about("build_info", "gauge", "1; the version is a label.");
     page.row("build_info", concat!("version=\"", env!("CARGO_PKG_VERSION"), "\""), 1);

@@ -12,13 +12,13 @@ use pyo3::types::{PyBytes, PyString};
 use tensorferry_core::{ArenaPool, Arrived, Cancel, Destination, Error, FetchOptions, Remote};
 use tensorferry_wire::container::{self, Header};
 
-use crate::entries::{PyEntries, find_tree, without_tree};
 use crate::errors;
+use crate::fetch::entries::{PyEntries, find_tree, without_tree};
+use crate::fetch::staged::{ProgressReporter, PyStagedFetch, WavesOf};
 use crate::memory::{PyArena, given, pool_with_allocator};
 use crate::report::{PyReport, seconds};
 use crate::runtime::{self, OnTick, Process};
 use crate::secret::PySecret;
-use crate::staged::{ProgressReporter, PyStagedFetch, WavesOf};
 
 /// A checkpoint whose header is here and whose payload is still at its source.
 #[pyclass(name = "Remote", module = "tensorferry._native", extends = PyEntries, frozen)]

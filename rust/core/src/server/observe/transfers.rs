@@ -8,15 +8,15 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::body::Progress;
-use super::connection_slots::Peer;
+use crate::server::body::Progress;
+use crate::server::connection_slots::Peer;
 
 /// How long a connection that is between two answers of a receive still counts as one that is sent to.
 const BETWEEN: Duration = Duration::from_secs(2);
 
 /// The connections that bodies of checkpoints went to, by number.
 #[derive(Debug, Default)]
-pub(super) struct Transfers(Mutex<BTreeMap<u64, Sent>>);
+pub(in crate::server) struct Transfers(Mutex<BTreeMap<u64, Sent>>);
 
 /// What one connection was sent of one snapshot.
 #[derive(Debug)]
@@ -37,23 +37,23 @@ struct Sent {
 }
 
 /// The snapshot that the body of an answer is part of.
-pub(super) struct Snapshot<'a> {
-    pub(super) step: i64,
-    pub(super) etag: &'a str,
+pub(in crate::server) struct Snapshot<'a> {
+    pub(in crate::server) step: i64,
+    pub(in crate::server) etag: &'a str,
     /// Length of the container.
-    pub(super) total: u64,
+    pub(in crate::server) total: u64,
 }
 
 /// What one peer is being sent of one snapshot, over all of its connections.
 #[derive(Clone, Debug)]
-pub(super) struct Transfer {
-    pub(super) peer: Peer,
-    pub(super) step: i64,
-    pub(super) connections: usize,
-    pub(super) sent: u64,
-    pub(super) total: u64,
-    pub(super) bytes_per_second: f64,
-    pub(super) took: Duration,
+pub(in crate::server) struct Transfer {
+    pub(in crate::server) peer: Peer,
+    pub(in crate::server) step: i64,
+    pub(in crate::server) connections: usize,
+    pub(in crate::server) sent: u64,
+    pub(in crate::server) total: u64,
+    pub(in crate::server) bytes_per_second: f64,
+    pub(in crate::server) took: Duration,
 }
 
 impl Transfers {
@@ -62,7 +62,13 @@ impl Transfers {
     }
 
     /// An answer of `connection` begins, whose bytes `progress` counts.
-    pub(super) fn begin(&self, connection: u64, peer: Peer, snapshot: &Snapshot<'_>, progress: &Arc<Progress>) {
+    pub(in crate::server) fn begin(
+        &self,
+        connection: u64,
+        peer: Peer,
+        snapshot: &Snapshot<'_>,
+        progress: &Arc<Progress>,
+    ) {
         let (now, at) = (Instant::now(), progress.bytes.load(Ordering::Relaxed));
         let mut sent = self.sent();
         if let Some(known) = sent.get_mut(&connection)
@@ -79,19 +85,19 @@ impl Transfers {
     }
 
     /// The latest answer of `connection` is over.
-    pub(super) fn end(&self, connection: u64) {
+    pub(in crate::server) fn end(&self, connection: u64) {
         if let Some(known) = self.sent().get_mut(&connection) {
             known.ended = Some((Instant::now(), known.progress.bytes.load(Ordering::Relaxed)));
         }
     }
 
     /// `connection` is closed.
-    pub(super) fn leave(&self, connection: u64) {
+    pub(in crate::server) fn leave(&self, connection: u64) {
         self.sent().remove(&connection);
     }
 
     /// The transfers that run now.
-    pub(super) fn now(&self) -> Vec<Transfer> {
+    pub(in crate::server) fn now(&self) -> Vec<Transfer> {
         let mut transfers: Vec<Transfer> = Vec::new();
         // By snapshot: two steps of different shelves may have the same number.
         let mut etags: Vec<String> = Vec::new();

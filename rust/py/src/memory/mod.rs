@@ -34,8 +34,8 @@ use tensorferry_wire::digest::checksum;
 use tensorferry_wire::dtype::Dtype;
 
 use crate::errors;
-use crate::staged::WavesOf;
-use crate::stored::PyStored;
+use crate::fetch::staged::WavesOf;
+use crate::fetch::stored::PyStored;
 
 /// Memory a transfer filled, or is going to fill. A tensor over an entry keeps the region of it that the entry lies in,
 /// and this object all of them.

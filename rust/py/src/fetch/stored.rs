@@ -11,13 +11,13 @@ use pyo3::types::{PyBytes, PyString};
 use tensorferry_core::{Arena, Cancel, Destination, Error, FileOptions, FileReport, Report, Stored};
 use tensorferry_wire::container::{self, Header};
 
-use crate::entries::{PyEntries, find_tree, without_tree};
 use crate::errors;
+use crate::fetch::entries::{PyEntries, find_tree, without_tree};
+use crate::fetch::staged::{ProgressReporter, PyStagedFetch, WavesOf};
 use crate::memory::{Owner, PyArena, given};
 use crate::report::PyReport;
 use crate::rows::PyRows;
 use crate::runtime;
-use crate::staged::{ProgressReporter, PyStagedFetch, WavesOf};
 
 /// A container at rest, whose header, manifest and pickle are here.
 #[pyclass(name = "Stored", module = "tensorferry._native", extends = PyEntries, frozen)]

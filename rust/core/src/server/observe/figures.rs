@@ -3,36 +3,36 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, SystemTime};
 
-use super::Shared;
 use super::metrics::Tallies;
 use super::receives::ReceiveFigures;
 use super::transfers::Transfer;
+use crate::server::Shared;
 
 /// A server at one moment. It holds nothing that gives access to a state.
 #[derive(Clone, Debug)]
-pub(super) struct Figures {
-    pub(super) at: SystemTime,
-    pub(super) up: Duration,
-    pub(super) port: u16,
-    pub(super) encrypted: bool,
-    pub(super) secret: bool,
-    pub(super) allowed: bool,
-    pub(super) step: Option<i64>,
+pub(in crate::server) struct Figures {
+    pub(in crate::server) at: SystemTime,
+    pub(in crate::server) up: Duration,
+    pub(in crate::server) port: u16,
+    pub(in crate::server) encrypted: bool,
+    pub(in crate::server) secret: bool,
+    pub(in crate::server) allowed: bool,
+    pub(in crate::server) step: Option<i64>,
     /// Bytes of what is served, header included.
-    pub(super) published: Option<u64>,
-    pub(super) requests: u64,
-    pub(super) sent: u64,
-    pub(super) connections: u64,
+    pub(in crate::server) published: Option<u64>,
+    pub(in crate::server) requests: u64,
+    pub(in crate::server) sent: u64,
+    pub(in crate::server) connections: u64,
     /// Answers that are being sent.
-    pub(super) answers: u64,
-    pub(super) waiting: u64,
-    pub(super) tallies: Tallies,
-    pub(super) transfers: Vec<Transfer>,
-    pub(super) receives: ReceiveFigures,
+    pub(in crate::server) answers: u64,
+    pub(in crate::server) waiting: u64,
+    pub(in crate::server) tallies: Tallies,
+    pub(in crate::server) transfers: Vec<Transfer>,
+    pub(in crate::server) receives: ReceiveFigures,
 }
 
 impl Figures {
-    pub(super) fn of(shared: &Shared) -> Self {
+    pub(in crate::server) fn of(shared: &Shared) -> Self {
         let load = |count: &AtomicU64| count.load(Ordering::Relaxed);
         let shelves = shared.shelves.stores();
         let answers = shared.store.active() + shelves.iter().map(|store| store.active()).sum::<usize>();

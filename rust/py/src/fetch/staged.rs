@@ -11,11 +11,11 @@ use tensorferry_core::{Cancel, Error, StagedFetch, StagedRun, StoredWaves};
 use tensorferry_wire::container::Header;
 
 use crate::errors;
+use crate::fetch::remote::handed_over;
+use crate::fetch::stored::read;
 use crate::memory::{PyArena, fetch_wave};
-use crate::remote::handed_over;
 use crate::report::PyReport;
 use crate::runtime::{self, OnTick, Process};
-use crate::stored::read;
 
 /// The waves of a receive, or of a read of a container at rest.
 pub(crate) enum WavesOf {

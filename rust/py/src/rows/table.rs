@@ -8,7 +8,7 @@
 
 use tensorferry_wire::dtype::Dtype;
 
-use crate::columns::{Columns, Row};
+use crate::rows::columns::{Columns, Row};
 
 /// Memory that rows lie in: address and length.
 pub(crate) type Place = (usize, usize);

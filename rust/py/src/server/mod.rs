@@ -3,6 +3,9 @@
 //! A server owns sockets and uses threads of the runtime; it is dropped without the interpreter, and not at all in a
 //! forked child, where there is nothing to stop.
 
+mod frontend;
+pub(crate) mod readiness;
+
 use std::any::Any;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -15,11 +18,11 @@ use tensorferry_core::{
     Store, Withdrawn,
 };
 
+use self::frontend::PythonFrontend;
+use self::readiness::PyReadiness;
 use crate::errors;
-use crate::frontend::PythonFrontend;
+use crate::fetch::remote::PyRemote;
 use crate::memory::{Owner, PyFilePages, borrowed};
-use crate::readiness::PyReadiness;
-use crate::remote::PyRemote;
 use crate::report::{PyReport, seconds};
 use crate::rows::PyRows;
 use crate::runtime::{self, Process, SIGNAL_POLL};

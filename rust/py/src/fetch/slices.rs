@@ -12,12 +12,12 @@ use tensorferry_core::{Cancel, Container, Error, FetchOptions, FileOptions, Repe
 use tensorferry_wire::dtype::Dtype;
 
 use crate::errors;
+use crate::fetch::staged::ProgressReporter;
 use crate::memory;
 use crate::report::{PyReport, seconds};
 use crate::rows::PyRows;
 use crate::runtime::{self, OnTick};
 use crate::secret::PySecret;
-use crate::staged::ProgressReporter;
 
 /// `(entry, dtype, nbytes, start, run, address, [(count, from, to), ...])`.
 type SliceTuple = (String, String, u64, u64, u64, usize, Vec<(u64, u64, u64)>);

@@ -11,6 +11,9 @@
 //! * an object is one leaf, however often it occurs in the state;
 //! * other threads get a turn after every `TURN` leaves.
 
+pub(crate) mod columns;
+mod table;
+
 use std::fmt::Write as _;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -23,13 +26,13 @@ use pyo3::types::{PyBytes, PyDict, PyInt, PyList, PyString, PyTuple, PyType};
 use tensorferry_core::{Item, Transfer};
 use tensorferry_wire::dtype::Dtype;
 
-use crate::columns::{ByAddress, Columns, Row, Span};
+use self::columns::{ByAddress, Columns, Row, Span};
+use self::table::Place;
 use crate::errors;
-use crate::getters::{Torch, WithoutTorchFunction};
 use crate::memory::{self, Described, PySharedBuffer, TURN, borrowed};
-use crate::specs::{self, Fields, Specs};
-use crate::table::{self, Place};
-use crate::views::{Global, Store, View, Views, typed};
+use crate::read_state::getters::{Torch, WithoutTorchFunction};
+use crate::read_state::specs::{self, Fields, Specs};
+use crate::read_state::views::{Global, Store, View, Views, typed};
 
 /// One row for each tensor, column by column, and which leaf of the state is which row.
 #[pyclass(name = "Rows", module = "tensorferry._native", frozen)]
