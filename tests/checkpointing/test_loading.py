@@ -20,7 +20,7 @@ from torch import nn
 from equality import assert_same_state
 from leaf import Leaf
 from leaves import CATALOGUE
-from stand_in import StandIn
+from stand_in import stand_in
 from tensorferry import HTTPTransport
 from tensorferry._native import Stored
 from tensorferry.checkpointing import (
@@ -284,14 +284,14 @@ def test_map_location_is_that_of_torch_load(writer, tmp_path):
 
 
 def test_the_device_that_was_saved_is_the_location(tmp_path, monkeypatch):
-    device = StandIn()
-    monkeypatch.setattr(torch_parts, "ACCELERATOR", device)
     base = torch.arange(12.0)
     state = {"w": torch.ones(3), "on": [torch.full((4,), 2.0), torch.full((5,), 3.0)], "base": base, "view": base[::2]}
     state["other"] = torch.full((2,), 4.0)
-    device.adopt(*state["on"], base)
-    device.adopt(state["other"], device=1)
-    save(tmp_path / "c", state)
+    with stand_in() as device:
+        monkeypatch.setattr(torch_parts, "ACCELERATOR", device)
+        device.adopt(*state["on"], base)
+        device.adopt(state["other"], device=1)
+        save(tmp_path / "c", state)
     monkeypatch.undo()
     seen = {}
 
@@ -319,11 +319,11 @@ def test_the_device_that_was_saved_is_the_location(tmp_path, monkeypatch):
 
 
 def test_what_a_transport_sends_says_where_it_was_and_receivers_do_not_care():
-    device = StandIn()
     value = torch.arange(5.0)
-    device.adopt(value)
-    snapshot = StateSnapshot({"a": torch.zeros(2), "v": value}, Stager(device), "borrow")
-    snapshot.complete()
+    with stand_in() as device:
+        device.adopt(value)
+        snapshot = StateSnapshot({"a": torch.zeros(2), "v": value}, Stager(device), "borrow")
+        snapshot.complete()
     assert json.loads(snapshot.manifest())["devices"] == {"cuda:0": [[1, 1]]}
     state, _, _ = load.receive(
         Stored.over(snapshot.rows, snapshot._control(), snapshot), Allowed(), None, BounceBuffers(ACCELERATOR)

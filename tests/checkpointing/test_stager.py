@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from checkpoint_files import tensors_of
-from stand_in import StandIn
+from stand_in import StandIn, stand_in
 from tensorferry.checkpointing.saving import Options, Ranks, Saver, SharedStager
 from tensorferry.memory.shared import Budget, NoRoom
 
@@ -22,9 +22,8 @@ MIB = 1 << 20
 
 @pytest.fixture
 def device():
-    stand_in = StandIn()
-    yield stand_in
-    stand_in.close()
+    with stand_in() as made:
+        yield made
 
 
 def on_device(device: StandIn, value: float, count: int = MIB) -> torch.Tensor:

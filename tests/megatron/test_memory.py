@@ -57,7 +57,7 @@ MOST = {
 def load(kept, folder, how):
     import tensorferry.megatron as ours
     from tensorferry.dcp import load_plan
-    from tensorferry.megatron import two_stage
+    from tensorferry.megatron import spreading
 
     del kept
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
@@ -74,7 +74,7 @@ def load(kept, folder, how):
     else:
         make = lambda rows: torch.full((rows, 1024), 1.0, dtype=dtype)  # noqa: E731
     state = large(rank, world, False, make)
-    load_plan._SCRATCH = two_stage._WINDOW = WINDOW
+    load_plan._SCRATCH = spreading._WINDOW = WINDOW
     # Large blocks that are freed go back at once (M_MMAP_THRESHOLD), and so do those that were kept before.
     libc = ctypes.CDLL(None)
     libc.mallopt(-3, MIB)
@@ -82,7 +82,7 @@ def load(kept, folder, how):
     Path("/proc/self/clear_refs").write_text("5")
     before, files = resident("VmRSS"), resident("RssFile")
     found = ours.load(state, folder, strategy)
-    load_plan._SCRATCH = two_stage._WINDOW = 256 * MIB
+    load_plan._SCRATCH = spreading._WINDOW = 256 * MIB
     # Pages of libraries that were touched again are not the load's.
     more = resident("VmHWM") - before - max(0, resident("RssFile") - files)
     return more, all(bool((tensor == 2).all()) for tensor in found.values())

@@ -136,12 +136,12 @@ def interrupt_between(kept, folder, where):
     from unittest import mock
 
     import tensorferry.megatron as ours
-    from tensorferry.megatron import two_stage
+    from tensorferry.megatron import spreading, two_stage
 
     # The package has a function of this name.
     saving = import_module("tensorferry.megatron.save")
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    place, name = (saving, "_Saving") if where == "save" else (two_stage._Exchange, "_serve")
+    place, name = (saving, "_Saving") if where == "save" else (spreading.Exchange, "_serve")
     does = KeyboardInterrupt
     if where == "its group":
         place, name = two_stage.TwoStageDataParallelLoadShardedStrategy, "_shared_index"

@@ -185,7 +185,7 @@ def load_padded(kept, folder):
     from megatron.core.dist_checkpointing import ShardedTensor
 
     import tensorferry.megatron as ours
-    from tensorferry.megatron import two_stage
+    from tensorferry.megatron import spreading
 
     del kept
     rank = torch.distributed.get_rank()
@@ -200,9 +200,9 @@ def load_padded(kept, folder):
     strategy = ours.TwoStageDataParallelLoadShardedStrategy(
         torch.distributed.group.WORLD, spread=True, interface="127.0.0.1"
     )
-    window, two_stage._WINDOW = two_stage._WINDOW, two_stage._BATCH + (6 << 20)
+    window, spreading._WINDOW = spreading._WINDOW, spreading._BATCH + (6 << 20)
     found = ours.load(state, folder, strategy)
-    two_stage._WINDOW = window
+    spreading._WINDOW = window
     return [bool((found[str(number)][:, 512:] == 0).all() and found[str(number)][1, 1] > 0) for number in range(8)]
 
 
@@ -236,19 +236,19 @@ def test_damage_that_one_rank_finds_ends_the_load_of_all(host, tmp_path):
 
 
 def plan(kept):
-    from tensorferry.megatron import two_stage
+    from tensorferry.megatron import spreading
 
     del kept
     size = 100 << 20
     # The first four do not lie in one piece on the second rank, the last one is needed by one rank only.
-    needs = [{("w", i): two_stage._Need(size, rank == 0 or i >= 4) for i in range(8)} for rank in range(2)]
-    needs[0]["alone", 0] = two_stage._Need(3 * size, True)
-    made = two_stage._Plan(needs)
+    needs = [{("w", i): spreading.Need(size, rank == 0 or i >= 4) for i in range(8)} for rank in range(2)]
+    needs[0]["alone", 0] = spreading.Need(3 * size, True)
+    made = spreading.Plan(needs)
     held = [
         sum(size for of_rank in turn.values() for shard in of_rank if not needs[1][shard].direct) for turn in made.turns
     ]
     read = [sum(len(turn.get(rank, ())) for turn in made.turns) for rank in range(2)]
-    return max(held) <= two_stage._WINDOW, len(made.turns), read, ("alone", 0) in made.shared
+    return max(held) <= spreading._WINDOW, len(made.turns), read, ("alone", 0) in made.shared
 
 
 def test_the_plan_bounds_temporary_memory_and_spreads_the_reading(host):
@@ -257,21 +257,21 @@ def test_the_plan_bounds_temporary_memory_and_spreads_the_reading(host):
 
 
 def pieces(kept):
-    from tensorferry.megatron import shards, two_stage
-    from tensorferry.megatron.load import Part
+    from tensorferry.megatron import shards, spreading
+    from tensorferry.megatron.loading import Part
 
     del kept
-    rows = 3 * two_stage._BATCH // 4096 + 5
+    rows = 3 * spreading._BATCH // 4096 + 5
     target = torch.empty(1, rows, 1024)
     parts = [
         Part(0, "w", (0, at, 0), (0, 0, 0), shards.Box((0, at, 0), (1, length, 1024)))
         for at, length in ((7, rows - 7), (0, 7))
     ]
-    inside = list(two_stage._in_order(parts, target.shape, 4))
+    inside = list(spreading._in_order(parts, target.shape, 4))
     columns = [Part(0, "w", (0, 0, at), (0, 0, 0), shards.Box((0, 0, at), (1, rows, 512))) for at in (0, 512)]
-    across = list(two_stage._in_order(columns, target.shape, 4))
+    across = list(spreading._in_order(columns, target.shape, 4))
     whole = [sum(part.wanted.numel for part, _ in found) == target.numel() for found in (inside, across)]
-    small = all(part.wanted.numel * 4 <= two_stage._BATCH for part, _ in [*inside, *across])
+    small = all(part.wanted.numel * 4 <= spreading._BATCH for part, _ in [*inside, *across])
     there = [upto for _, upto in inside]
     ends = [1024 * (part.wanted.offsets[1] + part.wanted.sizes[1]) for part, _ in inside]
     *before, last = [upto for _, upto in across]

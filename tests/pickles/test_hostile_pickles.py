@@ -26,6 +26,7 @@ import tensorferry
 from hostile_pickles import Raw, again, build, call, global_, new, persistent, read, say, whole
 from pickled_classes import Colour, Holder, a_function
 from tensorferry.pickles.allowlist import Allowed
+from tensorferry.pickles.globals import kinds
 from tensorferry.pickles.globals import table as reviewed
 
 pytestmark = [pytest.mark.timeout(100), pytest.mark.beyond_torchft]
@@ -488,7 +489,7 @@ def test_the_object_found_is_the_one_meant() -> None:
             continue
         there += 1
         key = reviewed._ALIASES.get((module, name), (module, name))
-        if isinstance(found, reviewed.Function):
+        if isinstance(found, kinds.Function):
             assert found.name == ".".join(key)
             assert not callable(found)
         elif isinstance(found, type):
@@ -498,7 +499,7 @@ def test_the_object_found_is_the_one_meant() -> None:
                 or own in {k for k, v in reviewed._ALIASES.items() if v == key}
                 or key[0] == own[0].partition("._")[0]
             ), own
-            assert reviewed.kind_of(found).cls is found
+            assert kinds.kind_of(found).cls is found
         else:
             assert isinstance(found, torch.dtype | torch.qscheme) or found in (..., NotImplemented)
         assert "." not in key[1] or key[1] == "ShardedTensor.ProcessGroupState"

@@ -182,10 +182,8 @@ class StandIn(Accelerator):
         storages = [part.untyped_storage() for tensor in tensors for part in parts(tensor)]
         return [device for device in dict.fromkeys(map(self.device_of, storages)) if device is not None]
 
-    def device_indices(self, memory: Sequence[Any], found: list[int]) -> list[int]:
-        assert not found, "a tensor is on a real device"
-        tensors = ((i, m) for i, m in enumerate(memory) if isinstance(m, torch.Tensor))
-        return [i for i, tensor in tensors if self.device_of(tensor.untyped_storage()) is not None]
+    def indices(self, tensors: Sequence[torch.Tensor]) -> list[int]:
+        return [i for i, tensor in enumerate(tensors) if self.device_of(tensor.untyped_storage()) is not None]
 
     def pinned(self, nbytes: int) -> torch.Tensor:
         if self.refuses_to_pin:
@@ -445,8 +443,15 @@ def stand_in() -> Iterator[StandIn]:
     """Yields a device; fails at the end if operators bypassed the object under test."""
     device = StandIn()
     flatten = tree.flatten
-    # Native code asks torch where a tensor is, and would take the memory of this device for what it is, host memory.
-    tree.flatten = lambda state, _native=True: flatten(state, False)
+
+    def flattened(state: Any, _native: bool = True) -> tree.Flat:
+        # Native code asks torch where a tensor is, and would take the memory of this device for what it is: the host's.
+        flat = flatten(state, False)
+        assert not flat.accelerated, "a tensor is on a real device"
+        flat.accelerated = device.indices(flat.plain)
+        return flat
+
+    tree.flatten = flattened
     try:
         yield device
         assert device.outside == [], device.outside

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     Metadata,
-    MetadataIndex,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
+from torch.distributed.checkpoint.planner import LoadPlan
 
 from ..dcp import FileReader, PeerReader
 from ..dcp.reader import SliceReader
@@ -26,6 +24,7 @@ from ..pickles.torch_archives import unpickled
 from ..storage.folder import INDEX
 from . import common, release, shards
 from .interfaces import LoadShardedStrategy
+from .loading import Loading, common_in
 from .release import (
     COMMON,
     CONFIG_FNAME,
@@ -146,10 +145,10 @@ class LoadStrategy(OfRanks, LoadShardedStrategy):
             assert opened is not None
             opened.reader.prepare_global_plan([LoadPlan([], storage_data=digest) for digest in digests])
 
-        def compare_ways(told: list[str]) -> None:
-            if len(set(told)) > 1:
+        def compare_ways(ways: list[str]) -> None:
+            if len(set(ways)) > 1:
                 raise CheckpointingException(
-                    f"the ranks load in different ways, {' and '.join(sorted(set(told)))}: make the same strategy on "
+                    f"the ranks load in different ways, {' and '.join(sorted(set(ways)))}: make the same strategy on "
                     "all ranks"
                 )
 
@@ -227,12 +226,12 @@ class LoadStrategy(OfRanks, LoadShardedStrategy):
         Raises:
             CheckpointingException: the checkpoint cannot be read
         """
-        found = self._metadata(checkpoint_dir) if metadata is None else metadata
+        metadata = self._metadata(checkpoint_dir) if metadata is None else metadata
         return {
             key: ShardedTensor.from_rank_offsets(
                 key, torch.empty(about.size, dtype=about.properties.dtype, device="meta")
             ).without_data()
-            for key, about in found.state_dict_metadata.items()
+            for key, about in metadata.state_dict_metadata.items()
             if isinstance(about, TensorStorageMetadata) and key != COMMON
         }
 
@@ -319,7 +318,7 @@ class LoadStrategy(OfRanks, LoadShardedStrategy):
             CheckpointingException: the checkpoint cannot be read
         """
         try:
-            return _common_in(*self._index(checkpoint_dir, checks_folder=checks_folder))
+            return common_in(*self._index(checkpoint_dir, checks_folder=checks_folder))
         except TensorferryError as e:
             raise CheckpointingException(str(e)) from e
 
@@ -378,216 +377,10 @@ def load_strategy(
     )
 
 
-class Part(NamedTuple):
-    """What one leaf needs of one stored chunk.
-
-    Attributes:
-        number: the leaf
-        key: the tensor
-        chunk: where the chunk begins in the tensor
-        stored: where the part begins in the chunk
-        wanted: the part, in the leaf
-    """
-
-    number: int
-    key: str
-    chunk: tuple[int, ...]
-    stored: tuple[int, ...]
-    wanted: shards.Box
-
-
-class Loading:
-    """A load that is planned: its items, and the planner that gives the reader their targets.
-
-    Args:
-        state: the sharded state
-        metadata: the checkpoint
-        reader: reads it
-        reserved: keys in the checkpoint that a state may not ask for
-
-    Attributes:
-        objects: the items of this rank that read objects, by key
-        values: the objects that were read, by key
-        parts: what it reads of tensors
-        tensors: the leaves that are tensors, by number
-
-    Raises:
-        CheckpointingException: the state asks for what the checkpoint does not have
-    """
-
-    def __init__(
-        self, state: Any, metadata: Metadata, reader: SliceReader, reserved: frozenset[str] = frozenset({COMMON})
-    ) -> None:
-        self.reader = reader
-        self._metadata = metadata
-        self.parts: list[Part] = []
-        self.tensors: dict[int, ShardedTensor] = {}
-        self._targets: dict[int, torch.Tensor] = {}
-        self.values: dict[str, Any] = {}
-        self._paths: list[str] = []
-        known = metadata.state_dict_metadata
-        wanted: set[str] = set()
-        found = list(shards.leaves(state))
-        unknown = sorted({_key(leaf) for _, leaf in found if _key(leaf) not in known or _key(leaf) in reserved})
-        if unknown:
-            raise CheckpointingException(
-                f"Unexpected keys (not found in the checkpoint): {unknown[:10]}{' ...' if unknown[10:] else ''}: the "
-                f"checkpoint has {len(known)} keys. Pass strict= to load without them"
-            )
-        for number, (path, leaf) in enumerate(found):
-            self._paths.append(path)
-            if isinstance(leaf, ShardedObject):
-                wanted.add(leaf.unique_key)
-            else:
-                self._add(number, leaf, known[leaf.key])
-        for number, tensor in self.tensors.items():
-            self._targets[number] = _target(tensor)
-        self.objects = {key: _object(key) for key in sorted(wanted)}
-
-    def _add(self, number: int, shard: ShardedTensor, about: Any) -> None:
-        shards.check(shard)
-        if not isinstance(about, TensorStorageMetadata):
-            raise CheckpointingException(f"{shard.key}: the checkpoint has an object of this key, and not a tensor")
-        box, shape, asked = shards.box_of(shard), tuple(about.size), tuple(shard.global_shape)
-        if len(shape) != len(asked) or (shape != asked and not shard.allow_shape_mismatch):
-            raise CheckpointingException(
-                f"Global shape mismatch for loaded ({list(shape)}) and expected ({list(asked)}) tensor for key "
-                f"{shard.key}: build the model that was saved, or mark a padded tensor with allow_shape_mismatch=True"
-            )
-        self.tensors[number] = shard
-        there = 0
-        for chunk in about.chunks:
-            stored = shards.Box(tuple(chunk.offsets), tuple(chunk.sizes))
-            common_part = box.common(stored)
-            if common_part is None:
-                continue
-            inside = tuple(a - b for a, b in zip(common_part.offsets, stored.offsets, strict=True))
-            local = tuple(a - b for a, b in zip(common_part.offsets, box.offsets, strict=True))
-            wanted = shards.Box(local, common_part.sizes)
-            self.parts.append(Part(number, shard.key, stored.offsets, inside, wanted))
-            there += wanted.numel
-        if there != box.numel and shape == asked:
-            raise CheckpointingException(
-                f"{shard.key}: the checkpoint has {there} of the {box.numel} elements of the shard {box}: its index is "
-                "not complete. Load another checkpoint"
-            )
-
-    def item(self, part: Part) -> ReadItem:
-        """Returns the item that reads a part. The target is known by the path of the leaf and the place in it."""
-        return ReadItem(
-            type=LoadItemType.TENSOR,
-            dest_index=MetadataIndex(self._paths[part.number], torch.Size([0] * len(part.chunk)), part.number),
-            dest_offsets=torch.Size(part.wanted.offsets),
-            storage_index=MetadataIndex(part.key, torch.Size(part.chunk)),
-            storage_offsets=torch.Size(part.stored),
-            lengths=torch.Size(part.wanted.sizes),
-        )
-
-    @property
-    def folder(self) -> Path:
-        """The folder of a checkpoint in a folder."""
-        return Path(self._metadata.storage_meta.checkpoint_id)
-
-    def files(self) -> set[Path]:
-        """Returns the files of a checkpoint in a folder that this rank needs something of."""
-        stored, folder = self._metadata.storage_data, self.folder
-        wanted = {MetadataIndex(part.key, torch.Size(part.chunk)) for part in self.parts}
-        wanted |= {item.storage_index for item in self.objects.values()}
-        return {folder / stored[at].container for at in wanted}
-
-    def read(self, items: list[ReadItem]) -> None:
-        """Reads items into their targets.
-
-        Raises:
-            TensorferryError: as for :meth:`SliceReader.read_data`
-        """
-        if items:
-            self.reader.read_data(LoadPlan(items), self)
-
-    def leaf(self, number: int) -> torch.Tensor:
-        """Returns the data of a leaf, with its prepended axes."""
-        return self._targets[number]
-
-    def stored_dtype(self, number: int) -> torch.dtype:
-        """Returns the dtype that the checkpoint has of a leaf."""
-        return self._metadata.state_dict_metadata[self.tensors[number].key].properties.dtype
-
-    @contextlib.contextmanager
-    def aimed(self, number: int, memory: torch.Tensor) -> Iterator[None]:
-        """While the block runs, reads of a leaf go to ``memory``, a tensor like it, instead."""
-        kept, self._targets[number] = self._targets[number], memory
-        try:
-            yield
-        finally:
-            self._targets[number] = kept
-
-    def resolve_tensor(self, item: ReadItem) -> torch.Tensor:
-        """Returns the target of an item, for the reader."""
-        found = self._targets[item.dest_index.index]
-        for dim, (start, length) in enumerate(zip(item.dest_offsets, item.lengths, strict=True)):
-            if (start, length) != (0, found.shape[dim]):
-                found = found.narrow(dim, start, length)
-        return found
-
-    def commit_tensor(self, item: ReadItem, tensor: torch.Tensor) -> None:
-        """Does nothing: the reader has written into the leaf's own data."""
-
-    def load_object(self, item: ReadItem, value: Any) -> None:
-        """Takes an object, which the reader has unpickled with its allow-list."""
-        self.values[item.storage_index.fqn] = value
-
-    def value(self, leaf: Any) -> Any:
-        """Returns what was loaded for a leaf."""
-        if isinstance(leaf, ShardedObject):
-            return self.values[leaf.unique_key]
-        return leaf.data
-
-
-def _key(leaf: Any) -> str:
-    return str(leaf.unique_key if isinstance(leaf, ShardedObject) else leaf.key)
-
-
-def _object(key: str) -> ReadItem:
-    zero = torch.Size([0])
-    index = MetadataIndex(key)
-    return ReadItem(
-        type=LoadItemType.BYTE_IO,
-        dest_index=index,
-        dest_offsets=zero,
-        storage_index=index,
-        storage_offsets=zero,
-        lengths=zero,
-    )
-
-
-def _target(shard: ShardedTensor) -> torch.Tensor:
-    """Returns where a shard is read to, with its prepended axes; allocates its data if it has none."""
-    if shard.data is None:
-        make = torch.zeros if shard.allow_shape_mismatch else torch.empty
-        shard.init_data("cpu", init_fn=make)
-    else:
-        shard.data = shard.data.detach()
-        if shard.allow_shape_mismatch:
-            shard.data.zero_()
-    return shards.with_axes(shard)
-
-
-def _common_in(reader: SliceReader, metadata: Metadata) -> bytes | None:
-    """Reads the copy of the common state inside a checkpoint."""
-    about = metadata.state_dict_metadata.get(COMMON)
-    if not isinstance(about, TensorStorageMetadata) or about.properties.dtype != torch.uint8 or len(about.size) != 1:
-        return None
-    (size,) = about.size
-    shard = ShardedTensor(COMMON, torch.empty(size, dtype=torch.uint8), torch.uint8, (size,), (size,), (0,), (1,))
-    held = Loading({COMMON: shard}, metadata, reader, reserved=frozenset())
-    held.read([held.item(part) for part in held.parts])
-    return bytes(shard.data.numpy())
-
-
 def _check_common(folder: Path, reader: SliceReader, metadata: Metadata) -> None:
     """Checks that ``common.pt`` is of the same save as the index."""
-    kept = _common_in(reader, metadata)
-    if kept is not None and common.read(folder) != kept:
+    copy = common_in(reader, metadata)
+    if copy is not None and common.read(folder) != copy:
         raise CheckpointingException(
             f"{folder}/common.pt is not that of the checkpoint: a save into this folder was interrupted after it had "
             "written the file. tensorferry.megatron.restore_common(folder) writes it anew from the checkpoint; or save "

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import math
 import os
-import secrets
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,16 +17,14 @@ from typing import Any
 import torch
 
 from .. import _validate
-from ..errors import TensorferryError
 from ..memory.tensors import scratch, why_not_writable
 from ..pickles.allowlist import Allowed
-from ..pickles.torch_archives import unpickled
-from ..storage.whole_files import sync_folder, write_whole
+from ..storage.whole_files import sync_folder
 from . import common, shards
-from .formats.zarr_arrays import ARRAY, DTYPES, Piece, ZarrArray, new_path_of, open_array, path_of
+from .formats.zarr_arrays import ARRAY, DTYPES, Piece, ZarrArray, new_path_of, open_array
+from .formats.zarr_folders import arrays_of, load_object, objects_of, save_object
 from .interfaces import LoadShardedStrategy, SaveShardedStrategy
 from .release import (
-    COMMON,
     CheckpointingException,
     ShardedObject,
     ShardedTensor,
@@ -37,7 +34,6 @@ from .release import (
 from .together import Together
 
 logger = logging.getLogger("tensorferry")
-
 BACKEND, VERSION = "zarr", 1
 
 
@@ -279,7 +275,7 @@ class ZarrSaveShardedStrategy(TorchDistSaveShardedStrategy, SaveShardedStrategy)
 
         def write() -> None:
             for leaf in objects:
-                _save_object(folder, leaf)
+                save_object(folder, leaf)
             jobs = []
             arrays = {shard.key: open_array(folder, shard.key) for shard in tensors}
             for shard in tensors:
@@ -414,74 +410,6 @@ def _pieces(parts: list[_Part]) -> Iterator[tuple[_Part, Piece]]:
     return ((part, piece) for part in parts for piece in part.pieces)
 
 
-def arrays_of(folder: Path) -> Iterator[ZarrArray]:
-    """Yields the arrays of a checkpoint, in the order of their names.
-
-    Raises:
-        CheckpointingException: the metadata of one of them cannot be used
-    """
-    for above, names, _ in os.walk(folder):
-        names.sort()
-        for name in names.copy():
-            path = Path(above) / name
-            if path.suffix == ".sync":
-                names.remove(name)
-            elif (path / ARRAY).exists():
-                names.remove(name)
-                yield open_array(folder, path.relative_to(folder).as_posix())
-
-
-def objects_of(folder: Path) -> list[tuple[Any, Path]]:
-    """Returns the objects of a checkpoint as ``ShardedObject`` without data, each with its file.
-
-    Raises:
-        CheckpointingException: a file has no name of an object
-    """
-    found = []
-    for subfolder in sorted(path for path in folder.iterdir() if path.is_dir()):
-        leaves = []
-        for path in sorted(subfolder.glob("shard_*.pt")):
-            try:
-                leaf = ShardedObject.empty_from_unique_key(f"{subfolder.name}/{path.stem}")
-            except (ValueError, AssertionError) as e:
-                raise CheckpointingException(f"{path} does not have the name of an object's file") from e
-            leaves.append((leaf, path))
-        # Early releases left the last number of the shape out of the name.
-        last = max((leaf.global_offset[-1] for leaf, _ in leaves), default=0)
-        for leaf, path in leaves:
-            if leaf.global_shape[-1] < 0:
-                leaf.global_shape = (*leaf.global_shape[:-1], last + 1)
-            found.append((leaf, path))
-    return found
-
-
-def load_object(folder: Path, leaf: Any, allowed: Allowed) -> Any:
-    """Returns the value of an object.
-
-    Args:
-        folder: the checkpoint
-        leaf: the ``ShardedObject``
-        allowed: the globals that its pickle may name
-
-    Raises:
-        CheckpointingException: it is not there, or may not be unpickled
-    """
-    path = path_of(folder, f"{leaf.unique_key}.pt")
-    # Early releases left the last number of the shape out of the name.
-    early = path_of(folder, f"{os.path.splitext(leaf.unique_key)[0]}.pt")
-    try:
-        return unpickled(
-            common.read_whole(path if path.exists() or not early.exists() else early), leaf.unique_key, allowed
-        )
-    except FileNotFoundError as e:
-        raise CheckpointingException(
-            f"Object shard {path} not found: the checkpoint has no object {leaf.unique_key!r}. Objects cannot be "
-            "resharded: load with as many ranks as it was saved with, or without this key (strict=)"
-        ) from e
-    except TensorferryError as e:
-        raise CheckpointingException(f"{path}: {e}") from e
-
-
 def _whole(array: ZarrArray) -> Any:
     meta = torch.empty(array.shape, dtype=array.dtype, device="meta")
     return ShardedTensor.from_rank_offsets(array.key, meta).without_data()
@@ -506,18 +434,3 @@ def _array_for(folder: Path, shard: Any) -> ZarrArray:
     return ZarrArray(
         new_path_of(folder, shard.key), shard.key, tuple(map(int, shard.global_shape)), chunks, shard.dtype
     )
-
-
-def _save_object(folder: Path, leaf: Any) -> None:
-    if leaf.key == COMMON:
-        # Releases since 0.19 pass the common state as an object.
-        common.write(folder, common.encoded(leaf.data))
-        return
-    path = new_path_of(folder, f"{leaf.unique_key}.pt")
-    data = common.encoded(leaf.data)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, data, path.with_name(f"{path.name}.{secrets.token_hex(6)}.partial"))
-        sync_folder(path.parent)
-    except OSError as e:
-        raise CheckpointingException(f"{path} cannot be written: {e}") from e

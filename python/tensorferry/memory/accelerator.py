@@ -9,7 +9,7 @@ accesses to device memory that do not go through it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol, TypeAlias
 
@@ -75,14 +75,6 @@ class Accelerator:
         with torch._C.DisableTorchFunctionSubclass():
             found = {getattr(tensor, "_local_tensor", tensor).device for tensor in tensors}
         return [device for device in found if device.type not in ("cpu", "meta")]
-
-    def device_indices(self, memory: Sequence[Any], found: list[int]) -> list[int]:
-        """Returns the indices of those tensors in ``memory`` that are on a device.
-
-        They are ``found``, which the caller collected while it flattened the state; a stand-in may answer otherwise.
-        """
-        del memory
-        return found
 
     def pinned(self, nbytes: int) -> torch.Tensor:
         """Returns ``nbytes`` bytes of page-locked host memory as a 1-D uint8 tensor.

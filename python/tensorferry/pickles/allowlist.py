@@ -18,6 +18,7 @@ from torch import _weights_only_unpickler
 from .._validate import boolean, brief, items
 from ..errors import InvalidArgument, UnsafePickle
 from .globals import table
+from .globals.kinds import Refused, kind_of
 
 #: Modules that torch does not accept from a user's list either.
 _NEVER = ("sys", "os", "posix", "nt")
@@ -44,7 +45,7 @@ class Allowed:
             if not isinstance(module, str) or not isinstance(name, str):
                 raise InvalidArgument(f"safe_globals takes classes and functions, not {brief(value)}")
             # A reviewed global keeps its checks, even if the user lists it: they accept what an honest sender writes.
-            if not table.known(module, name):
+            if not table.has(module, name):
                 self._extra[module, name] = value
         self._users = {id(value) for value in self._extra.values()}
         #: Whether a ShardedTensor of another job is made, which belongs to no process group; otherwise it is refused.
@@ -66,7 +67,7 @@ class Allowed:
         return (
             self._trust
             or (module, name) in self._extra
-            or table.known(module, name)
+            or table.has(module, name)
             or f"{module}.{name}" in _torch_user_globals()
         )
 
@@ -86,9 +87,9 @@ class Allowed:
         # An instance of a class that the user has allowed may be a factory, too.
         if self._trust or self.is_user_listed(type(factory)):
             return collections.defaultdict(factory)
-        kind = table.kind_of(table.find("collections", "defaultdict"))
+        kind = kind_of(table.find("collections", "defaultdict"))
         if kind is None or kind.call is None:
-            raise table.Refused("a defaultdict")
+            raise Refused("a defaultdict")
         return kind.call(self, factory)
 
     def find(self, module: str, name: str, leaf: object = None) -> Any:
@@ -110,7 +111,7 @@ class Allowed:
         if (module, name) in self._extra:
             return self._extra[module, name]
         try:
-            if table.known(module, name):
+            if table.has(module, name):
                 return table.find(module, name)
         except LookupError as e:
             raise UnsafePickle(f"{refusal(module, name, leaf)} (it does not exist in this process)") from e
@@ -179,5 +180,5 @@ def _without_torch(listed: dict[str, Any]) -> dict[str, Any]:
         if not name.startswith("torch.")
         and name.partition(".")[0] not in _NEVER
         and getattr(value, "__module__", "").partition(".")[0] not in ("torch", *_NEVER)
-        and not table.known(*name.rpartition(".")[::2])
+        and not table.has(*name.rpartition(".")[::2])
     }

@@ -2,90 +2,54 @@
 
 It executes pickle instructions itself instead of using Python's unpickler, which calls whatever a pickle names, with
 any arguments, and sets the state of any object. This reader consults the table of reviewed globals
-(``globals/table.py``) for each call, each new object and each state, and can do nothing else. It also bounds the time,
-the memory and the stack that a pickle can use. docs/reference/pickles.md gives the reasons.
+(``globals/table.py``) for each call, each new object and each state, and can do nothing else. ``limits.py`` bounds the
+time, the memory and the stack that a pickle can use. docs/reference/pickles.md gives the reasons.
 """
 
 from __future__ import annotations
 
 import enum
-import inspect
 import pickle
 import types
 import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable
-from functools import lru_cache
+from collections.abc import Callable
 from struct import unpack_from
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-import torch
 from torch.serialization import StorageType
 
 from .._rebuild import FORMER
 from ..errors import ProtocolError, TensorferryError, UnsafePickle
-from .globals import table
-from .globals.table import Function, Pending, Refused, require
+from .globals.kinds import Function, Pending, Refused, kind_of, require
+from .limits import OWN_HASH, Limits
 
 if TYPE_CHECKING:
     from .allowlist import Allowed
 
-#: How deep tuples, frozensets and records may be nested in a key: Python hashes them recursively.
-_DEEPEST = 900
-#: How many different keys with the same hash a pickle may have. Strings do not count: their hashes are random.
-_SAME_HASH = 64
-#: How many checks one pickle may cause, besides one for each of its bytes. A check looks at one part of a key, or at
-#: 64 elements of an index tensor.
-_MOST_CHECKS = 1_000_000
-#: How often one pickle may have the bytes of a storage copied into new tensors.
-_STORAGE_COPIES = 16
-#: The storage of an index tensor is copied as a whole if it is at most this many times larger than the tensor.
-_OWN_WHOLE = 4
 #: How many parts a reference to something outside of the pickle may have, and how many characters each of them: torch
 #: prints references in its messages.
 _REFERENCE_PARTS, _REFERENCE_TEXT = 8, 4096
 
 _DICTS = (dict, OrderedDict, defaultdict, Counter)
-_PLAIN_KEYS = frozenset({str, bytes, bool, float, types.NoneType})
-#: All copies out of a pickle together may be this many times as long as the pickle. Protocol 2 writes bytes as text, so
-#: those of an array are copied twice.
-_COPIES = 4
-#: An integer of a smaller absolute value is its own hash.
-_OWN_HASH = (1 << 61) - 1
-
-#: Python frees nested objects of these types recursively, without a limit.
-_RECURSIVE = (deque, defaultdict)
-#: How often a pickle may lengthen a chain of nested ones: a thread's stack has room for many times more.
-_CHAINED = 5_000
-
 _CUT_OFF = "an instruction that is cut off"
 
 
-class Unpickler:
+class Unpickler(Limits):
     """Reads pickles of protocol 2 to 5, as Python and torch write them.
 
     torch replaces ``find_class`` and ``persistent_load``, as on ``pickle.Unpickler``. Subclasses set ``allowed``
     (:func:`unpickler`).
     """
 
-    allowed: Allowed
     #: Takes a global as ``"module.name"``; returns the path of a leaf that needs it, for messages.
     needs: Callable[[str], Any] = staticmethod(lambda _: None)
 
     def __init__(self, file: BinaryIO, **_: Any) -> None:
         """Reads ``file`` to its end. Other arguments that torch passes concern pickles of Python 2 and are ignored."""
-        self._data = data = file.read()
-        self._copies_left = _COPIES * len(data)
-        self._checks_left = _MOST_CHECKS + len(data)
-        self._hashes: dict[int, list[Any]] = {}
-        # Deques and defaultdicts that are nested in each other, by id; kept alive so that no other gets their ids.
-        self._outer: dict[int, Any] = {}
-        self._inner: dict[int, Any] = {}
-        self._chained = 0
+        self._data = file.read()
+        super().__init__(len(self._data))
         self._pending: list[weakref.ref[Pending]] = []
-        self._owned: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._copied: dict[int, torch.UntypedStorage] = {}
-        self._made: dict[int, tuple[torch.UntypedStorage, int]] = {}
 
     def persistent_load(self, pid: Any) -> Any:  # noqa: ARG002
         """Returns the object outside of the pickle to which ``pid`` refers; raises here, and is replaced by torch."""
@@ -119,126 +83,6 @@ class Unpickler:
             raise ProtocolError("the pickle ends before it has set the state of all of its objects")
         return value
 
-    # What the functions of the table call. ---------------------------------------------------------------------------
-
-    def is_user_listed(self, value: Any) -> bool:
-        """Whether the user has allowed exactly this class or function."""
-        return self.allowed.is_user_listed(value)
-
-    def count_copy(self, length: int) -> None:
-        """Counts a copy of ``length`` bytes or items; called before it is made.
-
-        All copies together may be a few times as long as the pickle. Honest pickles keep this limit, since they
-        describe each object once.
-
-        Raises:
-            Refused: the limit is exceeded
-        """
-        self._copies_left -= length
-        require(self._copies_left >= 0, "copies that are together far longer than the pickle itself")
-
-    def count_checks(self, count: int) -> None:
-        """Counts ``count`` checks of keys or indices; called before they are made.
-
-        Raises:
-            Refused: the limit is exceeded
-        """
-        self._checks_left -= count + 1
-        require(self._checks_left >= 0, "more keys and indices than can be checked in a reasonable time")
-
-    def count_tensor(self, tensor: torch.Tensor, itemsize: int) -> None:
-        """Counts a new tensor of elements of ``itemsize`` bytes, as many as ``tensor`` has; called before it is made.
-
-        Raises:
-            Refused: elements of ``tensor`` share memory, so that a few bytes could describe any number of them; or its
-                storage was copied too often
-        """
-        memory = tensor.untyped_storage()
-        require(tensor.numel() * tensor.itemsize <= memory.nbytes(), "a tensor with more elements than its storage")
-        key = memory._cdata
-        _, before = self._made.get(key, (memory, 0))
-        made = before + tensor.numel() * max(itemsize, tensor.itemsize)
-        # The storage is kept as well, so that no other one gets its address.
-        self._made[key] = (memory, made)
-        require(made <= _STORAGE_COPIES * memory.nbytes(), "too many copies of one storage")
-
-    def private_copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns a private copy of a tensor of indices or shapes, so that no later write can invalidate their check.
-
-        The copy has the layout of ``tensor`` in a copy of the whole storage, unless ``tensor`` is only a small part of
-        it. Such copies may share memory with each other. The same tensor always gets the same copy.
-        """
-        if id(tensor) in self._owned:
-            return self._owned[id(tensor)][1]
-        self.count_tensor(tensor, tensor.itemsize)
-        memory = tensor.untyped_storage()
-        if memory.nbytes() > _OWN_WHOLE * tensor.numel() * tensor.itemsize:
-            copy = tensor.detach().clone()
-        else:
-            if memory._cdata not in self._copied:
-                self._copied[memory._cdata] = memory.clone()
-            whole = self._copied[memory._cdata]
-            copy = torch.empty(0, dtype=tensor.dtype)
-            copy.set_(whole, tensor.storage_offset(), tensor.size(), tensor.stride())
-        self._owned[id(tensor)] = (tensor, copy)
-        return copy
-
-    def check_key(self, value: Any) -> None:
-        """Checks a key of a dict or an element of a set.
-
-        Raises:
-            Refused: it cannot be hashed in reasonable time, or too many keys have the same hash
-        """
-        kind = type(value)
-        if kind in _PLAIN_KEYS or (kind is int and -_OWN_HASH < value < _OWN_HASH):
-            return
-        self._check_hashable(value)
-        self._count_hash(value)
-
-    def check_if_key(self, value: Any) -> None:
-        """Like :meth:`check_key`, for an object that may be used as a key later; unhashable objects pass.
-
-        Instances of classes that the user has allowed are not checked: most are not keys, and can have any size.
-        """
-        kind = type(value)
-        if kind in _PLAIN_KEYS or (kind is int and -_OWN_HASH < value < _OWN_HASH) or _is_its_own_key(value):
-            return
-        if not isinstance(value, tuple | frozenset) and self.is_user_listed(kind):
-            return
-        self._check_hashable(value)
-        try:
-            hash(value)
-        except Exception:
-            return
-        self._count_hash(value)
-
-    def _count_hash(self, value: Any) -> None:
-        same = self._hashes.setdefault(hash(value), [])
-        if not any([value is known or value == known for known in same]):
-            require(len(same) < _SAME_HASH, "too many keys with the same hash")
-            same.append(value)
-
-    def _check_hashable(self, value: Any) -> None:
-        """Refuses objects whose hash would take too long or too much stack: tuples in tuples, records in records.
-
-        A class's ``__hash__`` may hash any of an instance's attributes, and convert lists to tuples first.
-        """
-        todo: list[tuple[Any, int, Any]] = [(value, 0, None)]
-        while todo:
-            item, depth, around = todo.pop()
-            require(depth < _DEEPEST, "a key that is nested too deep")
-            if type(item) is int:
-                self.count_checks(item.bit_length() >> 6)
-                continue
-            parts: Any = item
-            if not isinstance(item, tuple | frozenset | list):
-                if _is_enclosing(item, around):
-                    continue
-                parts, around = _attributes(item), (item, around)
-                todo += [(part, depth + 1, around) for part in parts if isinstance(part, list)]
-            self.count_checks(len(parts))
-            todo += [(part, depth + 1, around) for part in parts if not _is_its_own_key(part)]
-
     # Calls, new objects and states. ----------------------------------------------------------------------------------
 
     def instance(self, cls: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
@@ -247,7 +91,7 @@ class Unpickler:
         Raises:
             UnsafePickle: it is not allowed
         """
-        kind = table.kind_of(cls)
+        kind = kind_of(cls)
         if kind is not None and kind.new is not None and not named:
             return self._run_reviewed(kind.cls, kind.new, args)
         if kind is not None or not isinstance(cls, type) or not self.is_user_listed(cls):
@@ -258,7 +102,7 @@ class Unpickler:
         require(type(args) is tuple, "arguments that are not a tuple")
         if type(function) is Function:
             return self._run_reviewed(function.name, function.run, args)
-        kind = table.kind_of(function)
+        kind = kind_of(function)
         if kind is not None and kind.call is not None:
             return self._run_reviewed(kind.cls, kind.call, args)
         if kind is not None or not self.is_user_listed(function):
@@ -271,7 +115,7 @@ class Unpickler:
         cls = type(value)
         if cls is Pending:
             return value.finish(self, state)
-        kind = table.kind_of(cls)
+        kind = kind_of(cls)
         if kind is not None and kind.build is not None:
             return self._run_reviewed(cls, kind.build, (value, state))
         if kind is not None or not self.is_user_listed(cls) or isinstance(value, type):
@@ -502,19 +346,6 @@ class Unpickler:
         require(type(module) is str and type(name) is str, "a global whose name is not a string")
         return self.find_class(module, name)
 
-    def check_nesting(self, value: Any, items: Iterable[Any]) -> None:
-        """Checks the new ``items`` of the deque or defaultdict ``value``.
-
-        Raises:
-            Refused: the pickle has too long chains of deques and defaultdicts in each other
-        """
-        for item in items:
-            if type(item) in _RECURSIVE:
-                self._chained += id(value) in self._inner or id(item) in self._outer
-                require(self._chained <= _CHAINED, "deques and defaultdicts that are nested too deep")
-                self._outer[id(value)] = value
-                self._inner[id(item)] = item
-
     def _extend(self, value: Any, items: list[Any]) -> None:
         kind = type(value)
         if kind is list or kind is deque:
@@ -533,15 +364,15 @@ class Unpickler:
         require(len(items) % 2 == 0, "a key without its value")
         keys = items[::2]
         check_key = self.check_key
-        for one in keys:
-            if type(one) is not str:
-                check_key(one)
+        for key in keys:
+            if type(key) is not str:
+                check_key(key)
         if type(value) not in _DICTS:
             self._require_user_listed(value, "items")
         if type(value) is defaultdict:
             self.check_nesting(value, items[1::2])
-        for one, item in zip(keys, items[1::2], strict=True):
-            value[one] = item
+        for key, item in zip(keys, items[1::2], strict=True):
+            value[key] = item
 
     def _add(self, value: Any, items: list[Any]) -> None:
         for item in items:
@@ -582,45 +413,12 @@ def pickle_module(allowed: Allowed, needs: Callable[[str], Any] | None = None) -
     return types.SimpleNamespace(Unpickler=unpickler(allowed, needs), __name__=__name__)
 
 
-def _is_its_own_key(value: Any) -> bool:
-    """Whether a value needs no check as a key: it is plain, equal only to itself, or unhashable."""
-    kind = type(value)
-    if kind in _PLAIN_KEYS or (kind is int and -_OWN_HASH < value < _OWN_HASH):
-        return True
-    hashing: Any = kind.__hash__
-    return hashing is None or hashing is object.__hash__ or isinstance(value, type | torch.Tensor)
-
-
-def _is_enclosing(item: Any, around: Any) -> bool:
-    while around is not None:
-        known, around = around
-        if known is item:
-            return True
-    return False
-
-
-def _attributes(instance: Any) -> list[Any]:
-    found = list(vars(instance).values()) if hasattr(instance, "__dict__") else []
-    cls: Any = type(instance)
-    for slot in _slots(cls):
-        try:
-            found.append(slot.__get__(instance))
-        except AttributeError:  # The attribute is not set.
-            continue
-    return found
-
-
-@lru_cache(maxsize=4096)
-def _slots(cls: Any) -> list[Any]:
-    return [slot for base in cls.__mro__ for slot in vars(base).values() if inspect.ismemberdescriptor(slot)]
-
-
 def _is_name(value: Any) -> bool:
     kind = type(value)
     if kind is str:
         return len(value) <= _REFERENCE_TEXT
     if kind is int:
-        return bool(-_OWN_HASH < value < _OWN_HASH)
+        return bool(-OWN_HASH < value < OWN_HASH)
     return value is None or kind is bool or kind is StorageType or isinstance(value, type)
 
 

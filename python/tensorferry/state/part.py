@@ -17,6 +17,7 @@ from .._native import _add_pieces
 from ..errors import StateMismatch
 from ..memory.tensors import storage_key
 from . import pickling, tree
+from .grammar import Node, children, objects_of
 from .in_place import InPlaceTargets
 
 
@@ -68,7 +69,7 @@ class Part:
         self.objects.add(-number - 1)
         return self._all[-number - 1]
 
-    def _chosen(self, node: tree.Node, asking: Any, path: str) -> tree.Node:
+    def _chosen(self, node: Node, asking: Any, path: str) -> Node:
         """Returns the part of ``node`` that ``asking`` asks for."""
         if asking is None:
             return self._whole(node)
@@ -84,30 +85,26 @@ class Part:
         if kind == "dict":
             return self._of_dict(node, asking, path)
         expected, first = {"l": (list, 1), "t": (tuple, 1), "n": (tuple, 2), "q": (deque, 2)}[kind]
-        children = node[first:]
+        below = node[first:]
         if not isinstance(asking, expected):
             return self._refuse(path, asking, expected.__name__)
-        if expected is tuple and len(asking) != len(children):
-            self._wrong.append(f"{path}: a tuple of {len(asking)} here, of {len(children)} in the checkpoint")
+        if expected is tuple and len(asking) != len(below):
+            self._wrong.append(f"{path}: a tuple of {len(asking)} here, of {len(below)} in the checkpoint")
             return node
         if kind == "n":
             self._object(node[1])
-        self.missing += [f"{path}[{i}]" for i in range(len(children), len(asking))]
-        given = [*asking, *([None] * (len(children) - len(asking)))]
-        chosen = [self._chosen(c, g, f"{path}[{i}]") for i, (c, g) in enumerate(zip(children, given, strict=False))]
+        self.missing += [f"{path}[{i}]" for i in range(len(below), len(asking))]
+        given = [*asking, *([None] * (len(below) - len(asking)))]
+        chosen = [self._chosen(c, g, f"{path}[{i}]") for i, (c, g) in enumerate(zip(below, given, strict=False))]
         return [*node[:first], *chosen]
 
-    def _of_dict(self, node: tree.Node, asking: Any, path: str) -> tree.Node:
+    def _of_dict(self, node: Node, asking: Any, path: str) -> Node:
         if not isinstance(asking, dict):
             return self._refuse(path, asking, "dict")
         if type(node) is list and node[0] == "f":
             self._object(node[1])
             return ["f", node[1], self._of_dict(node[2], asking, path)]
-        members = node if type(node) is dict else node[1] if node[0] == "o" else None
-        pairs = [(k, k, v) for k, v in members.items()] if members is not None else []
-        if members is None:
-            pairs = [(self._key(text), text, value) for text, value in node[2]]
-        there = {key: (text, value) for key, text, value in pairs}
+        there = {self._key(text): (text, value) for _, text, value in children(node)}
         chosen = []
         for key, given in asking.items():
             below = f"{path}.{key}" if path else str(key)
@@ -118,9 +115,9 @@ class Part:
             if type(text) is list:
                 self._object(text[1])
             chosen.append((text, self._chosen(value, given, below)))
-        if members is None:
-            return ["d", node[1], [list(pair) for pair in chosen]]
-        return dict(chosen) if type(node) is dict else ["o", dict(chosen)]
+        if type(node) is dict:
+            return dict(chosen)
+        return ["o", dict(chosen)] if node[0] == "o" else ["d", node[1], [list(pair) for pair in chosen]]
 
     def _key(self, text: Any) -> Any:
         return self._all[-text[1] - 1] if type(text) is list else text
@@ -133,35 +130,22 @@ class Part:
         elif not isinstance(asking, type(value)):
             self._refuse(path, asking, type(value).__name__)
 
-    def _refuse(self, path: str, asking: Any, there: str) -> tree.Node:
+    def _refuse(self, path: str, asking: Any, there: str) -> Node:
         self._wrong.append(f"{path or 'the state itself'}: {type(asking).__name__} here, {there} in the checkpoint")
         return 0
 
-    def _whole(self, node: tree.Node) -> tree.Node:
+    def _whole(self, node: Node) -> Node:
         """Notes all leaves and objects of ``node``, and returns it."""
         if type(node) is int:
             if node >= 0:
                 self.leaves.add(node)
             else:
                 self._object(node)
-        elif type(node) is dict:
-            for value in node.values():
-                self._whole(value)
-        elif node[0] in "fa":
-            self._object(node[1])
-            self._whole(node[2])
-        elif node[0] == "o":
-            self._whole(node[1])
-        elif node[0] == "d":
-            for key, value in node[2]:
-                if type(key) is list:
-                    self._object(key[1])
-                self._whole(value)
         else:
-            if node[0] == "n":
-                self._object(node[1])
-            for value in node[2 if node[0] in "nq" else 1 :]:
-                self._whole(value)
+            for number in objects_of(node):
+                self._object(number)
+            for _, _, child in children(node):
+                self._whole(child)
         return node
 
 

@@ -24,7 +24,7 @@ from .._rebuild import rebuild_dtensor, with_grad
 from ..errors import ProtocolError, TensorferryError, UnsafePickle, UnsupportedLeaf
 from ..memory.tensors import byte_span, rebuilds_from_local, rebuilds_without_grad, storage_key
 from ..pickles.allowlist import Allowed
-from ..pickles.globals.table import Refused
+from ..pickles.globals.kinds import Refused
 from ..pickles.unpickler import Unpickler, unpickler
 from .tree import Flat
 

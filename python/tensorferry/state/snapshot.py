@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Any, Literal, TypeAlias
 
@@ -10,7 +9,7 @@ import torch
 
 from .. import _gc
 from .._native import HostView, Readiness, Server, _add_pieces, _pickle_numbers
-from ..errors import InvalidArgument, TensorferryError
+from ..errors import InvalidArgument
 from ..memory.accelerator import Accelerator
 from ..memory.host_pool import Buffer
 from ..memory.staging import Piece, Stager, buffer_view, host_view
@@ -20,11 +19,6 @@ from ..storage import reserved
 from ..storage.container import Container
 from . import aliases, manifest, pickling, tree
 from .build import StateBuilder
-
-logger = logging.getLogger("tensorferry")
-
-#: Where the class of the exceptions is that panics in Rust become. It is not derived from ``Exception``.
-_PANICS = "pyo3_runtime"
 
 #: If a state is on an accelerator and at most this many of its bytes are in host memory, these are copied as well, so
 #: that the whole snapshot is private.
@@ -80,31 +74,10 @@ class StateSnapshot:
         self._state = state if not self.private and not self._buffers else None
 
     def _read(self, state: Any, accelerator: Accelerator) -> list[int]:
-        """Reads the state, natively if that works; returns the numbers of the rows in accelerator memory."""
-        try:
-            return self._read_once(state, accelerator, native=True)
-        except TensorferryError:
-            raise
-        except BaseException as e:
-            if not isinstance(e, Exception) and type(e).__module__ != _PANICS:
-                raise
-            failure = e
-        # A mistake in the native code must not keep a replica from healing. If the state is at fault, this fails, too.
-        try:
-            device = self._read_once(state, accelerator, native=False)
-            logger.warning(
-                "the state was read and pickled in Python, which takes longer: native code failed; please report it",
-                exc_info=failure,
-            )
-        finally:
-            # Its traceback leads to this frame.
-            del failure
-        return device
-
-    def _read_once(self, state: Any, accelerator: Accelerator, native: bool) -> list[int]:
-        flat = tree.flatten(state, native)
+        """Reads and pickles the state; returns the numbers of the rows in accelerator memory."""
+        flat = tree.flatten(state)
         self.pickle_bytes, self.globals = _pickled(flat, accelerator)
-        device = accelerator.device_indices(flat.plain, flat.accelerated)
+        device = flat.accelerated
         self._lay_out(flat)
         return device
 

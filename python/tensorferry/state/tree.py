@@ -1,7 +1,7 @@
 """The tree of a state: its containers as JSON, with numbers for the leaves.
 
 The encoding does not depend on torch: a pickled pytree spec of one torch version cannot be read by another, and a fleet
-is upgraded replica by replica. docs/reference/format.md describes the grammar, and ``rust/wire`` checks received trees.
+is upgraded replica by replica. ``grammar.py`` reads it.
 """
 
 from __future__ import annotations
@@ -19,14 +19,13 @@ from torch.nn import Parameter
 from .._native import _unflatten
 from ..memory.tensors import DTYPE_NAMES, is_plain, no_rows
 from ..storage.reserved import is_reserved
+from .grammar import Node, children
 
 _SAFE_INT = 2**53
 
 #: About how many characters of a key messages show. A key from a stock source may repeat a part a million times, and
 #: Python does not convert longer integers to text.
 _LONGEST_KEY = 4000
-
-Node = Any
 
 
 class Flat:
@@ -282,22 +281,17 @@ def shown(path: tuple[str, ...]) -> str:
 def _visit(node: Node, path: tuple[str, ...], keys: dict[str, str], found: list[tuple[int, tuple[str, ...]]]) -> None:
     if type(node) is int:
         found.append((node, path))
-    elif type(node) is dict:
-        for k, v in node.items():
-            _visit(v, (*path, "s" + k), keys, found)
-    elif node[0] in "fa":
-        _visit(node[2], path, keys, found)
-    elif node[0] == "o":
-        _visit(node[1], path, keys, found)
-    elif node[0] == "d":
-        for k, v in node[2]:
-            _visit(v, (*path, _key_text(k, keys)), keys, found)
-    else:
-        for i, v in enumerate(node[2 if node[0] in "nq" else 1 :]):
-            _visit(v, (*path, f"#{i}"), keys, found)
+        return
+    for step, key, child in children(node):
+        if step == "key":
+            below = (*path, "s" + key if type(key) is str else _key_text(key, keys))
+        else:
+            below = path if step == "same" else (*path, f"#{key}")
+        if type(child) is int:
+            found.append((child, below))
+        else:
+            _visit(child, below, keys, found)
 
 
 def _key_text(key: Any, keys: dict[str, str]) -> str:
-    if type(key) is list:
-        return "r" + keys.get(str(key[1]), "")
-    return "s" + key if type(key) is str else f"{type(key).__name__} {key}"
+    return "r" + keys.get(str(key[1]), "") if type(key) is list else f"{type(key).__name__} {key}"

@@ -20,11 +20,6 @@ DIGESTS = f"{PREFIX}digests"
 _METADATA = "__metadata__"
 
 
-def piece(storage: int, number: int) -> str:
-    """Returns the entry name of a piece of a storage that no plain tensor fills."""
-    return f"{PREFIX}storage/{storage}/{number}"
-
-
 def pickled_object(number: int) -> str:
     """Returns the entry name of an object in a distributed checkpoint."""
     return f"{PREFIX}objects/{number}"

@@ -12,6 +12,7 @@ from typing import Any
 
 from ..._native import Entries, Remote, Stored, _dtypes, _file_entry_digests
 from ...errors import ProtocolError
+from ...state.grammar import children
 from ...storage import reserved
 
 #: torch's names of the dtypes of a container.
@@ -209,8 +210,6 @@ def _brief(path: str) -> str:
 def walk(tree: Any) -> Iterator[tuple[str, int]]:
     """Yields path and number of each leaf of a tree, in its order.
 
-    docs/reference/format.md has the grammar.
-
     Raises:
         ProtocolError: it is not a tree, or its paths are too long
     """
@@ -223,38 +222,21 @@ def walk(tree: Any) -> Iterator[tuple[str, int]]:
 
 
 def _below(node: Any, path: str, depth: int) -> Iterator[tuple[str, int]]:
-    below = f"{path}." if path else ""
     if depth > _DEEPEST:
         raise ProtocolError("the tree is too deep")
-    match node:
-        case bool():
-            raise ProtocolError("the tree has a truth value where a node belongs")
-        case int():
-            yield path or "root", node
-        case dict():
-            for key, value in node.items():
-                yield from _below(value, f"{below}{key}", depth + 1)
-        case ["o", dict(members)]:
-            yield from _below(members, path, depth + 1)
-        case ["l" | "t", *values]:
-            for number, value in enumerate(values):
-                yield from _below(value, f"{below}{number}", depth + 1)
-        case ["d", _, list(pairs)]:
-            for pair in pairs:
-                match pair:
-                    case [["r", int(number)], value]:
-                        yield from _below(value, f"{below}<object {number}>", depth + 1)
-                    case [key, value]:
-                        yield from _below(value, f"{below}{key}", depth + 1)
-                    case _:
-                        raise ProtocolError("the tree has a dict whose items are not pairs")
-        case ["n" | "q", _, *values]:
-            for number, value in enumerate(values):
-                yield from _below(value, f"{below}{number}", depth + 1)
-        case ["f" | "a", _, value]:
-            yield from _below(value, path, depth + 1)
-        case _:
-            raise ProtocolError("the tree has a node of an unknown kind")
+    if type(node) is int:
+        yield path or "root", node
+        return
+    prefix = f"{path}." if path else ""
+    for step, key, child in children(node):
+        match key:
+            case _ if step == "same":
+                where = path
+            case ["r", int(number)]:
+                where = f"{prefix}<object {number}>"
+            case _:
+                where = f"{prefix}{key}"
+        yield from _below(child, where, depth + 1)
 
 
 class UniqueNames:

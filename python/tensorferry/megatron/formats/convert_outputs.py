@@ -7,7 +7,7 @@ import os
 import pickle
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -35,22 +35,6 @@ from ..shards import Box
 
 #: A tensor's key, the part of it that is written, and that part.
 Filled = tuple[str, Box, torch.Tensor]
-
-
-class Output(Protocol):
-    """A checkpoint that is written, by one thread at a time."""
-
-    def add_tensor(self, key: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-        """Announces a tensor, before its parts."""
-
-    def write(self, batch: list[Filled]) -> None:
-        """Writes parts of tensors into a file."""
-
-    def write_objects(self, objects: Iterable[tuple[str, Any]]) -> None:
-        """Writes objects, each with its unique key."""
-
-    def finish(self, shared: bytes | None) -> None:
-        """Writes the index; ``shared`` is the common state."""
 
 
 class _Indexed:
@@ -205,4 +189,7 @@ class TorchDistOutput(_Indexed):
 
 
 #: The outputs by the backend that ``metadata.json`` will name.
-OUTPUTS: dict[str, Any] = {"tensorferry": FerryOutput, "torch_dist": TorchDistOutput}
+OUTPUTS: dict[str, type[FerryOutput] | type[TorchDistOutput]] = {
+    "tensorferry": FerryOutput,
+    "torch_dist": TorchDistOutput,
+}

@@ -35,8 +35,8 @@ from ...storage.whole_files import INDEX_BYTES
 from .. import common, shards
 from ..release import COMMON, CheckpointingException, ShardedObject
 from ..shards import Box
-from ..zarr import arrays_of, load_object, objects_of
-from .zarr_arrays import read_box
+from .zarr_chunks import read_box
+from .zarr_folders import arrays_of, load_object, objects_of
 
 ZARR = "zarr"
 _TORCH_INDEX = ".metadata"

@@ -1,0 +1,310 @@
+"""The globals of Python's standard library."""
+
+from __future__ import annotations
+
+import collections
+import datetime
+import decimal
+import fractions
+import io
+import re
+import types
+from typing import TYPE_CHECKING, Any
+
+from .kinds import (
+    Kind,
+    Refused,
+    Rows,
+    all_are,
+    as_value,
+    attributes_of,
+    build_attributes,
+    is_numpy_scalar,
+    require,
+    set_attributes,
+)
+
+if TYPE_CHECKING:
+    from ..unpickler import Unpickler
+
+
+def _empty(cls: Any) -> Kind:
+    return Kind(cls, call=lambda _: cls(), new=lambda _: cls())
+
+
+def _of_items(cls: Any) -> Kind:
+    def call(unpickler: Unpickler, *items: Any) -> Any:
+        for values in items:
+            require(
+                len(items) == 1 and type(values) in (list, tuple, set),
+                f"a {cls.__name__} that is not made from one list, tuple or set",
+            )
+            unpickler.count_copy(len(values))
+            for value in values:
+                unpickler.check_key(value)
+        return cls(*items)
+
+    return Kind(cls, call=call)
+
+
+def _bytearray(cls: Any) -> Kind:
+    def call(unpickler: Unpickler, *args: Any) -> bytearray:
+        match args:
+            case ():
+                return bytearray()
+            case (bytes(data),) if type(data) is bytes:
+                unpickler.count_copy(len(data))
+                return bytearray(data)
+            case (str(text), "latin-1" | "latin1") if type(text) is str:
+                unpickler.count_copy(len(text))
+                return bytearray(text, "latin-1")
+        raise Refused("a bytearray that is not made from bytes")
+
+    return Kind(cls, call=call)
+
+
+def _encode(unpickler: Unpickler, text: Any, codec: Any = "latin1") -> bytes:
+    require(type(text) is str and type(codec) is str and codec in ("latin1", "latin-1"), "a codec other than Latin-1")
+    unpickler.count_copy(len(text))
+    return bytes(text.encode("latin-1"))
+
+
+def _complex(cls: Any) -> Kind:
+    def call(_: Unpickler, real: Any, imag: Any) -> complex:
+        require(all_are(float, real, imag), "a complex number whose parts are not floats")
+        return complex(real, imag)
+
+    return Kind(cls, call=call)
+
+
+def _range(cls: Any) -> Kind:
+    def call(_: Unpickler, *args: Any) -> range:
+        require(all_are(int, *args), "a range whose bounds are not integers")
+        return range(*args)
+
+    return Kind(cls, call=call)
+
+
+def _slice(cls: Any) -> Kind:
+    def call(_: Unpickler, start: Any, stop: Any, step: Any) -> slice:
+        # Not nested slices: Python runs out of stack when it frees them.
+        plain = (types.NoneType, bool, int, float, str)
+        require(
+            all([type(end) in plain or is_numpy_scalar(end) for end in (start, stop, step)]),
+            "a slice whose bounds are not plain values",
+        )
+        return slice(start, stop, step)
+
+    return Kind(cls, call=call)
+
+
+def _counter(cls: Any) -> Kind:
+    def call(unpickler: Unpickler, *counts: Any) -> Any:
+        for count in counts:
+            require(len(counts) == 1 and type(count) is dict, "a Counter that is not made from one dict")
+            unpickler.count_copy(len(count))
+        return collections.Counter(*counts)
+
+    return Kind(cls, call=call)
+
+
+_FACTORIES = (
+    list, dict, set, frozenset, tuple, int, float, str, bool, bytes, complex, collections.OrderedDict,
+    collections.Counter, collections.deque,
+)  # fmt: skip
+
+
+def _defaultdict(cls: Any) -> Kind:
+    def call(unpickler: Unpickler, factory: Any = None) -> Any:
+        allowed = factory is None or any([factory is kind for kind in _FACTORIES]) or unpickler.is_user_listed(factory)
+        require(allowed, "a defaultdict whose factory is not a type of containers, numbers or strings")
+        return collections.defaultdict(factory)
+
+    return Kind(cls, call=call)
+
+
+def _deque(cls: Any) -> Kind:
+    def call(unpickler: Unpickler, items: Any = (), maxlen: Any = None) -> Any:
+        require(
+            type(items) in (tuple, list) and (maxlen is None or type(maxlen) is int),
+            "a deque that is not made from a list",
+        )
+        unpickler.count_copy(len(items))
+        made = collections.deque(items, maxlen)
+        unpickler.check_nesting(made, made)
+        return made
+
+    return Kind(cls, call=call)
+
+
+def _ordered_dict(cls: Any) -> Kind:
+    return Kind(cls, call=lambda _: collections.OrderedDict(), build=build_attributes)
+
+
+def _namespace(cls: Any) -> Kind:
+    def build(_: Unpickler, instance: Any, state: Any) -> Any:
+        require("_make" not in attributes_of(state), "an attribute _make, as the class of a namedtuple has it")
+        set_attributes(instance, state)
+        return instance
+
+    return Kind(cls, call=lambda _: types.SimpleNamespace(), build=build)
+
+
+def _date_part(cls: Any, length: int) -> Kind:
+    def call(unpickler: Unpickler, packed: Any, *zone: Any) -> Any:
+        # Pickles of protocol 2 hold the bytes as text.
+        require(
+            type(packed) in (bytes, str) and len(packed) == length, f"a {cls.__name__} that is not in its packed form"
+        )
+        require(
+            len(zone) < 2
+            and all([z is None or type(z) is datetime.timezone or unpickler.is_user_listed(type(z)) for z in zone]),
+            "an unknown time zone",
+        )
+        # The constructor hardly checks the bytes. replace() builds the object again from its fields, which are checked.
+        return cls(packed, *zone).replace()
+
+    return Kind(cls, call=call)
+
+
+def _timedelta(cls: Any) -> Kind:
+    def call(_: Unpickler, *args: Any) -> Any:
+        require(len(args) <= 3 and all_are(int, *args), "a timedelta whose parts are not integers")
+        return datetime.timedelta(*args)
+
+    return Kind(cls, call=call)
+
+
+def _timezone(cls: Any) -> Kind:
+    def call(_: Unpickler, offset: Any, *name: Any) -> Any:
+        require(
+            type(offset) is datetime.timedelta and len(name) < 2 and all_are(str, *name),
+            "a time zone without an offset",
+        )
+        return datetime.timezone(offset, *name)
+
+    return Kind(cls, call=call)
+
+
+_DECIMAL = re.compile(r"-?(\d{1,4300}(\.\d{0,4300})?(E[+-]?\d{1,4})?|Infinity|s?NaN\d{0,100})", re.ASCII)
+_FRACTION = re.compile(r"-?\d{1,4300}(/\d{1,4300})?", re.ASCII)
+
+
+def _decimal(cls: Any) -> Kind:
+    def call(_: Unpickler, text: Any) -> Any:
+        # Refuses 1e999999999, which a conversion to int would write out in full.
+        require(type(text) is str and _DECIMAL.fullmatch(text), "a Decimal that is not a number of moderate size")
+        return decimal.Decimal(text)
+
+    return Kind(cls, call=call)
+
+
+def _fraction(cls: Any) -> Kind:
+    def call(_: Unpickler, *args: Any) -> Any:
+        match args:
+            case (str(text),) if type(text) is str and _FRACTION.fullmatch(text):
+                return fractions.Fraction(text)
+            case (int(), int()) if all_are(int, *args) and max(abs(args[0]), abs(args[1])).bit_length() < 1 << 14:
+                return fractions.Fraction(*args)
+        raise Refused("a Fraction that is not a quotient of integers of moderate size")
+
+    return Kind(cls, call=call)
+
+
+def _path(cls: Any) -> Kind:
+    def call(_: Unpickler, *parts: Any) -> Any:
+        require(all_are(str, *parts), "a path whose parts are not strings")
+        return cls(*parts)
+
+    return Kind(cls, call=call)
+
+
+def _uuid(cls: Any) -> Kind:
+    def build(_: Unpickler, instance: Any, state: Any) -> Any:
+        named = attributes_of(state)
+        number, safe = named.get("int"), named.get("is_safe")
+        require(type(number) is int and 0 <= number < 1 << 128, "a UUID that is not a number of 128 bits")
+        require(type(safe) in (int, types.NoneType), "a UUID with an invalid is_safe")
+        instance.__setstate__({"int": number} | ({} if safe is None else {"is_safe": safe}))
+        return instance
+
+    return Kind(cls, new=lambda _: cls.__new__(cls), build=build)
+
+
+def _bytes_io(cls: Any) -> Kind:
+    def build(unpickler: Unpickler, instance: Any, state: Any) -> Any:
+        require(type(state) is tuple and len(state) == 3, "a BytesIO that is not bytes and a position")
+        data, position, attributes = state
+        require(
+            type(data) is bytes and type(position) is int and not attributes, "a BytesIO whose content is not bytes"
+        )
+        require(0 <= position <= len(data), "a BytesIO whose position lies beyond its end")
+        unpickler.count_copy(len(data))
+        instance.__setstate__((data, position, None))
+        return instance
+
+    return Kind(cls, new=lambda _: io.BytesIO(), build=build)
+
+
+def _string_io(cls: Any) -> Kind:
+    def build(unpickler: Unpickler, instance: Any, state: Any) -> Any:
+        require(type(state) is tuple and len(state) == 4, "a StringIO that is not text and a position")
+        text, newline, position, attributes = state
+        require(type(text) is str and type(position) is int and not attributes, "a StringIO whose content is not text")
+        require(
+            newline in (None, "", "\n", "\r", "\r\n") and 0 <= position <= len(text),
+            "a StringIO with an invalid newline or position",
+        )
+        unpickler.count_copy(len(text))
+        instance.__setstate__((text, newline, position, None))
+        return instance
+
+    return Kind(cls, new=lambda _: io.StringIO(), build=build)
+
+
+def _newobj(unpickler: Unpickler, cls: Any, *args: Any) -> Any:
+    return unpickler.instance(cls, args, {})
+
+
+def _newobj_ex(unpickler: Unpickler, cls: Any, args: Any, named: Any) -> Any:
+    require(type(args) is tuple and type(named) is dict, "arguments that are not a tuple and a dict")
+    return unpickler.instance(cls, args, named)
+
+
+#: The classes: module, name, and the function that creates the ``Kind`` of the class.
+CLASSES: Rows = {
+    "builtins": {
+        **dict.fromkeys(("bool", "float", "int", "str"), as_value),
+        **dict.fromkeys(("bytes", "dict", "list", "object", "tuple"), _empty),
+        **dict.fromkeys(("frozenset", "set"), _of_items),
+        "bytearray": _bytearray,
+        "complex": _complex,
+        "range": _range,
+        "slice": _slice,
+    },
+    "collections": {
+        "Counter": _counter,
+        "OrderedDict": _ordered_dict,
+        "defaultdict": _defaultdict,
+        "deque": _deque,
+    },
+    "datetime": {
+        "date": lambda cls: _date_part(cls, 4),
+        "datetime": lambda cls: _date_part(cls, 10),
+        "time": lambda cls: _date_part(cls, 6),
+        "timedelta": _timedelta,
+        "timezone": _timezone,
+    },
+    "decimal": {"Decimal": _decimal},
+    "fractions": {"Fraction": _fraction},
+    "pathlib": dict.fromkeys(("Path", "PosixPath", "PurePath", "PurePosixPath"), _path),
+    "types": {"SimpleNamespace": _namespace},
+    "uuid": {"UUID": _uuid},
+    "_io": {"BytesIO": _bytes_io, "StringIO": _string_io},
+}
+
+#: The functions: module, name, and the checked function that runs in place of the named one.
+FUNCTIONS: Rows = {
+    "_codecs": {"encode": _encode},
+    "copyreg": {"__newobj__": _newobj, "__newobj_ex__": _newobj_ex},
+}
