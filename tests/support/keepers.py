@@ -14,7 +14,8 @@ from typing import Any
 
 from tensorferry._native import SharedBuffer, _copy_memory
 from tensorferry.checkpointing.handover import Handover
-from tensorferry.checkpointing.keeper.client import Keeper, _is_running
+from tensorferry.checkpointing.keeper.client import Keeper
+from tensorferry.checkpointing.keeper.connecting import is_running
 from tensorferry.memory.accelerator import ACCELERATOR
 from tensorferry.memory.bounce import BounceBuffers
 from tensorferry.memory.staging import Stager
@@ -56,7 +57,7 @@ class KeeperAtWork:
             raise
 
     def is_up(self) -> bool:
-        return _is_running(self.name)
+        return is_running(self.name)
 
     def said(self) -> str:
         return self.log.read_text()
