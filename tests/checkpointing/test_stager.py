@@ -12,7 +12,10 @@ import torch
 
 from checkpoint_files import tensors_of
 from stand_in import StandIn
-from tensorferry.checkpointing.saving import Options, Ranks, Saver, SharedStager
+from tensorferry.checkpointing.orders import Options
+from tensorferry.checkpointing.ranks import Ranks
+from tensorferry.checkpointing.saving import Saver
+from tensorferry.checkpointing.shared_stager import SharedStager
 from tensorferry.memory.shared import Budget, NoRoom
 
 pytestmark = pytest.mark.timeout(60)

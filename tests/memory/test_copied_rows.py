@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from equality import assert_same_state
-from tensorferry.checkpointing.saving import SharedStager
+from tensorferry.checkpointing.shared_stager import SharedStager
 from tensorferry.memory.accelerator import ACCELERATOR
 from tensorferry.memory.host_pool import Buffer
 from tensorferry.memory.staging import Stager

@@ -12,8 +12,12 @@ from ..errors import InvalidArgument, TransportClosed
 from ..memory.accelerator import ACCELERATOR
 from ..state.allowlist import Allowed
 from ..storage.places import place_of
+from .keepers import Keeper
 from .latest import find_latest
-from .saving import Keeper, Options, Ranks, Saver, SharedStager
+from .orders import Options
+from .ranks import Ranks
+from .saving import Saver
+from .shared_stager import SharedStager
 from .torch_parts import Checkpointer, CheckpointWriter, state_and_path
 
 

@@ -13,7 +13,7 @@ from .loading import complete_checkpoints
 
 if TYPE_CHECKING:
     from .keeper.client import Keeper
-    from .saving import Ranks
+    from .ranks import Ranks
 
 logger = logging.getLogger("tensorferry")
 

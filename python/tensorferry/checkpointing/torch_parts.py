@@ -21,7 +21,12 @@ from ..state.snapshot import StateSnapshot
 from ..storage import folder as folders
 from ..storage.folder import FolderSave
 from ..storage.places import place_of
-from .saving import Keeper, Options, Ranks, Saver, SharedStager, Staged
+from .futures import Staged
+from .keepers import Keeper
+from .orders import Options
+from .ranks import Ranks
+from .saving import Saver
+from .shared_stager import SharedStager
 
 try:
     from torch.distributed.checkpoint._experimental.checkpoint_process import CheckpointProcess as _TorchProcess

@@ -20,7 +20,7 @@ from ..errors import ForkedProcess, SystemRefused, TensorferryError, WriterLost
 from ..storage import folder as folders
 from . import handover
 from .handover import Handover, Message
-from .writer_process import Order
+from .orders import Order
 
 logger = logging.getLogger("tensorferry")
 

@@ -23,21 +23,17 @@ import contextlib
 import logging
 import os
 import queue
-import re
 import select
 import signal
 import socket
 import threading
-from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from .. import errors
 from ..errors import ProtocolError, TensorferryError
-from ..storage import folder as folders
-from ..storage.folder import FolderSave, SaveId
 from . import handover
 from .handover import Handover, Message
+from .orders import Order, perform
 
 logger = logging.getLogger("tensorferry")
 
@@ -45,85 +41,6 @@ logger = logging.getLogger("tensorferry")
 _NICE = 10
 #: Seconds after which it looks whether the trainer is still there: a forked child may hold the trainer's socket open.
 _LOOK_S = 1.0
-
-
-@dataclass(frozen=True)
-class Order:
-    """What is to be written where; the fields of a handover, all of which JSON can express.
-
-    Attributes:
-        path: the folder, absolute
-        save_id: as :class:`SaveId` has it, like the next four
-        began: likewise
-        rank: likewise
-        world_size: likewise
-        step: likewise
-        threads: threads that write; ``None`` chooses by the number of cores
-        cached: whether large files are written through the page cache; ``None`` chooses
-        patience: seconds without a sign of life of another rank
-        keep_last: how many checkpoints of the folder's series stay; ``None`` keeps all
-    """
-
-    path: str
-    save_id: str
-    began: int
-    rank: int
-    world_size: int
-    step: int | None
-    threads: int | None = None
-    cached: bool | None = None
-    patience: float = 600.0
-    keep_last: int | None = None
-
-    @property
-    def save(self) -> SaveId:
-        """Which save it is."""
-        return SaveId(self.save_id, self.began, self.rank, self.world_size, self.step)
-
-    def fields(self) -> dict[str, Any]:
-        """Returns the fields of a handover."""
-        return asdict(self)
-
-    @classmethod
-    def of(cls, fields: dict[str, Any]) -> Order:
-        """Returns the order that a handover has; fields that are not an order's are left out.
-
-        Raises:
-            ProtocolError: a field is missing or has another type
-        """
-        known = {name: fields[name] for name in cls.__dataclass_fields__ if name in fields}
-        numbers = [known.get(name) for name in ("began", "rank", "world_size")]
-        texts = [known.get(name) for name in ("path", "save_id")]
-        if not all(type(number) is int for number in numbers) or not all(isinstance(text, str) for text in texts):
-            raise ProtocolError("a handover does not say what is to be saved where")
-        # It becomes a part of names of files.
-        if not re.fullmatch("[0-9a-f]{12}", known["save_id"]):
-            raise ProtocolError("a handover has no valid id of its save")
-        return cls(**known)
-
-
-def perform(order: Order, given: Handover) -> dict[str, int]:
-    """Writes a state and commits it with the other ranks.
-
-    Returns:
-        The fields of ``written``.
-
-    Raises:
-        TensorferryError: the save has failed, and nothing of it can be loaded
-        OSError: likewise
-    """
-    save = FolderSave(Path(order.path), order.save, order.patience)
-    try:
-        written = save.write(given.container(), order.threads, order.cached)
-        save.commit()
-    except BaseException as e:
-        save.fail(f"{type(e).__name__}: {e}")
-        raise
-    finally:
-        save.close()
-    if order.keep_last is not None and order.rank == 0:
-        folders.keep_last(order.keep_last, save.folder)
-    return {"bytes": written.bytes, "direct": written.direct}
 
 
 class _Process:
