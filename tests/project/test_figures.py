@@ -62,7 +62,7 @@ FIGURES = [
     (
         "guides/checkpointing.md",
         "`patience` seconds (600)",
-        f"{PYTHON}checkpointing/saving.py",
+        f"{PYTHON}checkpointing/orders.py",
         "patience: float = 600.0,",
     ),
     ("guides/checkpointing.md", "waits for up to a minute", f"{PYTHON}checkpointing/saving.py", "_EXIT_WAIT_S = 60.0"),

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from .. import _validate
+from .._native import Written
 from ..errors import InvalidArgument, ProtocolError
 from ..storage import folder as folders
+from ..storage.container import Container
 from ..storage.folder import FolderSave, SaveId
-from .handover import Handover
 
 
 class Options:
@@ -42,58 +44,25 @@ class Options:
             raise InvalidArgument(f"patience must be a positive number of seconds, not {_validate.brief(patience)}")
         self.patience = float(patience)
 
-    def order(self, folder: Path, save: SaveId) -> Order:
-        """Returns the order to write one save."""
-        return Order(
-            str(folder),
-            save.save,
-            save.began,
-            save.rank,
-            save.world_size,
-            save.step,
-            self.threads,
-            self.cached,
-            self.patience,
-            self.keep_last,
-        )
-
 
 @dataclass(frozen=True)
 class Order:
-    """What is to be written where; the fields of a handover, all of which JSON can express.
+    """What is to be saved where.
 
     Attributes:
         path: the folder, absolute
-        save_id: as :class:`SaveId` has it, like the next four
-        began: likewise
-        rank: likewise
-        world_size: likewise
-        step: likewise
-        threads: threads that write; ``None`` chooses by the number of cores
-        cached: whether large files are written through the page cache; ``None`` chooses
-        patience: seconds without a sign of life of another rank
-        keep_last: how many checkpoints of the folder's series stay; ``None`` keeps all
+        save: which save, and which rank
+        options: how the state is written
     """
 
-    path: str
-    save_id: str
-    began: int
-    rank: int
-    world_size: int
-    step: int | None
-    threads: int | None = None
-    cached: bool | None = None
-    patience: float = 600.0
-    keep_last: int | None = None
-
-    @property
-    def save(self) -> SaveId:
-        """Which save it is."""
-        return SaveId(self.save_id, self.began, self.rank, self.world_size, self.step)
+    path: Path
+    save: SaveId
+    options: Options
 
     def fields(self) -> dict[str, Any]:
-        """Returns the fields of a handover."""
-        return asdict(self)
+        """Returns the fields of a handover, all of which JSON can express."""
+        save = asdict(self.save)
+        return {"path": str(self.path), "save_id": save.pop("save"), **save, **vars(self.options)}
 
     @classmethod
     def of(cls, fields: dict[str, Any]) -> Order:
@@ -102,36 +71,45 @@ class Order:
         Raises:
             ProtocolError: a field is missing or has another type
         """
-        known = {name: fields[name] for name in cls.__dataclass_fields__ if name in fields}
-        numbers = [known.get(name) for name in ("began", "rank", "world_size")]
-        texts = [known.get(name) for name in ("path", "save_id")]
+        numbers: list[Any] = [fields.get(name) for name in ("began", "rank", "world_size")]
+        texts: list[Any] = [fields.get(name) for name in ("path", "save_id")]
         if not all(type(number) is int for number in numbers) or not all(isinstance(text, str) for text in texts):
             raise ProtocolError("a handover does not say what is to be saved where")
         # It becomes a part of names of files.
-        if not re.fullmatch("[0-9a-f]{12}", known["save_id"]):
+        began, rank, world_size = numbers
+        path, save_id = texts
+        if not re.fullmatch("[0-9a-f]{12}", save_id):
             raise ProtocolError("a handover has no valid id of its save")
-        return cls(**known)
+        options = {name: fields[name] for name in ("threads", "cached", "keep_last", "patience") if name in fields}
+        return cls(Path(path), SaveId(save_id, began, rank, world_size, fields.get("step")), Options(**options))
 
 
-def perform(order: Order, given: Handover) -> dict[str, int]:
-    """Writes a state and commits it with the other ranks.
+def perform(order: Order, container: Callable[[], Container], written: Callable[[], None] = lambda: None) -> Written:
+    """Writes a state, commits it with the other ranks, and removes older checkpoints as the order says.
+
+    Args:
+        order: what is to be saved where
+        container: returns the state
+        written: called when the file of this rank is written, before the commit
 
     Returns:
-        The fields of ``written``.
+        How much was written.
 
     Raises:
         TensorferryError: the save has failed, and nothing of it can be loaded
         OSError: likewise
     """
-    save = FolderSave(Path(order.path), order.save, order.patience)
+    options = order.options
+    save = FolderSave(order.path, order.save, options.patience)
     try:
-        written = save.write(given.container(), order.threads, order.cached)
+        file = save.write(container(), options.threads, options.cached)
+        written()
         save.commit()
     except BaseException as e:
         save.fail(f"{type(e).__name__}: {e}")
         raise
     finally:
         save.close()
-    if order.keep_last is not None and order.rank == 0:
-        folders.keep_last(order.keep_last, save.folder)
-    return {"bytes": written.bytes, "direct": written.direct}
+    if options.keep_last is not None and order.save.rank == 0:
+        folders.keep_last(options.keep_last, order.path)
+    return file

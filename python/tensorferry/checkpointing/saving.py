@@ -106,12 +106,12 @@ class Saver:
         folder = place_of(path)
         step = None if step is None else _validate.step_number(step)
         with self._alone():
-            order = self._options.order(folder, self._ranks.new_save(step, folder, self._begun(folder)))
+            order = Order(folder, self._ranks.new_save(step, folder, self._begun(folder)), self._options)
             try:
                 self._raise_unseen()
                 snapshot, staged = stage()
             except BaseException as e:
-                if order.world_size > 1:
+                if order.save.world_size > 1:
                     folders.abandon(folder, order.save, f"{type(e).__name__}: {e}")
                 raise
             one = _Save(order, snapshot, self._stager if staged is None else staged.stager, self._turns)
@@ -250,8 +250,8 @@ class Saver:
             logger.warning("the keeper cannot be used, saving goes on without it: %s: %s", name, message_of(error))
 
     def _abandon(self, one: _Save, error: BaseException) -> None:
-        if one.order.world_size > 1:
-            folders.abandon(Path(one.order.path), one.order.save, f"{type(error).__name__}: {error}")
+        if one.order.save.world_size > 1:
+            folders.abandon(one.order.path, one.order.save, f"{type(error).__name__}: {error}")
         one.finish(error if isinstance(error, Exception) else SystemRefused(f"the save was interrupted: {error!r}"))
 
     def _raise_unseen(self) -> None:

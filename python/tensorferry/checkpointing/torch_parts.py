@@ -18,12 +18,11 @@ from ..memory.accelerator import ACCELERATOR
 from ..memory.staging import Stager as HostStager
 from ..state.allowlist import REFUSED_LATER, Allowed, RefusalWarnings
 from ..state.snapshot import StateSnapshot
-from ..storage import folder as folders
-from ..storage.folder import FolderSave
+from ..storage.container import Container
 from ..storage.places import place_of
 from .futures import Staged
 from .keepers import Keeper
-from .orders import Options
+from .orders import Options, Order, perform
 from .ranks import Ranks
 from .saving import Saver
 from .shared_stager import SharedStager
@@ -273,29 +272,25 @@ class CheckpointWriter(_TorchWriter):  # type: ignore[misc]  # mypy does not fol
         path, state, options = state_and_path("write", args, kwargs)
         step = None if (given := options.get("step")) is None else _validate.step_number(given)
         folder = place_of(path)
-        order = self._options.order(folder, self._ranks.new_save(step, folder))
-        save = None
-        try:
-            save = FolderSave(folder, order.save, order.patience)
-            snapshot = StateSnapshot(state, self._stager, "borrow")
-            self._refusals.warn(snapshot.globals)
-            snapshot.complete()
-            save.write(snapshot.container(), order.threads, order.cached)
-            if self._commit_hook is not None:
-                self._commit_hook.pre_commit(path, **options)
-            if self._barrier is not None:
-                self._barrier.execute_barrier()
-            save.commit()
-        except BaseException as e:
-            folders.abandon(folder, order.save, f"{type(e).__name__}: {e}")
-            raise
-        finally:
-            if save is not None:
-                save.close()
-        if order.keep_last is not None and order.rank == 0:
-            folders.keep_last(order.keep_last, save.folder)
+        perform(
+            Order(folder, self._ranks.new_save(step, folder), self._options),
+            lambda: self._container(state),
+            lambda: self._written(path, options),
+        )
         if self._commit_hook is not None:
             self._commit_hook.post_commit(path, **options)
+
+    def _container(self, state: Any) -> Container:
+        snapshot = StateSnapshot(state, self._stager, "borrow")
+        self._refusals.warn(snapshot.globals)
+        snapshot.complete()
+        return snapshot.container()
+
+    def _written(self, path: Any, options: dict[str, Any]) -> None:
+        if self._commit_hook is not None:
+            self._commit_hook.pre_commit(path, **options)
+        if self._barrier is not None:
+            self._barrier.execute_barrier()
 
     def close(self) -> None:
         """Releases the memory that is not in use."""

@@ -134,7 +134,7 @@ class Writer:
             else:
                 return
         # Not what the process has committed in its last moment.
-        folders.abandon(Path(pending.order.path), pending.order.save, str(error))
+        folders.abandon(pending.order.path, pending.order.save, str(error))
         pending.done(error)
 
     def close(self, timeout: float | None = None) -> bool:
@@ -216,7 +216,7 @@ class _Child:
         self._thread.start()
 
     def hand_over(self, pending: Pending) -> None:
-        key, given = pending.order.save_id, pending.given
+        key, given = pending.order.save.save, pending.given
         assert given is not None
         with self._lock:
             if not self.takes:

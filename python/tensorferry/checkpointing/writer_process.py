@@ -8,7 +8,7 @@ written. SIGTERM has the same effect; SIGKILL ends it at once.
 It is not slowed down, only of less weight than the trainer: it uses what the trainer's threads leave of the cores, and
 about a tenth of a core for each of its threads where they leave nothing.
 
-Messages to it: the handover ``save``, whose fields are :class:`Order`. Messages from it, each with the ``save_id``:
+Messages to it: the handover ``save``, with the fields of an :class:`Order`. From it, each with the ``save_id``:
 
     accepted    it holds the memory, and writes it even if the trainer is gone
     written     the checkpoint is on the disk and committed: ``bytes``, ``direct``
@@ -86,17 +86,17 @@ class _Process:
                 # From a trainer of another version, say: it learns why, and this process is of no use to it.
                 self._tell("refused", error=type(e).__name__, text=str(e))
                 return None
-            self._tell("accepted", save_id=order.save_id)
+            self._tell("accepted", save_id=order.save.save)
             return order, message
 
     def _work(self) -> None:
         while (order := self._orders.get()) is not None:
             try:
-                result = perform(*order)
+                result = _performed(*order)
             except Exception as e:  # Whatever it is, the trainer learns it, and the next order is carried out.
                 result = {}
-                self._tell("failed", save_id=order[0].save_id, error=_name(e), text=str(e))
-            save_id = order[0].save_id
+                self._tell("failed", save_id=order[0].save.save, error=_name(e), text=str(e))
+            save_id = order[0].save.save
             # The memory goes first: the trainer may use it for something else at once.
             del order
             if result:
@@ -108,6 +108,12 @@ class _Process:
             if isinstance(text := fields.get("text"), str):
                 fields["text"] = text[:8000]
             handover.send(self._sock, Message(kind, fields))
+
+
+def _performed(order: Order, given: Handover) -> dict[str, int]:
+    """Carries ``order`` out; returns the fields of ``written``."""
+    written = perform(order, given.container)
+    return {"bytes": written.bytes, "direct": written.direct}
 
 
 def _name(error: Exception) -> str:
