@@ -52,16 +52,16 @@ class _Checkpointer(Checkpointer):  # type: ignore[misc]  # mypy does not follow
         """
         from . import loading
 
-        return loading.load(
+        return loading.read(
             path,
             state_dict,
-            default_map_location=default_map_location,
+            map_location=default_map_location,
             strict=strict,
             rank=self._ranks.rank,
             world_size=self._ranks.world_size,
             allowed=self._allowed,
             prefer=self._prefer if hasattr(self._keeper, "prefer") else None,
-        )
+        )[0]
 
     _agreed: tuple[Path, str] | None = None
 

@@ -1,4 +1,4 @@
-"""The newest checkpoint that all ranks of a job can load, from disk or from the keepers of their nodes."""
+"""The newest checkpoint of a folder: on disk, and for all ranks of a job also in the keepers of their nodes."""
 
 from __future__ import annotations
 
@@ -9,13 +9,51 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import SystemRefused
-from .loading import complete_checkpoints
+from ..storage import folder as folders
 
 if TYPE_CHECKING:
     from .keeper.client import Keeper
     from .ranks import Ranks
 
 logger = logging.getLogger("tensorferry")
+
+#: How often the folders are listed again because a save has changed them meanwhile.
+_ATTEMPTS = 5
+
+
+def latest_checkpoint(root: str | os.PathLike[str]) -> str | None:
+    """Returns the path of the newest complete checkpoint directly below ``root``, or ``None`` if there is none.
+
+    The newest is the one whose save began last, as its index says; times of files and step numbers do not matter. A
+    save begins after those of its series, even if the clock has gone back. A folder whose index or one of whose files
+    is missing, and a folder of another program, does not count.
+
+    Raises:
+        SystemRefused: ``root`` exists and cannot be listed
+    """
+    found = complete_checkpoints(Path(root))
+    return os.fspath(found[-1][0]) if found else None
+
+
+def complete_checkpoints(root: Path) -> list[tuple[Path, folders.Index]]:
+    """Returns the folders directly below ``root`` that are complete checkpoints with all their files, oldest first.
+
+    Raises:
+        SystemRefused: ``root`` exists and cannot be listed
+    """
+    if not os.path.isdir(root):
+        return []
+    found = []
+    before = folders.committed_in(root)
+    for _ in range(_ATTEMPTS):
+        found = [one for one in folders.checkpoints(root) if not folders.missing_files(*one)]
+        # A save that replaced or removed one meanwhile has left none of its files, and committed another one: which may
+        # have been looked for before it was there.
+        now = folders.committed_in(root)
+        if now == before:
+            break
+        before = now
+    return found
 
 
 def find_latest(root: Path, ranks: Ranks, keeper: Keeper | None) -> tuple[Path, str] | None:
