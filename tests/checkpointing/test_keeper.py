@@ -178,14 +178,14 @@ def test_what_a_trainer_may_write_to_is_not_kept(folder):
         keeper.offer(given, lost)
         eventually("it is kept", keeper.held)
         offered(other, state_of(1), "/ckpt/other/1")
-        keeper._sock.shutdown(socket.SHUT_RDWR)
+        keeper._offers._sock.shutdown(socket.SHUT_RDWR)
         eventually("it is told that its memory is free", lambda: lost.times == 1)
         eventually("it is not kept", lambda: [one.path for one in keeper.held()] == ["/ckpt/other/1"])
         assert "lives: what it gave is not kept" in process.said()
         del given
         # Likewise one that is thrown out.
         cast_out = offered(other, state_of(2), "/ckpt/other/2")
-        other._sock.send(b"nonsense")
+        other._offers._sock.send(b"nonsense")
         eventually("it is told", lambda: cast_out.times == 1)
         assert keeper.held() == []
 

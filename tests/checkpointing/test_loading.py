@@ -27,6 +27,7 @@ from tensorferry._native import Stored
 from tensorferry.checkpointing import (
     CheckpointReader,
     SyncCheckpointer,
+    latest,
     latest_checkpoint,
     load_file,
     loading,
@@ -48,7 +49,7 @@ from tensorferry.state import load
 from tensorferry.state.allowlist import Allowed
 from tensorferry.state.manifest import Manifest
 from tensorferry.state.snapshot import StateSnapshot
-from tensorferry.storage import folder as folder_module
+from tensorferry.storage import series
 from tensorferry.storage.folder import INDEX, read_index
 
 pytestmark = pytest.mark.timeout(120)
@@ -551,7 +552,8 @@ def test_the_latest_complete_checkpoint_is_found(tmp_path):
 @pytest.mark.parametrize("name", ["step-1", "step-2"])
 def test_the_latest_is_found_while_a_save_replaces_it(name, moment, tmp_path, monkeypatch):
     save(tmp_path / "step-1", {"w": torch.tensor(1)})
-    real, calls = getattr(folder_module, moment), []
+    room = {"read_index": series, "missing_files": latest}[moment]
+    real, calls = getattr(room, moment), []
 
     def interrupted(*args):
         calls.append(args)
@@ -559,7 +561,7 @@ def test_the_latest_is_found_while_a_save_replaces_it(name, moment, tmp_path, mo
             SyncCheckpointer(keep_last=1).save(tmp_path / name, {"w": torch.tensor(2)})
         return real(*args)
 
-    monkeypatch.setattr(folder_module, moment, interrupted)
+    monkeypatch.setattr(room, moment, interrupted)
     assert latest_checkpoint(tmp_path) == str(tmp_path / name)
     assert len(calls) > 1
 

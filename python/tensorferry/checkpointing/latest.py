@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import SystemRefused
-from ..storage import folder as folders
+from ..storage.folder import Index, missing_files
+from ..storage.series import checkpoints, committed_in
 
 if TYPE_CHECKING:
     from .keeper.client import Keeper
@@ -35,7 +36,7 @@ def latest_checkpoint(root: str | os.PathLike[str]) -> str | None:
     return os.fspath(found[-1][0]) if found else None
 
 
-def complete_checkpoints(root: Path) -> list[tuple[Path, folders.Index]]:
+def complete_checkpoints(root: Path) -> list[tuple[Path, Index]]:
     """Returns the folders directly below ``root`` that are complete checkpoints with all their files, oldest first.
 
     Raises:
@@ -44,12 +45,12 @@ def complete_checkpoints(root: Path) -> list[tuple[Path, folders.Index]]:
     if not os.path.isdir(root):
         return []
     found = []
-    before = folders.committed_in(root)
+    before = committed_in(root)
     for _ in range(_ATTEMPTS):
-        found = [one for one in folders.checkpoints(root) if not folders.missing_files(*one)]
+        found = [one for one in checkpoints(root) if not missing_files(*one)]
         # A save that replaced or removed one meanwhile has left none of its files, and committed another one: which may
         # have been looked for before it was there.
-        now = folders.committed_in(root)
+        now = committed_in(root)
         if now == before:
             break
         before = now

@@ -34,8 +34,8 @@ from ..memory.tensors import storage_key
 from ..state import archives, part, tree
 from ..state.allowlist import Allowed
 from ..state.load import receive, receive_part
-from ..storage import folder as folders
 from ..storage.commits import is_file
+from ..storage.folder import Index, committed_save, missing_files, read_index
 from ..storage.places import place_of
 from .map_location import relocation
 from .resharding import Resharding, check_parts, check_placements
@@ -168,7 +168,7 @@ class _Load:
             return self.from_file(path)
         for _ in range(_ATTEMPTS):
             try:
-                index = folders.read_index(path)
+                index = read_index(path)
             except IncompleteCheckpoint:
                 file = path / f"checkpoint_{self.rank}.pt"
                 if is_file(file):
@@ -178,10 +178,10 @@ class _Load:
                 return found
         raise SourceChanged(f"{path}: saves replace the checkpoint faster than it can be loaded: load again")
 
-    def _of_index(self, path: Path, index: folders.Index) -> tuple[Any, list[str]] | None:
+    def _of_index(self, path: Path, index: Index) -> tuple[Any, list[str]] | None:
         """Loads the checkpoint that ``index`` describes; ``None`` if a save has replaced it meanwhile."""
         try:
-            if missing := folders.missing_files(path, index):
+            if missing := missing_files(path, index):
                 raise IncompleteCheckpoint(
                     f"{path} holds an incomplete checkpoint of {index.world_size} ranks: {', '.join(missing)} "
                     "is missing. Load another checkpoint, or restore the file"
@@ -191,9 +191,9 @@ class _Load:
             resharding = Resharding(path, index, self.rank, self.world_size, self.threads)
             return self.from_container(stored, resharding)
         except (IncompleteCheckpoint, SystemRefused, CorruptCheckpoint) as e:
-            if (committed := folders.committed_save(path)) not in (None, index.save_id):
+            if (committed := committed_save(path)) not in (None, index.save_id):
                 return None
-            if isinstance(e, SystemRefused) and (committed is None or folders.missing_files(path, index)):
+            if isinstance(e, SystemRefused) and (committed is None or missing_files(path, index)):
                 raise IncompleteCheckpoint(f"{path} was removed while it was loaded: {e}") from e
             raise
 

@@ -11,9 +11,9 @@ from typing import Any
 from .. import _validate
 from .._native import Written
 from ..errors import InvalidArgument, ProtocolError
-from ..storage import folder as folders
 from ..storage.container import Container
-from ..storage.folder import FolderSave, SaveId
+from ..storage.folder_save import FolderSave, SaveId, abandon
+from ..storage.series import keep_last
 
 
 class Options:
@@ -22,7 +22,7 @@ class Options:
     Args:
         threads: threads with which a rank writes; ``None`` chooses by the number of cores
         cached: whether large files are written through the page cache; ``None`` chooses, see ``FileWriter``
-        keep_last: how many checkpoints of a folder's series stay, see ``storage/folder.py``; ``None`` keeps all
+        keep_last: how many checkpoints of a folder's series stay, see ``storage/series.py``; ``None`` keeps all
         patience: seconds without a sign of life of another rank after which a save has failed
 
     Raises:
@@ -84,13 +84,20 @@ class Order:
         return cls(Path(path), SaveId(save_id, began, rank, world_size, fields.get("step")), Options(**options))
 
 
-def perform(order: Order, container: Callable[[], Container], written: Callable[[], None] = lambda: None) -> Written:
+def perform(
+    order: Order,
+    container: Callable[[], Container],
+    written: Callable[[], None] = lambda: None,
+    *,
+    leaves_folder: bool = False,
+) -> Written:
     """Writes a state, commits it with the other ranks, and removes older checkpoints as the order says.
 
     Args:
         order: what is to be saved where
         container: returns the state
         written: called when the file of this rank is written, before the commit
+        leaves_folder: whether a folder that the save has made stays if it fails, as torch's writer leaves it
 
     Returns:
         How much was written.
@@ -106,10 +113,14 @@ def perform(order: Order, container: Callable[[], Container], written: Callable[
         written()
         save.commit()
     except BaseException as e:
-        save.fail(f"{type(e).__name__}: {e}")
+        reason = f"{type(e).__name__}: {e}"
+        if leaves_folder:
+            abandon(order.path, order.save, reason)
+        else:
+            save.fail(reason)
         raise
     finally:
         save.close()
     if options.keep_last is not None and order.save.rank == 0:
-        folders.keep_last(options.keep_last, order.path)
+        keep_last(options.keep_last, order.path)
     return file

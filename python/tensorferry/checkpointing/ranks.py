@@ -11,7 +11,8 @@ import torch
 from .. import _validate
 from ..errors import InvalidArgument
 from ..state.ranks import WITHOUT_NUMPY, lack_numpy
-from ..storage.folder import KnownSaves, SaveId
+from ..storage.folder_save import SaveId
+from ..storage.series import KnownSaves
 
 
 class Ranks:

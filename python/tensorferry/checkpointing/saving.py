@@ -23,7 +23,7 @@ from ..errors import InvalidArgument, SystemRefused, TransportClosed, message_of
 from ..memory.host_pool import Buffer
 from ..memory.shared import NoRoom
 from ..state.snapshot import StateSnapshot
-from ..storage import folder as folders
+from ..storage.folder_save import abandon
 from ..storage.places import place_of
 from .futures import SaveFuture, Staged
 from .handover import Handover
@@ -112,7 +112,7 @@ class Saver:
                 snapshot, staged = stage()
             except BaseException as e:
                 if order.save.world_size > 1:
-                    folders.abandon(folder, order.save, f"{type(e).__name__}: {e}")
+                    abandon(folder, order.save, f"{type(e).__name__}: {e}")
                 raise
             one = _Save(order, snapshot, self._stager if staged is None else staged.stager, self._turns)
             self._writes = [write for write in self._writes if not write.is_settled]
@@ -251,7 +251,7 @@ class Saver:
 
     def _abandon(self, one: _Save, error: BaseException) -> None:
         if one.order.save.world_size > 1:
-            folders.abandon(one.order.path, one.order.save, f"{type(error).__name__}: {error}")
+            abandon(one.order.path, one.order.save, f"{type(error).__name__}: {error}")
         one.finish(error if isinstance(error, Exception) else SystemRefused(f"the save was interrupted: {error!r}"))
 
     def _raise_unseen(self) -> None:

@@ -276,6 +276,7 @@ class CheckpointWriter(_TorchWriter):  # type: ignore[misc]  # mypy does not fol
             Order(folder, self._ranks.new_save(step, folder), self._options),
             lambda: self._container(state),
             lambda: self._written(path, options),
+            leaves_folder=True,
         )
         if self._commit_hook is not None:
             self._commit_hook.post_commit(path, **options)

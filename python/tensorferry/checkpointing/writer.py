@@ -17,7 +17,7 @@ from typing import Any
 
 from .. import errors
 from ..errors import ForkedProcess, SystemRefused, TensorferryError, WriterLost
-from ..storage import folder as folders
+from ..storage.folder_save import abandon
 from . import handover
 from .handover import Handover, Message
 from .orders import Order
@@ -134,7 +134,7 @@ class Writer:
             else:
                 return
         # Not what the process has committed in its last moment.
-        folders.abandon(pending.order.path, pending.order.save, str(error))
+        abandon(pending.order.path, pending.order.save, str(error))
         pending.done(error)
 
     def close(self, timeout: float | None = None) -> bool:

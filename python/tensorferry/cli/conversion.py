@@ -30,7 +30,8 @@ from ..memory.accelerator import ACCELERATOR
 from ..memory.staging import Stager
 from ..memory.tensors import DTYPES
 from ..state.snapshot import StateSnapshot
-from ..storage.folder import FolderSave, Index, SaveId, missing_files, read_index
+from ..storage.folder import Index, missing_files, read_index
+from ..storage.folder_save import FolderSave, SaveId
 from ..storage.pending import pending
 from ..storage.reserved import is_reserved
 from . import mapped_states, numbers

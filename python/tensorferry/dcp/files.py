@@ -30,10 +30,11 @@ from ..state.allowlist import Allowed
 from ..storage import commits, leftovers, reserved
 from ..storage.commits import Commit
 from ..storage.container import Container
-from ..storage.folder import INDEX, make_folder
+from ..storage.folder import INDEX
 from ..storage.names import new_id
 from ..storage.places import place_of
 from ..storage.source import FolderSource, Progress, replaced
+from ..storage.whole_files import make_folder
 from . import index, marker, torch_folder
 from .failures import noted, tell_of_numpy
 from .reader import SliceReader

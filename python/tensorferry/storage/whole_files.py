@@ -1,4 +1,4 @@
-"""Small files that are written whole or not at all and read whole up to a length; folders synced to the disk."""
+"""Small files that are written whole or not at all and read whole up to a length; folders that are made and synced."""
 
 from __future__ import annotations
 
@@ -82,3 +82,23 @@ def sync_folder(folder: Path) -> None:
         os.fsync(opened)
     finally:
         os.close(opened)
+
+
+def make_folder(folder: Path) -> bool:
+    """Creates the folder and its missing parents, and syncs their directory entries to the disk.
+
+    Returns:
+        Whether the folder was not there before.
+
+    Raises:
+        OSError: the system refuses
+    """
+    missing = []
+    for level in (folder, *folder.parents):
+        if level.is_dir():
+            break
+        missing.append(level)
+    folder.mkdir(parents=True, exist_ok=True)
+    for level in reversed(missing):
+        sync_folder(level.parent)
+    return bool(missing)

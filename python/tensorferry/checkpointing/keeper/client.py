@@ -29,8 +29,9 @@ from ...errors import (
 from ...net.heals import log_heal
 from ...net.metadata import encrypted
 from ...net.secret import shared_secret
-from ...storage.folder import Index, checkpoints, read_index
+from ...storage.folder import Index, read_index
 from ...storage.places import place_of
+from ...storage.series import checkpoints
 from ..handover import Handover, Message
 from . import connecting, questions
 from .choice import choose
