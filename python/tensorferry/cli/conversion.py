@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 from .._native import FilePages, _file_damage
-from ..dcp.files import FileWriter
+from ..dcp.file_writer import FileWriter
 from ..errors import (
     CorruptCheckpoint,
     IncompleteCheckpoint,
