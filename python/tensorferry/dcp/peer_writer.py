@@ -9,7 +9,7 @@ import uuid
 import weakref
 from collections.abc import Iterable
 from datetime import timedelta
-from typing import Any
+from typing import Any, Unpack
 
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
@@ -21,7 +21,7 @@ from .._reentry import CallLock
 from ..errors import InvalidArgument, TransportClosed
 from ..memory.accelerator import ACCELERATOR
 from ..memory.staging import Stager
-from ..net.options import ServerOptions
+from ..net.options import ServerArguments, ServerOptions, takes_server_arguments
 from ..net.serve import metrics_url, serve, withdraw
 from ..state.allowlist import Allowed
 from ..state.snapshot import SnapshotMode, snapshot_mode
@@ -94,37 +94,22 @@ class PeerWriter(StorageWriter):  # type: ignore[misc]  # mypy does not follow t
         InvalidArgument: an argument cannot be used; the message names it
     """
 
+    @takes_server_arguments
     def __init__(
         self,
         timeout: timedelta = timedelta(minutes=5),
         *,
         snapshot: SnapshotMode = "borrow",
-        secret: str | bytes | None = None,
-        tls: bool = False,
-        same_host: bool | None = None,
-        interface: str | None = None,
-        advertise: str | None = None,
-        max_bandwidth: int | None = None,
-        port: int | str | None = None,
-        metrics_port: int | str | None = None,
         safe_globals: Iterable[Any] = (),
         trust_pickle: bool = False,
+        **server: Unpack[ServerArguments],
     ) -> None:
         super().__init__()
         self._timeout = timeout
         self._copy = snapshot_mode(snapshot) == "copy"
         self._stager = Stager(ACCELERATOR)
         self._allowed = Allowed(safe_globals, trust_pickle)
-        options = ServerOptions(
-            secret=secret,
-            tls=tls,
-            same_host=same_host,
-            interface=interface,
-            advertise=advertise,
-            max_bandwidth=max_bandwidth,
-            port=port,
-            metrics_port=metrics_port,
-        )
+        options = ServerOptions(**server)
         self._server, self._url = serve(timeout, options)
         self._plain = options.secret is None and not options.tls
         self._urls: list[str] = []
