@@ -31,8 +31,9 @@ from ..errors import (
 from ..memory.accelerator import ACCELERATOR
 from ..memory.bounce import BounceBuffers
 from ..memory.tensors import storage_key
-from ..state import archives, part, tree
-from ..state.allowlist import Allowed
+from ..pickles import torch_archives
+from ..pickles.allowlist import Allowed
+from ..state import part, tree
 from ..state.load import receive, receive_part
 from ..storage.commits import is_file
 from ..storage.folder import Index, committed_save, missing_files, read_index
@@ -237,13 +238,13 @@ class _Load:
     def _from_archive(self, path: Path) -> tuple[Any, list[str]]:
         """Loads what ``torch.save`` wrote."""
         if self.state_dict is None:
-            return archives.load_file(path, self.allowed, self.map_location), []
+            return torch_archives.load_file(path, self.allowed, self.map_location), []
         wanted = self._records(path)
 
         def stand_in(name: str, nbytes: int) -> torch.Tensor | None:
             return None if wanted is None or name in wanted else _untouched(nbytes)
 
-        state = archives.load_file(path, self.allowed, self.map_location, stand_in)
+        state = torch_archives.load_file(path, self.allowed, self.map_location, stand_in)
         check_placements(state, self.state_dict)
         return part.fill(self.state_dict, state, self.strict)
 
@@ -258,7 +259,7 @@ class _Load:
             return held[-1]
 
         try:
-            state = archives.load_file(path, self.allowed, _here, stand_in)
+            state = torch_archives.load_file(path, self.allowed, _here, stand_in)
             flat = tree.flatten(state)
             chosen = part.Part(flat.tree, flat.objects, self.state_dict, self.strict)
             needed = part.storages_of(

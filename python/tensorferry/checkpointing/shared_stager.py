@@ -8,7 +8,7 @@ from .. import _validate
 from ..memory.accelerator import ACCELERATOR, Accelerator
 from ..memory.shared import Budget, SharedHostMemory
 from ..memory.staging import Stager
-from ..state.allowlist import REFUSED_LATER, Allowed, RefusalWarnings
+from ..pickles.allowlist import REFUSED_LATER, Allowed, RefusalWarnings
 from ..state.snapshot import StateSnapshot
 from .handover import Handover
 

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.planner import LoadPlan
 
 from .. import _validate
 from ..errors import IncompleteCheckpoint, InvalidArgument, SystemRefused
-from ..state.allowlist import Allowed
+from ..pickles.allowlist import Allowed
 from ..storage import commits
 from ..storage.folder import INDEX
 from ..storage.places import place_of

@@ -22,7 +22,7 @@ from .._native import Written
 from ..errors import InvalidArgument, SystemRefused
 from ..memory.accelerator import ACCELERATOR
 from ..memory.staging import Stager
-from ..state.allowlist import Allowed
+from ..pickles.allowlist import Allowed
 from ..storage import commits, reserved
 from ..storage.commits import Commit
 from ..storage.container import Container

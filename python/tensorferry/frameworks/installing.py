@@ -17,7 +17,7 @@ from .. import _validate
 from .._reentry import ForkSafeCallLock
 from ..dcp.file_reader import FileReader
 from ..dcp.file_writer import FileWriter
-from ..state.allowlist import Allowed
+from ..pickles.allowlist import Allowed
 from ..torchft.transport import HTTPTransport
 
 logger = logging.getLogger("tensorferry")
