@@ -35,9 +35,9 @@ from ..pickles import torch_archives
 from ..pickles.allowlist import Allowed
 from ..state import part, tree
 from ..state.load import receive, receive_part
-from ..storage.commits import is_file
 from ..storage.folder import Index, committed_save, missing_files, read_index
 from ..storage.places import place_of
+from ..storage.whole_files import is_file
 from .map_location import relocation
 from .resharding import Resharding, check_parts, check_placements
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import stat
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -13,12 +12,13 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan
 
 from .. import _validate
-from ..errors import IncompleteCheckpoint, InvalidArgument, SystemRefused
+from ..errors import IncompleteCheckpoint, InvalidArgument
 from ..pickles.allowlist import Allowed
 from ..storage import commits
 from ..storage.folder import INDEX
 from ..storage.places import place_of
 from ..storage.source import FolderSource, Progress, replaced
+from ..storage.whole_files import is_file
 from . import index, marker, torch_folder
 from .failures import noted, tell_of_numpy
 from .in_folder import RANK_INDEX, TORCH_INDEX, InFolder, thread_count
@@ -87,14 +87,14 @@ class FileReader(InFolder, SliceReader):
         rank, known = kwargs.get("rank"), kwargs.get("known")
         folder: Path = self._load.checkpoint or self._path
         path = folder / INDEX
-        shared = _is_file(path)
+        shared = is_file(path)
         if not shared:
             if (theirs := _index_of_torch(folder, rank)) is not None:
                 return self._open_theirs(theirs, shared=rank is None)
             if rank is None:
                 raise _incomplete(folder)
             path = folder / RANK_INDEX.format(rank)
-            if not _is_file(path):
+            if not is_file(path):
                 raise _incomplete(folder)
         _refuse_two(path)
         source = FolderSource(path, self._threads, known)
@@ -126,24 +126,10 @@ class FileReader(InFolder, SliceReader):
         return plans
 
 
-def _is_file(path: Path) -> bool:
-    """Whether ``path`` is a file.
-
-    Raises:
-        SystemRefused: the system does not say, for example because a folder above it may not be entered
-    """
-    try:
-        return stat.S_ISREG(path.stat().st_mode)
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    except OSError as e:
-        raise SystemRefused(e.errno, f"{path} cannot be examined: {e.strerror}") from e
-
-
 def _index_of_torch(folder: Path, rank: int | None) -> Path | None:
     """Returns the index that torch's own writer wrote, if it is what the folder holds; ``rank`` asks for a rank's."""
     path = folder / (TORCH_INDEX if rank is None else f"__{rank}{TORCH_INDEX}")
-    if not _is_file(path) or marker.is_marker(path) or any(folder.glob("index-rank*.safetensors")):
+    if not is_file(path) or marker.is_marker(path) or any(folder.glob("index-rank*.safetensors")):
         return None
     return path
 

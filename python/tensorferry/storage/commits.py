@@ -45,13 +45,12 @@ from .._reentry import CallMark
 from ..errors import IncompleteCheckpoint, ProtocolError, SourceChanged, SystemRefused, TensorferryError
 from . import leftovers
 from .container import Container
-from .leftovers import is_file as is_file
 from .names import checked_files
 from .names import is_ours as is_ours
 from .names import machine as machine
 from .names import new_id as new_id
 from .reserved import INDEX, INDEX_FILES
-from .whole_files import sync_folder
+from .whole_files import is_file, sync_folder
 
 logger = logging.getLogger("tensorferry")
 

@@ -29,6 +29,7 @@ from .._native import _file_entries
 from ..errors import IncompleteCheckpoint, InvalidArgument, ProtocolError, SystemRefused, TensorferryError
 from . import commits, reserved
 from .commits import Commit
+from .whole_files import is_file
 
 #: The file that makes a folder a checkpoint.
 INDEX = "index.safetensors"
@@ -73,13 +74,13 @@ def read_index(folder: Path) -> Index:
         SystemRefused: it cannot be read
     """
     path = folder / INDEX
-    if not commits.is_file(path):
+    if not is_file(path):
         raise _no_index(folder)
     try:
         # From one file, which a save may be about to replace.
         text, names_and_headers = _file_entries(path, [reserved.CHECKPOINT, reserved.INDEX_FILES])
     except SystemRefused as e:
-        if commits.is_file(path):
+        if is_file(path):
             raise
         raise _no_index(folder) from e
     if text is None:
@@ -109,7 +110,7 @@ def read_index(folder: Path) -> Index:
 
 def missing_files(folder: Path, index: Index) -> list[str]:
     """Returns the names of files of the checkpoint in ``folder`` that are not there."""
-    return [name for name, _ in index.files.values() if not commits.is_file(folder / name)]
+    return [name for name, _ in index.files.values() if not is_file(folder / name)]
 
 
 def _no_index(folder: Path) -> IncompleteCheckpoint:

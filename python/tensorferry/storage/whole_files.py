@@ -8,12 +8,26 @@ import stat
 from pathlib import Path
 
 from .._native import _check_machine_has
-from ..errors import ProtocolError
+from ..errors import ProtocolError, SystemRefused
 
 #: The most bytes of a file that says a few things about a checkpoint.
 FEW = 1 << 20
 #: The most bytes of an index that torch has pickled.
 INDEX_BYTES = 1 << 30
+
+
+def is_file(path: Path) -> bool:
+    """Whether ``path`` is a file.
+
+    Raises:
+        SystemRefused: the system does not say, for example because a folder above it may not be entered
+    """
+    try:
+        return stat.S_ISREG(path.stat().st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as e:
+        raise SystemRefused(e.errno, f"{path} cannot be examined: {e.strerror}") from e
 
 
 def read_whole(path: Path, most: int | None) -> bytes:
