@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from keepers import PATIENCE, KeeperAtWork, eventually, loaded, offered
+from keepers import KeeperAtWork, connected, eventually, loaded, offered
 from tensorferry.checkpointing import handover
 from tensorferry.checkpointing.keeper import cost
 from tensorferry.checkpointing.keeper.client import Keeper
@@ -125,14 +125,6 @@ def memfd(data: bytes) -> int:
             at += os.write(fd, left[at:])
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
     return fd
-
-
-@contextlib.contextmanager
-def connected(process: KeeperAtWork):
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
-        sock.settimeout(PATIENCE)
-        sock.connect(str(process.folder / f"keeper-{process.name}.sock"))
-        yield sock
 
 
 def give(sock: socket.socket, save_id: str, contents: int, size: int) -> None:

@@ -6,9 +6,11 @@ import contextlib
 import os
 import secrets
 import signal
+import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +88,15 @@ class KeeperAtWork:
     def __exit__(self, *_: object) -> None:
         with contextlib.suppress(ProcessLookupError):
             self.kill()
+
+
+@contextlib.contextmanager
+def connected(process: KeeperAtWork) -> Iterator[socket.socket]:
+    """A connection that says what the test sends, and nothing else."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
+        sock.settimeout(PATIENCE)
+        sock.connect(str(process.folder / f"keeper-{process.name}.sock"))
+        yield sock
 
 
 def staged(state: Any, path: str = "/ckpt/run/step-1", **fields: Any) -> Handover:
