@@ -13,7 +13,7 @@ from ..storage.folder import Index, missing_files
 from ..storage.series import checkpoints, committed_in
 
 if TYPE_CHECKING:
-    from .keeper.client import Keeper
+    from .keepers import LoadingKeeper
     from .ranks import Ranks
 
 logger = logging.getLogger("tensorferry")
@@ -57,7 +57,7 @@ def complete_checkpoints(root: Path) -> list[tuple[Path, Index]]:
     return found
 
 
-def find_latest(root: Path, ranks: Ranks, keeper: Keeper | None) -> tuple[Path, str] | None:
+def find_latest(root: Path, ranks: Ranks, keeper: LoadingKeeper | None) -> tuple[Path, str] | None:
     """Returns the folder and the id of the newest save below ``root``, on all ranks the same; ``None`` without one.
 
     A save counts if it is committed on the disk as rank 0 sees it, or if every rank has its snapshot in the keeper of

@@ -27,7 +27,7 @@ from ..storage.folder_save import abandon
 from ..storage.places import place_of
 from .futures import SaveFuture, Staged
 from .handover import Handover
-from .keepers import Keeper
+from .keepers import LoadingKeeper, StateKeeper
 from .orders import Options, Order
 from .ranks import Ranks
 from .shared_stager import SharedStager
@@ -52,7 +52,7 @@ class Saver:
         keeper: also gets every state; ``None`` for none
     """
 
-    def __init__(self, ranks: Ranks, options: Options, stager: SharedStager, keeper: Keeper | None = None) -> None:
+    def __init__(self, ranks: Ranks, options: Options, stager: SharedStager, keeper: StateKeeper | None = None) -> None:
         self._ranks, self._options, self._stager, self._keeper = ranks, options, stager, keeper
         self._turns = Turns()
         self._writes: list[SaveFuture] = []
@@ -207,10 +207,10 @@ class Saver:
 
     def _begun(self, folder: Path) -> list[int]:
         """Returns when those saves of this job began that the keeper has; a new one comes after them, by rank 0."""
-        begun = getattr(self._keeper, "begun", None) if self._ranks.rank == 0 else None
-        return [] if begun is None else list(begun(folder))
+        keeper = self._keeper
+        return keeper.begun(folder) if self._ranks.rank == 0 and isinstance(keeper, LoadingKeeper) else []
 
-    def _offer(self, keeper: Keeper, given: Handover, snapshot: StateSnapshot) -> None:
+    def _offer(self, keeper: StateKeeper, given: Handover, snapshot: StateSnapshot) -> None:
         # While the keeper has it, no buffer is used again.
         held = snapshot.buffers()
         with self._offering:

@@ -9,7 +9,7 @@ import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, TypeAlias, overload
 
 from .. import _validate
 from .._reentry import CallLock
@@ -21,7 +21,7 @@ from ..state.snapshot import StateSnapshot
 from ..storage.container import Container
 from ..storage.places import place_of
 from .futures import Staged
-from .keepers import Keeper
+from .keepers import StateKeeper
 from .orders import Options, Order, perform
 from .ranks import Ranks
 from .saving import Saver
@@ -36,6 +36,9 @@ except ImportError:  # torch 2.8 has none
     _TorchProcess = _TorchWriter = _TorchStager = Checkpointer = object
 
 __all__ = ["CheckpointProcess", "CheckpointWriter", "Checkpointer", "Stager", "state_and_path"]
+
+
+StrPath: TypeAlias = str | os.PathLike[str]
 
 
 def state_and_path(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
@@ -188,12 +191,16 @@ class CheckpointProcess(_TorchProcess):  # type: ignore[misc]  # mypy does not f
         keep_last: int | None = None,
         patience: float = 600.0,
         memory_limit: int | None = None,
-        keeper: Keeper | None = None,
+        keeper: StateKeeper | None = None,
     ) -> None:
         ranks = _ranks(rank_info, agree, process_group)
         options = Options(threads=threads, cached=cached, keep_last=keep_last, patience=patience)
         self._saver = Saver(ranks, options, SharedStager(memory_limit, ACCELERATOR), keeper)
 
+    @overload
+    def write(self, state_dict: Any, path: StrPath, *, step: int | None = None, **kwargs: Any) -> Future[None]: ...
+    @overload
+    def write(self, path: StrPath, state_dict: Any, *, step: int | None = None, **kwargs: Any) -> Future[None]: ...
     def write(self, *args: Any, step: int | None = None, **kwargs: Any) -> Future[None]:
         """Writes a staged state: ``write(state_dict, path)`` or ``write(path, state_dict)``.
 
@@ -255,6 +262,10 @@ class CheckpointWriter(_TorchWriter):  # type: ignore[misc]  # mypy does not fol
         self._stager = HostStager(ACCELERATOR)
         self._refusals = RefusalWarnings(allowed or Allowed(), REFUSED_LATER)
 
+    @overload
+    def write(self, path: StrPath, state_dict: Any, **kwargs: Any) -> None: ...
+    @overload
+    def write(self, state_dict: Any, path: StrPath, **kwargs: Any) -> None: ...
     def write(self, *args: Any, **kwargs: Any) -> None:
         """Writes a state and commits the checkpoint with the other ranks.
 
