@@ -23,7 +23,7 @@ from tensorferry.dcp.save_plan import ABOUT
 from tensorferry.errors import IncompleteCheckpoint, SourceChanged, SystemRefused
 from tensorferry.memory.tensors import no_rows
 from tensorferry.pickles.allowlist import Allowed
-from tensorferry.storage import commits, folder, names, reserved
+from tensorferry.storage import commits, folder, folder_lock, names, reserved
 from tensorferry.storage.container import Container
 
 pytestmark = [
@@ -239,7 +239,7 @@ def test_a_folder_that_a_stopped_process_keeps_locked_fails_a_save_and_not_for_e
     save(tmp_path, 1)
     program = "import fcntl,os,sys; fcntl.flock(os.open(sys.argv[1], os.O_RDONLY), fcntl.LOCK_EX); print(1, flush=True)"
     command = [sys.executable, "-c", f"{program}; sys.stdin.read()", tmp_path]
-    monkeypatch.setattr(commits, "_LOCK_S", 0.2)
+    monkeypatch.setattr(folder_lock, "_LOCK_S", 0.2)
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         assert other.stdout.readline()
         os.kill(other.pid, signal.SIGSTOP)
