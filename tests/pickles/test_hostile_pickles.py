@@ -341,7 +341,7 @@ def test_objects_in_files_go_through_the_same_machine_and_are_written_again(monk
     torch.save({"lr": 0.1, "w": torch.ones(3)}, good)
     # torch's planner reads its bytes without limits, so none of them may come from the source.
     handed = planner_objects.rewritten(good.getvalue(), "opt", Allowed())
-    monkeypatch.setattr(load_plan, "unpickled", lambda *_: "another")
+    monkeypatch.setattr(planner_objects, "unpickled", lambda *_: "another")
     assert torch.load(io.BytesIO(handed), weights_only=True)["lr"] == 0.1
     assert torch.load(io.BytesIO(planner_objects.rewritten(good.getvalue(), "opt", Allowed()))) == "another"
 
