@@ -44,7 +44,7 @@ from tensorferry.errors import (
 )
 from tensorferry.memory.accelerator import ACCELERATOR
 from tensorferry.memory.bounce import BounceBuffers
-from tensorferry.memory.staging import Stager
+from tensorferry.memory.staging import HostStager
 from tensorferry.pickles.allowlist import Allowed
 from tensorferry.state import load
 from tensorferry.state.manifest import Manifest
@@ -324,7 +324,7 @@ def test_what_a_transport_sends_says_where_it_was_and_receivers_do_not_care():
     device = StandIn()
     value = torch.arange(5.0)
     device.adopt(value)
-    snapshot = StateSnapshot({"a": torch.zeros(2), "v": value}, Stager(device), "borrow")
+    snapshot = StateSnapshot({"a": torch.zeros(2), "v": value}, HostStager(device), "borrow")
     snapshot.complete()
     assert json.loads(snapshot.manifest())["devices"] == {"cuda:0": [[1, 1]]}
     state, _, _ = load.receive(
@@ -383,7 +383,7 @@ def _peak() -> int:
 
 def test_memory_is_a_source_like_a_file():
     state = {"w": torch.arange(MIB), "v": torch.arange(10)[::2], "n": 5}
-    snapshot = StateSnapshot(state, Stager(ACCELERATOR), "borrow")
+    snapshot = StateSnapshot(state, HostStager(ACCELERATOR), "borrow")
     bounce = BounceBuffers(ACCELERATOR)
 
     def stored(digests: bytes | None = None) -> Stored:

@@ -117,7 +117,7 @@ def test_many_small_tensors_and_a_large_one_are_copied_without_the_interpreter(m
 
     # Nobody asks for the interpreter: the other thread runs only where the copy gives it up.
     copying, ticks, ended = False, 0, threading.Event()
-    real = staging.Stager.copy_rows
+    real = staging.HostStager.copy_rows
 
     class Watched:
         def __init__(self, rows) -> None:
@@ -135,7 +135,7 @@ def test_many_small_tensors_and_a_large_one_are_copied_without_the_interpreter(m
             ticks += copying
             time.sleep(0)
 
-    monkeypatch.setattr(staging.Stager, "copy_rows", lambda self, rows, without: real(self, Watched(rows), without))
+    monkeypatch.setattr(staging.HostStager, "copy_rows", lambda self, rows, without: real(self, Watched(rows), without))
     thread = threading.Thread(target=tick)
     interval = sys.getswitchinterval()
     sys.setswitchinterval(2 * WAIT_S)

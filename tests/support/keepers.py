@@ -20,7 +20,7 @@ from tensorferry.checkpointing.keeper.client import Keeper
 from tensorferry.checkpointing.keeper.connecting import is_running
 from tensorferry.memory.accelerator import ACCELERATOR
 from tensorferry.memory.bounce import BounceBuffers
-from tensorferry.memory.staging import Stager
+from tensorferry.memory.staging import HostStager
 from tensorferry.pickles.allowlist import Allowed
 from tensorferry.state.load import receive
 from tensorferry.state.snapshot import StateSnapshot
@@ -101,7 +101,7 @@ def connected(process: KeeperAtWork) -> Iterator[socket.socket]:
 
 def staged(state: Any, path: str = "/ckpt/run/step-1", **fields: Any) -> Handover:
     """Returns ``state`` as a checkpointer hands it over."""
-    taken = StateSnapshot(state, Stager(ACCELERATOR), "copy")
+    taken = StateSnapshot(state, HostStager(ACCELERATOR), "copy")
     rows, at, copies = taken.rows, 0, []
     sizes = rows.sizes
     buffer = SharedBuffer(max(sum(-(-size // 64) * 64 for size in sizes), 1))

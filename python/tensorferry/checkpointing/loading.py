@@ -94,7 +94,7 @@ def read(
         SystemRefused: a file cannot be read, or there is no memory
         InvalidArgument: ``map_location`` cannot be used
     """
-    loading = _Load(state_dict, map_location, strict, rank, world_size, allowed or Allowed(), threads)
+    loading = _StateLoad(state_dict, map_location, strict, rank, world_size, allowed or Allowed(), threads)
     place = place_of(path)
     found = None if prefer is None else _from_keeper(prefer, os.fspath(place), rank, world_size, loading)
     return found or loading.run(place)
@@ -129,13 +129,15 @@ def load_file(
         TensorferryError: as for ``AsyncCheckpointer.load``
     """
     allowed = Allowed(safe_globals, trust_pickle)
-    loading = _Load(state_dict, map_location, strict, 0, 1, allowed, None)
+    loading = _StateLoad(state_dict, map_location, strict, 0, 1, allowed, None)
     if not is_file(Path(path)):
         raise IncompleteCheckpoint(f"{os.fspath(path)}: there is no such file")
     return loading.from_file(Path(path))[0]
 
 
-def _from_keeper(prefer: Prefer, path: str, rank: int, world_size: int, loading: _Load) -> tuple[Any, list[str]] | None:
+def _from_keeper(
+    prefer: Prefer, path: str, rank: int, world_size: int, loading: _StateLoad
+) -> tuple[Any, list[str]] | None:
     """Loads what a keeper has; ``None`` if it has nothing, or nothing that can be used."""
     try:
         stored = prefer(path, rank, world_size)
@@ -150,7 +152,7 @@ def _from_keeper(prefer: Prefer, path: str, rank: int, world_size: int, loading:
 
 
 @dataclass
-class _Load:
+class _StateLoad:
     """One load; the attributes are the arguments of :func:`read`."""
 
     state_dict: Any

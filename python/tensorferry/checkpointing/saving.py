@@ -32,7 +32,7 @@ from .orders import Options, Order
 from .ranks import Ranks
 from .shared_stager import SharedStager
 from .turns import IN_CALLBACK, Turns
-from .writer import Pending, Writer
+from .writer import Delivery, Writer
 
 logger = logging.getLogger("tensorferry")
 
@@ -196,7 +196,7 @@ class Saver:
         snapshot = one.snapshot
         try:
             given = one.stager.handover(_SAVE, one.order.fields(), snapshot)
-            self._writer.hand_over(Pending(given, one.order, one.accept, one.finish))
+            self._writer.hand_over(Delivery(given, one.order, one.accept, one.finish))
         except BaseException as e:
             self._abandon(one, e)
             if not isinstance(e, Exception):

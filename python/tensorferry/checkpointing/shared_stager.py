@@ -7,7 +7,7 @@ from typing import Any
 from .. import _validate
 from ..memory.accelerator import ACCELERATOR, Accelerator
 from ..memory.shared import Budget, SharedHostMemory
-from ..memory.staging import Stager
+from ..memory.staging import HostStager
 from ..pickles.allowlist import REFUSED_LATER, Allowed, RefusalWarnings
 from ..state.snapshot import StateSnapshot
 from .handover import Handover
@@ -28,7 +28,7 @@ class SharedStager:
         if memory_limit is not None:
             _validate.integer("memory_limit", memory_limit, 1)
         self._budget = Budget(memory_limit)
-        self._stager = Stager(
+        self._stager = HostStager(
             accelerator,
             pinned=SharedHostMemory(accelerator, self._budget),
             pageable=SharedHostMemory(None, self._budget),

@@ -15,7 +15,7 @@ from .. import _validate
 from .._reentry import CallLock
 from ..errors import InvalidArgument, TransportClosed
 from ..memory.accelerator import ACCELERATOR
-from ..memory.staging import Stager as HostStager
+from ..memory.staging import HostStager
 from ..pickles.allowlist import REFUSED_LATER, Allowed, RefusalWarnings
 from ..state.snapshot import StateSnapshot
 from ..storage.container import Container

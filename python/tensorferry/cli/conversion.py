@@ -27,7 +27,7 @@ from ..errors import (
     UnsupportedLeaf,
 )
 from ..memory.accelerator import ACCELERATOR
-from ..memory.staging import Stager
+from ..memory.staging import HostStager
 from ..memory.tensors import DTYPES
 from ..state.snapshot import StateSnapshot
 from ..storage.folder import Index, missing_files, read_index
@@ -98,7 +98,7 @@ class Conversion:
         told |= {"tensors": tensors, "objects": len(values) - tensors}
         match to:
             case "tensorferry":
-                packed = StateSnapshot(state, Stager(ACCELERATOR), "borrow")
+                packed = StateSnapshot(state, HostStager(ACCELERATOR), "borrow")
                 packed.container().write(partial, partial=partial.with_name(f"{partial.name}.new"))
             case "safetensors":
                 told["dropped"] = write_safetensors(values, partial, drop=self._drop)
@@ -152,7 +152,7 @@ def _sync(file: Any) -> None:
 def _write_checkpoint(state: Any, folder: Path, step: int | None) -> None:
     save = FolderSave(folder, SaveId.new(step=step))
     try:
-        save.write(StateSnapshot(state, Stager(ACCELERATOR), "borrow").container())
+        save.write(StateSnapshot(state, HostStager(ACCELERATOR), "borrow").container())
         save.commit()
     finally:
         save.close()

@@ -21,7 +21,7 @@ from .. import _gc, _validate
 from .._native import Written
 from ..errors import InvalidArgument, SystemRefused
 from ..memory.accelerator import ACCELERATOR
-from ..memory.staging import Stager
+from ..memory.staging import HostStager
 from ..pickles.allowlist import Allowed
 from ..storage import commits, reserved
 from ..storage.commits import Commit
@@ -100,19 +100,19 @@ class RankFile:
             SystemRefused: the system refuses, for example because the disk is full
         """
         with _gc.gc_paused():
-            packed = PlanSnapshot(plan, planner, Stager(ACCELERATOR), copy=False)
+            snapshot = PlanSnapshot(plan, planner, HostStager(ACCELERATOR), copy=False)
         if allowed is not None:
-            packed.warn_of_refusals(allowed)
+            snapshot.warn_of_refusals(allowed)
         # A random entry in the header, so that the checksum of the header, which the index records, is unique.
         about = [*ABOUT, ("tensorferry.file", secrets.token_hex(16))]
-        written = Container(packed.rows, packed.owner, packed.private, about=about).write(
+        written = Container(snapshot.rows, snapshot.owner, snapshot.private, about=about).write(
             self.path,
             partial=self.path.with_name(f"{self.path.name}.partial"),
             threads=self.threads,
             cached=self.cached,
             progress=progress,
         )
-        return written, packed.results(self.path.name, written.header)
+        return written, snapshot.results(self.path.name, written.header)
 
 
 class FileWriter(InFolder, StorageWriter):  # type: ignore[misc]  # mypy does not follow torch

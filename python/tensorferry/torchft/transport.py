@@ -17,7 +17,7 @@ from ..errors import ForkedProcess, InvalidArgument, TransportClosed, UnprovenSo
 from ..memory.accelerator import ACCELERATOR
 from ..memory.bounce import BounceBuffers
 from ..memory.host_pool import HostMemory
-from ..memory.staging import Stager
+from ..memory.staging import HostStager
 from ..net.heals import log_heal
 from ..net.metadata import encrypted, is_stock
 from ..net.options import ServerArguments, ServerOptions, takes_server_arguments
@@ -135,7 +135,7 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
         self._snapshot = snapshot_mode(snapshot)
         self._allowed = Allowed(safe_globals, trust_pickle)
         self._options = ServerOptions(**server)
-        self._stager = Stager(ACCELERATOR)
+        self._stager = HostStager(ACCELERATOR)
         self._bounce = BounceBuffers(ACCELERATOR)
         self._sending = CallLock("send_checkpoint()")
         self._refusals = RefusalWarnings(self._allowed, "receivers will refuse this state: %s")

@@ -21,13 +21,13 @@ OFFER_S = 2.0
 _START_S = 20.0
 
 
-class Silent(ConnectError):
+class KeeperSilent(ConnectError):
     """The keeper does not answer."""
 
 
-def not_at_work(name: str) -> Silent:
+def not_at_work(name: str) -> KeeperSilent:
     """Returns the error for a keeper that does not answer."""
-    return Silent(f"the keeper {name} does not answer: it may be stopped, or the machine overloaded")
+    return KeeperSilent(f"the keeper {name} does not answer: it may be stopped, or the machine overloaded")
 
 
 #: All connections to keepers. They are closed in a forked child: while it had them, a keeper would take a trainer that

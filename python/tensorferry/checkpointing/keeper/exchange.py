@@ -10,7 +10,7 @@ from ..handover import Arrived, Message
 from .clients import Client
 from .connections import Connections
 from .cost import Cost, probe
-from .generations import Kept, NoRoom, Reservation
+from .generations import KeeperFull, Kept, Reservation
 from .keeping import Keeping, named
 from .kept_memory import KeptMemory, Worker
 from .snapshot import LOCAL, Snapshot, key_of, snapshot
@@ -21,7 +21,7 @@ logger = logging.getLogger("tensorferry")
 _MOST_ARRIVING = 4
 
 
-class Exchange:
+class SnapshotExchange:
     """Takes and lends snapshots. Its methods are to be called on the keeper's thread.
 
     Args:
@@ -60,7 +60,7 @@ class Exchange:
         try:
             about = snapshot({**given.fields, "origin": LOCAL, "nbytes": 0, "metadata": ""})
             if client.arriving >= _MOST_ARRIVING:
-                raise NoRoom(f"{client.arriving} snapshots of this process are still being read")
+                raise KeeperFull(f"{client.arriving} snapshots of this process are still being read")
             reserved = self._keeping.reserve(about, cost.reading, given.buffers)
         except TensorferryError as e:
             given.close()
@@ -83,7 +83,7 @@ class Exchange:
             probe(cost.reading)
             opened = given.open()
         except ProtocolError as e:
-            raise _Broken(str(e)) from e
+            raise _BrokenHandover(str(e)) from e
         finally:
             given.close()
         return self._keeping.memory(step, opened.rows, opened.control, opened.buffers)
@@ -106,7 +106,7 @@ class Exchange:
             if not isinstance(e, (TensorferryError, OSError, MemoryError)):
                 logger.exception("a snapshot cannot be kept")
             self._refuse(client, about.save_id, message_of(e) or type(e).__name__)
-            if isinstance(e, _Broken):
+            if isinstance(e, _BrokenHandover):
                 self._connections.cast_out(client)
             return
         finally:
@@ -194,5 +194,5 @@ class Exchange:
         self._keeping.let_go(kept)
 
 
-class _Broken(ProtocolError):
+class _BrokenHandover(ProtocolError):
     """A handover is not what its message says."""

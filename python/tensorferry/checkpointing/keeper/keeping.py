@@ -13,7 +13,7 @@ from ..._native import Rows, Server, SharedBuffer
 from ...net.options import ServerOptions
 from . import index
 from .connections import MOST_CLIENTS
-from .generations import Generations, Kept, NoRoom, Reservation
+from .generations import Generations, KeeperFull, Kept, Reservation
 from .kept_memory import Digester, KeptMemory
 from .loop import Loop
 from .snapshot import LOCAL, Snapshot
@@ -79,12 +79,12 @@ class Keeping:
         """Makes room for a snapshot that is to come.
 
         Raises:
-            NoRoom: there is not enough memory for it
+            KeeperFull: there is not enough memory for it
         """
         held, coming = [*self.generations, *self.generations.leaving], self.generations.reserved
         open_files = sum(one.body.buffers for one in held) + sum(one.buffers for one in coming)
         if len(held) + len(coming) >= _MOST_SNAPSHOTS or open_files + buffers > self._most_buffers:
-            raise NoRoom(f"the keeper holds {len(held)} snapshots, and can hold no more")
+            raise KeeperFull(f"the keeper holds {len(held)} snapshots, and can hold no more")
         self.make_room(about, nbytes)
         return self.generations.reserve(nbytes, buffers)
 
@@ -109,12 +109,12 @@ class Keeping:
         """Keeps a snapshot of ``nbytes`` bytes in place of what was reserved.
 
         Raises:
-            NoRoom: it is kept already
+            KeeperFull: it is kept already
         """
         reserved.close()
         try:
             self.make_room(about, nbytes)
-        except NoRoom:
+        except KeeperFull:
             body.cut()
             raise
         kept = self.generations.add(about.served(body.url(self._host), nbytes, step), nbytes, body)
@@ -127,7 +127,7 @@ class Keeping:
         """Evicts what has to go for a snapshot of ``nbytes`` bytes.
 
         Raises:
-            NoRoom: that would not be enough
+            KeeperFull: that would not be enough
         """
         self.generations.make_room(about, nbytes, self.evict, self.cut)
 

@@ -20,7 +20,7 @@ from ...errors import ConnectError, FetchTimeout, SourceChanged, SourceRefused, 
 from . import index
 from .cost import Cost, probe
 from .fetching import fetch_snapshot, most_described, open_snapshot
-from .generations import NoRoom, Reservation
+from .generations import KeeperFull, Reservation
 from .snapshot import LOCAL, Key, Snapshot
 
 if TYPE_CHECKING:
@@ -193,7 +193,7 @@ class Partner(threading.Thread):
                 return
             wait = self._tries.put_off(about.key)
             # What does not fit is not even asked for, so it can be looked at again and again; it is said once.
-            level = logging.DEBUG if isinstance(e, NoRoom) and wait > _INTERVAL_S else logging.WARNING
+            level = logging.DEBUG if isinstance(e, KeeperFull) and wait > _INTERVAL_S else logging.WARNING
             logger.log(
                 level,
                 "buddy %s: step %d of rank %d of %s is not copied, and tried again in %g s: %s",

@@ -22,11 +22,11 @@ from ..handover import Arrived, Handover, Message
 from . import index
 from .clients import Client
 from .connections import Connections
-from .exchange import Exchange
+from .exchange import SnapshotExchange
 from .keeping import Keeping
 from .loop import Loop
 from .partners import Partner
-from .place import Place
+from .place import SocketPlace
 from .snapshot import Key, Snapshot
 
 logger = logging.getLogger("tensorferry")
@@ -77,7 +77,7 @@ class KeeperProcess:
         self._loop = Loop()
         with contextlib.ExitStack() as stack:
             stack.callback(self._loop.close)
-            self._place = Place(options.name)
+            self._place = SocketPlace(options.name)
             stack.callback(self._place.leave)
             self._server, host = serve.start(_PATIENCE_S, options.server)
             stack.callback(self._server.shutdown, 1.0)
@@ -92,7 +92,7 @@ class KeeperProcess:
                 digested=lambda memory: self._exchange.digested(memory),
             )
             self._connections = Connections(self._loop, self._place.socket, self)
-            self._exchange = Exchange(self.keeping, self._connections, self.run_soon)
+            self._exchange = SnapshotExchange(self.keeping, self._connections, self.run_soon)
             stack.pop_all()
         self.address = self.keeping.address
         self._waiting: list[tuple[Client, Message, float, set[Partner]]] = []

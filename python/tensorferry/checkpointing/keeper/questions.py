@@ -9,7 +9,7 @@ from typing import Any
 from ...errors import ConnectError, ProtocolError, TensorferryError
 from .. import handover
 from ..handover import Handover, Message
-from .connecting import Silent, connect, not_at_work
+from .connecting import KeeperSilent, connect, not_at_work
 from .snapshot import Snapshot, snapshot
 
 #: Seconds that it has to show that it is at work. Giving back the memory of a large snapshot may take it a moment.
@@ -36,7 +36,7 @@ class Question:
         try:
             self.send(Message("status"))
             self.status = self.answer("status").fields
-        except Silent:
+        except KeeperSilent:
             return False
         except BaseException:
             self.close()
