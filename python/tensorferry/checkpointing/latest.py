@@ -32,8 +32,8 @@ def latest_checkpoint(root: str | os.PathLike[str]) -> str | None:
     Raises:
         SystemRefused: ``root`` exists and cannot be listed
     """
-    found = complete_checkpoints(Path(root))
-    return os.fspath(found[-1][0]) if found else None
+    complete = complete_checkpoints(Path(root))
+    return os.fspath(complete[-1][0]) if complete else None
 
 
 def complete_checkpoints(root: Path) -> list[tuple[Path, Index]]:
@@ -44,17 +44,17 @@ def complete_checkpoints(root: Path) -> list[tuple[Path, Index]]:
     """
     if not os.path.isdir(root):
         return []
-    found = []
+    complete = []
     before = committed_in(root)
     for _ in range(_ATTEMPTS):
-        found = [one for one in checkpoints(root) if not missing_files(*one)]
+        complete = [checkpoint for checkpoint in checkpoints(root) if not missing_files(*checkpoint)]
         # A save that replaced or removed one meanwhile has left none of its files, and committed another one: which may
         # have been looked for before it was there.
         now = committed_in(root)
         if now == before:
             break
         before = now
-    return found
+    return complete
 
 
 def find_latest(root: Path, ranks: Ranks, keeper: LoadingKeeper | None) -> tuple[Path, str] | None:

@@ -176,12 +176,12 @@ def committed(path: Path) -> Commit | None:
 
 def began(*indexes: Path) -> list[int]:
     """Returns when the saves began whose indexes these are, for :func:`begin_after`; none for one that is no index."""
-    found = []
+    beginnings = []
     for path in indexes:
         with contextlib.suppress(TensorferryError):
             if is_file(path):
-                found.append(files_of(path).began)
-    return found
+                beginnings.append(files_of(path).began)
+    return beginnings
 
 
 def commit_index(

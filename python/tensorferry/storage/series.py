@@ -25,22 +25,22 @@ def checkpoints(root: Path) -> list[tuple[Path, Index]]:
         folders = [Path(entry.path) for entry in os.scandir(root) if os.path.isdir(entry.path)]
     except OSError as e:
         raise SystemRefused(f"the folder {root} cannot be listed: {e}") from e
-    found = []
+    complete = []
     for folder in folders:
         with contextlib.suppress(TensorferryError):
-            found.append((folder, read_index(folder)))
-    return sorted(found, key=lambda one: (one[1].began, one[0].name))
+            complete.append((folder, read_index(folder)))
+    return sorted(complete, key=lambda checkpoint: (checkpoint[1].began, checkpoint[0].name))
 
 
 def committed_in(root: Path) -> frozenset[tuple[str, int, int]]:
     """Returns what changes with every checkpoint below ``root`` that is committed or removed."""
-    found = []
+    versions = []
     with contextlib.suppress(OSError):
         for entry in os.scandir(root):
             with contextlib.suppress(OSError):
                 about = os.stat(os.path.join(entry.path, INDEX))
-                found.append((entry.name, about.st_ino, about.st_mtime_ns))
-    return frozenset(found)
+                versions.append((entry.name, about.st_ino, about.st_mtime_ns))
+    return frozenset(versions)
 
 
 class KnownSaves:
@@ -61,7 +61,7 @@ class KnownSaves:
         These are the save in the folder and those in the folders of its series, which is that of :func:`keep_last`, and
         all saves of this process.
         """
-        found = commits.began(folder / INDEX)
+        beginnings = commits.began(folder / INDEX)
         series = _series(folder)
         beside: list[str] = []
         if series != folder.name:
@@ -71,9 +71,9 @@ class KnownSaves:
             with contextlib.suppress(OSError):
                 about = os.stat(other / INDEX)
                 if self._seen.get(other) != (version := (about.st_ino, about.st_mtime_ns)):
-                    found += commits.began(other / INDEX)
+                    beginnings += commits.began(other / INDEX)
                     self._seen[other] = version
-        self._newest = max([*found, self._newest])
+        self._newest = max([*beginnings, self._newest])
         return [self._newest]
 
     def add(self, began: int) -> None:
@@ -120,21 +120,21 @@ def keep_last(count: int, newest: Path) -> None:
         return
     try:
         beside = checkpoints(newest.parent)
-        found = {folder: index for folder, index in beside if _series(folder) == series and not folder.is_symlink()}
+        in_series = {folder: index for folder, index in beside if _series(folder) == series and not folder.is_symlink()}
     except TensorferryError as e:
         logger.warning("older checkpoints are not removed: %s", e)
         return
     # The oldest first. Where the one that was just saved is older than others, it stays as one more; where another has
     # removed it meanwhile, that one has removed what is older, too.
-    for folder in list(found)[:-count] if newest in found else ():
+    for folder in list(in_series)[:-count] if newest in in_series else ():
         if folder == newest:
             break
-        remove_checkpoint(folder, found[folder])
+        remove_checkpoint(folder, in_series[folder])
     with contextlib.suppress(OSError):
         now = os.stat(newest / INDEX).st_mtime
         for entry in list(os.scandir(newest.parent)):
             folder = Path(entry.path)
-            if entry.is_dir(follow_symlinks=False) and folder not in found and _series(folder) == series:
+            if entry.is_dir(follow_symlinks=False) and folder not in in_series and _series(folder) == series:
                 with contextlib.suppress(OSError):
                     _remove_remains(folder, now)
 

@@ -76,13 +76,13 @@ class Question:
 
     def listed(self, asked: dict[str, Any]) -> list[Snapshot]:
         """Returns the snapshots in the answer to ``held``, with the fields that were ``asked`` for."""
-        found = []
+        snapshots = []
         while (message := self.answer("snapshot", "end")).kind == "snapshot":
-            found.append(snapshot(message.fields))
+            snapshots.append(snapshot(message.fields))
             for name in ("job", "path", "rank"):
-                if asked.get(name) not in (None, getattr(found[-1], name)):
+                if asked.get(name) not in (None, getattr(snapshots[-1], name)):
                     raise ProtocolError(f"the keeper {self._name} gives an answer to another question")
-        return found
+        return snapshots
 
     def memory(self) -> Handover | None:
         """Returns the snapshot in the answer to ``take``; ``None`` if the keeper has evicted it."""
