@@ -26,7 +26,7 @@ import torch
 
 from tensorferry import HTTPTransport
 from tensorferry.memory.accelerator import ACCELERATOR
-from tensorferry.memory.staging import Piece, Stager
+from tensorferry.memory.staging import HostStager, Piece
 
 TIMEOUT = timedelta(minutes=5)
 PLAIN, STAGING = "plain pinned copy", "staging"
@@ -149,7 +149,7 @@ def main() -> int:
     live = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
     nbytes = sum(tensor.nbytes for tensor in state.values())
     pinned = {name: torch.empty(each, pin_memory=True) for name in state}
-    stager = Stager(ACCELERATOR)
+    stager = HostStager(ACCELERATOR)
 
     def plain() -> None:
         for name, tensor in state.items():

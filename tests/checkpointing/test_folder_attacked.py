@@ -20,7 +20,8 @@ from tensorferry.errors import IncompleteCheckpoint, SourceChanged
 from tensorferry.memory.tensors import no_rows
 from tensorferry.storage import commits
 from tensorferry.storage.container import Container
-from tensorferry.storage.folder import FolderSave, SaveId, missing_files, read_index
+from tensorferry.storage.folder import missing_files, read_index
+from tensorferry.storage.folder_save import FolderSave, SaveId
 
 pytestmark = pytest.mark.timeout(300)
 WAIT_S = 60
@@ -33,7 +34,7 @@ from pathlib import Path
 from tensorferry._native import Table
 from tensorferry.storage import commits
 from tensorferry.storage.container import Container
-from tensorferry.storage.folder import FolderSave, SaveId
+from tensorferry.storage.folder_save import FolderSave, SaveId
 folder, save, began, rank, ranks, step = sys.argv[1:]
 
 def at(now, index=None):

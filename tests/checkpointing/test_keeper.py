@@ -21,7 +21,7 @@ import torch
 from keepers import PATIENCE, KeeperAtWork, Told, eventually, loaded, offered, staged
 from tensorferry import HTTPTransport
 from tensorferry._native import _copy_memory
-from tensorferry.checkpointing.keeper import client
+from tensorferry.checkpointing.keeper import connecting, questions
 from tensorferry.checkpointing.keeper.client import Keeper
 from tensorferry.errors import ConnectError, CorruptCheckpoint, InvalidArgument
 
@@ -178,14 +178,14 @@ def test_what_a_trainer_may_write_to_is_not_kept(folder):
         keeper.offer(given, lost)
         eventually("it is kept", keeper.held)
         offered(other, state_of(1), "/ckpt/other/1")
-        keeper._sock.shutdown(socket.SHUT_RDWR)
+        keeper._offers._sock.shutdown(socket.SHUT_RDWR)
         eventually("it is told that its memory is free", lambda: lost.times == 1)
         eventually("it is not kept", lambda: [one.path for one in keeper.held()] == ["/ckpt/other/1"])
         assert "lives: what it gave is not kept" in process.said()
         del given
         # Likewise one that is thrown out.
         cast_out = offered(other, state_of(2), "/ckpt/other/2")
-        other._sock.send(b"nonsense")
+        other._offers._sock.send(b"nonsense")
         eventually("it is told", lambda: cast_out.times == 1)
         assert keeper.held() == []
 
@@ -225,7 +225,7 @@ def test_training_goes_on_without_a_keeper_and_with_the_next_one(folder, caplog)
 
 
 def test_a_stopped_keeper_does_not_hold_the_trainer_up(folder, monkeypatch):
-    monkeypatch.setattr(client, "_OFFER_S", 0.3)
+    monkeypatch.setattr(connecting, "OFFER_S", 0.3)
     with KeeperAtWork(folder) as process, Keeper() as keeper:
         offered(keeper, state_of(0))
         process.process.send_signal(signal.SIGSTOP)
@@ -245,10 +245,10 @@ def test_a_stopped_keeper_does_not_hold_the_trainer_up(folder, monkeypatch):
 
 
 def test_a_stopped_keeper_is_waited_for_once_and_found_when_it_goes_on_or_has_a_successor(folder, monkeypatch):
-    monkeypatch.setattr(client, "_AT_WORK_S", 0.5)
+    monkeypatch.setattr(questions, "AT_WORK_S", 0.5)
     waits = []
-    begin = client._Question.begin
-    monkeypatch.setattr(client._Question, "begin", lambda question, s: waits.append(1) or begin(question, s))
+    begin = questions.Question.begin
+    monkeypatch.setattr(questions.Question, "begin", lambda question, s: waits.append(1) or begin(question, s))
 
     def is_at_work() -> bool:
         with contextlib.suppress(ConnectError):

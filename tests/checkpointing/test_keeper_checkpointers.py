@@ -17,7 +17,7 @@ import torch.distributed as dist
 from checkpoint_ranks import ranks_of
 from keepers import KeeperAtWork, eventually, loaded
 from tensorferry.checkpointing import Keeper, make_async_checkpointer, make_sync_checkpointer
-from tensorferry.checkpointing.keeper import client
+from tensorferry.checkpointing.keeper import connecting
 from tensorferry.errors import InvalidArgument, TensorferryError
 from tensorferry.memory.accelerator import ACCELERATOR
 from tensorferry.memory.bounce import BounceBuffers
@@ -164,7 +164,7 @@ def test_a_trainer_without_memory_for_a_copy_takes_it_from_the_keeper(folder, tm
 
 
 def test_a_stopped_keeper_fails_no_save_and_takes_no_more_memory(folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(client, "_OFFER_S", 0.3)
+    monkeypatch.setattr(connecting, "OFFER_S", 0.3)
     size = size_of_copy(state_of(0), tmp_path)
     with KeeperAtWork(folder, "--generations", "1") as process, Keeper() as keeper:
         checkpointers = {"small": make_async_checkpointer(keeper="default", memory_limit=3 * size)}

@@ -16,7 +16,7 @@ import time
 import pytest
 import torch
 
-from keepers import PATIENCE, KeeperAtWork, eventually, loaded, offered, staged
+from keepers import PATIENCE, KeeperAtWork, connected, eventually, loaded, offered, staged
 from tensorferry._native import SharedBuffer
 from tensorferry.checkpointing import handover
 from tensorferry.checkpointing.handover import Handover, Message
@@ -40,14 +40,6 @@ def at_work(folder):
         assert told.times == 0
         assert process.resident() < resident + 32 * MIB
         assert "Traceback" not in process.said()
-
-
-@contextlib.contextmanager
-def connected(process: KeeperAtWork):
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
-        sock.settimeout(PATIENCE)
-        sock.connect(str(process.folder / f"keeper-{process.name}.sock"))
-        yield sock
 
 
 def send(sock: socket.socket, fields: dict, descriptors: list[int]) -> None:

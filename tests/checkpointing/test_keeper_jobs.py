@@ -18,7 +18,7 @@ import torch
 from keepers import KeeperAtWork, Told, eventually, offered, staged
 from tensorferry._native import Table
 from tensorferry.checkpointing import Keeper, handover, make_async_checkpointer, peer_metadata
-from tensorferry.checkpointing.keeper import client, index, location
+from tensorferry.checkpointing.keeper import client, connecting, index, location, questions
 from tensorferry.errors import InvalidArgument, ProtocolError
 from tensorferry.net import serve
 from tensorferry.net.options import ServerOptions
@@ -249,10 +249,10 @@ def test_other_jobs_and_other_machines_do_not_set_the_clock_of_a_job(buddies, tm
 
 
 def test_a_stopped_keeper_holds_a_save_up_only_briefly_when_it_is_asked(folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(client, "_OFFER_S", 0.3)
+    monkeypatch.setattr(connecting, "OFFER_S", 0.3)
     waits = []
-    begin = client._Question.begin
-    monkeypatch.setattr(client._Question, "begin", lambda question, s: waits.append(s) or begin(question, s))
+    begin = questions.Question.begin
+    monkeypatch.setattr(questions.Question, "begin", lambda question, s: waits.append(s) or begin(question, s))
     with KeeperAtWork(folder, name="two") as process, Keeper("two") as keeper:
         process.process.send_signal(signal.SIGSTOP)
         try:

@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 import torch
 
-from keepers import PATIENCE, KeeperAtWork, eventually, loaded, offered
+from keepers import KeeperAtWork, connected, eventually, loaded, offered
 from tensorferry.checkpointing import handover
 from tensorferry.checkpointing.keeper import cost
 from tensorferry.checkpointing.keeper.client import Keeper
-from tensorferry.checkpointing.keeper.generations import Generations, NoRoom
+from tensorferry.checkpointing.keeper.generations import Generations, KeeperFull
 from tensorferry.checkpointing.keeper.snapshot import Snapshot
 from tensorferry.errors import SystemRefused
 
@@ -33,8 +33,8 @@ def test_what_is_reserved_is_given_back_once_whatever_happens():
     held = Generations[None](100, 2)
     first, second = held.reserve(30), held.reserve(40)
     assert held.used == 70
-    with contextlib.suppress(NoRoom), first:
-        raise NoRoom("it did not come")
+    with contextlib.suppress(KeeperFull), first:
+        raise KeeperFull("it did not come")
     for _ in range(3):
         first.close()
         assert held.used == 40
@@ -49,7 +49,7 @@ def test_a_look_at_the_room_evicts_nothing():
     kept = held.add(one, 60, None)
     other = Snapshot("j", "/j/2", "b", 0, 1, 2, 2)
     held.check_room(other, 90)
-    with pytest.raises(NoRoom):
+    with pytest.raises(KeeperFull):
         held.check_room(other, 101)
     assert list(held) == [kept]
 
@@ -125,14 +125,6 @@ def memfd(data: bytes) -> int:
             at += os.write(fd, left[at:])
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
     return fd
-
-
-@contextlib.contextmanager
-def connected(process: KeeperAtWork):
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
-        sock.settimeout(PATIENCE)
-        sock.connect(str(process.folder / f"keeper-{process.name}.sock"))
-        yield sock
 
 
 def give(sock: socket.socket, save_id: str, contents: int, size: int) -> None:

@@ -9,8 +9,8 @@ import pytest
 
 from tensorferry.checkpointing.keeper import limits
 from tensorferry.checkpointing.keeper.choice import choose
-from tensorferry.checkpointing.keeper.generations import Generations, NoRoom
-from tensorferry.checkpointing.keeper.place import Place, find_socket
+from tensorferry.checkpointing.keeper.generations import Generations, KeeperFull
+from tensorferry.checkpointing.keeper.place import SocketPlace, find_socket
 from tensorferry.checkpointing.keeper.snapshot import LOCAL, Snapshot, snapshot
 from tensorferry.errors import InvalidArgument, ProtocolError, SystemRefused
 from tensorferry.storage.folder import Index
@@ -76,7 +76,7 @@ def test_memory_goes_in_the_order_that_is_promised():
         rig.add(about(10 + rank, job="new", rank=rank, world_size=9), 10)
         assert [one.save_id for one in rig.evicted[rank:]] == [expected]
     # What is the newest of a live trainer stays.
-    with pytest.raises(NoRoom, match="do not go for it"):
+    with pytest.raises(KeeperFull, match="do not go for it"):
         rig.add(about(90, job="big"), 10)
     assert rig.names()[:2] == ["s5", "s7"]
 
@@ -86,7 +86,7 @@ def test_a_copy_displaces_only_copies():
     rig.add(about(1), 10)
     rig.add(about(2), 10)
     rig.add(about(3, rank=1, origin="b:1"), 10)
-    with pytest.raises(NoRoom):
+    with pytest.raises(KeeperFull):
         rig.add(about(4, rank=2, origin="b:1"), 20)
     assert rig.names() == ["s1", "s2", "s3"]
     rig.add(about(4, rank=2, origin="b:1"), 10)
@@ -106,7 +106,7 @@ def test_what_is_lent_counts_and_is_not_cut():
     first.lent = 1
     rig.add(about(2), 10)
     assert rig.held.used == 20
-    with pytest.raises(NoRoom):
+    with pytest.raises(KeeperFull):
         rig.add(about(3), 15)
     assert rig.names() == ["s2"]
     first.lent = 0
@@ -133,7 +133,7 @@ def test_a_save_is_kept_once_and_replaces_its_own_copy():
     rig.add(about(1), 10)
     assert [kept.about.origin for kept in rig.held] == [LOCAL]
     for origin in (LOCAL, "b:1"):
-        with pytest.raises(NoRoom, match="is kept already"):
+        with pytest.raises(KeeperFull, match="is kept already"):
             rig.add(about(1, origin=origin), 10)
 
 
@@ -151,7 +151,7 @@ def test_the_limit_holds_whatever_comes():
         evicted = len(rig.evicted)
         try:
             kept = rig.add(one, chance.randrange(1, 120))
-        except NoRoom:
+        except KeeperFull:
             assert rig.names() == before
             assert len(rig.evicted) == evicted
             continue
@@ -236,10 +236,10 @@ def test_fields_of_a_snapshot_come_back():
 def test_a_place_is_one_keepers(tmp_path, monkeypatch):
     monkeypatch.setenv("TENSORFERRY_KEEPER_DIR", str(tmp_path / "k"))
     assert find_socket("a") is None
-    first = Place("a")
+    first = SocketPlace("a")
     with pytest.raises(SystemRefused, match="a keeper called 'a' runs already"):
-        Place("a")
-    other = Place("b")
+        SocketPlace("a")
+    other = SocketPlace("b")
     first.socket.touch()
     assert find_socket("a") == first.socket
     first.leave()
@@ -248,8 +248,8 @@ def test_a_place_is_one_keepers(tmp_path, monkeypatch):
     assert list((tmp_path / "k").iterdir()) == []
     monkeypatch.setenv("TENSORFERRY_KEEPER_DIR", str(tmp_path / ("x" * 100)))
     with pytest.raises(InvalidArgument, match="too long for a socket"):
-        Place("a")
+        SocketPlace("a")
     monkeypatch.setenv("TENSORFERRY_KEEPER_DIR", str(tmp_path / "link"))
     (tmp_path / "link").symlink_to(tmp_path / "k")
     with pytest.raises(SystemRefused, match="folder of this user"):
-        Place("a")
+        SocketPlace("a")

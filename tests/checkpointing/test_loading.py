@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import nn
 
+from checkpoint_loads import load_state
 from equality import assert_same_state
 from leaf import Leaf
 from leaves import CATALOGUE
@@ -26,6 +27,7 @@ from tensorferry._native import Stored
 from tensorferry.checkpointing import (
     CheckpointReader,
     SyncCheckpointer,
+    latest,
     latest_checkpoint,
     load_file,
     loading,
@@ -42,12 +44,12 @@ from tensorferry.errors import (
 )
 from tensorferry.memory.accelerator import ACCELERATOR
 from tensorferry.memory.bounce import BounceBuffers
-from tensorferry.memory.staging import Stager
+from tensorferry.memory.staging import HostStager
 from tensorferry.pickles.allowlist import Allowed
 from tensorferry.state import load
 from tensorferry.state.manifest import Manifest
 from tensorferry.state.snapshot import StateSnapshot
-from tensorferry.storage import folder as folder_module
+from tensorferry.storage import series
 from tensorferry.storage.folder import INDEX, read_index
 
 pytestmark = pytest.mark.timeout(120)
@@ -81,7 +83,7 @@ def test_every_leaf_comes_back_whole_and_as_a_part(trust, tmp_path):
     values = {leaf.name: leaf.value() for leaf in leaves}
     save(tmp_path / "c", {"leaves": values, "weight": torch.arange(6.0)})
     allowed = Allowed(trust=trust)
-    whole = loading.load(tmp_path / "c", allowed=allowed)
+    whole = load_state(tmp_path / "c", allowed=allowed)
     for leaf in leaves:
         compare(leaf, values[leaf.name], whole["leaves"][leaf.name])
     for first in range(0, len(leaves), 12):
@@ -103,7 +105,7 @@ def test_every_leaf_comes_back_whole_and_as_a_part(trust, tmp_path):
 def test_a_state_of_any_type_comes_back(leaf, tmp_path):
     value = leaf.value()
     save(tmp_path / "c", value)
-    compare(leaf, value, loading.load(tmp_path / "c", allowed=Allowed(trust=leaf.trust)))
+    compare(leaf, value, load_state(tmp_path / "c", allowed=Allowed(trust=leaf.trust)))
 
 
 def odd_tensors() -> dict[str, torch.Tensor]:
@@ -177,7 +179,7 @@ def test_what_does_not_fit_is_named_and_nothing_is_overwritten(writer, asked, na
         (tmp_path / "c").mkdir()
         torch.save(state, tmp_path / "c" / "checkpoint_0.pt")
     with pytest.raises(StateMismatch, match="nothing was overwritten") as raised:
-        loading.load(tmp_path / "c", asked)
+        load_state(tmp_path / "c", asked)
     assert named in str(raised.value)
     assert isinstance(raised.value, RuntimeError)
     assert not any(value.any() for value in asked.values() if isinstance(value, torch.Tensor))
@@ -193,7 +195,7 @@ def test_missing_keys_stay_and_strict_names_them(writer, tmp_path):
         torch.save(state, tmp_path / "c" / "checkpoint_0.pt")
     asked = {"a": torch.zeros(2), "b": {"z": 9, "l": [0, {"x": 0, "q": 8}, 7]}}
     with pytest.raises(StateMismatch, match=r"b\.z"):
-        loading.load(tmp_path / "c", asked, strict=True)
+        load_state(tmp_path / "c", asked, strict=True)
     assert not asked["a"].any()
     loaded, missing = loading.read(tmp_path / "c", asked)
     assert sorted(missing) == ["b.l[1].q", "b.l[2]", "b.z"]
@@ -213,7 +215,7 @@ def test_containers_of_every_kind_are_asked_for(tmp_path):
     save(tmp_path / "c", state)
     inner = torch.zeros(1)
     asked = {"o": {"b": None}, "t": (inner, [None]), "q": deque([0, torch.zeros(2)]), 1: torch.zeros(3)}
-    loading.load(tmp_path / "c", asked)
+    load_state(tmp_path / "c", asked)
     assert list(asked["o"]) == ["b"]
     assert asked["t"][0] is inner
     assert inner.item() == 1
@@ -238,14 +240,14 @@ def test_only_what_is_wanted_is_read(tmp_path):
     file.write_bytes(data)
     assert len(numbers) >= 8
     asked = {"model": {"w0": torch.zeros(MIB // 4), "w2": None}, "views": {"v0": None}}
-    loading.load(tmp_path / "c", asked)
+    load_state(tmp_path / "c", asked)
     assert asked["model"]["w2"].eq(2).all()
     assert asked["views"]["v0"].eq(0).all()
     for broken in ({"model": {"w3": None}}, {"views": {"v1": None}, "model": {"w1": None}}):
         with pytest.raises(CorruptCheckpoint):
-            loading.load(tmp_path / "c", broken)
+            load_state(tmp_path / "c", broken)
     with pytest.raises(CorruptCheckpoint):
-        loading.load(tmp_path / "c")
+        load_state(tmp_path / "c")
 
 
 @pytest.mark.parametrize("writer", ["ours", "torch"])
@@ -271,14 +273,14 @@ def test_map_location_is_that_of_torch_load(writer, tmp_path):
         ("cpu", "cpu"),
         ({"cuda:0": "meta"}, "cpu"),
     ]:
-        loaded = loading.load(tmp_path / "c", default_map_location=given)
+        loaded = load_state(tmp_path / "c", map_location=given)
         assert {value.device.type for value in loaded.values()} == {device}, given
         assert loaded["v"].stride() == (2,)
         assert type(loaded["p"]) is nn.Parameter
     assert set(seen) == {"cpu"}
     if writer == "ours":
         own = torch.zeros(3)
-        loading.load(tmp_path / "c", asked := {"w": own, "v": None}, default_map_location="meta")
+        load_state(tmp_path / "c", asked := {"w": own, "v": None}, map_location="meta")
         assert own.tolist() == [1, 1, 1]
         assert asked["v"].device.type == "meta"
 
@@ -299,30 +301,30 @@ def test_the_device_that_was_saved_is_the_location(tmp_path, monkeypatch):
         seen[storage.nbytes()] = location
         return storage
 
-    loading.load(tmp_path / "c", default_map_location=note)
+    load_state(tmp_path / "c", map_location=note)
     assert seen == {12: "cpu", 16: "cuda:0", 20: "cuda:0", 48: "cuda:0", 8: "cuda:1"}
-    loaded = loading.load(tmp_path / "c", default_map_location={"cuda:0": "meta", "cuda:1": "cpu"})
+    loaded = load_state(tmp_path / "c", map_location={"cuda:0": "meta", "cuda:1": "cpu"})
     assert {name: value.device.type for name, value in loaded.items() if name != "on"} == {
         "w": "cpu", "view": "meta", "base": "meta", "other": "cpu",
     }  # fmt: skip
     assert {value.device.type for value in loaded["on"]} == {"meta"}
     # In place, and to the CPU by name, no such device is needed.
     asked = {"view": torch.zeros(6), "other": None}
-    loading.load(tmp_path / "c", asked)
+    load_state(tmp_path / "c", asked)
     assert (asked["view"].tolist(), asked["other"].tolist()) == ([0, 2, 4, 6, 8, 10], [4, 4])
-    assert torch.equal(loading.load(tmp_path / "c", default_map_location="cpu")["view"], base[::2])
+    assert torch.equal(load_state(tmp_path / "c", map_location="cpu")["view"], base[::2])
     if not torch.cuda.is_available():
         with pytest.raises(InvalidArgument, match=r"cuda:0.*default_map_location"):
-            loading.load(tmp_path / "c")
+            load_state(tmp_path / "c")
         with pytest.raises(InvalidArgument, match=r"cuda:1"):
-            loading.load(tmp_path / "c", default_map_location={"cuda:0": "cpu"})
+            load_state(tmp_path / "c", map_location={"cuda:0": "cpu"})
 
 
 def test_what_a_transport_sends_says_where_it_was_and_receivers_do_not_care():
     value = torch.arange(5.0)
     with stand_in() as device:
         device.adopt(value)
-        snapshot = StateSnapshot({"a": torch.zeros(2), "v": value}, Stager(device), "borrow")
+        snapshot = StateSnapshot({"a": torch.zeros(2), "v": value}, HostStager(device), "borrow")
         snapshot.complete()
     assert json.loads(snapshot.manifest())["devices"] == {"cuda:0": [[1, 1]]}
     state, _, _ = load.receive(
@@ -347,7 +349,7 @@ def test_devices_that_are_described_wrongly_are_refused_or_ignored(devices):
 def test_a_map_location_that_is_none_is_refused(bad, tmp_path):
     save(tmp_path / "c", {"w": torch.ones(3)})
     with pytest.raises(InvalidArgument, match="map_location"):
-        loading.load(tmp_path / "c", default_map_location=bad)
+        load_state(tmp_path / "c", map_location=bad)
 
 
 @pytest.mark.parametrize("writer", ["ours", "torch"])
@@ -359,7 +361,7 @@ def test_aliases_stay_aliases(writer, tmp_path):
     else:
         (tmp_path / "c").mkdir()
         torch.save(state, tmp_path / "c" / "checkpoint_0.pt")
-    loaded = loading.load(tmp_path / "c", {"a": None, "b": None, "row": None})
+    loaded = load_state(tmp_path / "c", {"a": None, "b": None, "row": None})
     assert loaded["a"].untyped_storage().data_ptr() == loaded["row"].untyped_storage().data_ptr()
     assert loaded["row"].tolist() == [3, 4, 5]
 
@@ -370,7 +372,7 @@ def test_a_load_in_place_takes_little_memory(tmp_path):
     # Reset, the peak is what is resident now.
     Path("/proc/self/clear_refs").write_text("5")
     before = _peak()
-    loading.load(tmp_path / "c", state)
+    load_state(tmp_path / "c", state)
     assert _peak() - before < 32 * MIB
 
 
@@ -381,7 +383,7 @@ def _peak() -> int:
 
 def test_memory_is_a_source_like_a_file():
     state = {"w": torch.arange(MIB), "v": torch.arange(10)[::2], "n": 5}
-    snapshot = StateSnapshot(state, Stager(ACCELERATOR), "borrow")
+    snapshot = StateSnapshot(state, HostStager(ACCELERATOR), "borrow")
     bounce = BounceBuffers(ACCELERATOR)
 
     def stored(digests: bytes | None = None) -> Stored:
@@ -437,10 +439,10 @@ def test_a_pickle_that_names_what_it_must_not_is_refused(tmp_path):
     for folder in ("c", "d"):
         for asked in (None, {"w": torch.zeros(2)}):
             with pytest.raises(UnsafePickle, match="system"):
-                loading.load(tmp_path / folder, asked)
+                load_state(tmp_path / folder, asked)
     (tmp_path / "c" / "checkpoint_0.pt").write_bytes(pickle.dumps(Evil()))
     with pytest.raises(TensorferryError):
-        loading.load(tmp_path / "c")
+        load_state(tmp_path / "c")
     assert not (tmp_path / "ran").exists()
 
 
@@ -452,7 +454,7 @@ def test_a_file_of_torch_that_was_cut_off_is_damaged_and_not_to_be_trusted(tmp_p
         file.write_bytes(whole[:length])
         for allowed in (Allowed(), Allowed((), True)):
             with pytest.raises(ProtocolError, match=r"checkpoint_0\.pt cannot be read: it is damaged") as caught:
-                loading.load(tmp_path, allowed=allowed)
+                load_state(tmp_path, allowed=allowed)
             assert "trust" not in str(caught.value)
 
 
@@ -489,7 +491,7 @@ def test_no_flipped_byte_goes_unnoticed(tmp_path):
         for at in range(0, len(data), 97):
             file.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
             try:
-                loaded = loading.load(tmp_path / "c")
+                loaded = load_state(tmp_path / "c")
             except TensorferryError:
                 continue
             # Only bytes that nothing describes, such as padding.
@@ -497,38 +499,38 @@ def test_no_flipped_byte_goes_unnoticed(tmp_path):
         for length in (0, 7, 100, len(data) // 2, len(data) - 1):
             file.write_bytes(data[:length])
             with pytest.raises(TensorferryError):
-                loading.load(tmp_path / "c")
+                load_state(tmp_path / "c")
         file.write_bytes(data)
-    assert_same_state(loading.load(tmp_path / "c"), state)
+    assert_same_state(load_state(tmp_path / "c"), state)
 
 
 def test_incomplete_and_foreign_folders_are_refused(tmp_path):
     with pytest.raises(IncompleteCheckpoint):
-        loading.load(tmp_path / "none")
+        load_state(tmp_path / "none")
     (tmp_path / "empty").mkdir()
     with pytest.raises(FileNotFoundError):
-        loading.load(tmp_path / "empty")
+        load_state(tmp_path / "empty")
     one = save(tmp_path / "one", {"w": torch.ones(3)})
     two = save(tmp_path / "two", {"w": torch.zeros(3)})
     # The index of another checkpoint, and the file of another one under this name.
     shutil.copy(two / INDEX, tmp_path / "index")
     shutil.copy(one / INDEX, two / INDEX)
     with pytest.raises(IncompleteCheckpoint, match="is missing"):
-        loading.load(two)
+        load_state(two)
     shutil.copy(tmp_path / "index", two / INDEX)
     name = rank_file(two)
     name.unlink()
     name.symlink_to(rank_file(one))
     with pytest.raises(CorruptCheckpoint, match="another one"):
-        loading.load(two)
+        load_state(two)
     name.unlink()
     os.mkfifo(name)
     with pytest.raises(IncompleteCheckpoint):
-        loading.load(two)
+        load_state(two)
     (tmp_path / "dcp").mkdir()
     shutil.copy(rank_file(one), tmp_path / "dcp" / INDEX)
     with pytest.raises(ProtocolError):
-        loading.load(tmp_path / "dcp")
+        load_state(tmp_path / "dcp")
 
 
 def test_the_latest_complete_checkpoint_is_found(tmp_path):
@@ -550,7 +552,8 @@ def test_the_latest_complete_checkpoint_is_found(tmp_path):
 @pytest.mark.parametrize("name", ["step-1", "step-2"])
 def test_the_latest_is_found_while_a_save_replaces_it(name, moment, tmp_path, monkeypatch):
     save(tmp_path / "step-1", {"w": torch.tensor(1)})
-    real, calls = getattr(folder_module, moment), []
+    room = {"read_index": series, "missing_files": latest}[moment]
+    real, calls = getattr(room, moment), []
 
     def interrupted(*args):
         calls.append(args)
@@ -558,7 +561,7 @@ def test_the_latest_is_found_while_a_save_replaces_it(name, moment, tmp_path, mo
             SyncCheckpointer(keep_last=1).save(tmp_path / name, {"w": torch.tensor(2)})
         return real(*args)
 
-    monkeypatch.setattr(folder_module, moment, interrupted)
+    monkeypatch.setattr(room, moment, interrupted)
     assert latest_checkpoint(tmp_path) == str(tmp_path / name)
     assert len(calls) > 1
 
@@ -577,7 +580,7 @@ def test_a_checkpoint_that_is_removed_while_it_is_loaded_is_incomplete(kept, tmp
 
     monkeypatch.setattr(loading, "Stored", Removing)
     with pytest.raises(IncompleteCheckpoint, match="while it was loaded"):
-        loading.load(tmp_path / "a")
+        load_state(tmp_path / "a")
 
 
 def test_a_load_beside_saves_into_the_same_folder_is_of_one_save(tmp_path):
@@ -596,7 +599,7 @@ def test_a_load_beside_saves_into_the_same_folder_is_of_one_save(tmp_path):
     try:
         for number in range(15):
             asked = {"w": torch.empty(MIB // 4), "n": 0} if number % 2 else None
-            loaded = loading.load(tmp_path / "c", asked)
+            loaded = load_state(tmp_path / "c", asked)
             assert loaded["w"].eq(loaded["n"]).all()
     finally:
         stop.set()
@@ -612,14 +615,14 @@ def test_a_keeper_is_asked_first_and_the_folder_is_what_remains(tmp_path, caplog
         asked.append((path, rank, world_size))
         return Stored.open(rank_file(other))
 
-    assert loading.load(tmp_path / "c", prefer=prefer)["w"].tolist() == [7, 7, 7]
+    assert load_state(tmp_path / "c", prefer=prefer)["w"].tolist() == [7, 7, 7]
     assert asked == [(str(tmp_path / "c"), 0, 1)]
-    assert loading.load(tmp_path / "c", prefer=lambda *_: None)["w"].tolist() == [1, 1, 1]
+    assert load_state(tmp_path / "c", prefer=lambda *_: None)["w"].tolist() == [1, 1, 1]
 
     def broken(*_):
         raise ProtocolError("it is gone")
 
-    assert loading.load(tmp_path / "c", prefer=broken)["w"].tolist() == [1, 1, 1]
+    assert load_state(tmp_path / "c", prefer=broken)["w"].tolist() == [1, 1, 1]
     assert "it is gone" in caplog.text
 
 

@@ -12,7 +12,10 @@ import torch
 
 from checkpoint_files import tensors_of
 from stand_in import StandIn, stand_in
-from tensorferry.checkpointing.saving import Options, Ranks, Saver, SharedStager
+from tensorferry.checkpointing.orders import Options
+from tensorferry.checkpointing.ranks import Ranks
+from tensorferry.checkpointing.saving import Saver
+from tensorferry.checkpointing.shared_stager import SharedStager
 from tensorferry.memory.shared import Budget, NoRoom
 
 pytestmark = pytest.mark.timeout(60)
@@ -113,7 +116,7 @@ def test_many_small_tensors_and_a_large_one_are_copied_without_the_interpreter(m
 
     # Nobody asks for the interpreter: the other thread runs only where the copy gives it up.
     copying, ticks, ended = False, 0, threading.Event()
-    real = staging.Stager.copy_rows
+    real = staging.HostStager.copy_rows
 
     class Watched:
         def __init__(self, rows) -> None:
@@ -131,7 +134,7 @@ def test_many_small_tensors_and_a_large_one_are_copied_without_the_interpreter(m
             ticks += copying
             time.sleep(0)
 
-    monkeypatch.setattr(staging.Stager, "copy_rows", lambda self, rows, without: real(self, Watched(rows), without))
+    monkeypatch.setattr(staging.HostStager, "copy_rows", lambda self, rows, without: real(self, Watched(rows), without))
     thread = threading.Thread(target=tick)
     interval = sys.getswitchinterval()
     sys.setswitchinterval(2 * WAIT_S)

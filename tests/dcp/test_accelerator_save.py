@@ -34,7 +34,7 @@ TIMEOUT = timedelta(seconds=20)
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
     monkeypatch.setattr(staging, "PART", 2 * MIB)
     with stand_in() as device:
-        for module in ("peer_writer", "files", "load_plan"):
+        for module in ("peer_writer", "file_writer", "load_plan"):
             monkeypatch.setattr(f"tensorferry.dcp.{module}.ACCELERATOR", device)
         yield device
 
@@ -74,7 +74,7 @@ def assert_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
     assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
-@pytest.mark.parametrize("how", ["peers", "files"])
+@pytest.mark.parametrize("how", ["peers", "file_writer"])
 @pytest.mark.waits
 def test_what_is_queued_is_saved_and_what_comes_later_is_not(
     how: str, device: StandIn, writer: ours.PeerWriter, tmp_path: Path
@@ -184,7 +184,7 @@ class Opaque:
 @pytest.mark.parametrize("has_default", [True, False])
 @pytest.mark.parametrize("own_stream", [False, True])
 @pytest.mark.parametrize("how", ["dense", "transposed", "every other column"])
-@pytest.mark.parametrize("source", ["peers", "files"])
+@pytest.mark.parametrize("source", ["peers", "file_writer"])
 @pytest.mark.waits
 def test_a_load_comes_after_what_is_queued_and_is_over_when_it_returns(
     source: str, how: str, own_stream: bool, has_default: bool, device: StandIn, writer: ours.PeerWriter, tmp_path: Path

@@ -21,7 +21,7 @@ import torch.distributed.checkpoint as dcp
 from job import Job
 
 import tensorferry
-from tensorferry.dcp import FileReader, FileWriter, files, marker
+from tensorferry.dcp import FileReader, FileWriter, file_writer, marker
 from tensorferry.dcp.save_plan import ABOUT
 from tensorferry.memory.tensors import no_rows
 from tensorferry.storage import commits, leftovers, reserved
@@ -409,7 +409,7 @@ def test_every_new_folder_is_synchronised_with_the_one_above(tmp_path, monkeypat
         synced.append(os.readlink(f"/proc/self/fd/{file}"))
         real(file)
 
-    monkeypatch.setattr(files.os, "fsync", fsync)
+    monkeypatch.setattr(file_writer.os, "fsync", fsync)
     save(tmp_path / "a/b/c", 1)
     assert synced[:3] == [str(tmp_path), str(tmp_path / "a"), str(tmp_path / "a/b")]
     index, partial, folder = synced[3:]

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from tensorferry.checkpointing.saving import Ranks
+from tensorferry.checkpointing.ranks import Ranks
 from tensorferry.dcp import FileReader, FileWriter, PeerWriter
 from tensorferry.errors import InvalidArgument
 from tensorferry.state import ranks

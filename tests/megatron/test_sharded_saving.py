@@ -201,7 +201,7 @@ def kill_writer(kept, folder):
     from test_errors import outcome
 
     import tensorferry.megatron as ours
-    from tensorferry.dcp.files import RankFile
+    from tensorferry.dcp.file_writer import RankFile
 
     def die(file, *_):
         file.path.with_name(f"{file.path.name}.partial").write_bytes(b"begun")

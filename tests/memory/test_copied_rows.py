@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 from equality import assert_same_state
-from tensorferry.checkpointing.saving import SharedStager
+from tensorferry.checkpointing.shared_stager import SharedStager
 from tensorferry.memory.accelerator import ACCELERATOR
 from tensorferry.memory.host_pool import Buffer
-from tensorferry.memory.staging import Stager
+from tensorferry.memory.staging import HostStager
 from tensorferry.state import snapshot, tree
 from tensorferry.state.snapshot import StateSnapshot
 
@@ -51,7 +51,7 @@ def odd_state(seed: int) -> dict[str, Any]:
 def test_a_copy_is_the_state_of_one_moment_and_its_rows_lie_apart(seed: int) -> None:
     state = odd_state(seed)
     before = odd_state(seed)
-    made = StateSnapshot(state, Stager(ACCELERATOR), "copy")
+    made = StateSnapshot(state, HostStager(ACCELERATOR), "copy")
     for leaf in state.values():
         if isinstance(leaf, torch.Tensor) and leaf.numel() and leaf.stride(0):
             leaf.detach().zero_()
@@ -67,7 +67,7 @@ def test_a_copy_is_the_state_of_one_moment_and_its_rows_lie_apart(seed: int) -> 
 def test_tied_weights_and_aliases_are_copied_once() -> None:
     weight = nn.Parameter(torch.randn(1000, 1000))
     state = {"a": weight, "b": weight, "c": weight.detach(), "d": weight.detach()[1:]}
-    (buffer,) = StateSnapshot(state, Stager(ACCELERATOR), "copy").buffers()
+    (buffer,) = StateSnapshot(state, HostStager(ACCELERATOR), "copy").buffers()
     assert weight.nbytes <= buffer.memory.nbytes < 2 * weight.nbytes
 
 
@@ -80,7 +80,7 @@ def test_what_was_copied_is_not_kept() -> None:
     weakref.finalize(memory, gone.append, True)
     state = {"a": torch.frombuffer(memory, dtype=torch.float32), "view": torch.arange(10.0)[2:5]}
     del memory
-    made = StateSnapshot(state, Stager(ACCELERATOR), "copy")
+    made = StateSnapshot(state, HostStager(ACCELERATOR), "copy")
     state.clear()
     gc.collect()
     assert gone == [True]
@@ -107,7 +107,7 @@ def test_rows_that_are_left_out_stay_and_a_buffer_that_is_too_small_is_refused()
 
 
 def test_a_state_without_bytes_needs_no_buffer() -> None:
-    made = StateSnapshot({"e": torch.empty(0, 3), "n": 1}, Stager(ACCELERATOR), "copy")
+    made = StateSnapshot({"e": torch.empty(0, 3), "n": 1}, HostStager(ACCELERATOR), "copy")
     assert (made.buffers(), made.private) == ([], True)
     assert_same_state(made.rebuild(), {"e": torch.empty(0, 3), "n": 1})
 
@@ -132,5 +132,5 @@ def test_nothing_is_done_for_each_tensor_in_python(monkeypatch: pytest.MonkeyPat
         raise AssertionError("a piece for a tensor in host memory")
 
     monkeypatch.setattr(snapshot, "Piece", refuse)
-    made = StateSnapshot({str(n): torch.randn(9) for n in range(100)}, Stager(ACCELERATOR), "copy")
+    made = StateSnapshot({str(n): torch.randn(9) for n in range(100)}, HostStager(ACCELERATOR), "copy")
     assert {type(owner) for owner in made.rows.owners} == {Buffer}

@@ -20,7 +20,7 @@ from stand_in import StandIn, stand_in
 from tensorferry.memory.accelerator import Accelerator
 from tensorferry.memory.host_pool import HostMemory
 from tensorferry.memory.pinned import pinned
-from tensorferry.memory.staging import Piece, Stager
+from tensorferry.memory.staging import HostStager, Piece
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -206,7 +206,7 @@ def test_a_forked_child_lets_go_of_it(runtime: Runtime) -> None:
 def test_memory_first_needed_in_inference_mode(on_device: bool) -> None:
     """The memory is written to again later, which torch refuses for tensors made in that mode."""
     with stand_in() as device:
-        stager, value = Stager(device), torch.arange(1000.0)
+        stager, value = HostStager(device), torch.arange(1000.0)
         if on_device:
             device.adopt(value)
 

@@ -9,36 +9,25 @@ from pathlib import Path
 
 import pytest
 
-#: Two heals, by the doors of the parametrised tests; nothing else may write to stderr.
-NATIVE = """
+#: Two heals, from a source that is put in; nothing else may write to stderr.
+HEALS = """
 from datetime import timedelta
 import torch
 from tensorferry import HTTPTransport
-
+{imports}
 timeout = timedelta(seconds=30)
-source, healing = HTTPTransport(timeout), HTTPTransport(timeout)
+source, healing = {source}, HTTPTransport(timeout)
 for step in (3, 4):
-    source.send_checkpoint([1], step, {"w": torch.ones(1000)}, timeout)
+    source.send_checkpoint([1], step, {{"w": torch.ones(1000)}}, timeout)
     healing.recv_checkpoint(0, source.metadata(), step, timeout)
     source.disallow_checkpoint()
 source.shutdown()
 healing.shutdown()
 """
-STOCK = """
-from datetime import timedelta
-import torch
-from torchft.checkpointing import HTTPTransport as Stock
-from tensorferry import HTTPTransport
-
-timeout = timedelta(seconds=30)
-source, healing = Stock(timeout, num_chunks=0), HTTPTransport(timeout)
-for step in (3, 4):
-    source.send_checkpoint([1], step, {"w": torch.ones(1000)}, timeout)
-    healing.recv_checkpoint(0, source.metadata(), step, timeout)
-    source.disallow_checkpoint()
-source.shutdown()
-healing.shutdown()
-"""
+NATIVE = HEALS.format(imports="", source="HTTPTransport(timeout)")
+STOCK = HEALS.format(
+    imports="from torchft.checkpointing import HTTPTransport as Stock", source="Stock(timeout, num_chunks=0)"
+)
 KEEPER = """
 import os, signal, time
 import torch

@@ -331,20 +331,20 @@ def hostile_save(pickled: bytes) -> bytes:
 
 
 def test_objects_in_files_go_through_the_same_machine_and_are_written_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tensorferry.dcp import load_plan
+    from tensorferry.dcp import planner_objects
 
     ran: list[Any] = []
     monkeypatch.setattr("os.system", ran.append)
     with pytest.raises(tensorferry.UnsafePickle, match=r"'?opt\.lr"):
-        load_plan.rewritten(hostile_save(whole(ATTACKS["torch.os.system"])), "opt.lr", Allowed())
+        planner_objects.rewritten(hostile_save(whole(ATTACKS["torch.os.system"])), "opt.lr", Allowed())
     assert not ran
     good = io.BytesIO()
     torch.save({"lr": 0.1, "w": torch.ones(3)}, good)
     # torch's planner reads its bytes without limits, so none of them may come from the source.
-    handed = load_plan.rewritten(good.getvalue(), "opt", Allowed())
-    monkeypatch.setattr(load_plan, "unpickled", lambda *_: "another")
+    handed = planner_objects.rewritten(good.getvalue(), "opt", Allowed())
+    monkeypatch.setattr(planner_objects, "unpickled", lambda *_: "another")
     assert torch.load(io.BytesIO(handed), weights_only=True)["lr"] == 0.1
-    assert torch.load(io.BytesIO(load_plan.rewritten(good.getvalue(), "opt", Allowed()))) == "another"
+    assert torch.load(io.BytesIO(planner_objects.rewritten(good.getvalue(), "opt", Allowed()))) == "another"
 
 
 def test_every_pickle_from_elsewhere_is_read_by_the_one_machine() -> None:

@@ -31,7 +31,7 @@ from exchange import TIMEOUT, send_and_receive
 from pickled_classes import Colour, DictSubclass, FailsToPickle, Holder, Level, ListSubclass, Slotted, StrSubclass
 from tensorferry import TensorferryError, UnsupportedLeaf
 from tensorferry.memory.accelerator import ACCELERATOR
-from tensorferry.memory.staging import Stager
+from tensorferry.memory.staging import HostStager
 from tensorferry.state import pickling, snapshot, tree
 from tensorferry.state.snapshot import StateSnapshot
 
@@ -422,7 +422,7 @@ def test_an_interrupt_ends_a_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(snapshot, "_pickle_numbers", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        StateSnapshot({"a": 1.5}, Stager(ACCELERATOR), "borrow")
+        StateSnapshot({"a": 1.5}, HostStager(ACCELERATOR), "borrow")
 
 
 @pytest.mark.beyond_torchft
@@ -474,7 +474,7 @@ def changes(how: str, state: dict[str, Any], spec: Any) -> None:
         case "collect":
             gc.collect()
         case "another send":
-            StateSnapshot({"n": 1.5, "views": views}, Stager(ACCELERATOR), "borrow")
+            StateSnapshot({"n": 1.5, "views": views}, HostStager(ACCELERATOR), "borrow")
 
 
 HOW = ["clear", "grow", "drop views", "memory", "attributes", "spec", "collect", "another send"]
@@ -540,7 +540,7 @@ def test_sending_again_and_again_leaves_nothing_behind(meshes: Meshes) -> None:
         """Returns how many more blocks of memory there are after so many sends."""
         before = sys.getallocatedblocks()
         for _ in range(sends):
-            StateSnapshot(state, Stager(ACCELERATOR), "borrow")
+            StateSnapshot(state, HostStager(ACCELERATOR), "borrow")
         gc.collect()
         return sys.getallocatedblocks() - before
 

@@ -23,7 +23,7 @@ from tensorferry.dcp.save_plan import ABOUT
 from tensorferry.errors import IncompleteCheckpoint, SourceChanged, SystemRefused
 from tensorferry.memory.tensors import no_rows
 from tensorferry.pickles.allowlist import Allowed
-from tensorferry.storage import commits, folder, names, reserved
+from tensorferry.storage import commits, folder, folder_lock, names, reserved, series
 from tensorferry.storage.container import Container
 
 pytestmark = [
@@ -239,7 +239,7 @@ def test_a_folder_that_a_stopped_process_keeps_locked_fails_a_save_and_not_for_e
     save(tmp_path, 1)
     program = "import fcntl,os,sys; fcntl.flock(os.open(sys.argv[1], os.O_RDONLY), fcntl.LOCK_EX); print(1, flush=True)"
     command = [sys.executable, "-c", f"{program}; sys.stdin.read()", tmp_path]
-    monkeypatch.setattr(commits, "_LOCK_S", 0.2)
+    monkeypatch.setattr(folder_lock, "_LOCK_S", 0.2)
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         assert other.stdout.readline()
         os.kill(other.pid, signal.SIGSTOP)
@@ -282,12 +282,12 @@ def test_an_old_checkpoint_that_is_saved_anew_while_it_is_to_be_removed_stays(at
         saver.save(tmp_path / f"step-{step}", {"w": torch.full((10,), float(step))})
     seen = folder.read_index(tmp_path / "step-1")
     saver.save(tmp_path / "step-1", {"w": torch.full((10,), 3.0)})
-    folder.remove_checkpoint(tmp_path / "step-1", seen)
+    series.remove_checkpoint(tmp_path / "step-1", seen)
     assert float(saver.load(tmp_path / "step-1")["w"][0]) == 3
     # And when its index is just being removed: the save comes after it.
     other = Waiting(monkeypatch, lambda: saver.save(tmp_path / "step-2", {"w": torch.full((10,), 4.0)}))
     at("checked", other.begin)
-    folder.remove_checkpoint(tmp_path / "step-2", folder.read_index(tmp_path / "step-2"))
+    series.remove_checkpoint(tmp_path / "step-2", folder.read_index(tmp_path / "step-2"))
     other.end()
     assert float(saver.load(tmp_path / "step-2")["w"][0]) == 4
     assert latest_checkpoint(tmp_path) == str(tmp_path / "step-2")

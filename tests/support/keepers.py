@@ -6,18 +6,21 @@ import contextlib
 import os
 import secrets
 import signal
+import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from tensorferry._native import SharedBuffer, _copy_memory
 from tensorferry.checkpointing.handover import Handover
-from tensorferry.checkpointing.keeper.client import Keeper, _is_running
+from tensorferry.checkpointing.keeper.client import Keeper
+from tensorferry.checkpointing.keeper.connecting import is_running
 from tensorferry.memory.accelerator import ACCELERATOR
 from tensorferry.memory.bounce import BounceBuffers
-from tensorferry.memory.staging import Stager
+from tensorferry.memory.staging import HostStager
 from tensorferry.pickles.allowlist import Allowed
 from tensorferry.state.load import receive
 from tensorferry.state.snapshot import StateSnapshot
@@ -56,7 +59,7 @@ class KeeperAtWork:
             raise
 
     def is_up(self) -> bool:
-        return _is_running(self.name)
+        return is_running(self.name)
 
     def said(self) -> str:
         return self.log.read_text()
@@ -87,9 +90,18 @@ class KeeperAtWork:
             self.kill()
 
 
+@contextlib.contextmanager
+def connected(process: KeeperAtWork) -> Iterator[socket.socket]:
+    """A connection that says what the test sends, and nothing else."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
+        sock.settimeout(PATIENCE)
+        sock.connect(str(process.folder / f"keeper-{process.name}.sock"))
+        yield sock
+
+
 def staged(state: Any, path: str = "/ckpt/run/step-1", **fields: Any) -> Handover:
     """Returns ``state`` as a checkpointer hands it over."""
-    taken = StateSnapshot(state, Stager(ACCELERATOR), "copy")
+    taken = StateSnapshot(state, HostStager(ACCELERATOR), "copy")
     rows, at, copies = taken.rows, 0, []
     sizes = rows.sizes
     buffer = SharedBuffer(max(sum(-(-size // 64) * 64 for size in sizes), 1))

@@ -240,8 +240,8 @@ def test_a_child_is_not_held_up_by_a_lock_of_its_parents_threads(child: Child) -
     child.run("""
         from tensorferry import _gc
         from tensorferry.memory import host_pool
-        from tensorferry.storage import commits
-        locks = [commits._committing, host_pool._warning, _gc._lock]
+        from tensorferry.storage import folder_lock
+        locks = [folder_lock._committing, host_pool._warning, _gc._lock]
         held, go_on = threading.Event(), threading.Event()
 
         def hold():

@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from .checkpointers import AsyncCheckpointer, SyncCheckpointer, make_async_checkpointer, make_sync_checkpointer
     from .keeper.client import Keeper
     from .keeper.snapshot import peer_metadata
-    from .loading import latest_checkpoint, load_file
+    from .latest import latest_checkpoint
+    from .loading import load_file
     from .reader import CheckpointReader
     from .torch_parts import CheckpointProcess, CheckpointWriter, Stager
 
@@ -42,7 +43,7 @@ if not TYPE_CHECKING:  # With a module __getattr__, a type checker would accept 
             "Keeper": ".keeper.client",
             "Stager": ".torch_parts",
             "SyncCheckpointer": ".checkpointers",
-            "latest_checkpoint": ".loading",
+            "latest_checkpoint": ".latest",
             "load_file": ".loading",
             "make_async_checkpointer": ".checkpointers",
             "make_sync_checkpointer": ".checkpointers",

@@ -5,16 +5,25 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, overload
 
 from .. import _validate
 from ..errors import InvalidArgument, TransportClosed
 from ..memory.accelerator import ACCELERATOR
 from ..pickles.allowlist import Allowed
 from ..storage.places import place_of
+from .keepers import LoadingKeeper, StateKeeper
 from .latest import find_latest
-from .saving import Keeper, Options, Ranks, Saver, SharedStager
-from .torch_parts import Checkpointer, CheckpointWriter, state_and_path
+from .orders import Options
+from .ranks import Ranks
+from .saving import Saver
+from .shared_stager import SharedStager
+from .torch_parts import Checkpointer, CheckpointWriter, StrPath, state_and_path
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
+
+    from .._native import Stored
 
 
 class _Checkpointer(Checkpointer):  # type: ignore[misc]  # mypy does not follow torch
@@ -22,7 +31,7 @@ class _Checkpointer(Checkpointer):  # type: ignore[misc]  # mypy does not follow
 
     _ranks: Ranks
     _allowed: Allowed
-    _keeper: Keeper | None = None
+    _keeper: StateKeeper | None = None
 
     def load(
         self,
@@ -48,16 +57,16 @@ class _Checkpointer(Checkpointer):  # type: ignore[misc]  # mypy does not follow
         """
         from . import loading
 
-        return loading.load(
+        return loading.read(
             path,
             state_dict,
-            default_map_location=default_map_location,
+            map_location=default_map_location,
             strict=strict,
             rank=self._ranks.rank,
             world_size=self._ranks.world_size,
             allowed=self._allowed,
-            prefer=self._prefer if hasattr(self._keeper, "prefer") else None,
-        )
+            prefer=self._prefer,
+        )[0]
 
     _agreed: tuple[Path, str] | None = None
 
@@ -76,14 +85,16 @@ class _Checkpointer(Checkpointer):  # type: ignore[misc]  # mypy does not follow
         Raises:
             InvalidArgument: ``path`` does not name a folder of this machine
         """
-        keeper = self._keeper if hasattr(self._keeper, "below") else None
-        self._agreed = find_latest(place_of(path), self._ranks, cast(Any, keeper))
+        keeper = self._keeper if isinstance(self._keeper, LoadingKeeper) else None
+        self._agreed = find_latest(place_of(path), self._ranks, keeper)
         return None if self._agreed is None else str(self._agreed[0])
 
-    def _prefer(self, path: str, rank: int, world_size: int) -> Any:
+    def _prefer(self, path: str, rank: int, world_size: int) -> Stored | None:
+        if not isinstance(self._keeper, LoadingKeeper):
+            return None
         agreed = self._agreed
         save_id = agreed[1] if agreed is not None and agreed[0] == place_of(path) else None
-        return cast(Any, self._keeper).prefer(path, rank, world_size, save_id)
+        return self._keeper.prefer(path, rank, world_size, save_id)
 
 
 class SyncCheckpointer(_Checkpointer):
@@ -129,7 +140,7 @@ class SyncCheckpointer(_Checkpointer):
         cached: bool | None = None,
         keep_last: int | None = None,
         patience: float = 600.0,
-        keeper: str | Keeper | None = None,
+        keeper: str | StateKeeper | None = None,
         safe_globals: Iterable[Any] = (),
         trust_pickle: bool = False,
     ) -> None:
@@ -151,6 +162,10 @@ class SyncCheckpointer(_Checkpointer):
             )
         self._is_open = True
 
+    @overload
+    def save(self, path: StrPath, state_dict: Any, **options: Any) -> None: ...
+    @overload
+    def save(self, state_dict: Any, path: StrPath, **options: Any) -> None: ...
     def save(self, *args: Any, **kwargs: Any) -> None:
         """Saves a state: ``save(path, state_dict)`` or ``save(state_dict, path)``, or both by name.
 
@@ -250,7 +265,7 @@ class AsyncCheckpointer(_Checkpointer):
         keep_last: int | None = None,
         patience: float = 600.0,
         memory_limit: int | None = None,
-        keeper: str | Keeper | None = None,
+        keeper: str | StateKeeper | None = None,
         safe_globals: Iterable[Any] = (),
         trust_pickle: bool = False,
     ) -> None:
@@ -260,6 +275,10 @@ class AsyncCheckpointer(_Checkpointer):
         self._keeper = _connected(keeper)
         self._saver = Saver(self._ranks, options, SharedStager(memory_limit, ACCELERATOR, self._allowed), self._keeper)
 
+    @overload
+    def save(self, path: StrPath, state_dict: Any, *, step: int | None = None) -> tuple[Future[None], Future[None]]: ...
+    @overload
+    def save(self, state_dict: Any, path: StrPath, *, step: int | None = None) -> tuple[Future[None], Future[None]]: ...
     def save(self, *args: Any, step: int | None = None, **kwargs: Any) -> tuple[Any, Any]:
         """Saves a state: ``save(path, state_dict)`` or ``save(state_dict, path)``, or both by name.
 
@@ -292,7 +311,7 @@ class AsyncCheckpointer(_Checkpointer):
         self._saver.close()
 
 
-def _connected(keeper: str | Keeper | None) -> Keeper | None:
+def _connected(keeper: str | StateKeeper | None) -> StateKeeper | None:
     if not isinstance(keeper, str):
         if keeper is not None and not callable(getattr(keeper, "offer", None)):
             raise InvalidArgument(f"keeper must be the name of a keeper or a connection, not {_validate.brief(keeper)}")

@@ -1,4 +1,4 @@
-"""The newest checkpoint that all ranks of a job can load, from disk or from the keepers of their nodes."""
+"""The newest checkpoint of a folder: on disk, and for all ranks of a job also in the keepers of their nodes."""
 
 from __future__ import annotations
 
@@ -9,16 +9,55 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import SystemRefused
-from .loading import complete_checkpoints
+from ..storage.folder import Index, missing_files
+from ..storage.series import checkpoints, committed_in
 
 if TYPE_CHECKING:
-    from .keeper.client import Keeper
-    from .saving import Ranks
+    from .keepers import LoadingKeeper
+    from .ranks import Ranks
 
 logger = logging.getLogger("tensorferry")
 
+#: How often the folders are listed again because a save has changed them meanwhile.
+_ATTEMPTS = 5
 
-def find_latest(root: Path, ranks: Ranks, keeper: Keeper | None) -> tuple[Path, str] | None:
+
+def latest_checkpoint(root: str | os.PathLike[str]) -> str | None:
+    """Returns the path of the newest complete checkpoint directly below ``root``, or ``None`` if there is none.
+
+    The newest is the one whose save began last, as its index says; times of files and step numbers do not matter. A
+    save begins after those of its series, even if the clock has gone back. A folder whose index or one of whose files
+    is missing, and a folder of another program, does not count.
+
+    Raises:
+        SystemRefused: ``root`` exists and cannot be listed
+    """
+    complete = complete_checkpoints(Path(root))
+    return os.fspath(complete[-1][0]) if complete else None
+
+
+def complete_checkpoints(root: Path) -> list[tuple[Path, Index]]:
+    """Returns the folders directly below ``root`` that are complete checkpoints with all their files, oldest first.
+
+    Raises:
+        SystemRefused: ``root`` exists and cannot be listed
+    """
+    if not os.path.isdir(root):
+        return []
+    complete = []
+    before = committed_in(root)
+    for _ in range(_ATTEMPTS):
+        complete = [checkpoint for checkpoint in checkpoints(root) if not missing_files(*checkpoint)]
+        # A save that replaced or removed one meanwhile has left none of its files, and committed another one: which may
+        # have been looked for before it was there.
+        now = committed_in(root)
+        if now == before:
+            break
+        before = now
+    return complete
+
+
+def find_latest(root: Path, ranks: Ranks, keeper: LoadingKeeper | None) -> tuple[Path, str] | None:
     """Returns the folder and the id of the newest save below ``root``, on all ranks the same; ``None`` without one.
 
     A save counts if it is committed on the disk as rank 0 sees it, or if every rank has its snapshot in the keeper of

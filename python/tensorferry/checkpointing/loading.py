@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +34,11 @@ from ..memory.tensors import storage_key
 from ..pickles import torch_archives
 from ..pickles.allowlist import Allowed
 from ..state import part, tree
-from ..state.build import Relocate
 from ..state.load import receive, receive_part
-from ..storage import folder as folders
-from ..storage.commits import is_file
+from ..storage.folder import Index, committed_save, missing_files, read_index
 from ..storage.places import place_of
+from ..storage.whole_files import is_file
+from .map_location import relocation
 from .resharding import Resharding, check_parts, check_placements
 
 logger = logging.getLogger("tensorferry")
@@ -47,32 +48,6 @@ Prefer = Callable[[str, int, int], "Stored | None"]
 
 #: How often a load begins again because a save has replaced the checkpoint meanwhile.
 _ATTEMPTS = 5
-
-
-def load(
-    path: str | os.PathLike[str],
-    state_dict: Any = None,
-    *,
-    default_map_location: Any = None,
-    strict: bool = False,
-    rank: int = 0,
-    world_size: int = 1,
-    allowed: Allowed | None = None,
-    prefer: Prefer | None = None,
-    threads: int | None = None,
-) -> Any:
-    """Like :func:`read`, but returns the state alone."""
-    return read(
-        path,
-        state_dict,
-        map_location=default_map_location,
-        strict=strict,
-        rank=rank,
-        world_size=world_size,
-        allowed=allowed,
-        prefer=prefer,
-        threads=threads,
-    )[0]
 
 
 def read(
@@ -119,7 +94,7 @@ def read(
         SystemRefused: a file cannot be read, or there is no memory
         InvalidArgument: ``map_location`` cannot be used
     """
-    loading = _Loading(state_dict, map_location, strict, rank, world_size, allowed or Allowed(), threads)
+    loading = _StateLoad(state_dict, map_location, strict, rank, world_size, allowed or Allowed(), threads)
     place = place_of(path)
     found = None if prefer is None else _from_keeper(prefer, os.fspath(place), rank, world_size, loading)
     return found or loading.run(place)
@@ -154,49 +129,14 @@ def load_file(
         TensorferryError: as for ``AsyncCheckpointer.load``
     """
     allowed = Allowed(safe_globals, trust_pickle)
-    loading = _Loading(state_dict, map_location, strict, 0, 1, allowed, None)
+    loading = _StateLoad(state_dict, map_location, strict, 0, 1, allowed, None)
     if not is_file(Path(path)):
         raise IncompleteCheckpoint(f"{os.fspath(path)}: there is no such file")
     return loading.from_file(Path(path))[0]
 
 
-def latest_checkpoint(root: str | os.PathLike[str]) -> str | None:
-    """Returns the path of the newest complete checkpoint directly below ``root``, or ``None`` if there is none.
-
-    The newest is the one whose save began last, as its index says; times of files and step numbers do not matter. A
-    save begins after those of its series, even if the clock has gone back. A folder whose index or one of whose files
-    is missing, and a folder of another program, does not count.
-
-    Raises:
-        SystemRefused: ``root`` exists and cannot be listed
-    """
-    found = complete_checkpoints(Path(root))
-    return os.fspath(found[-1][0]) if found else None
-
-
-def complete_checkpoints(root: Path) -> list[tuple[Path, folders.Index]]:
-    """Returns the folders directly below ``root`` that are complete checkpoints with all their files, oldest first.
-
-    Raises:
-        SystemRefused: ``root`` exists and cannot be listed
-    """
-    if not os.path.isdir(root):
-        return []
-    found = []
-    before = folders.committed_in(root)
-    for _ in range(_ATTEMPTS):
-        found = [one for one in folders.checkpoints(root) if not folders.missing_files(*one)]
-        # A save that replaced or removed one meanwhile has left none of its files, and committed another one: which may
-        # have been looked for before it was there.
-        now = folders.committed_in(root)
-        if now == before:
-            break
-        before = now
-    return found
-
-
 def _from_keeper(
-    prefer: Prefer, path: str, rank: int, world_size: int, loading: _Loading
+    prefer: Prefer, path: str, rank: int, world_size: int, loading: _StateLoad
 ) -> tuple[Any, list[str]] | None:
     """Loads what a keeper has; ``None`` if it has nothing, or nothing that can be used."""
     try:
@@ -211,72 +151,29 @@ def _from_keeper(
         return None
 
 
-def relocation(map_location: Any) -> Relocate | None:
-    """Returns what moves a storage in host memory to where ``map_location`` says, ``None`` if they all stay.
+@dataclass
+class _StateLoad:
+    """One load; the attributes are the arguments of :func:`read`."""
 
-    Raises:
-        InvalidArgument: it is not a device, a dict or a callable
-    """
-    known = map_location is None or isinstance(map_location, (str, torch.device, dict))
-    if not known and not callable(map_location):
-        raise InvalidArgument(
-            f"map_location must be a device, its name, a dict or a callable, not a {type(map_location).__name__}"
-        )
-    if isinstance(map_location, (str, torch.device)):
-        try:
-            if torch.device(map_location).type == "cpu":
-                return None
-        except RuntimeError as e:
-            raise InvalidArgument(f"map_location {map_location!r} is not a device: {e}") from e
-    restore = torch.serialization._get_restore_location(map_location)
+    state_dict: Any
+    map_location: Any
+    strict: bool
+    rank: int
+    world_size: int
+    allowed: Allowed
+    threads: int | None
 
-    def relocate(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage:
-        if map_location is None and location == "cpu":
-            return storage
-        try:
-            moved = restore(storage, location)
-        except (RuntimeError, AssertionError) as e:
-            if not known:
-                raise
-            where = repr(location) if map_location is None else f"{map_location!r} (it was on {location!r})"
-            raise InvalidArgument(
-                f"map_location: a tensor cannot be put on {where}: {e}. Pass another default_map_location, such as "
-                '"cpu"'
-            ) from e
-        return getattr(moved, "_untyped_storage", moved)
-
-    return relocate
-
-
-class _Loading:
-    """One load; the arguments are those of :func:`read`."""
-
-    def __init__(
-        self,
-        state_dict: Any,
-        map_location: Any,
-        strict: bool,
-        rank: int,
-        world_size: int,
-        allowed: Allowed,
-        threads: int | None,
-    ) -> None:
-        self._asking = state_dict
-        self._map_location = map_location
-        self._relocate = relocation(map_location)
-        self._strict = strict
-        self._rank, self._world_size = rank, world_size
-        self._allowed = allowed
-        self._threads = threads
+    def __post_init__(self) -> None:
+        self._relocate = relocation(self.map_location)
 
     def run(self, path: Path) -> tuple[Any, list[str]]:
         if is_file(path):
             return self.from_file(path)
         for _ in range(_ATTEMPTS):
             try:
-                index = folders.read_index(path)
+                index = read_index(path)
             except IncompleteCheckpoint:
-                file = path / f"checkpoint_{self._rank}.pt"
+                file = path / f"checkpoint_{self.rank}.pt"
                 if is_file(file):
                     return self._from_archive(file)
                 raise
@@ -284,22 +181,22 @@ class _Loading:
                 return found
         raise SourceChanged(f"{path}: saves replace the checkpoint faster than it can be loaded: load again")
 
-    def _of_index(self, path: Path, index: folders.Index) -> tuple[Any, list[str]] | None:
+    def _of_index(self, path: Path, index: Index) -> tuple[Any, list[str]] | None:
         """Loads the checkpoint that ``index`` describes; ``None`` if a save has replaced it meanwhile."""
         try:
-            if missing := folders.missing_files(path, index):
+            if missing := missing_files(path, index):
                 raise IncompleteCheckpoint(
                     f"{path} holds an incomplete checkpoint of {index.world_size} ranks: {', '.join(missing)} "
                     "is missing. Load another checkpoint, or restore the file"
                 )
-            name, header = index.files.get(self._rank, index.files[0])
-            stored = Stored.open(path / name, threads=self._threads, header=header)
-            resharding = Resharding(path, index, self._rank, self._world_size, self._threads)
+            name, header = index.files.get(self.rank, index.files[0])
+            stored = Stored.open(path / name, threads=self.threads, header=header)
+            resharding = Resharding(path, index, self.rank, self.world_size, self.threads)
             return self.from_container(stored, resharding)
         except (IncompleteCheckpoint, SystemRefused, CorruptCheckpoint) as e:
-            if (committed := folders.committed_save(path)) not in (None, index.save_id):
+            if (committed := committed_save(path)) not in (None, index.save_id):
                 return None
-            if isinstance(e, SystemRefused) and (committed is None or folders.missing_files(path, index)):
+            if isinstance(e, SystemRefused) and (committed is None or missing_files(path, index)):
                 raise IncompleteCheckpoint(f"{path} was removed while it was loaded: {e}") from e
             raise
 
@@ -312,7 +209,7 @@ class _Loading:
             raise SystemRefused(e.errno, f"{path}: cannot be read: {e.strerror}") from e
         if is_archive:
             return self._from_archive(path)
-        stored = Stored.open(path, threads=self._threads, checksums=False)
+        stored = Stored.open(path, threads=self.threads, checksums=False)
         if not stored.is_verified:
             logger.warning("%s has no checksums: it is loaded without being verified", path)
         return self.from_container(stored)
@@ -321,37 +218,37 @@ class _Loading:
         """Loads a container, and tensors with other parts by ``resharding``."""
         bounce = BounceBuffers(ACCELERATOR)
         # With resharding, a ShardedTensor of other ranks is replaced by what they have of it.
-        allowed = self._allowed if resharding is None else self._allowed.detached()
+        allowed = self.allowed if resharding is None else self.allowed.detached()
         relocate = self._relocate
         # Without devices, there is nothing to be done, and with 100,000 tensors that takes long.
-        if self._map_location is None and (self._asking is not None or b'"devices"' not in (stored.manifest or b"")):
+        if self.map_location is None and (self.state_dict is not None or b'"devices"' not in (stored.manifest or b"")):
             relocate = None
         try:
-            if self._asking is None:
+            if self.state_dict is None:
                 state, _, _ = receive(stored, allowed, None, bounce, relocate)
                 return (state if resharding is None else resharding.gathered(state)), []
             if resharding is None:
-                check_parts(stored, self._asking)
-            kept = None if resharding is None else resharding.plan(self._asking)
-            found, missing = receive_part(stored, allowed, self._asking, bounce, relocate, self._strict, kept)
+                check_parts(stored, self.state_dict)
+            kept = None if resharding is None else resharding.plan(self.state_dict)
+            found, missing = receive_part(stored, allowed, self.state_dict, bounce, relocate, self.strict, kept)
             if resharding is not None:
                 resharding.fill()
-            return part.merged(self._asking, found, kept), missing
+            return part.merged(self.state_dict, found, kept), missing
         finally:
             bounce.close()
 
     def _from_archive(self, path: Path) -> tuple[Any, list[str]]:
         """Loads what ``torch.save`` wrote."""
-        if self._asking is None:
-            return torch_archives.load_file(path, self._allowed, self._map_location), []
+        if self.state_dict is None:
+            return torch_archives.load_file(path, self.allowed, self.map_location), []
         wanted = self._records(path)
 
         def stand_in(name: str, nbytes: int) -> torch.Tensor | None:
             return None if wanted is None or name in wanted else _untouched(nbytes)
 
-        state = torch_archives.load_file(path, self._allowed, self._map_location, stand_in)
-        check_placements(state, self._asking)
-        return part.fill(self._asking, state, self._strict)
+        state = torch_archives.load_file(path, self.allowed, self.map_location, stand_in)
+        check_placements(state, self.state_dict)
+        return part.fill(self.state_dict, state, self.strict)
 
     def _records(self, path: Path) -> set[str] | None:
         """Returns the names of the records of an archive that are needed; ``None`` if that cannot be found out."""
@@ -364,9 +261,9 @@ class _Loading:
             return held[-1]
 
         try:
-            state = torch_archives.load_file(path, self._allowed, _here, stand_in)
+            state = torch_archives.load_file(path, self.allowed, _here, stand_in)
             flat = tree.flatten(state)
-            chosen = part.Part(flat.tree, flat.objects, self._asking, self._strict)
+            chosen = part.Part(flat.tree, flat.objects, self.state_dict, self.strict)
             needed = part.storages_of(
                 [flat.plain[n] for n in chosen.leaves] + [flat.objects[n] for n in chosen.objects]
             )

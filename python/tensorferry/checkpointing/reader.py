@@ -8,7 +8,7 @@ from typing import Any
 
 from ..pickles.allowlist import Allowed
 from . import loading
-from .saving import Ranks
+from .ranks import Ranks
 
 try:
     from torch.distributed.checkpoint._experimental.checkpoint_reader import CheckpointReader as _TorchReader

@@ -25,7 +25,7 @@ from ..memory.tensors import (
 )
 from ..state import tree
 from ..state.shards import Shard, described, entry_of
-from ..storage import folder as folders
+from ..storage.folder import Index
 from ..storage.reserved import is_reserved
 from ..storage.slices import SliceTuple, contiguous_strides, runs
 
@@ -36,7 +36,7 @@ _SHORT_RUN = 256
 _SCRATCH = 256 << 20
 
 
-class _Job(NamedTuple):
+class _Box(NamedTuple):
     """A tensor to be filled with a box of a tensor of the checkpoint, which has these parts."""
 
     path: str
@@ -66,10 +66,10 @@ class Resharding:
         threads: threads that read; ``None`` chooses by the number of cores
     """
 
-    def __init__(self, path: Path, index: folders.Index, rank: int, world_size: int, threads: int | None) -> None:
+    def __init__(self, path: Path, index: Index, rank: int, world_size: int, threads: int | None) -> None:
         self._path, self._index, self._threads = path, index, threads
         self._rank, self._is_same = rank, world_size == index.world_size
-        self._jobs: list[_Job] = []
+        self._boxes: list[_Box] = []
         self._entries: dict[int, _Entries] = {}
         self._slices: dict[int, list[SliceTuple]] = defaultdict(list)
         self._after: list[tuple[Tensor, Tensor]] = []
@@ -104,7 +104,7 @@ class Resharding:
                 if (why := why_not_writable(local)) is not None
             ]
             kept.add(id(value))
-            self._jobs += [_Job(path, local.detach(), offsets, shards) for local, offsets in parts]
+            self._boxes += [_Box(path, local.detach(), offsets, shards) for local, offsets in parts]
         _refuse(wrong)
         return kept
 
@@ -121,7 +121,7 @@ class Resharding:
                 dtype, shape, shards = found
                 memory = scratch(math.prod(shape) * dtype.itemsize).untyped_storage()
                 whole = torch.empty(0, dtype=dtype, device="cpu").set_(memory, 0, shape)
-                self._jobs.append(_Job(path, whole, [0] * len(shape), shards))
+                self._boxes.append(_Box(path, whole, [0] * len(shape), shards))
                 flat.objects[number] = torch.nn.Parameter(whole, value.requires_grad) if _is_parameter(value) else whole
         self.fill()
         return tree.unflatten(flat.tree, flat.plain, flat.objects)
@@ -133,16 +133,16 @@ class Resharding:
             ProtocolError: index and files contradict each other
             CorruptCheckpoint: bytes do not match their checksums
         """
-        for job in self._jobs:
+        for box in self._boxes:
             covered = 0
-            for shard in job.shards:
-                covered += self._schedule(job, shard, job.target.dtype)
+            for shard in box.shards:
+                covered += self._schedule(box, shard, box.target.dtype)
                 if self._temporary > _SCRATCH:
                     self._flush()
-            if covered < job.target.numel():
-                raise ProtocolError(f"{self._path}: its ranks do not have all elements of {job.path}")
+            if covered < box.target.numel():
+                raise ProtocolError(f"{self._path}: its ranks do not have all elements of {box.path}")
         self._flush()
-        self._jobs.clear()
+        self._boxes.clear()
 
     def _described(self, path: str, take_plain: bool) -> tuple[torch.dtype, list[int], list[Shard]] | None:
         """Returns dtype, global shape and parts of a tensor of the checkpoint, without replicas.
@@ -162,22 +162,22 @@ class Resharding:
         strides = contiguous_strides(shape, 1)
         return DTYPES[entries.dtypes[at]], shape, [Shard(rank, [0] * len(shape), shape, strides, path, 0)]
 
-    def _schedule(self, job: _Job, shard: Shard, dtype: torch.dtype) -> int:
-        """Schedules the read of what ``shard`` has of a job's box; returns how many elements that is."""
+    def _schedule(self, box: _Box, shard: Shard, dtype: torch.dtype) -> int:
+        """Schedules the read of what ``shard`` has of a box; returns how many elements that is."""
         size = int(dtype.itemsize)
-        ends = [o + n for o, n in zip(job.offsets, job.target.shape, strict=True)]
-        first = [max(a, b) for a, b in zip(job.offsets, shard.offsets, strict=True)]
+        ends = [o + n for o, n in zip(box.offsets, box.target.shape, strict=True)]
+        first = [max(a, b) for a, b in zip(box.offsets, shard.offsets, strict=True)]
         last = [min(a, o + n) for a, o, n in zip(ends, shard.offsets, shard.shape, strict=True)]
         lengths = [max(b - a, 0) for a, b in zip(first, last, strict=True)]
         count: int = math.prod(lengths)
         if not count:
             return 0
-        target = job.target
-        for dim, (a, o, n) in enumerate(zip(first, job.offsets, lengths, strict=True)):
+        target = box.target
+        for dim, (a, o, n) in enumerate(zip(first, box.offsets, lengths, strict=True)):
             target = target.narrow(dim, a - o, n)
         strides = [step * size for step in shard.stride]
         start, span = shard.span(first, lengths, size)
-        entry, kind, nbytes, start = self._entry(job.path, shard, start, span)
+        entry, kind, nbytes, start = self._entry(box.path, shard, start, span)
         if takes_bytes(target, dtype):
             run, repeats = runs(lengths, strides, byte_strides(target), size)
             if run >= _SHORT_RUN or not repeats:

@@ -9,19 +9,23 @@ import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, TypeAlias, overload
 
 from .. import _validate
 from .._reentry import CallLock
 from ..errors import InvalidArgument, TransportClosed
 from ..memory.accelerator import ACCELERATOR
-from ..memory.staging import Stager as HostStager
+from ..memory.staging import HostStager
 from ..pickles.allowlist import REFUSED_LATER, Allowed, RefusalWarnings
 from ..state.snapshot import StateSnapshot
-from ..storage import folder as folders
-from ..storage.folder import FolderSave
+from ..storage.container import Container
 from ..storage.places import place_of
-from .saving import Keeper, Options, Ranks, Saver, SharedStager, Staged
+from .futures import Staged
+from .keepers import StateKeeper
+from .orders import Options, Order, perform
+from .ranks import Ranks
+from .saving import Saver
+from .shared_stager import SharedStager
 
 try:
     from torch.distributed.checkpoint._experimental.checkpoint_process import CheckpointProcess as _TorchProcess
@@ -32,6 +36,9 @@ except ImportError:  # torch 2.8 has none
     _TorchProcess = _TorchWriter = _TorchStager = Checkpointer = object
 
 __all__ = ["CheckpointProcess", "CheckpointWriter", "Checkpointer", "Stager", "state_and_path"]
+
+
+StrPath: TypeAlias = str | os.PathLike[str]
 
 
 def state_and_path(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
@@ -184,12 +191,16 @@ class CheckpointProcess(_TorchProcess):  # type: ignore[misc]  # mypy does not f
         keep_last: int | None = None,
         patience: float = 600.0,
         memory_limit: int | None = None,
-        keeper: Keeper | None = None,
+        keeper: StateKeeper | None = None,
     ) -> None:
         ranks = _ranks(rank_info, agree, process_group)
         options = Options(threads=threads, cached=cached, keep_last=keep_last, patience=patience)
         self._saver = Saver(ranks, options, SharedStager(memory_limit, ACCELERATOR), keeper)
 
+    @overload
+    def write(self, state_dict: Any, path: StrPath, *, step: int | None = None, **kwargs: Any) -> Future[None]: ...
+    @overload
+    def write(self, path: StrPath, state_dict: Any, *, step: int | None = None, **kwargs: Any) -> Future[None]: ...
     def write(self, *args: Any, step: int | None = None, **kwargs: Any) -> Future[None]:
         """Writes a staged state: ``write(state_dict, path)`` or ``write(path, state_dict)``.
 
@@ -251,6 +262,10 @@ class CheckpointWriter(_TorchWriter):  # type: ignore[misc]  # mypy does not fol
         self._stager = HostStager(ACCELERATOR)
         self._refusals = RefusalWarnings(allowed or Allowed(), REFUSED_LATER)
 
+    @overload
+    def write(self, path: StrPath, state_dict: Any, **kwargs: Any) -> None: ...
+    @overload
+    def write(self, state_dict: Any, path: StrPath, **kwargs: Any) -> None: ...
     def write(self, *args: Any, **kwargs: Any) -> None:
         """Writes a state and commits the checkpoint with the other ranks.
 
@@ -268,29 +283,26 @@ class CheckpointWriter(_TorchWriter):  # type: ignore[misc]  # mypy does not fol
         path, state, options = state_and_path("write", args, kwargs)
         step = None if (given := options.get("step")) is None else _validate.step_number(given)
         folder = place_of(path)
-        order = self._options.order(folder, self._ranks.new_save(step, folder))
-        save = None
-        try:
-            save = FolderSave(folder, order.save, order.patience)
-            snapshot = StateSnapshot(state, self._stager, "borrow")
-            self._refusals.warn(snapshot.globals)
-            snapshot.complete()
-            save.write(snapshot.container(), order.threads, order.cached)
-            if self._commit_hook is not None:
-                self._commit_hook.pre_commit(path, **options)
-            if self._barrier is not None:
-                self._barrier.execute_barrier()
-            save.commit()
-        except BaseException as e:
-            folders.abandon(folder, order.save, f"{type(e).__name__}: {e}")
-            raise
-        finally:
-            if save is not None:
-                save.close()
-        if order.keep_last is not None and order.rank == 0:
-            folders.keep_last(order.keep_last, save.folder)
+        perform(
+            Order(folder, self._ranks.new_save(step, folder), self._options),
+            lambda: self._container(state),
+            lambda: self._written(path, options),
+            leaves_folder=True,
+        )
         if self._commit_hook is not None:
             self._commit_hook.post_commit(path, **options)
+
+    def _container(self, state: Any) -> Container:
+        snapshot = StateSnapshot(state, self._stager, "borrow")
+        self._refusals.warn(snapshot.globals)
+        snapshot.complete()
+        return snapshot.container()
+
+    def _written(self, path: Any, options: dict[str, Any]) -> None:
+        if self._commit_hook is not None:
+            self._commit_hook.pre_commit(path, **options)
+        if self._barrier is not None:
+            self._barrier.execute_barrier()
 
     def close(self) -> None:
         """Releases the memory that is not in use."""

@@ -17,10 +17,10 @@ from typing import Any
 
 from .. import errors
 from ..errors import ForkedProcess, SystemRefused, TensorferryError, WriterLost
-from ..storage import folder as folders
+from ..storage.folder_save import abandon
 from . import handover
 from .handover import Handover, Message
-from .writer_process import Order
+from .orders import Order
 
 logger = logging.getLogger("tensorferry")
 
@@ -40,7 +40,7 @@ main(int(sys.argv[2]), int(sys.argv[3]))
 """
 
 
-class Pending:
+class Delivery:
     """A state that is handed over. The functions are called once each, on a thread of their own; they may not raise.
 
     Attributes:
@@ -97,8 +97,8 @@ class Writer:
         child = self._child
         return child.pid if child is not None and child.takes else None
 
-    def hand_over(self, pending: Pending) -> None:
-        """Hands a state over. ``pending`` learns what becomes of it.
+    def hand_over(self, delivery: Delivery) -> None:
+        """Hands a state over. ``delivery`` learns what becomes of it.
 
         A process that ends before it has accepted the state is replaced by another one, once.
 
@@ -112,7 +112,7 @@ class Writer:
             for _ in range(_ATTEMPTS):
                 try:
                     child = self._running()
-                    child.hand_over(pending)
+                    child.hand_over(delivery)
                 except OSError as e:
                     if isinstance(e, TensorferryError):
                         raise
@@ -124,18 +124,18 @@ class Writer:
                     return
             raise SystemRefused(f"the process that writes checkpoints cannot be reached: {lost}") from lost
 
-    def _lost(self, pending: Pending, error: WriterLost) -> None:
-        """A process has ended without a word about ``pending``."""
-        if pending.given is not None and pending.attempts < _ATTEMPTS:
+    def _lost(self, delivery: Delivery, error: WriterLost) -> None:
+        """A process has ended without a word about ``delivery``."""
+        if delivery.given is not None and delivery.attempts < _ATTEMPTS:
             try:
-                self.hand_over(pending)
+                self.hand_over(delivery)
             except Exception as e:  # The future is told instead.
                 error.add_note(f"Another process could not take its place: {e}")
             else:
                 return
         # Not what the process has committed in its last moment.
-        folders.abandon(Path(pending.order.path), pending.order.save, str(error))
-        pending.done(error)
+        abandon(delivery.order.path, delivery.order.save, str(error))
+        delivery.done(error)
 
     def close(self, timeout: float | None = None) -> bool:
         """Lets the processes finish and end; returns whether all have ended within ``timeout`` seconds."""
@@ -190,7 +190,7 @@ class Writer:
 class _Child:
     """One process, and a thread that hears what it says."""
 
-    def __init__(self, lost: Callable[[Pending, WriterLost], None]) -> None:
+    def __init__(self, lost: Callable[[Delivery, WriterLost], None]) -> None:
         self._left = lost
         if not sys.executable:
             raise SystemRefused("no process can be started: sys.executable is empty; set it to the path of Python")
@@ -209,20 +209,20 @@ class _Child:
         self.pid = self._process.pid
         self._sock = ours
         self._lock = threading.RLock()
-        self._pending: dict[str, Pending] = {}
+        self._unconfirmed: dict[str, Delivery] = {}
         self.takes = True
         self.ended = False
         self._thread = threading.Thread(target=self._listen, name="tensorferry-writer", daemon=True)
         self._thread.start()
 
-    def hand_over(self, pending: Pending) -> None:
-        key, given = pending.order.save_id, pending.given
+    def hand_over(self, delivery: Delivery) -> None:
+        key, given = delivery.order.save.save, delivery.given
         assert given is not None
         with self._lock:
             if not self.takes:
                 raise BrokenPipeError("the process has ended")
-            self._pending[key] = pending
-        pending.attempts += 1
+            self._unconfirmed[key] = delivery
+        delivery.attempts += 1
         try:
             handover.send(self._sock, given)
         except BaseException as e:
@@ -230,7 +230,7 @@ class _Child:
                 # An error of our own, such as memory that the table cannot have, says nothing about the process.
                 if isinstance(e, OSError) and not isinstance(e, TensorferryError):
                     self.takes = False
-                if self._pending.pop(key, None) is None:
+                if self._unconfirmed.pop(key, None) is None:
                     # Whoever listens has found the process gone, and has said so.
                     return
             raise
@@ -279,27 +279,27 @@ class _Child:
                 self._hear(message)
         with self._lock:
             self.takes = False
-            left, self._pending = list(self._pending.values()), {}
+            left, self._unconfirmed = list(self._unconfirmed.values()), {}
         lost = self._lost(why)
         self._sock.close()
         os.close(self._said)
         self.ended = True
-        for pending in left:
-            self._left(pending, lost)
+        for delivery in left:
+            self._left(delivery, lost)
 
     def _hear(self, message: Message) -> None:
         key = message.fields.get("save_id")
         if message.kind == "accepted":
             with self._lock:
-                pending = self._pending.get(str(key))
-            if pending is not None:
-                pending.given = None
-                pending.accepted()
+                delivery = self._unconfirmed.get(str(key))
+            if delivery is not None:
+                delivery.given = None
+                delivery.accepted()
             return
         with self._lock:
-            pending = self._pending.pop(str(key), None)
-        if pending is not None:
-            pending.done(message.fields if message.kind == "written" else _error(message.fields))
+            delivery = self._unconfirmed.pop(str(key), None)
+        if delivery is not None:
+            delivery.done(message.fields if message.kind == "written" else _error(message.fields))
 
     def _lost(self, why: Exception | None) -> WriterLost:
         try:

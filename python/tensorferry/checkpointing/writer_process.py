@@ -8,7 +8,7 @@ written. SIGTERM has the same effect; SIGKILL ends it at once.
 It is not slowed down, only of less weight than the trainer: it uses what the trainer's threads leave of the cores, and
 about a tenth of a core for each of its threads where they leave nothing.
 
-Messages to it: the handover ``save``, whose fields are :class:`Order`. Messages from it, each with the ``save_id``:
+Messages to it: the handover ``save``, with the fields of an :class:`Order`. From it, each with the ``save_id``:
 
     accepted    it holds the memory, and writes it even if the trainer is gone
     written     the checkpoint is on the disk and committed: ``bytes``, ``direct``
@@ -23,21 +23,17 @@ import contextlib
 import logging
 import os
 import queue
-import re
 import select
 import signal
 import socket
 import threading
-from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from .. import errors
 from ..errors import ProtocolError, TensorferryError
-from ..storage import folder as folders
-from ..storage.folder import FolderSave, SaveId
 from . import handover
 from .handover import Handover, Message
+from .orders import Order, perform
 
 logger = logging.getLogger("tensorferry")
 
@@ -45,85 +41,6 @@ logger = logging.getLogger("tensorferry")
 _NICE = 10
 #: Seconds after which it looks whether the trainer is still there: a forked child may hold the trainer's socket open.
 _LOOK_S = 1.0
-
-
-@dataclass(frozen=True)
-class Order:
-    """What is to be written where; the fields of a handover, all of which JSON can express.
-
-    Attributes:
-        path: the folder, absolute
-        save_id: as :class:`SaveId` has it, like the next four
-        began: likewise
-        rank: likewise
-        world_size: likewise
-        step: likewise
-        threads: threads that write; ``None`` chooses by the number of cores
-        cached: whether large files are written through the page cache; ``None`` chooses
-        patience: seconds without a sign of life of another rank
-        keep_last: how many checkpoints of the folder's series stay; ``None`` keeps all
-    """
-
-    path: str
-    save_id: str
-    began: int
-    rank: int
-    world_size: int
-    step: int | None
-    threads: int | None = None
-    cached: bool | None = None
-    patience: float = 600.0
-    keep_last: int | None = None
-
-    @property
-    def save(self) -> SaveId:
-        """Which save it is."""
-        return SaveId(self.save_id, self.began, self.rank, self.world_size, self.step)
-
-    def fields(self) -> dict[str, Any]:
-        """Returns the fields of a handover."""
-        return asdict(self)
-
-    @classmethod
-    def of(cls, fields: dict[str, Any]) -> Order:
-        """Returns the order that a handover has; fields that are not an order's are left out.
-
-        Raises:
-            ProtocolError: a field is missing or has another type
-        """
-        known = {name: fields[name] for name in cls.__dataclass_fields__ if name in fields}
-        numbers = [known.get(name) for name in ("began", "rank", "world_size")]
-        texts = [known.get(name) for name in ("path", "save_id")]
-        if not all(type(number) is int for number in numbers) or not all(isinstance(text, str) for text in texts):
-            raise ProtocolError("a handover does not say what is to be saved where")
-        # It becomes a part of names of files.
-        if not re.fullmatch("[0-9a-f]{12}", known["save_id"]):
-            raise ProtocolError("a handover has no valid id of its save")
-        return cls(**known)
-
-
-def perform(order: Order, given: Handover) -> dict[str, int]:
-    """Writes a state and commits it with the other ranks.
-
-    Returns:
-        The fields of ``written``.
-
-    Raises:
-        TensorferryError: the save has failed, and nothing of it can be loaded
-        OSError: likewise
-    """
-    save = FolderSave(Path(order.path), order.save, order.patience)
-    try:
-        written = save.write(given.container(), order.threads, order.cached)
-        save.commit()
-    except BaseException as e:
-        save.fail(f"{type(e).__name__}: {e}")
-        raise
-    finally:
-        save.close()
-    if order.keep_last is not None and order.rank == 0:
-        folders.keep_last(order.keep_last, save.folder)
-    return {"bytes": written.bytes, "direct": written.direct}
 
 
 class _Process:
@@ -169,17 +86,17 @@ class _Process:
                 # From a trainer of another version, say: it learns why, and this process is of no use to it.
                 self._tell("refused", error=type(e).__name__, text=str(e))
                 return None
-            self._tell("accepted", save_id=order.save_id)
+            self._tell("accepted", save_id=order.save.save)
             return order, message
 
     def _work(self) -> None:
         while (order := self._orders.get()) is not None:
             try:
-                result = perform(*order)
+                result = _performed(*order)
             except Exception as e:  # Whatever it is, the trainer learns it, and the next order is carried out.
                 result = {}
-                self._tell("failed", save_id=order[0].save_id, error=_name(e), text=str(e))
-            save_id = order[0].save_id
+                self._tell("failed", save_id=order[0].save.save, error=_name(e), text=str(e))
+            save_id = order[0].save.save
             # The memory goes first: the trainer may use it for something else at once.
             del order
             if result:
@@ -191,6 +108,12 @@ class _Process:
             if isinstance(text := fields.get("text"), str):
                 fields["text"] = text[:8000]
             handover.send(self._sock, Message(kind, fields))
+
+
+def _performed(order: Order, given: Handover) -> dict[str, int]:
+    """Carries ``order`` out; returns the fields of ``written``."""
+    written = perform(order, given.container)
+    return {"bytes": written.bytes, "direct": written.direct}
 
 
 def _name(error: Exception) -> str:

@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 from .._native import FilePages, _file_damage
-from ..dcp.files import FileWriter
+from ..dcp.file_writer import FileWriter
 from ..errors import (
     CorruptCheckpoint,
     IncompleteCheckpoint,
@@ -27,10 +27,11 @@ from ..errors import (
     UnsupportedLeaf,
 )
 from ..memory.accelerator import ACCELERATOR
-from ..memory.staging import Stager
+from ..memory.staging import HostStager
 from ..memory.tensors import DTYPES
 from ..state.snapshot import StateSnapshot
-from ..storage.folder import FolderSave, Index, SaveId, missing_files, read_index
+from ..storage.folder import Index, missing_files, read_index
+from ..storage.folder_save import FolderSave, SaveId
 from ..storage.pending import pending
 from ..storage.reserved import is_reserved
 from . import mapped_states, numbers
@@ -97,7 +98,7 @@ class Conversion:
         told |= {"tensors": tensors, "objects": len(values) - tensors}
         match to:
             case "tensorferry":
-                packed = StateSnapshot(state, Stager(ACCELERATOR), "borrow")
+                packed = StateSnapshot(state, HostStager(ACCELERATOR), "borrow")
                 packed.container().write(partial, partial=partial.with_name(f"{partial.name}.new"))
             case "safetensors":
                 told["dropped"] = write_safetensors(values, partial, drop=self._drop)
@@ -151,7 +152,7 @@ def _sync(file: Any) -> None:
 def _write_checkpoint(state: Any, folder: Path, step: int | None) -> None:
     save = FolderSave(folder, SaveId.new(step=step))
     try:
-        save.write(StateSnapshot(state, Stager(ACCELERATOR), "borrow").container())
+        save.write(StateSnapshot(state, HostStager(ACCELERATOR), "borrow").container())
         save.commit()
     finally:
         save.close()

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from .._native import FilePages, Stored, _check_machine_has
 from ..dcp.failures import own_errors
-from ..dcp.files import FileReader
+from ..dcp.file_reader import FileReader
 from ..dcp.reader import SliceReader
 from ..errors import ProtocolError, SystemRefused, UnsupportedLeaf
 from ..memory.tensors import DTYPES, over

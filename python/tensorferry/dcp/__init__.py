@@ -11,7 +11,8 @@ from .._first_use import on_first_use
 
 if TYPE_CHECKING:
     from .failures import own_errors
-    from .files import FileReader, FileWriter
+    from .file_reader import FileReader
+    from .file_writer import FileWriter
     from .peer_reader import PeerReader
     from .peer_writer import PeerWriter
 
@@ -21,8 +22,8 @@ if not TYPE_CHECKING:  # With a module __getattr__, a type checker would accept 
     __getattr__, __dir__ = on_first_use(
         __name__,
         {
-            "FileReader": ".files",
-            "FileWriter": ".files",
+            "FileReader": ".file_reader",
+            "FileWriter": ".file_writer",
             "PeerReader": ".peer_reader",
             "PeerWriter": ".peer_writer",
             "own_errors": ".failures",

@@ -23,6 +23,8 @@ from ..storage.slices import SliceTuple, contiguous_strides, runs
 from ..storage.source import Parts, Progress
 from . import torch_view
 from .index import BUILT, ELEMENTS, PICKLED_TENSOR, EntryRef
+from .planner_objects import rewritten, saved
+from .shared_targets import without_aliases
 
 #: Runs of fewer bytes than this are not read one by one: all bytes from the first run to the last are read into a
 #: temporary buffer, and torch copies the elements out of it.
@@ -128,7 +130,7 @@ class Reading:
         for item, ref in objects:
             self._scheduled += ref.nbytes
             self._schedule_entry(ref, partial(self._load_bytes, item))
-        direct = _without_aliases([(item, target) for item, _, target in tensors])
+        direct = without_aliases([(item, target) for item, _, target in tensors])
         for (item, ref, target), alone in zip(tensors, direct, strict=True):
             if self._parts is not None:
                 self._scheduled += self._nbytes(item, ref)
@@ -141,7 +143,7 @@ class Reading:
         if self._values is not None and (built_objects or built_tensors):
             values = self._values([one[1] for one in (*built_objects, *built_tensors)], self._read)
             for (item, _), value in zip(built_objects, values, strict=False):
-                load = partial(self._planner.load_bytes, item, io.BytesIO(_saved(value, item.storage_index.fqn)))
+                load = partial(self._planner.load_bytes, item, io.BytesIO(saved(value, item.storage_index.fqn)))
                 self._after_read.append(load)
             for (item, ref, target), value in zip(built_tensors, values[len(built_objects) :], strict=True):
                 self._after_read.append(partial(self._copy_part, item, ref, target, value))
@@ -327,84 +329,3 @@ class Reading:
             self._planner.load_object(item, unpickled(data, item.storage_index.fqn, self._allowed))
             return
         self._planner.load_bytes(item, io.BytesIO(rewritten(data, item.storage_index.fqn, self._allowed)))
-
-
-def _without_aliases(targets: list[tuple[ReadItem, torch.Tensor]]) -> list[bool]:
-    """Returns for each target whether no other target can share memory with it, of the same tensor or another one.
-
-    Targets that may share memory are not read directly: torch copies them one after the other.
-    """
-    spans: dict[Any, tuple[int, int]] = {}
-    boxes: dict[Any, list[tuple[int, ReadItem]]] = defaultdict(list)
-    for number, (item, target) in enumerate(targets):
-        key = item.dest_index
-        boxes[key].append((number, item))
-        if target.device.type == "cpu" and target.layout is torch.strided and target.numel():
-            start, size = address(target), target.element_size()
-            if target.is_contiguous():
-                end = start + target.numel() * size
-            else:
-                strides = byte_strides(target)
-                end = start + sum((n - 1) * stride for n, stride in zip(target.shape, strides, strict=True)) + size
-            low, high = spans.get(key, (start, 0))
-            spans[key] = (min(low, start), max(high, end))
-    alone = [True] * len(targets)
-    end, before = 0, None
-    for key, (low, high) in sorted(spans.items(), key=lambda entry: entry[1]):
-        if low < end:
-            for shared in (key, before):
-                for number, _ in boxes.get(shared, ()):
-                    alone[number] = False
-        if high > end:
-            end, before = high, key
-    for parts in boxes.values():
-        for number in _overlapping(parts):
-            alone[number] = False
-    return alone
-
-
-def _overlapping(parts: list[tuple[int, ReadItem]]) -> list[int]:
-    """Returns the numbers of those parts of one tensor that overlap with another part of it."""
-    if len(parts) < 2:
-        return []
-    found = []
-    # Sweeps along the dimension with the most different offsets, so that few parts are active at a time.
-    rank = len(parts[0][1].dest_offsets)
-    sweep = max(range(rank), key=lambda dim: len({item.dest_offsets[dim] for _, item in parts}), default=None)
-    if sweep is None:
-        return [number for number, _ in parts]
-    ordered = sorted(parts, key=lambda part: part[1].dest_offsets[sweep])
-    active: list[tuple[int, ReadItem]] = []
-    for number, item in ordered:
-        at = item.dest_offsets[sweep]
-        active = [(n, other) for n, other in active if other.dest_offsets[sweep] + other.lengths[sweep] > at]
-        for n, other in active:
-            sides = zip(item.dest_offsets, item.lengths, other.dest_offsets, other.lengths, strict=True)
-            if all(a < c + d and c < a + b for a, b, c, d in sides):
-                found += [n, number]
-        active.append((number, item))
-    return found
-
-
-def rewritten(data: bytes, fqn: str, allowed: Allowed) -> bytes:
-    """Loads a received object and returns it as ``torch.save`` of this process writes it.
-
-    torch's planners unpickle objects without any limits, so they must not get bytes that a peer or a file brought.
-    With ``trust_pickle=True`` the data is returned unchanged.
-
-    Raises:
-        UnsafePickle, ProtocolError: as for :func:`unpickled`
-    """
-    if allowed.trusts:
-        return data
-    return _saved(unpickled(data, fqn, allowed), fqn)
-
-
-def _saved(value: Any, fqn: str) -> bytes:
-    """Returns ``value`` as ``torch.save`` of this process writes it, for a planner."""
-    file = io.BytesIO()
-    try:
-        torch.save(value, file)
-    except Exception as e:
-        raise ProtocolError(f"{fqn} cannot be handed to the planner ({type(e).__name__}: {e})") from e
-    return file.getvalue()

@@ -9,7 +9,7 @@ import uuid
 import weakref
 from collections.abc import Iterable
 from datetime import timedelta
-from typing import Any
+from typing import Any, Unpack
 
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
@@ -20,8 +20,8 @@ from .. import _gc
 from .._reentry import CallLock
 from ..errors import InvalidArgument, TransportClosed
 from ..memory.accelerator import ACCELERATOR
-from ..memory.staging import Stager
-from ..net.options import ServerOptions
+from ..memory.staging import HostStager
+from ..net.options import ServerArguments, ServerOptions, takes_server_arguments
 from ..net.serve import metrics_url, serve, withdraw
 from ..pickles.allowlist import Allowed
 from ..state.snapshot import SnapshotMode, snapshot_mode
@@ -94,42 +94,27 @@ class PeerWriter(StorageWriter):  # type: ignore[misc]  # mypy does not follow t
         InvalidArgument: an argument cannot be used; the message names it
     """
 
+    @takes_server_arguments
     def __init__(
         self,
         timeout: timedelta = timedelta(minutes=5),
         *,
         snapshot: SnapshotMode = "borrow",
-        secret: str | bytes | None = None,
-        tls: bool = False,
-        same_host: bool | None = None,
-        interface: str | None = None,
-        advertise: str | None = None,
-        max_bandwidth: int | None = None,
-        port: int | str | None = None,
-        metrics_port: int | str | None = None,
         safe_globals: Iterable[Any] = (),
         trust_pickle: bool = False,
+        **server: Unpack[ServerArguments],
     ) -> None:
         super().__init__()
         self._timeout = timeout
         self._copy = snapshot_mode(snapshot) == "copy"
-        self._stager = Stager(ACCELERATOR)
+        self._stager = HostStager(ACCELERATOR)
         self._allowed = Allowed(safe_globals, trust_pickle)
-        options = ServerOptions(
-            secret=secret,
-            tls=tls,
-            same_host=same_host,
-            interface=interface,
-            advertise=advertise,
-            max_bandwidth=max_bandwidth,
-            port=port,
-            metrics_port=metrics_port,
-        )
+        options = ServerOptions(**server)
         self._server, self._url = serve(timeout, options)
         self._plain = options.secret is None and not options.tls
         self._urls: list[str] = []
         self._step = 0
-        self._packed: PlanSnapshot | None = None
+        self._snapshot: PlanSnapshot | None = None
         self._coordinates = False
         self._saved = False
         self._is_closed = False
@@ -180,7 +165,7 @@ class PeerWriter(StorageWriter):  # type: ignore[misc]  # mypy does not follow t
         for running transfers, at most for the timeout, and then cuts them off. When this returns, the state is not read
         any more and may be changed. Errors are logged and not raised, except ``ForkedProcess``.
         """
-        self._packed = None
+        self._snapshot = None
         self._saved = False
         self._failure = None
         withdraw(self._server, self._timeout)
@@ -188,7 +173,7 @@ class PeerWriter(StorageWriter):  # type: ignore[misc]  # mypy does not follow t
     def shutdown(self) -> None:
         """Stops the server and all transfers."""
         self._is_closed = True
-        self._packed = None
+        self._snapshot = None
         self._saved = False
         self._server.shutdown(5.0)
         self._stager.close()
@@ -216,7 +201,7 @@ class PeerWriter(StorageWriter):  # type: ignore[misc]  # mypy does not follow t
         self._coordinates = is_coordinator
         self._saved = False
         self._failure = None
-        self._packed = None
+        self._snapshot = None
         # Every rank counts every save, so the step is the same on all ranks.
         self._step += 1
 
@@ -256,10 +241,10 @@ class PeerWriter(StorageWriter):  # type: ignore[misc]  # mypy does not follow t
             raise InvalidArgument(_IN_BETWEEN)
         self._urls = urls
         with self._saving.held(), _gc.gc_paused():
-            self._packed = packed = PlanSnapshot(in_reading_order(plan), planner, self._stager, self._copy)
-        packed.warn_of_refusals(self._allowed)
+            self._snapshot = snapshot = PlanSnapshot(in_reading_order(plan), planner, self._stager, self._copy)
+        snapshot.warn_of_refusals(self._allowed)
         done: Future[list[WriteResult]] = Future()
-        done.set_result(packed.results(container_name(self._step, self._url)))
+        done.set_result(snapshot.results(container_name(self._step, self._url)))
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -274,7 +259,7 @@ class PeerWriter(StorageWriter):  # type: ignore[misc]  # mypy does not follow t
     def _succeeded(self, step: int) -> None:
         """Publishes this rank's part of the save ``step``, which has succeeded on all ranks."""
         try:
-            if step == self._step and not self._saved and self._packed is not None:
+            if step == self._step and not self._saved and self._snapshot is not None:
                 self._publish(None)
         except Exception as e:
             # Not raised: this is called while torch unpickles metadata, when the save has succeeded already.
@@ -294,14 +279,14 @@ class PeerWriter(StorageWriter):  # type: ignore[misc]  # mypy does not follow t
             raise InvalidArgument(_NOTHING)
 
     def _publish(self, of_all: Index | None) -> None:
-        packed = self._packed
-        if packed is None:
+        snapshot = self._snapshot
+        if snapshot is None:
             raise TransportClosed(_CLOSED) if self._is_closed else InvalidArgument(_IN_BETWEEN)
         parts = [] if of_all is None else [(reserved.INDEX, of_all[0])]
-        container = Container(packed.rows, packed.owner, packed.private, parts, ABOUT)
-        view = TorchView(packed, self._step, self._url, self._urls, of_all) if self._plain else None
+        container = Container(snapshot.rows, snapshot.owner, snapshot.private, parts, ABOUT)
+        view = TorchView(snapshot, self._step, self._url, self._urls, of_all) if self._plain else None
         container.publish(self._server, self._step, alternate=view)
-        self._packed = None
+        self._snapshot = None
         self._saved = True
 
     def storage_meta(self) -> StorageMeta:

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from .._gc import gc_paused
 from ..errors import InvalidArgument, UnsupportedLeaf
-from ..memory.staging import Piece, Stager
+from ..memory.staging import HostStager, Piece
 from ..memory.tensors import DTYPE_NAMES, address, dense, no_rows, reach, scratch, without_memory
 from ..pickles.allowlist import REFUSED_LATER, Allowed, RefusalWarnings
 from ..pickles.torch_archives import globals_of
@@ -47,7 +47,7 @@ class PlanSnapshot:
         InvalidArgument: a graph is being captured on a device that holds an item
     """
 
-    def __init__(self, plan: SavePlan, planner: SavePlanner, stager: Stager, copy: bool) -> None:
+    def __init__(self, plan: SavePlan, planner: SavePlanner, stager: HostStager, copy: bool) -> None:
         self.rows = no_rows()
         self.owner: list[Any] = []
         self.elements: list[Elements | None] = []

@@ -83,15 +83,15 @@ class TorchView:
     """Renders the files of the folder on request.
 
     Args:
-        packed: this rank's entries
+        snapshot: this rank's entries
         step: the step of the publication
         url: this rank's URL
         urls: the URLs of all ranks, the coordinator's first
         index: on the coordinator, the index and the entries of all ranks; ``None`` on the other ranks
     """
 
-    def __init__(self, packed: PlanSnapshot, step: int, url: str, urls: list[str], index: Index | None) -> None:
-        self._packed = packed
+    def __init__(self, snapshot: PlanSnapshot, step: int, url: str, urls: list[str], index: Index | None) -> None:
+        self._snapshot = snapshot
         self._folder = f"{step}/dcp/"
         self._url = url
         self._urls = urls
@@ -125,10 +125,10 @@ class TorchView:
         return f"<!DOCTYPE html>\n<title>checkpoint</title>\n<ul>\n{links}</ul>\n".encode()
 
     def _parts(self, of_file: list[int]) -> list[Any]:
-        memory, sizes = self._packed.rows.memory, self._packed.rows.sizes
+        memory, sizes = self._snapshot.rows.memory, self._snapshot.rows.sizes
         parts: list[Any] = []
         for row in of_file:
-            elements = self._packed.elements[row]
+            elements = self._snapshot.elements[row]
             before, behind = _around(*elements) if elements else (b"", b"")
             parts += [before, (memory[row].data_ptr() if sizes[row] else 0, sizes[row]), behind]
         return parts
@@ -136,8 +136,8 @@ class TorchView:
     @functools.cached_property
     def _own(self) -> dict[str, list[int]]:
         """The rows of each file of this rank."""
-        packed = self._packed
-        lengths = (_length(*entry) for entry in zip(packed.elements, packed.rows.sizes, strict=True))
+        snapshot = self._snapshot
+        lengths = (_length(*entry) for entry in zip(snapshot.elements, snapshot.rows.sizes, strict=True))
         found = defaultdict(list)
         for row, (name, _) in enumerate(_files(self._urls.index(self._url), lengths)):
             found[name].append(row)
@@ -217,7 +217,7 @@ class _Tensor:
         return torch._utils._rebuild_tensor_v2, self._made
 
 
-class _Pickler(pickle.Pickler):
+class _StoragePickler(pickle.Pickler):
     def persistent_id(self, obj: Any) -> Any:
         return obj.described if isinstance(obj, _Storage) else None
 
@@ -254,7 +254,7 @@ def _before(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
     sizes = {"short": 2, "int": 4, "long": 4}
     about = {"protocol_version": PROTOCOL_VERSION, "little_endian": True, "type_sizes": sizes}
     for part in (MAGIC_NUMBER, PROTOCOL_VERSION, about, _Tensor(dtype, shape), ["0"]):
-        _Pickler(file, 2).dump(part)
+        _StoragePickler(file, 2).dump(part)
     file.write(struct.pack("<q", math.prod(shape)))
     return file.getvalue()
 

@@ -15,7 +15,8 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 
 from .. import _validate
 from .._reentry import ForkSafeCallLock
-from ..dcp.files import FileReader, FileWriter
+from ..dcp.file_reader import FileReader
+from ..dcp.file_writer import FileWriter
 from ..pickles.allowlist import Allowed
 from ..torchft.transport import HTTPTransport
 

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from torch.distributed.checkpoint.storage import WriteResult
 
 from .. import _validate
-from ..dcp.files import FileWriter, RankFile
+from ..dcp.file_writer import FileWriter, RankFile
 from ..dcp.index import EntryRef
 from ..dcp.peer_writer import PeerWriter
 from ..errors import InvalidArgument

@@ -28,7 +28,7 @@ class Budget:
 
     def __init__(self, limit: int | None) -> None:
         self._limit = limit
-        self._made: weakref.WeakSet[_Memory] = weakref.WeakSet()
+        self._made: weakref.WeakSet[_LockedBuffer] = weakref.WeakSet()
         self._lock = CallLock("a copy of a state")
 
     @property
@@ -36,12 +36,12 @@ class Budget:
         """Bytes of all memory that exists."""
         return sum(len(memory) for memory in self._existing())
 
-    def _existing(self) -> list[_Memory]:
+    def _existing(self) -> list[_LockedBuffer]:
         # One thread may make memory for the next save while another hands over that of the one before.
         with self._lock.held():
             return list(self._made)
 
-    def make(self, nbytes: int) -> _Memory:
+    def make(self, nbytes: int) -> _LockedBuffer:
         """Returns ``nbytes`` bytes of new memory, whose pages are there already.
 
         Raises:
@@ -59,7 +59,7 @@ class Budget:
                 f"a copy of the state needs {nbytes} bytes of shared memory, and this machine, or the control group of "
                 f"this process, has {free} available"
             )
-        memory = _Memory(nbytes, threads=copying_threads())
+        memory = _LockedBuffer(nbytes, threads=copying_threads())
         with self._lock.held():
             self._made.add(memory)
         return memory
@@ -98,7 +98,7 @@ class SharedHostMemory(HostMemory):
             return torch.frombuffer(memory, dtype=torch.uint8)
 
 
-class _Memory(SharedBuffer):
+class _LockedBuffer(SharedBuffer):
     """Shared memory that may be page-locked, and is unlocked before it is unmapped."""
 
     unlock: Callable[[], None] | None = None

@@ -105,7 +105,7 @@ def buffer_view(buffer: Buffer) -> HostView:
     return HostView(buffer, buffer.address, buffer.memory.nbytes)
 
 
-class Stager:
+class HostStager:
     """Copies pieces of storages into private host memory. Streams and buffers are created when they are first needed.
 
     Args:
@@ -198,7 +198,7 @@ class _Batch:
 
 
 class Staging:
-    """Copies off accelerators that are still to be made. Made by :meth:`Stager.begin`.
+    """Copies off accelerators that are still to be made. Made by :meth:`HostStager.begin`.
 
     Attributes:
         pending: the pieces to be copied; each has its place in a buffer

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import os
 import re
+from collections.abc import Callable
+from typing import Any, TypedDict, TypeVar, Unpack, cast
 
 from .. import _validate
 from ..errors import InvalidArgument
@@ -14,10 +18,31 @@ _PORTS = re.compile(r"([0-9]{1,5})(?:-([0-9]{1,5}))?", re.ASCII)
 _MOST_PORT = (1 << 16) - 1
 
 
-class ServerOptions:
-    """How a server is reached and what protects it.
+Init = TypeVar("Init", bound=Callable[..., None])
 
-    The arguments are those of ``HTTPTransport`` that have the same names, and its docstring explains them.
+
+#: What is not ``None`` by default.
+_DEFAULTS = {"tls": False}
+
+
+class ServerArguments(TypedDict, total=False):
+    """The keyword arguments of everything that serves; the docstring of ``HTTPTransport`` explains them.
+
+    All may be left out: ``tls`` is false then, and the others are ``None``.
+    """
+
+    secret: str | bytes | None
+    tls: bool
+    same_host: bool | None
+    interface: str | None
+    advertise: str | None
+    max_bandwidth: int | None
+    port: int | str | None
+    metrics_port: int | str | None
+
+
+class ServerOptions:
+    """How a server is reached and what protects it, from :class:`ServerArguments`.
 
     Attributes:
         secret: the shared secret that clients must prove, held natively, where neither a ``repr`` nor a pickle nor a
@@ -35,29 +60,44 @@ class ServerOptions:
         InvalidArgument: an argument cannot be used; the message names it
     """
 
-    def __init__(
-        self,
-        *,
-        secret: str | bytes | None,
-        tls: bool,
-        same_host: bool | None,
-        interface: str | None,
-        advertise: str | None,
-        max_bandwidth: int | None,
-        port: int | str | None = None,
-        metrics_port: int | str | None = None,
-    ) -> None:
+    def __init__(self, **given: Unpack[ServerArguments]) -> None:
         """Checks the arguments, and reads the environment variables for those that are ``None``."""
-        self.secret = shared_secret(secret)
-        self.tls = _validate.boolean("tls", tls)
-        self.same_host = wants_same_host(same_host)
-        if max_bandwidth is not None:
-            max_bandwidth = _validate.integer("max_bandwidth (bytes per second)", max_bandwidth, 1)
-        self.max_bandwidth = max_bandwidth
-        self.listening = listening_address(interface)
-        self.advertise = advertise
-        self.ports = port_range("port", port, "TENSORFERRY_PORT") or (0, 0)
-        self.metrics_ports = port_range("metrics_port", metrics_port, "TENSORFERRY_METRICS_PORT")
+        self.secret = shared_secret(given.get("secret"))
+        self.tls = _validate.boolean("tls", given.get("tls", _DEFAULTS["tls"]))
+        self.same_host = wants_same_host(given.get("same_host"))
+        self.max_bandwidth = given.get("max_bandwidth")
+        if self.max_bandwidth is not None:
+            _validate.integer("max_bandwidth (bytes per second)", self.max_bandwidth, 1)
+        self.listening = listening_address(given.get("interface"))
+        self.advertise = given.get("advertise")
+        self.ports = port_range("port", given.get("port"), "TENSORFERRY_PORT") or (0, 0)
+        self.metrics_ports = port_range("metrics_port", given.get("metrics_port"), "TENSORFERRY_METRICS_PORT")
+
+
+def takes_server_arguments(init: Init) -> Init:
+    """Decorates an ``__init__`` with ``**server: Unpack[ServerArguments]``: it shows them one by one, and no others.
+
+    So ``inspect.signature`` and ``help`` name them, and a misspelt one is refused as for any function.
+    """
+    declared = inspect.signature(init)
+    kept = [one for one in declared.parameters.values() if one.kind is not inspect.Parameter.VAR_KEYWORD]
+    added = [
+        inspect.Parameter(
+            name, inspect.Parameter.KEYWORD_ONLY, default=_DEFAULTS.get(name), annotation=kind.__forward_arg__
+        )
+        for name, kind in ServerArguments.__annotations__.items()
+    ]
+    known = {one.name for one in (*kept, *added)}
+
+    @functools.wraps(init)
+    def checked(*args: Any, **named: Any) -> None:
+        for name in named:
+            if name not in known:
+                raise TypeError(f"{init.__qualname__}() got an unexpected keyword argument {name!r}")
+        init(*args, **named)
+
+    checked.__signature__ = declared.replace(parameters=[*kept, *added])  # type: ignore[attr-defined]
+    return cast(Init, checked)
 
 
 def port_range(name: str, given: int | str | None, variable: str) -> tuple[int, int] | None:

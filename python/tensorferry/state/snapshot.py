@@ -12,7 +12,7 @@ from .._native import HostView, Readiness, Server, _add_pieces, _pickle_numbers
 from ..errors import InvalidArgument
 from ..memory.accelerator import Accelerator
 from ..memory.host_pool import Buffer
-from ..memory.staging import Piece, Stager, buffer_view, host_view
+from ..memory.staging import HostStager, Piece, buffer_view, host_view
 from ..memory.tensors import as_bytes, storage_over
 from ..pickles.allowlist import Allowed
 from ..storage import reserved
@@ -65,7 +65,7 @@ class StateSnapshot:
         InvalidArgument: a graph is being captured on the current stream of a device that holds a part of the state
     """
 
-    def __init__(self, state: Any, stager: Stager, snapshot: SnapshotMode) -> None:
+    def __init__(self, state: Any, stager: HostStager, snapshot: SnapshotMode) -> None:
         with _gc.gc_paused():
             device = self._read(state, stager.accelerator)
             self._stage(stager, snapshot, device)
@@ -94,7 +94,7 @@ class StateSnapshot:
         self._tree = flat.tree
         self.rows.forget()
 
-    def _stage(self, stager: Stager, snapshot: SnapshotMode, device: list[int]) -> None:
+    def _stage(self, stager: HostStager, snapshot: SnapshotMode, device: list[int]) -> None:
         accelerator = stager.accelerator
         device = device + [i for i in self._elsewhere if accelerator.device_of(self._storage(i)) is not None]
         if device:
@@ -149,9 +149,9 @@ class StateSnapshot:
         Raises:
             Exception: whatever the device raises when a copy fails
         """
-        filling = self.container().publish(server, step, alternate=alternate, filled=not self._on_device)
-        if filling is not None:
-            self._fill(server, filling)
+        readiness = self.container().publish(server, step, alternate=alternate, filled=not self._on_device)
+        if readiness is not None:
+            self._fill(server, readiness)
         if self._state is not None:
             # The server has its own copies, and rebuild() returns the state itself.
             self.pickle_bytes = b""
@@ -183,14 +183,14 @@ class StateSnapshot:
         """Returns the complete manifest as JSON; not valid after ``publish`` if nothing was copied."""
         return manifest.with_tree(self._fields, self._tree)
 
-    def _fill(self, server: Server, filling: Readiness) -> None:
+    def _fill(self, server: Server, readiness: Readiness) -> None:
         try:
-            starts = filling.starts
-            self._staging.run([(starts[i], piece) for i, piece in self._on_device], filling.ready)
+            starts = readiness.starts
+            self._staging.run([(starts[i], piece) for i, piece in self._on_device], readiness.ready)
         except BaseException:
-            server.abandon(filling)
+            server.abandon(readiness)
             raise
-        filling.finish()
+        readiness.finish()
 
     def _control(self) -> list[tuple[str, bytes]]:
         control = [(reserved.MANIFEST, self.manifest())]

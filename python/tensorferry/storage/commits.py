@@ -28,30 +28,26 @@ Let only one job save into a folder, and remove keys on the machine that saves o
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import json
 import logging
 import os
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .._fork import ForkSafeLock
 from .._native import Table, _file_entries, _file_header
-from .._reentry import CallMark
 from ..errors import IncompleteCheckpoint, ProtocolError, SourceChanged, SystemRefused, TensorferryError
 from . import leftovers
 from .container import Container
-from .leftovers import is_file as is_file
+from .folder_lock import alone_in
 from .names import checked_files
 from .names import is_ours as is_ours
 from .names import machine as machine
 from .names import new_id as new_id
 from .reserved import INDEX, INDEX_FILES
-from .whole_files import sync_folder
+from .whole_files import is_file, sync_folder
 
 logger = logging.getLogger("tensorferry")
 
@@ -59,17 +55,9 @@ logger = logging.getLogger("tensorferry")
 _LAST = 1 << 62
 #: By how much clocks of machines that are set right may differ, in nanoseconds.
 _SKEW_NS = 1_000_000_000
-#: Seconds for which others may keep a folder locked, which a commit does for a moment.
-_LOCK_S = 60.0
-#: Seconds between two tries to lock a folder, at first and at most.
-_SOON, _LATE = 0.001, 0.1
 #: How often an edit starts again because a save has replaced the index meanwhile.
 _ATTEMPTS = 20
 
-#: Held between the second reading of an index and the rename: there may be file systems without any locks.
-_committing = ForkSafeLock()
-#: A signal handler that commits in the middle of a commit would wait for the lock of its own thread.
-_in_commit = CallMark("the commit of a checkpoint")
 _warned_of_clock = False
 
 
@@ -188,12 +176,12 @@ def committed(path: Path) -> Commit | None:
 
 def began(*indexes: Path) -> list[int]:
     """Returns when the saves began whose indexes these are, for :func:`begin_after`; none for one that is no index."""
-    found = []
+    beginnings = []
     for path in indexes:
         with contextlib.suppress(TensorferryError):
             if is_file(path):
-                found.append(files_of(path).began)
-    return found
+                beginnings.append(files_of(path).began)
+    return beginnings
 
 
 def commit_index(
@@ -275,7 +263,7 @@ def remove_index(index: Path, expected: Commit) -> bool:
     Raises:
         TensorferryError: it cannot be read or removed, or another process keeps the folder locked
     """
-    with _alone(index.parent):
+    with alone_in(index.parent):
         if files_of(index) != expected:
             return False
         reached("checked", index)
@@ -343,7 +331,7 @@ def _replace(
             raise
         try:
             reached("written", index)
-            with _alone(folder):
+            with alone_in(folder):
                 before = _replaceable(index, commit, made_from)
                 reached("checked", index)
                 os.rename(partial, index)
@@ -374,54 +362,3 @@ def _replaceable(index: Path, commit: Commit, made_from: tuple[bytes, Commit] | 
             "folder, and this one is discarded. Let only one job save into a folder, one save at a time"
         )
     return before
-
-
-@contextlib.contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """While the block runs, no other process of this machine replaces an index in ``folder``.
-
-    Raises:
-        InvalidArgument: the calling thread is in such a block already
-        SystemRefused: another one keeps the folder locked, or it cannot be opened
-    """
-    with _in_commit.held(), _locked(folder), _committing.held():
-        yield
-
-
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    try:
-        opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except OSError as e:
-        raise SystemRefused(e.errno, f"the folder {folder} cannot be opened: {e.strerror}") from e
-    try:
-        is_locked = _lock(opened, folder)
-        try:
-            yield
-        finally:
-            # A child that was forked meanwhile has the descriptor, too, and closing it here would leave it locked.
-            if is_locked:
-                fcntl.flock(opened, fcntl.LOCK_UN)
-    finally:
-        os.close(opened)
-
-
-def _lock(opened: int, folder: Path) -> bool:
-    """Locks an opened folder; false where the file system has no locks."""
-    end, pause = time.monotonic() + _LOCK_S, _SOON
-    while True:
-        try:
-            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as e:
-            if e.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-                return False
-        else:
-            return True
-        if time.monotonic() > end:
-            raise SystemRefused(
-                errno.EWOULDBLOCK,
-                f"another process has kept the folder {folder} locked for {_LOCK_S:g} s, as it does for a moment when "
-                "it commits a checkpoint: it may be stopped. End it, and save again",
-            )
-        time.sleep(pause)
-        pause = min(pause * 1.5, _LATE)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from ..errors import IncompleteCheckpoint, TensorferryError
 from .names import machine, ours
+from .whole_files import is_file
 
 logger = logging.getLogger("tensorferry")
 
@@ -22,11 +23,6 @@ _GRACE_S = 60.0
 _ABANDONED_S = 24 * 3600.0
 #: How many files are locked at a time.
 _BATCH = 64
-
-
-def is_file(path: Path) -> bool:
-    """Whether ``path`` is a file; ``Path.is_file`` raises where a folder must not be entered, and this does not."""
-    return os.path.isfile(path)
 
 
 @contextlib.contextmanager
@@ -41,6 +37,7 @@ def holding(folder: Path, names: Iterable[str]) -> Iterator[None]:
 
     Raises:
         IncompleteCheckpoint: one of the files is gone
+        SystemRefused: the system does not say whether it is
     """
     with contextlib.ExitStack() as stack:
         for name in sorted(names):

@@ -25,7 +25,7 @@ from pathlib import Path
 from .._native import _rename_new
 from ..errors import InvalidArgument, SystemRefused, TensorferryError
 from .commits import machine, new_id
-from .folder import sync_folder
+from .whole_files import sync_folder
 
 #: The longest name of an output that its pending folder's name repeats, in bytes; of longer ones it has a digest.
 _LONGEST_NAME = 200

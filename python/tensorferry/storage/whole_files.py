@@ -1,4 +1,4 @@
-"""Small files that are written whole or not at all and read whole up to a length; folders synced to the disk."""
+"""Small files that are written whole or not at all and read whole up to a length; folders that are made and synced."""
 
 from __future__ import annotations
 
@@ -8,12 +8,26 @@ import stat
 from pathlib import Path
 
 from .._native import _check_machine_has
-from ..errors import ProtocolError
+from ..errors import ProtocolError, SystemRefused
 
 #: The most bytes of a file that says a few things about a checkpoint.
 FEW = 1 << 20
 #: The most bytes of an index that torch has pickled.
 INDEX_BYTES = 1 << 30
+
+
+def is_file(path: Path) -> bool:
+    """Whether ``path`` is a file.
+
+    Raises:
+        SystemRefused: the system does not say, for example because a folder above it may not be entered
+    """
+    try:
+        return stat.S_ISREG(path.stat().st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as e:
+        raise SystemRefused(e.errno, f"{path} cannot be examined: {e.strerror}") from e
 
 
 def read_whole(path: Path, most: int | None) -> bytes:
@@ -82,3 +96,23 @@ def sync_folder(folder: Path) -> None:
         os.fsync(opened)
     finally:
         os.close(opened)
+
+
+def make_folder(folder: Path) -> bool:
+    """Creates the folder and its missing parents, and syncs their directory entries to the disk.
+
+    Returns:
+        Whether the folder was not there before.
+
+    Raises:
+        OSError: the system refuses
+    """
+    missing = []
+    for level in (folder, *folder.parents):
+        if level.is_dir():
+            break
+        missing.append(level)
+    folder.mkdir(parents=True, exist_ok=True)
+    for level in reversed(missing):
+        sync_folder(level.parent)
+    return bool(missing)

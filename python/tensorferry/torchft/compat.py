@@ -36,7 +36,7 @@ _MOST = 2**63 - 1
 _MOST_SAID = 2000
 
 
-class _Parts(list[Any]):
+class _BodyParts(list[Any]):
     """The parts of a body; ``keep`` keeps their memory alive."""
 
     keep: Any = None
@@ -61,7 +61,7 @@ def body(value: Any) -> list[Any]:
     torch.serialization._save(value, recorder, pickle, _PROTOCOL, False)
     storage = torch.UntypedStorage
     entries = [_serialization._Entry(key, isinstance(data, storage), size) for key, data, size in recorder.records]
-    parts = _Parts([pickle.dumps(entries, protocol=_PROTOCOL)])
+    parts = _BodyParts([pickle.dumps(entries, protocol=_PROTOCOL)])
     for _, data, size in recorder.records:
         if isinstance(data, storage):
             parts.append((data.data_ptr() if size else 0, size))

@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, Unpack, cast
 from urllib.parse import urlsplit
 
 from .. import _validate
@@ -17,10 +17,10 @@ from ..errors import ForkedProcess, InvalidArgument, TransportClosed, UnprovenSo
 from ..memory.accelerator import ACCELERATOR
 from ..memory.bounce import BounceBuffers
 from ..memory.host_pool import HostMemory
-from ..memory.staging import Stager
+from ..memory.staging import HostStager
 from ..net.heals import log_heal
 from ..net.metadata import encrypted, is_stock
-from ..net.options import ServerOptions
+from ..net.options import ServerArguments, ServerOptions, takes_server_arguments
 from ..net.report import InPlace, ReceiveReport, in_place, log_receive
 from ..net.serve import metrics_url, serve, withdraw
 from ..net.tracing import Span
@@ -110,6 +110,7 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
         InvalidArgument: an argument cannot be used; the message names it
     """
 
+    @takes_server_arguments
     def __init__(
         self,
         timeout: timedelta,
@@ -120,16 +121,9 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
         snapshot: SnapshotMode = "borrow",
         safe_globals: Iterable[Any] = (),
         trust_pickle: bool = False,
-        secret: str | bytes | None = None,
-        tls: bool = False,
-        same_host: bool | None = None,
-        interface: str | None = None,
-        advertise: str | None = None,
-        max_bandwidth: int | None = None,
-        port: int | str | None = None,
-        metrics_port: int | str | None = None,
         reuse_bytes: int = 0,
         progress: Callable[[int, int], object] | None = None,
+        **server: Unpack[ServerArguments],
     ) -> None:
         reuse_bytes = _validate.integer("reuse_bytes", reuse_bytes, 0)
         self._timeout = timeout
@@ -140,17 +134,8 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
             raise InvalidArgument("strict=True compares with the live state: pass state_dict=, which returns it")
         self._snapshot = snapshot_mode(snapshot)
         self._allowed = Allowed(safe_globals, trust_pickle)
-        self._options = ServerOptions(
-            secret=secret,
-            tls=tls,
-            same_host=same_host,
-            interface=interface,
-            advertise=advertise,
-            max_bandwidth=max_bandwidth,
-            port=port,
-            metrics_port=metrics_port,
-        )
-        self._stager = Stager(ACCELERATOR)
+        self._options = ServerOptions(**server)
+        self._stager = HostStager(ACCELERATOR)
         self._bounce = BounceBuffers(ACCELERATOR)
         self._sending = CallLock("send_checkpoint()")
         self._refusals = RefusalWarnings(self._allowed, "receivers will refuse this state: %s")

@@ -13,7 +13,8 @@ from torchtitan.components.checkpointer.dcp import AsyncMode, CheckpointManager
 from torchtitan.tools import filesystem
 from torchtitan.tools.utils import GarbageCollection
 
-from ..dcp.files import FileReader, FileWriter
+from ..dcp.file_reader import FileReader
+from ..dcp.file_writer import FileWriter
 
 
 class FileCheckpointManager(CheckpointManager):  # type: ignore[misc]  # mypy does not follow torchtitan

@@ -7,20 +7,11 @@ until it has read.
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import logging
 import os
-import select
-import socket
-import struct
-import subprocess
-import sys
-import threading
 import time
-import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
@@ -28,58 +19,38 @@ from typing import Any
 
 from ... import _validate
 from ..._native import Stored
-from ..._reentry import CallLock
 from ...errors import (
-    ConnectError,
     ForkedProcess,
     IncompleteCheckpoint,
     InvalidArgument,
     ProtocolError,
-    SystemRefused,
-    TensorferryError,
-    TransportClosed,
     message_of,
 )
 from ...net.heals import log_heal
 from ...net.metadata import encrypted
 from ...net.secret import shared_secret
-from ...storage.folder import Index, checkpoints, read_index
+from ...storage.folder import Index, read_index
 from ...storage.places import place_of
-from .. import handover
+from ...storage.series import checkpoints
 from ..handover import Handover, Message
+from . import connecting, questions
 from .choice import choose
+from .connecting import OFFER_S, not_at_work
+from .connecting import start as start_keeper
 from .fetching import fetch_snapshot, open_snapshot
 from .kept_memory import kept_state
 from .location import location_of
-from .place import DEFAULT_NAME, find_socket, keeper_name
+from .offers import Offer, Offers
+from .place import DEFAULT_NAME, keeper_name
+from .questions import Loan, Question
 from .snapshot import LOCAL, Snapshot, default_job, snapshot
 
 logger = logging.getLogger("tensorferry")
 
-#: Seconds that the keeper has to take an offer, which holds the trainer up: it does at once unless it is stopped.
-_OFFER_S = 2.0
-#: Seconds that it has to show that it is at work. Giving back the memory of a large snapshot may take it a moment.
-_AT_WORK_S = 5.0
-#: Seconds that an answer may take for which it asks its buddies, or computes checksums.
-_ANSWER_S = 20.0
 #: Seconds in which a buddy has to begin to send a snapshot.
 _REACH_S = 5.0
-#: Most offers that it may leave unanswered: it answers at once, and what it has not answered takes memory.
-_MOST_UNANSWERED = 2
 #: Nanoseconds that the clock of another machine may be ahead.
 _FAR_NS = 24 * 3600 * 10**9
-#: Seconds that a keeper which was started has until it listens.
-_START_S = 20.0
-
-
-@dataclass
-class _Offer:
-    """A snapshot that was offered, and whom to tell when its memory is free."""
-
-    save_id: str
-    rank: int
-    released: Callable[[], None]
-    is_answered: bool = False
 
 
 class Keeper:
@@ -116,25 +87,16 @@ class Keeper:
         self._secret = shared_secret(secret)
         self._tls = _validate.boolean("tls", tls)
         self._pid = os.getpid()
-        self._call = CallLock("offer() or let_go()")
-        #: The same lock, which a signal handler in the middle of such a call may enter for what does not wait.
-        self._lock = self._call.reentrant
-        self._changed = threading.Condition(self._lock)
-        self._released = 0
-        self._sock: socket.socket | None = None
-        self._offers: collections.deque[_Offer] = collections.deque()
-        self._was_missed = False
-        #: Whether an offer has waited in vain for answers to those before it: the next one does not wait.
-        self._is_late = False
         #: A question that the keeper has left unanswered, so that nobody waits for it again before it answers.
-        self._unanswered: _Question | None = None
-        self._is_closed = False
+        self._unanswered: Question | None = None
+        self._was_missed = False
         #: By job and location, when the latest save began that the keeper is known to have; and the jobs for which it
         #: has been asked.
         self._began: dict[tuple[str, str], int] = {}
         self._asked: set[str] = set()
+        self._offers = Offers(self.name, self._asked.clear)
         if _validate.boolean("start", start):
-            self._start()
+            start_keeper(self.name)
 
     def __enter__(self) -> Keeper:
         return self
@@ -158,125 +120,28 @@ class Keeper:
             released: called once, from any thread, when the keeper does not need the memory: because it has refused
                 the snapshot or has evicted it, or because the keeper is gone
         """
-        offer = _Offer(str(given.fields.get("save_id")), int(given.fields.get("rank", 0)), released)
+        offer = Offer(str(given.fields.get("save_id")), int(given.fields.get("rank", 0)), released)
         try:
             self._check_process()
             fields = {name: given.fields.get(name) for name in _FIELDS}
             path = str(given.fields.get("path"))
             fields |= {"job": self._job_of(path), "location": location_of(path)}
-            with self._call.held():
-                self._is_late = not self._changed.wait_for(self._answers, 0.0 if self._is_late else _OFFER_S)
-                if self._is_closed:
-                    raise TransportClosed("this connection to a keeper was closed: make a new Keeper")
-                if self._is_late:
-                    raise _not_at_work(self.name)
-                sock = self._sock or self._open()
-                self._offers.append(offer)
-                try:
-                    handover.send(sock, Handover("keep", fields, given.rows, given.control, given.buffers))
-                except BaseException:
-                    # Nothing of it was sent.
-                    with contextlib.suppress(ValueError):
-                        self._offers.remove(offer)
-                    raise
+            self._offers.add(offer, Handover("keep", fields, given.rows, given.control, given.buffers))
             self._note_beginning(str(fields["job"]), str(fields["location"]), int(given.fields.get("began", 0)))
             self._was_missed = False
         except Exception as e:
             if not self._was_missed:
                 logger.warning("checkpoints are not kept in memory: %s", message_of(e))
             self._was_missed = True
-            _tell(offer)
+            offer.tell()
 
-    def _answers(self) -> bool:
-        return sum(not one.is_answered for one in self._offers) < _MOST_UNANSWERED
-
-    def _open(self) -> socket.socket:
-        sock = _connect(self.name)
-        sock.settimeout(_OFFER_S)
-        try:
-            # A timeout would be one of reading, too: that has a descriptor of its own.
-            reading = sock.dup()
-        except OSError as e:
-            sock.close()
-            raise SystemRefused(f"the keeper {self.name!r} cannot be reached, no socket can be opened: {e}") from e
-        _sockets.add(reading)
-        reading.settimeout(None)
-        self._sock = sock
-        threading.Thread(target=self._listen, args=(sock, reading), name="tensorferry-keeper", daemon=True).start()
-        return sock
-
-    def _listen(self, sock: socket.socket, reading: socket.socket) -> None:
-        """Reads what the keeper says about offers, until it is gone."""
-        with reading:
-            try:
-                while isinstance(message := handover.receive(reading), Message):
-                    self._hear(message)
-            except (OSError, TensorferryError) as e:
-                logger.debug("the keeper %s is gone: %s", self.name, message_of(e))
-        with self._lock:
-            self._sock = None
-            self._asked.clear()
-            # After close(), the keeper holds what it was given: the memory is not to be used again.
-            offers = [] if self._is_closed else list(self._offers)
-            if not self._is_closed:
-                self._offers.clear()
-        sock.close()
-        if offers:
-            logger.warning("the keeper %s is gone; checkpoints are not in memory any more", self.name)
-        for offer in offers:
-            _tell(offer)
-            self._note_release()
-
-    def _note_release(self) -> None:
-        with self._changed:
-            self._released += 1
-            self._changed.notify_all()
-
-    def _hear(self, message: Message) -> None:
-        save_id, rank = message.fields.get("save_id"), message.fields.get("rank")
-        with self._lock:
-            offer = next(
-                (
-                    one
-                    for one in self._offers
-                    if (save_id is None or one.save_id == save_id)
-                    and (rank is None or one.rank == rank)
-                    and one.is_answered == (message.kind == "released")
-                ),
-                None,
-            )
-            if offer is None:
-                return
-            offer.is_answered = True
-            self._changed.notify_all()
-            if message.kind != "kept":
-                self._offers.remove(offer)
-        if message.kind == "refused":
-            logger.warning("a checkpoint is not kept in memory: %s", message.fields.get("error"))
-        if message.kind != "kept":
-            _tell(offer)
-            self._note_release()
-
-    def let_go(self, patience: float = _OFFER_S) -> bool:
+    def let_go(self, patience: float = OFFER_S) -> bool:
         """Has the keeper evict the oldest snapshot that this object has offered, for a trainer that needs its memory.
 
         Returns:
             Whether the memory of one was released within ``patience`` seconds.
         """
-        if self._call.is_mine:
-            return False
-        with self._lock:
-            sock, before = self._sock, self._released
-            if sock is None or not self._offers:
-                return False
-            if not self._answers():
-                # It is not at work.
-                return False
-            try:
-                handover.send(sock, Message("let_go"))
-            except (OSError, TensorferryError):
-                return False
-            return self._changed.wait_for(lambda: self._released > before, patience)
+        return self._offers.let_go(patience)
 
     # Asking.
 
@@ -321,7 +186,7 @@ class Keeper:
         try:
             job, location = self._job_of(path), location_of(path)
             if job not in self._asked:
-                with self._question(_OFFER_S) as question:
+                with self._question(connecting.OFFER_S) as question:
                     question.send(Message("held", {"job": job}))
                     for one in question.listed({"job": job}):
                         own = one.origin == LOCAL and not one.remote
@@ -411,7 +276,7 @@ class Keeper:
                 return None
             if snapshot(answer.fields).key != about.key:
                 raise ProtocolError(f"the keeper {self.name} gives another snapshot than it was asked for")
-            found = kept_state(answer, _Loan(question))
+            found = kept_state(answer, Loan(question))
             stack.pop_all()
         return found
 
@@ -467,7 +332,7 @@ class Keeper:
     def _job_of(self, path: str | os.PathLike[str]) -> str:
         return self._job or default_job(os.fspath(path))
 
-    def _question(self, patience: float | None = None) -> _Question:
+    def _question(self, patience: float | None = None) -> Question:
         """Returns a connection for one question, to a keeper that is at work.
 
         A keeper that is stopped is waited for once, for ``patience`` seconds; until it answers, further questions fail
@@ -479,14 +344,14 @@ class Keeper:
         """
         unanswered = self._unanswered
         if unanswered is not None and not unanswered.has_answer():
-            raise _not_at_work(self.name)
+            raise not_at_work(self.name)
         if unanswered is not None:
             self._unanswered = None
             unanswered.close()
-        question = _Question(self.name)
-        if not question.begin(_AT_WORK_S if patience is None else patience):
+        question = Question(self.name)
+        if not question.begin(questions.AT_WORK_S if patience is None else patience):
             self._unanswered = question
-            raise _not_at_work(self.name)
+            raise not_at_work(self.name)
         return question
 
     def close(self) -> None:
@@ -497,207 +362,18 @@ class Keeper:
         """
         if os.getpid() != self._pid:
             return
-        with self._lock:
-            self._is_closed = True
-            if (unanswered := self._unanswered) is not None:
-                self._unanswered = None
-                unanswered.close()
-            if (sock := self._sock) is not None:
-                with contextlib.suppress(OSError, TensorferryError):
-                    handover.send(sock, Message("farewell"))
-                with contextlib.suppress(OSError):
-                    sock.shutdown(socket.SHUT_RDWR)
+        if (unanswered := self._unanswered) is not None:
+            self._unanswered = None
+            unanswered.close()
+        self._offers.close()
 
     def _check_process(self) -> None:
         if os.getpid() != self._pid:
             raise ForkedProcess("this keeper was connected in the process that this one was forked from: make another")
 
-    def _start(self) -> None:
-        if _is_running(self.name):
-            return
-        command = [sys.executable, "-m", __package__, "--name", self.name, "--idle", "3600", "--quiet"]
-        try:
-            # A session of its own: Ctrl-C at the trainer's terminal is not meant for it.
-            started = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True, close_fds=True
-            )
-        except OSError as e:
-            raise SystemRefused(f"a keeper could not be started: {e}") from e
-        deadline = time.monotonic() + _START_S
-        while not _is_running(self.name):
-            # One that another trainer has started at the same time does as well; ours ends then.
-            if started.poll() not in (None, 1) or time.monotonic() > deadline:
-                started.kill()
-                raise SystemRefused(f"a keeper was started and does not answer: {' '.join(command)}")
-            time.sleep(0.01)
-        threading.Thread(target=started.wait, name="tensorferry-reap", daemon=True).start()
-
 
 #: The fields of a snapshot that a trainer knows.
 _FIELDS = ("path", "save_id", "rank", "world_size", "step", "began")
-
-
-class _Silent(ConnectError):
-    """The keeper does not answer."""
-
-
-def _not_at_work(name: str) -> _Silent:
-    return _Silent(f"the keeper {name} does not answer: it may be stopped, or the machine overloaded")
-
-
-class _Loan:
-    """The hold that a reader has on a snapshot in the keeper; ends with its last reference."""
-
-    def __init__(self, question: _Question) -> None:
-        self._question = question
-
-    def __del__(self) -> None:
-        self._question.close()
-
-
-class _Question:
-    """A connection for one question.
-
-    Attributes:
-        status: what the keeper said about itself, once :meth:`begin` has returned true
-    """
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._sock = _connect(name)
-        self.status: dict[str, Any] = {}
-
-    def begin(self, patience: float) -> bool:
-        """Returns whether the keeper is at work: whether it says something about itself within ``patience`` seconds."""
-        self._sock.settimeout(patience)
-        try:
-            self.send(Message("status"))
-            self.status = self.answer("status").fields
-        except _Silent:
-            return False
-        except BaseException:
-            self.close()
-            raise
-        self._sock.settimeout(_ANSWER_S)
-        return True
-
-    def has_answer(self) -> bool:
-        """Whether there is something to be read by now, or the keeper has ended; or this connection, in a fork."""
-        if self._sock.fileno() < 0:
-            return True
-        poll = select.poll()
-        poll.register(self._sock, select.POLLIN)
-        return bool(poll.poll(0))
-
-    def __enter__(self) -> _Question:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        self._sock.close()
-
-    def send(self, message: Message) -> None:
-        with self._expected():
-            handover.send(self._sock, message)
-
-    def answer(self, *kinds: str) -> Message:
-        answer = self._receive()
-        if not isinstance(answer, Message) or answer.kind not in kinds:
-            raise ProtocolError(f"the keeper {self._name} gives an answer to another question")
-        return answer
-
-    def listed(self, asked: dict[str, Any]) -> list[Snapshot]:
-        """Returns the snapshots in the answer to ``held``, with the fields that were ``asked`` for."""
-        found = []
-        while (message := self.answer("snapshot", "end")).kind == "snapshot":
-            found.append(snapshot(message.fields))
-            for name in ("job", "path", "rank"):
-                if asked.get(name) not in (None, getattr(found[-1], name)):
-                    raise ProtocolError(f"the keeper {self._name} gives an answer to another question")
-        return found
-
-    def memory(self) -> Handover | None:
-        answer = self._receive()
-        if isinstance(answer, Message) and answer.kind == "gone":
-            return None
-        if not isinstance(answer, Handover) or answer.kind != "taken":
-            raise ProtocolError(f"the keeper {self._name} gives an answer to another question")
-        return answer
-
-    def _receive(self) -> Message | Handover:
-        with self._expected():
-            answer = handover.receive(self._sock)
-        if answer is None:
-            raise ConnectError(f"the keeper {self._name} has ended, or runs another version of tensorferry")
-        return answer
-
-    @contextlib.contextmanager
-    def _expected(self) -> Any:
-        try:
-            yield
-        except TimeoutError as e:
-            raise _not_at_work(self._name) from e
-        except OSError as e:
-            if isinstance(e, TensorferryError):
-                raise
-            raise ConnectError(f"the keeper {self._name} is gone: {e}") from e
-
-
-#: All connections to keepers. They are closed in a forked child: while it had them, a keeper would take a trainer that
-#: is gone for one that is connected.
-_sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
-
-
-def _close_in_child() -> None:
-    for inherited in list(_sockets):
-        if (descriptor := inherited.detach()) >= 0:
-            os.close(descriptor)
-
-
-os.register_at_fork(after_in_child=_close_in_child)
-
-
-def _connect(name: str) -> socket.socket:
-    """Returns a connection to the keeper called ``name``.
-
-    Raises:
-        ConnectError: there is none
-        SystemRefused: its folder is not this user's alone, or it is another user's, or no socket can be opened
-    """
-    path = find_socket(name)
-    if path is None:
-        raise ConnectError(f"no keeper called {name!r} runs on this node: start one with tensorferry-keeper")
-    try:
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    except OSError as e:
-        raise SystemRefused(f"the keeper {name!r} cannot be reached, no socket can be opened: {e}") from e
-    _sockets.add(sock)
-    try:
-        sock.settimeout(_OFFER_S)
-        _queue_at(sock, path)
-        _, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
-    except OSError as e:
-        sock.close()
-        raise ConnectError(f"no keeper called {name!r} answers at {path}: {e}") from e
-    if uid != os.geteuid():
-        sock.close()
-        raise SystemRefused(f"the keeper at {path} is user {uid}'s, not this user's")
-    return sock
-
-
-def _queue_at(sock: socket.socket, path: Path) -> None:
-    deadline = time.monotonic() + _OFFER_S
-    while True:
-        try:
-            sock.connect(os.fspath(path))
-            return
-        except BlockingIOError:
-            # Many wait to be accepted, and a socket with a timeout is not queued behind them.
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(0.005)
 
 
 def _committed(folder: Path) -> Index | None:
@@ -705,18 +381,3 @@ def _committed(folder: Path) -> Index | None:
         return read_index(folder)
     except IncompleteCheckpoint:
         return None
-
-
-def _is_running(name: str) -> bool:
-    try:
-        _connect(name).close()
-    except (ConnectError, SystemRefused):
-        return False
-    return True
-
-
-def _tell(offer: _Offer) -> None:
-    try:
-        offer.released()
-    except Exception:
-        logger.exception("a buffer could not be taken back")

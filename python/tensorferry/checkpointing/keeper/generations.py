@@ -28,7 +28,7 @@ from .snapshot import LOCAL, Key, Snapshot
 T = TypeVar("T")
 
 
-class NoRoom(TensorferryError):
+class KeeperFull(TensorferryError):
     """A snapshot is larger than the memory that a keeper has for it."""
 
 
@@ -129,7 +129,7 @@ class Generations(Generic[T]):
             cut: called for what is leaving and whose memory is needed at once: ends its readers
 
         Raises:
-            NoRoom: it is kept already, or there would not be enough memory; nothing was evicted
+            KeeperFull: it is kept already, or there would not be enough memory; nothing was evicted
         """
         for one in self._going_for(about, nbytes):
             evict(one)
@@ -142,15 +142,15 @@ class Generations(Generic[T]):
         """Checks that :meth:`make_room` would succeed now; nothing goes.
 
         Raises:
-            NoRoom: it would not
+            KeeperFull: it would not
         """
         self._going_for(about, nbytes)
 
     def _going_for(self, about: Snapshot, nbytes: int) -> list[Kept[T]]:
         if (known := self._kept.get(about.key)) and (known.about.origin == LOCAL or about.origin != LOCAL):
-            raise NoRoom(f"the snapshot {about.save_id} of rank {about.rank} is kept already")
+            raise KeeperFull(f"the snapshot {about.save_id} of rank {about.rank} is kept already")
         if nbytes > self.limit:
-            raise NoRoom(
+            raise KeeperFull(
                 f"a snapshot of {shown(nbytes)} is larger than all the memory that the keeper may hold, "
                 f"{shown(self.limit)}: give it more with --memory"
             )
@@ -165,7 +165,7 @@ class Generations(Generic[T]):
             gone.append(one)
             excess -= one.nbytes
         if excess > 0:
-            raise NoRoom(
+            raise KeeperFull(
                 f"a snapshot of {shown(nbytes)} does not fit: the keeper may hold {shown(self.limit)}, of which "
                 f"{shown(self.used)} are taken by snapshots that do not go for it. Give it more with --memory, or let "
                 "it keep fewer --generations"

@@ -21,7 +21,7 @@ logger = logging.getLogger("tensorferry")
 _DIGESTS = "digests"
 
 
-class _Memory:
+class _Lent:
     """What the server holds for as long as somebody reads."""
 
     def __init__(self, buffers: Sequence[SharedBuffer]) -> None:
@@ -71,7 +71,7 @@ class KeptMemory:
         )
         self._stored: Stored | None = Stored.over(rows, list(control), buffers)
         self._shelf: Shelf = server.shelf()
-        memory = _Memory(buffers)
+        memory = _Lent(buffers)
         itself = weakref.ref(self)
 
         def released() -> None:

@@ -20,7 +20,7 @@ from ...errors import ConnectError, FetchTimeout, SourceChanged, SourceRefused, 
 from . import index
 from .cost import Cost, probe
 from .fetching import fetch_snapshot, most_described, open_snapshot
-from .generations import NoRoom, Reservation
+from .generations import KeeperFull, Reservation
 from .snapshot import LOCAL, Key, Snapshot
 
 if TYPE_CHECKING:
@@ -177,7 +177,7 @@ class Partner(threading.Thread):
             if self._stopped.is_set():
                 return
             if self._tries.is_due(about.key) and not self._call(
-                functools.partial(self._keeper.generations.get, about.key)
+                functools.partial(self._keeper.keeping.generations.get, about.key)
             ):
                 self._try(about)
 
@@ -193,7 +193,7 @@ class Partner(threading.Thread):
                 return
             wait = self._tries.put_off(about.key)
             # What does not fit is not even asked for, so it can be looked at again and again; it is said once.
-            level = logging.DEBUG if isinstance(e, NoRoom) and wait > _INTERVAL_S else logging.WARNING
+            level = logging.DEBUG if isinstance(e, KeeperFull) and wait > _INTERVAL_S else logging.WARNING
             logger.log(
                 level,
                 "buddy %s: step %d of rank %d of %s is not copied, and tried again in %g s: %s",
@@ -213,7 +213,7 @@ class Partner(threading.Thread):
     def _fetch(self, about: Snapshot) -> None:
         copied = replace(about, origin=self._host)
         # By what the list says: what cannot fit is not asked for, and nothing goes for it.
-        self._call(lambda: self._keeper.generations.check_room(copied, about.nbytes))
+        self._call(lambda: self._keeper.keeping.generations.check_room(copied, about.nbytes))
         options = self._keeper.options.server
         probe(min(most_described(about), _LONGEST_DESCRIPTION))
         remote = open_snapshot(about, _FETCH_S, options.secret, options.same_host)
@@ -229,14 +229,14 @@ class Partner(threading.Thread):
 
             def before(cost: Cost) -> None:
                 costs.append(cost)
-                self._call(lambda: reserved.append(self._keeper.reserve(copied, cost.reading)))
+                self._call(lambda: reserved.append(self._keeper.keeping.reserve(copied, cost.reading)))
                 probe(cost.reading)
 
             rows, buffer = fetch_snapshot(remote, about, before)
             seconds = time.monotonic() - began
-            step = self._call(lambda: self._keeper.step_of(copied))
-            body = self._keeper.memory(step, rows, [], [buffer])
-            self._call(lambda: self._keeper.add(copied, step, body, costs[0].holding, reserved[0]))
+            step = self._call(lambda: self._keeper.keeping.step_of(copied))
+            body = self._keeper.keeping.memory(step, rows, [], [buffer])
+            self._call(lambda: self._keeper.keeping.add(copied, step, body, costs[0].holding, reserved[0]))
             logger.info(
                 "step %d of rank %d of %s is copied from %s: %d bytes in %.3f s",
                 about.step,

@@ -71,7 +71,7 @@ def find_socket(name: str) -> Path | None:
     return None
 
 
-class Place:
+class SocketPlace:
     """The socket's path and the lock of a keeper that runs in this process.
 
     Args:

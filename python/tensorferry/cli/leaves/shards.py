@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from ...errors import IncompleteCheckpoint, ProtocolError, SystemRefused
+from ...errors import IncompleteCheckpoint, ProtocolError, SystemRefused, TensorferryError
 from ...storage.names import checked_plain
+from ...storage.whole_files import read_whole
 
 #: The index's name.
 INDEX = "model.safetensors.index.json"
@@ -24,10 +25,10 @@ def files_of(folder: Path) -> dict[Path, list[str]]:
     """
     index = folder / INDEX
     try:
-        if index.stat().st_size > _LONGEST:
-            raise ProtocolError(f"{index} has more than {_LONGEST} bytes")
-        fields = json.loads(index.read_bytes())
+        fields = json.loads(read_whole(index, _LONGEST))
     except OSError as e:
+        if isinstance(e, TensorferryError):
+            raise
         raise SystemRefused(e.errno, f"{index}: cannot be read: {e.strerror}") from e
     except (ValueError, RecursionError) as e:
         if isinstance(e, ProtocolError):

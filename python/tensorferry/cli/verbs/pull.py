@@ -174,7 +174,8 @@ class _Pull:
     def folder(self, urls: list[str], folder: Path) -> None:
         """Pulls a state into a checkpoint folder as a checkpointer writes it."""
         from ...storage.download import Download
-        from ...storage.folder import FolderSave, KnownSaves, SaveId
+        from ...storage.folder_save import FolderSave, SaveId
+        from ...storage.series import KnownSaves
 
         self._check_folder(folder)
         saves: list[FolderSave] = []
@@ -197,8 +198,9 @@ class _Pull:
         """Pulls a distributed checkpoint, a file for each rank, and commits it by its index."""
         from ...storage import commits
         from ...storage.download import Download
-        from ...storage.folder import INDEX, make_folder
+        from ...storage.folder import INDEX
         from ...storage.names import new_id
+        from ...storage.whole_files import make_folder
         from ..leaves.distributed import write_index
 
         self._check_folder(folder)

@@ -109,7 +109,7 @@ class Publisher:
     def archive(self, path: Path) -> dict[str, Any]:
         """Publishes what ``torch.save`` wrote."""
         from ...memory.accelerator import ACCELERATOR
-        from ...memory.staging import Stager
+        from ...memory.staging import HostStager
         from ...state.snapshot import StateSnapshot
         from ...torchft import compat
         from ..mapped_states import of_archive
@@ -117,7 +117,7 @@ class Publisher:
         step = self._step or 0
         pages: list[FilePages] = []
         with self.files.opening(path):
-            packed = StateSnapshot(of_archive(path, pages), Stager(ACCELERATOR), "borrow")
+            packed = StateSnapshot(of_archive(path, pages), HostStager(ACCELERATOR), "borrow")
         bodies = compat.bodies(packed.rebuild, 0)
         packed.container().publish(self._server, step, alternate=bodies, pages=self.files.add(path, *pages))
         return self._told(step, [self._server.url(self._host)], path)
@@ -174,13 +174,13 @@ class Publisher:
     def torch_distributed(self, folder: Path) -> dict[str, Any]:
         """Reads a distributed checkpoint of torch, and publishes it as a state."""
         from ...memory.accelerator import ACCELERATOR
-        from ...memory.staging import Stager
+        from ...memory.staging import HostStager
         from ...state.snapshot import StateSnapshot
         from ...torchft import compat
         from ..mapped_states import of_distributed
 
         step = self._step or 0
-        packed = StateSnapshot(of_distributed(folder), Stager(ACCELERATOR), "borrow")
+        packed = StateSnapshot(of_distributed(folder), HostStager(ACCELERATOR), "borrow")
         packed.publish(self._server, step, compat.bodies(packed.rebuild, 0))
         return self._told(step, [self._server.url(self._host)], folder)
 

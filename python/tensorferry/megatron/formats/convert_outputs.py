@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from ...dcp import index
-from ...dcp.files import RankFile
+from ...dcp.file_writer import RankFile
 from ...dcp.index import EntryRef
 from ...dcp.save_plan import ABOUT
 from ...storage import commits, reserved

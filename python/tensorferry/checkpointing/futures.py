@@ -1,0 +1,49 @@
+"""Futures of saves: how a save went, and a copy that was begun."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ..state.snapshot import StateSnapshot
+    from .shared_stager import SharedStager
+
+
+class SaveFuture(Future[Any]):
+    """A standard future that notes whether anyone has asked it how the save went."""
+
+    seen = False
+
+    def result(self, timeout: float | None = None) -> Any:
+        """As for ``Future``."""
+        self.seen = True
+        return super().result(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """As for ``Future``."""
+        self.seen = True
+        return super().exception(timeout)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether its outcome needs no further report: it succeeded, or somebody has read its error."""
+        return self.done() and (self.seen or super().exception() is None)
+
+
+class Staged(SaveFuture):
+    """A copy that was begun, and is complete when this future is done.
+
+    Attributes:
+        snapshot: the copy
+        stager: who makes it
+    """
+
+    def __init__(self, snapshot: StateSnapshot, stager: SharedStager) -> None:
+        super().__init__()
+        self.snapshot, self.stager = snapshot, stager
+
+    @property
+    def failure(self) -> BaseException | None:
+        """Why the copy could not be made, once it is done."""
+        return Future.exception(self)

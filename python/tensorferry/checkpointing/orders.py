@@ -1,0 +1,126 @@
+"""What is to be saved where and how, and the save of one rank from its file to the commit; torch-free."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from .. import _validate
+from .._native import Written
+from ..errors import InvalidArgument, ProtocolError
+from ..storage.container import Container
+from ..storage.folder_save import FolderSave, SaveId, abandon
+from ..storage.series import keep_last
+
+
+class Options:
+    """How states are written.
+
+    Args:
+        threads: threads with which a rank writes; ``None`` chooses by the number of cores
+        cached: whether large files are written through the page cache; ``None`` chooses, see ``FileWriter``
+        keep_last: how many checkpoints of a folder's series stay, see ``storage/series.py``; ``None`` keeps all
+        patience: seconds without a sign of life of another rank after which a save has failed
+
+    Raises:
+        InvalidArgument: an argument cannot be used; the message names it
+    """
+
+    def __init__(
+        self,
+        *,
+        threads: int | None = None,
+        cached: bool | None = None,
+        keep_last: int | None = None,
+        patience: float = 600.0,
+    ) -> None:
+        self.threads = None if threads is None else _validate.integer("threads", threads, 1)
+        self.cached = None if cached is None else _validate.boolean("cached", cached)
+        self.keep_last = None if keep_last is None else _validate.integer("keep_last", keep_last, 1)
+        if isinstance(patience, bool) or not isinstance(patience, (int, float)) or not 0 < patience < 1e9:
+            raise InvalidArgument(f"patience must be a positive number of seconds, not {_validate.brief(patience)}")
+        self.patience = float(patience)
+
+
+@dataclass(frozen=True)
+class Order:
+    """What is to be saved where.
+
+    Attributes:
+        path: the folder, absolute
+        save: which save, and which rank
+        options: how the state is written
+    """
+
+    path: Path
+    save: SaveId
+    options: Options
+
+    def fields(self) -> dict[str, Any]:
+        """Returns the fields of a handover, all of which JSON can express."""
+        save = asdict(self.save)
+        return {"path": str(self.path), "save_id": save.pop("save"), **save, **vars(self.options)}
+
+    @classmethod
+    def of(cls, fields: dict[str, Any]) -> Order:
+        """Returns the order that a handover has; fields that are not an order's are left out.
+
+        Raises:
+            ProtocolError: a field is missing or has another type
+        """
+        numbers: list[Any] = [fields.get(name) for name in ("began", "rank", "world_size")]
+        texts: list[Any] = [fields.get(name) for name in ("path", "save_id")]
+        if not all(type(number) is int for number in numbers) or not all(isinstance(text, str) for text in texts):
+            raise ProtocolError("a handover does not say what is to be saved where")
+        # It becomes a part of names of files.
+        began, rank, world_size = numbers
+        path, save_id = texts
+        if not re.fullmatch("[0-9a-f]{12}", save_id):
+            raise ProtocolError("a handover has no valid id of its save")
+        options = {name: fields[name] for name in ("threads", "cached", "keep_last", "patience") if name in fields}
+        return cls(Path(path), SaveId(save_id, began, rank, world_size, fields.get("step")), Options(**options))
+
+
+def perform(
+    order: Order,
+    container: Callable[[], Container],
+    written: Callable[[], None] = lambda: None,
+    *,
+    leaves_folder: bool = False,
+) -> Written:
+    """Writes a state, commits it with the other ranks, and removes older checkpoints as the order says.
+
+    Args:
+        order: what is to be saved where
+        container: returns the state
+        written: called when the file of this rank is written, before the commit
+        leaves_folder: whether a folder that the save has made stays if it fails, as torch's writer leaves it
+
+    Returns:
+        How much was written.
+
+    Raises:
+        TensorferryError: the save has failed, and nothing of it can be loaded
+        OSError: likewise
+    """
+    options = order.options
+    save = FolderSave(order.path, order.save, options.patience)
+    try:
+        file = save.write(container(), options.threads, options.cached)
+        written()
+        save.commit()
+    except BaseException as e:
+        reason = f"{type(e).__name__}: {e}"
+        if leaves_folder:
+            abandon(order.path, order.save, reason)
+        else:
+            save.fail(reason)
+        raise
+    finally:
+        save.close()
+    if options.keep_last is not None and order.save.rank == 0:
+        keep_last(options.keep_last, order.path)
+    return file

@@ -1,0 +1,300 @@
+"""Checkpoints in a folder: one container file for each rank, and an index file, which is written last.
+
+A folder holds a checkpoint exactly if it has a complete index; ``storage/commits.py`` says which files may be removed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import secrets
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from .. import _gc, _validate
+from .._native import Written
+from ..errors import InvalidArgument, SystemRefused
+from ..memory.accelerator import ACCELERATOR
+from ..memory.staging import HostStager
+from ..pickles.allowlist import Allowed
+from ..storage import commits, reserved
+from ..storage.commits import Commit
+from ..storage.container import Container
+from ..storage.folder import INDEX
+from ..storage.names import new_id
+from ..storage.places import place_of
+from ..storage.source import Progress
+from ..storage.whole_files import make_folder
+from . import index, marker
+from .failures import tell_of_numpy
+from .in_folder import TORCH_INDEX, InFolder, thread_count
+from .running_saves import RunningSaves, SaveRecord
+from .save_plan import ABOUT, PlanSnapshot
+
+#: What to do about arguments of torch's writer that ask for something else.
+_OTHERWISE = {
+    "single_file_per_rank": "a rank always writes one file: leave it out",
+    "cache_staged_state_dict": "tensorferry.checkpointing.AsyncCheckpointer keeps its buffers: leave it out",
+    "_extensions": "files are not compressed or encrypted: use torch's FileSystemWriter",
+    "serialization_format": "the format is safetensors: use torch's FileSystemWriter",
+}
+
+
+def _threads_of_torch(threads: int | None, theirs: dict[str, Any]) -> int | None:
+    """Returns the number of threads that the arguments of a writer ask for, of which ``theirs`` are torch's.
+
+    Raises:
+        InvalidArgument: one of torch's cannot be followed
+        TypeError: one is not torch's either
+    """
+    changes_nothing = {"single_file_per_rank": True, "cache_staged_state_dict": False, "_extensions": None}
+    for name, value in theirs.items():
+        if name in ("thread_count", "sync_files", "per_thread_copy_ahead"):
+            continue
+        if name not in _OTHERWISE:
+            raise TypeError(f"FileWriter has no argument {name!r}")
+        if name not in changes_nothing or value != changes_nothing[name]:
+            raise InvalidArgument(f"{name}={_validate.brief(value)} is not for FileWriter: {_OTHERWISE[name]}")
+    if "thread_count" not in theirs:
+        return threads
+    if threads is not None:
+        raise InvalidArgument("threads and thread_count are the same: give one of them")
+    return _validate.integer("thread_count", theirs["thread_count"], 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class RankFile:
+    """Where and how one rank writes its file of a save. It can be sent to another process.
+
+    Attributes:
+        path: the file
+        threads: as for :class:`FileWriter`
+        cached: as for :class:`FileWriter`
+    """
+
+    path: Path
+    threads: int | None
+    cached: bool | None
+
+    def write(
+        self,
+        plan: SavePlan,
+        planner: SavePlanner,
+        *,
+        progress: Progress | None = None,
+        allowed: Allowed | None = None,
+    ) -> tuple[Written, list[WriteResult]]:
+        """Writes the items of ``plan``; returns how much was written, and a result for each item.
+
+        While the first of the two lives, the file is locked. ``progress`` is as for :class:`FileWriter`, ``allowed`` is
+        the allow-list of loads, if they are to be warned for.
+
+        Raises:
+            UnsupportedLeaf: an item cannot be written; the message names it
+            SystemRefused: the system refuses, for example because the disk is full
+        """
+        with _gc.gc_paused():
+            snapshot = PlanSnapshot(plan, planner, HostStager(ACCELERATOR), copy=False)
+        if allowed is not None:
+            snapshot.warn_of_refusals(allowed)
+        # A random entry in the header, so that the checksum of the header, which the index records, is unique.
+        about = [*ABOUT, ("tensorferry.file", secrets.token_hex(16))]
+        written = Container(snapshot.rows, snapshot.owner, snapshot.private, about=about).write(
+            self.path,
+            partial=self.path.with_name(f"{self.path.name}.partial"),
+            threads=self.threads,
+            cached=self.cached,
+            progress=progress,
+        )
+        return written, snapshot.results(self.path.name, written.header)
+
+
+class FileWriter(InFolder, StorageWriter):  # type: ignore[misc]  # mypy does not follow torch
+    """Writes a checkpoint into a folder, for ``torch.distributed.checkpoint.save`` and ``async_save``.
+
+    Each rank writes one safetensors file, with a checksum of every 512 bytes, and the coordinator writes
+    ``index.safetensors`` last. After it comes a ``.metadata``, a file for which tools look; it has a sentence for
+    torch's reader. A folder may be saved into repeatedly: the old checkpoint stays whole until the index of the new one
+    replaces the old index, in one step, and is removed afterwards.
+
+    Args:
+        path: the folder; the ``checkpoint_id`` of a save overrides it
+        threads: threads with which a rank writes; ``None`` chooses by the number of cores
+        overwrite: ``False`` refuses a folder that has a checkpoint
+        cached: whether files of 64 MiB or more are written through the page cache, so that a load soon after on this
+            machine reads from memory (``True``), or bypass it where the file system supports that, which takes less
+            processor time (``False``). ``None`` chooses the first while the file takes at most an eighth of the
+            available memory, unless memory turns out to be slower than a disk. Smaller files never bypass the cache
+        progress: called with the number of bytes that this rank has written and the number of all bytes of its file, a
+            few times a second during a save and once at its end, in the thread of the save; an exception from it ends
+            the save
+        safe_globals, trust_pickle: what loads will be given; a save warns, once for each, of classes and functions that
+            its objects need and a load would refuse
+        theirs: arguments of torch's ``FileSystemWriter``, so that its calls can be kept: ``thread_count`` is
+            ``threads``; ``single_file_per_rank=True``, ``sync_files``, ``per_thread_copy_ahead`` and
+            ``cache_staged_state_dict=False`` change nothing, since there is one file for each rank, it is always synced
+            and nothing is copied ahead. Others are refused
+
+    Attributes:
+        report: what the last save wrote on this rank, without the index: ``bytes``, and of these ``direct``, the bytes
+            that bypassed the page cache
+
+    Raises:
+        InvalidArgument: an argument cannot be used; the message names it
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        threads: int | None = None,
+        overwrite: bool = True,
+        cached: bool | None = None,
+        progress: Progress | None = None,
+        safe_globals: Iterable[Any] = (),
+        trust_pickle: bool = False,
+        **theirs: Any,
+    ) -> None:
+        super().__init__()
+        self._path = place_of(path)
+        self._threads = thread_count(_threads_of_torch(threads, theirs))
+        self._overwrite = _validate.boolean("overwrite", overwrite)
+        self._cached = None if cached is None else _validate.boolean("cached", cached)
+        self._progress = _validate.function("progress", progress)
+        self._allowed = Allowed(safe_globals, trust_pickle)
+        self.report: dict[str, int] = {"bytes": 0, "direct": 0}
+        self._running = RunningSaves()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Returns what another process needs to save with a copy of this writer; running saves are left out."""
+        return {name: value for name, value in self.__dict__.items() if name != "_running"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restores a copy, which has no running save."""
+        self.__dict__.update(state)
+        self._running = RunningSaves()
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begins a new save, into the folder ``checkpoint_id`` if it is given."""
+        self._running.calls.check()
+        tell_of_numpy()
+        self._running.path = path = place_of(checkpoint_id) if checkpoint_id else self._path
+        self._running.id = new_id()
+        self._path = path
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Creates the record of this save, from the rank and role that torch passes."""
+        del args
+        self._running.calls.check()
+        coordinated = kwargs.get("use_collectives", True)
+        self._running.save = SaveRecord(
+            self._running.path or self._path, kwargs.get("rank") or 0, coordinated, is_coordinator or not coordinated
+        )
+        self._running.save.id = self._running.id or self._running.save.id
+        self._running.path = self._running.id = None
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Creates the folder.
+
+        Raises:
+            SystemRefused: the folder cannot be created or listed
+            InvalidArgument: the folder has a checkpoint and ``overwrite`` is ``False``, or it has one with an index for
+                all ranks while this save has no coordinator
+        """
+        save = self._running.save
+        try:
+            make_folder(save.path)
+            names = set(os.listdir(save.path))
+        except OSError as e:
+            raise SystemRefused(f"the folder {save.path} cannot be created or listed: {e}") from e
+        if marker.is_marker(save.path / TORCH_INDEX):
+            names.discard(TORCH_INDEX)
+        if not save.coordinated and names & {INDEX, TORCH_INDEX}:
+            raise InvalidArgument(
+                f"{save.path} holds a checkpoint with an index of all ranks, which would be loaded instead of this "
+                "one: save into another folder"
+            )
+        if not self._overwrite and (there := sorted(filter(save.is_index, names))):
+            raise InvalidArgument(
+                f"Checkpoint already exists and self.overwrite=False: {save.path} holds a checkpoint ({there[0]})"
+            )
+        if save.writes_index:
+            save.begin(names)
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Returns ``plans`` unchanged: each rank chooses the name of its file itself."""
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Writes this rank's file.
+
+        Raises:
+            InvalidArgument: the coordinator saves with another class, or another save with this writer was made in the
+                middle of this one
+            UnsupportedLeaf: an item cannot be written; the message names it
+            SystemRefused: the system refuses, for example because the disk is full
+        """
+        # A planner that caches plans may give one out that was planned for another writer, in an earlier save.
+        if plan.storage_data is not None and not getattr(planner, "_enable_plan_caching", False):
+            # The coordinator would write an index of its own kind, in which nothing finds what this rank has written.
+            raise InvalidArgument(
+                f"the coordinator has planned this save for another writer ({_validate.brief(plan.storage_data)}): "
+                "give every rank a FileWriter, or call tensorferry.install() in every process"
+            )
+        save = self._running.ongoing()
+        done: Future[list[WriteResult]] = Future()
+        self.report = {"bytes": 0, "direct": 0}
+        if not plan.items:
+            if self._progress is not None:
+                self._progress(0, 0)
+            done.set_result([])
+            return done
+        with self._running.calls.held():
+            written = self.rank_file().write(plan, planner, progress=self._progress, allowed=self._allowed)
+        save.written, results = written
+        self.report = {"bytes": save.written.bytes, "direct": save.written.direct}
+        done.set_result(results)
+        return done
+
+    def rank_file(self) -> RankFile:
+        """Returns where and how this rank writes its file of the save that has begun in this thread.
+
+        With it another process can write the file in place of ``write_data``, without progress or
+        warnings; the results come back to ``finish``.
+        """
+        save = self._running.save
+        return RankFile(save.path / f"rank{save.rank:05d}-{save.id}.safetensors", self._threads, self._cached)
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Writes the index, which commits the checkpoint, and removes the files of the checkpoint that it replaces.
+
+        Raises:
+            IncompleteCheckpoint: a save that began later has finished before this one, or a file of this save was
+                removed meanwhile
+            SystemRefused: the index cannot be written, or the marker beside it
+        """
+        save = self._running.ongoing()
+        stored = {result.index: result.storage_data for of_rank in results for result in of_rank}
+        metadata.storage_data = stored
+        index.stamp(metadata).storage_meta = StorageMeta(checkpoint_id=save.path, save_id=save.id)
+        files = {ref.container: ref.header for ref in stored.values()}
+        commits.commit_index(
+            save.index,
+            [(reserved.INDEX, index.encode(metadata, stored))],
+            Commit(files, save.began),
+            about=ABOUT,
+            rank=None if save.coordinated else save.rank,
+            then=save.replace_others,
+        )
+        save.is_over = True
+
+    def storage_meta(self) -> StorageMeta:
+        """Returns the folder of the checkpoint, as torch's ``StorageMeta``."""
+        return StorageMeta(checkpoint_id=self._running.path or self._path, save_id=self._running.id)

@@ -1,0 +1,114 @@
+"""What a writer knows of the saves that it is in the middle of."""
+
+from __future__ import annotations
+
+import re
+import threading
+from pathlib import Path
+
+from .._native import Written
+from .._reentry import CallMark
+from ..errors import InvalidArgument
+from ..storage import commits, leftovers
+from ..storage.folder import INDEX
+from ..storage.names import new_id
+from . import marker
+from .in_folder import RANK_INDEX, TORCH_INDEX
+
+#: The names of the files of torch's own writer: the index of all ranks, and with a rank's number its index and data.
+_TORCH_FILES = re.compile(r"\.metadata|__(?P<rank>\d+)(\.metadata|_\d+\.distcp)")
+
+
+class RunningSaves(threading.local):
+    """The save of the calling thread: one writer may run several saves at once, each in its own thread.
+
+    Attributes:
+        path: the folder of the next save, once ``reset`` was called for it
+        id: its id, likewise
+        save: the save that has begun
+        calls: marks that the save's file is being written
+    """
+
+    def __init__(self) -> None:
+        self.calls = CallMark("a save with this writer")
+        self.path: Path | None = None
+        self.id: str | None = None
+        self.save = SaveRecord(Path(), 0, True, False)
+
+    def ongoing(self) -> SaveRecord:
+        """Returns the save that has begun.
+
+        Raises:
+            InvalidArgument: it has ended already: another save with this writer has begun and ended in the middle of
+                this one
+        """
+        if self.save.is_over:
+            raise InvalidArgument(
+                "another save with this writer has begun and ended in the middle of this one, in the same thread, by a "
+                "signal handler for example: give each save a writer of its own"
+            )
+        return self.save
+
+
+class SaveRecord:
+    """What this rank records about one save, from its beginning to its end.
+
+    Args:
+        path: the folder
+        rank: the rank of this process
+        coordinated: whether one index names the files of all ranks
+        writes_index: whether this rank writes an index
+
+    Attributes:
+        id: the unique id in the names of its files
+        began: when it began, in nanoseconds since the epoch
+        written: this rank's file; while this object lives, the file is locked
+        is_over: whether its index is written
+    """
+
+    def __init__(self, path: Path, rank: int, coordinated: bool, writes_index: bool) -> None:
+        self.path, self.rank, self.coordinated, self.writes_index = path, rank, coordinated, writes_index
+        self.index = path / (INDEX if coordinated else RANK_INDEX.format(rank))
+        self.id = new_id()
+        self.began = 0
+        self.written: Written | None = None
+        self.is_over = False
+        self._of_torch: list[str] = []
+
+    def begin(self, names: set[str]) -> None:
+        """Records which files of the folder the new index will replace; ``names`` are all its files but the marker."""
+        self.began = commits.begin_after(commits.began(self.index))
+        if self.coordinated and not (self.path / INDEX).is_file() and marker.is_marker(self.path / TORCH_INDEX):
+            # Somebody has removed the index; if this save were killed, tools would take the folder for a checkpoint.
+            leftovers.remove(self.path, [TORCH_INDEX])
+        self._of_torch = sorted(filter(self._is_replaced, names))
+
+    def is_index(self, name: str) -> bool:
+        """Whether a file of this name is the index of a checkpoint that this save would replace."""
+        if name == self.index.name or (self._is_replaced(name) and name.endswith(".metadata")):
+            return True
+        return self.coordinated and name.startswith("index-rank") and name.endswith(".safetensors")
+
+    def _is_replaced(self, name: str) -> bool:
+        found = _TORCH_FILES.fullmatch(name)
+        return found is not None and (self.coordinated or found["rank"] == str(self.rank))
+
+    def replace_others(self) -> None:
+        """Leaves the file by which tools find the checkpoint, and removes other checkpoints that the new one replaces.
+
+        Those are torch's, whose index the file replaces, and those of ranks that were not coordinated.
+
+        Raises:
+            SystemRefused: the file cannot be written
+        """
+        # Tools do not look for checkpoints without an index of all ranks.
+        theirs = self.path / TORCH_INDEX
+        if self.coordinated and (TORCH_INDEX in self._of_torch or not theirs.exists()):
+            marker.leave(self.index, self.id)
+            self._of_torch = [name for name in self._of_torch if name != TORCH_INDEX]
+        # The other indexes go first: without its index a checkpoint cannot be loaded by mistake.
+        leftovers.remove(self.path, sorted(self._of_torch))
+        if self.coordinated:
+            for rank_index in sorted(self.path.glob("index-rank*.safetensors")):
+                of_rank = commits.committed(rank_index)
+                leftovers.remove(self.path, [rank_index.name, *(of_rank.files if of_rank else ())])

@@ -1,0 +1,76 @@
+"""The lock of a checkpoint's folder, under which its index is replaced."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from .._fork import ForkSafeLock
+from .._reentry import CallMark
+from ..errors import SystemRefused
+
+#: Seconds for which others may keep a folder locked, which a commit does for a moment.
+_LOCK_S = 60.0
+#: Seconds between two tries to lock a folder, at first and at most.
+_SOON, _LATE = 0.001, 0.1
+
+#: Held between the second reading of an index and the rename: there may be file systems without any locks.
+_committing = ForkSafeLock()
+#: A signal handler that commits in the middle of a commit would wait for the lock of its own thread.
+_in_commit = CallMark("the commit of a checkpoint")
+
+
+@contextlib.contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """While the block runs, no other process of this machine replaces an index in ``folder``.
+
+    Raises:
+        InvalidArgument: the calling thread is in such a block already
+        SystemRefused: another one keeps the folder locked, or it cannot be opened
+    """
+    with _in_commit.held(), _locked(folder), _committing.held():
+        yield
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    try:
+        opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as e:
+        raise SystemRefused(e.errno, f"the folder {folder} cannot be opened: {e.strerror}") from e
+    try:
+        is_locked = _lock(opened, folder)
+        try:
+            yield
+        finally:
+            # A child that was forked meanwhile has the descriptor, too, and closing it here would leave it locked.
+            if is_locked:
+                fcntl.flock(opened, fcntl.LOCK_UN)
+    finally:
+        os.close(opened)
+
+
+def _lock(opened: int, folder: Path) -> bool:
+    """Locks an opened folder; false where the file system has no locks."""
+    end, pause = time.monotonic() + _LOCK_S, _SOON
+    while True:
+        try:
+            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as e:
+            if e.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                return False
+        else:
+            return True
+        if time.monotonic() > end:
+            raise SystemRefused(
+                errno.EWOULDBLOCK,
+                f"another process has kept the folder {folder} locked for {_LOCK_S:g} s, as it does for a moment when "
+                "it commits a checkpoint: it may be stopped. End it, and save again",
+            )
+        time.sleep(pause)
+        pause = min(pause * 1.5, _LATE)

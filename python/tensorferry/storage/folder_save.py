@@ -1,0 +1,289 @@
+"""One rank's part in a save into a folder: its file, and the commit with all other ranks.
+
+Ranks need not talk to each other to commit, since their trainers may be gone by then. Rank 0 waits until the files of
+all ranks are in the folder, and writes the index; the others wait until it is there. A rank that fails leaves an empty
+file ``<its file>.failed`` with its reason as the text, which ends the wait of all others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import re
+import secrets
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .._native import Written, _file_entries, _file_header
+from ..errors import IncompleteCheckpoint, SystemRefused
+from . import commits, leftovers, reserved
+from .commits import Commit
+from .container import Container
+from .folder import ABOUT, INDEX, add_shards, committed_save, encode_index
+from .whole_files import make_folder, sync_folder, write_whole
+
+#: The files of torch's own checkpointer, which a save into their folder replaces.
+_TORCH_FILE = "checkpoint_{}.pt"
+#: Longest text of a rank's failure, in characters.
+_LONGEST_REASON = 2000
+#: Seconds between two looks into the folder, at first and at most.
+_SOON, _LATE = 0.005, 0.25
+
+
+@dataclass(frozen=True)
+class SaveId:
+    """What the ranks of a save agree on, and which of them this is.
+
+    Attributes:
+        save: 12 hexadecimal digits
+        began: when it began, in nanoseconds since the epoch
+        rank: the rank of this process
+        world_size: how many ranks save
+        step: the number that the caller gave the state
+    """
+
+    save: str
+    began: int
+    rank: int = 0
+    world_size: int = 1
+    step: int | None = None
+
+    @classmethod
+    def new(cls, rank: int = 0, world_size: int = 1, step: int | None = None, known: Iterable[int] = ()) -> SaveId:
+        """Returns the id of a new save, which the other ranks are to take over.
+
+        Args:
+            rank: the rank of this process
+            world_size: how many ranks save
+            step: the number that the caller gave the state
+            known: when the saves began after which it is to begin, see :func:`commits.begin_after`
+        """
+        return cls(secrets.token_hex(6), commits.begin_after(known), rank, world_size, step)
+
+
+class FolderSave:
+    """One rank's part in a save: :meth:`write`, then :meth:`commit`; :meth:`fail` if anything goes wrong.
+
+    The rank's file stays locked, and so safe from other saves, until this object is closed.
+
+    Args:
+        folder: the folder of the checkpoint
+        save: which save, and which rank
+        patience: seconds without a sign of life from another rank after which the save has failed
+
+    Raises:
+        SystemRefused: the folder cannot be created
+    """
+
+    def __init__(self, folder: Path, save: SaveId, patience: float = 600.0) -> None:
+        self.folder, self.save = folder, save
+        self._patience = patience
+        self._name = _file_of(save)
+        self._written: Written | None = None
+        self._is_new = self._make_folder()
+
+    @property
+    def path(self) -> Path:
+        """Where the file of this rank belongs. A caller may put a complete one there, instead of :meth:`write`."""
+        return self.folder / self._name
+
+    def write(self, container: Container, threads: int | None = None, cached: bool | None = None) -> Written:
+        """Writes the state of this rank.
+
+        Args:
+            container: the state
+            threads: as for :meth:`Container.write`
+            cached: as for :meth:`Container.write`
+
+        Raises:
+            SystemRefused: the system refuses, for example because the disk is full
+        """
+        # A random entry in the header, so that the checksum of the header, which the index records, is unique.
+        about = [*container.about, *ABOUT, ("tensorferry.file", secrets.token_hex(16))]
+        described = dataclasses.replace(container, about=about)
+        partial = self.folder / f"{self._name}.partial"
+        try:
+            self._written = described.write(self.path, partial=partial, threads=threads, cached=cached)
+        except SystemRefused:
+            if self.folder.is_dir():
+                raise
+            # Another process has removed it while it was empty: a save of its own has failed, or old ones went.
+            self._make_folder()
+            self._written = described.write(self.path, partial=partial, threads=threads, cached=cached)
+        return self._written
+
+    def _make_folder(self) -> bool:
+        try:
+            return make_folder(self.folder)
+        except OSError as e:
+            raise SystemRefused(f"the folder {self.folder} cannot be created: {e}") from e
+
+    def commit(self, check: Callable[[], None] = lambda: None) -> None:
+        """Commits the checkpoint once all ranks have written; when it returns, the checkpoint is on the disk.
+
+        Args:
+            check: called now and then while other ranks are waited for; what it raises ends the wait
+
+        Raises:
+            IncompleteCheckpoint: another rank has failed, or shows no sign of life; a save that began later has
+                finished before this one; or a file of this save was removed
+            SystemRefused: the index cannot be written
+        """
+        if self.save.rank == 0:
+            self._write_index(self._files_of_all(check))
+        else:
+            self._wait_for_index(check)
+
+    def fail(self, reason: str) -> None:
+        """Ends the save for all ranks, unless it is committed; see :func:`abandon`.
+
+        A folder that this save has made is removed if nothing is in it, as after a save of one rank.
+        """
+        self._written = None
+        abandon(self.folder, self.save, reason)
+        if self._is_new:
+            with contextlib.suppress(OSError):
+                self.folder.rmdir()
+
+    def close(self) -> None:
+        """Unlocks the file of this rank."""
+        self._written = None
+
+    def _files_of_all(self, check: Callable[[], None]) -> list[str]:
+        found: dict[int, str] = {}
+
+        def complete(names: list[str]) -> bool:
+            for name in names:
+                if (match := self._of_this_save(name)) and match["suffix"] == "":
+                    found.setdefault(int(match["rank"]), name)
+            return all(rank in found for rank in range(self.save.world_size))
+
+        self._wait(complete, check, lambda: sorted(set(range(self.save.world_size)) - set(found)))
+        return [found[rank] for rank in range(self.save.world_size)]
+
+    def _wait_for_index(self, check: Callable[[], None]) -> None:
+        seen: tuple[int, int] | None = None
+
+        def complete(names: list[str]) -> bool:
+            nonlocal seen
+            if INDEX not in names:
+                return False
+            try:
+                about = os.stat(self.folder / INDEX)
+            except OSError:
+                return False
+            # Read once: it may be long, and that of an earlier save may stay for minutes.
+            before, seen = seen, (about.st_ino, about.st_mtime_ns)
+            return seen != before and committed_save(self.folder) == self.save.save
+
+        self._wait(complete, check, lambda: [0])
+        # Rank 0 may be about to do so; this rank must not say that it is done before.
+        try:
+            sync_folder(self.folder)
+        except OSError as e:
+            raise SystemRefused(f"the folder {self.folder} cannot be synchronised: {e}") from e
+
+    def _wait(
+        self, complete: Callable[[list[str]], bool], check: Callable[[], None], missing: Callable[[], list[int]]
+    ) -> None:
+        """Looks into the folder until it is ``complete``, a rank has failed, or nothing changes for too long."""
+        pause, last, seen = _SOON, time.monotonic(), None
+        while True:
+            names = self._listed()
+            if complete(names):
+                return
+            for name in names:
+                if (match := self._of_this_save(name)) and match["suffix"] == ".failed":
+                    raise IncompleteCheckpoint(
+                        f"{self.folder}: rank {int(match['rank'])} has failed, and the save with it: "
+                        f"{_reason(self.folder / name)}"
+                    )
+            now, signs = time.monotonic(), self._signs(names)
+            if signs != seen:
+                last, seen, pause = now, signs, _SOON
+            elif now - last > self._patience:
+                raise IncompleteCheckpoint(
+                    f"{self.folder}: rank {missing()[0]} has shown no sign of life for {self._patience:g} s. All ranks "
+                    "must save together, into a folder that all of them see"
+                )
+            check()
+            time.sleep(pause)
+            pause = min(pause * 1.5, _LATE)
+
+    def _listed(self) -> list[str]:
+        try:
+            return os.listdir(self.folder)
+        except OSError as e:
+            raise SystemRefused(f"the folder {self.folder} cannot be listed: {e}") from e
+
+    def _signs(self, names: list[str]) -> list[tuple[str, int, int]]:
+        """Returns what changes while other ranks write."""
+        signs = []
+        for name in sorted(names):
+            if self._of_this_save(name):
+                with contextlib.suppress(OSError):
+                    about = os.stat(self.folder / name)
+                    signs.append((name, about.st_blocks, about.st_mtime_ns))
+        return signs
+
+    def _of_this_save(self, name: str) -> re.Match[str] | None:
+        if self.save.save not in name:
+            return None
+        pattern = rf"rank(?P<rank>\d{{5,}})-[0-9a-f]{{8}}{self.save.save}\.safetensors(?P<suffix>|\.partial|\.failed)"
+        return re.fullmatch(pattern, name)
+
+    def _write_index(self, names: list[str]) -> None:
+        headers: dict[str, int | None] = {}
+        parts: dict[str, Any] = {}
+        for rank, name in enumerate(names):
+            path = self.folder / name
+            headers[name] = _file_header(path)
+            (manifest,) = _file_entries(path, [reserved.MANIFEST])
+            add_shards(parts, rank, manifest)
+        torchs = [_TORCH_FILE.format(rank) for rank in range(self.save.world_size)]
+        commits.commit_index(
+            self.folder / INDEX,
+            [(reserved.CHECKPOINT, encode_index(self.save.save, self.save.step, names, parts))],
+            Commit(headers, self.save.began),
+            about=ABOUT,
+            then=lambda: leftovers.remove(self.folder, torchs),
+        )
+
+
+def _file_of(save: SaveId) -> str:
+    return f"rank{save.rank:05d}-{commits.machine()}{save.save}.safetensors"
+
+
+def abandon(folder: Path, save: SaveId, reason: str) -> None:
+    """Ends a save whose writer on this rank has failed or is gone, for all ranks; a committed one stays.
+
+    The other ranks stop waiting and report ``reason``. What this rank has written is removed, by this call or by a
+    later save. Raises nothing: if the folder cannot be used, the others notice that nothing comes.
+    """
+    file = folder / _file_of(save)
+    partial = folder / f"{file.name}.partial"
+    with contextlib.suppress(OSError):
+        if committed_save(folder) == save.save:
+            return
+        if save.world_size > 1:
+            make_folder(folder)  # this rank may be the first to come here
+            # A reason may name a path that is no valid text.
+            text = reason[:_LONGEST_REASON].encode(errors="backslashreplace")
+            write_whole(folder / f"{file.name}.failed", text, partial, synced=False)
+        else:
+            partial.unlink(missing_ok=True)
+        # Of other ranks, rank 0 may be committing the file at this moment.
+        if save.rank == 0:
+            file.unlink(missing_ok=True)
+
+
+def _reason(path: Path) -> str:
+    try:
+        with path.open(errors="replace") as file:
+            return file.read(_LONGEST_REASON)
+    except OSError as e:
+        return f"its reason cannot be read ({e})"

@@ -1,0 +1,156 @@
+"""Series of checkpoints: folders beside each other whose names differ in numbers only, such as ``step-100``."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+from pathlib import Path
+
+from ..errors import SystemRefused, TensorferryError
+from . import commits, leftovers
+from .folder import INDEX, Index, read_index
+
+logger = logging.getLogger("tensorferry")
+
+
+def checkpoints(root: Path) -> list[tuple[Path, Index]]:
+    """Returns the folders below ``root`` that are complete checkpoints of a checkpointer, the oldest first.
+
+    Raises:
+        SystemRefused: ``root`` cannot be listed
+    """
+    try:
+        folders = [Path(entry.path) for entry in os.scandir(root) if os.path.isdir(entry.path)]
+    except OSError as e:
+        raise SystemRefused(f"the folder {root} cannot be listed: {e}") from e
+    complete = []
+    for folder in folders:
+        with contextlib.suppress(TensorferryError):
+            complete.append((folder, read_index(folder)))
+    return sorted(complete, key=lambda checkpoint: (checkpoint[1].began, checkpoint[0].name))
+
+
+def committed_in(root: Path) -> frozenset[tuple[str, int, int]]:
+    """Returns what changes with every checkpoint below ``root`` that is committed or removed."""
+    versions = []
+    with contextlib.suppress(OSError):
+        for entry in os.scandir(root):
+            with contextlib.suppress(OSError):
+                about = os.stat(os.path.join(entry.path, INDEX))
+                versions.append((entry.name, about.st_ino, about.st_mtime_ns))
+    return frozenset(versions)
+
+
+class KnownSaves:
+    """The saves that a process knows of, after which a new one begins: its own, and those that it finds on the disk.
+
+    It reads each index of a series once, and looks at every save whether another one has taken its place. So a new save
+    costs a look for an index in its folder and, if that is of a series, in each of the series' folders.
+    """
+
+    def __init__(self) -> None:
+        #: By folder, inode and time of the index that was read.
+        self._seen: dict[Path, tuple[int, int]] = {}
+        self._newest = 0
+
+    def began(self, folder: Path) -> list[int]:
+        """Returns when the saves began after which one into ``folder`` is to begin; it raises nothing.
+
+        These are the save in the folder and those in the folders of its series, which is that of :func:`keep_last`, and
+        all saves of this process.
+        """
+        beginnings = commits.began(folder / INDEX)
+        series = _series(folder)
+        beside: list[str] = []
+        if series != folder.name:
+            with contextlib.suppress(OSError):
+                beside = os.listdir(folder.parent)
+        for other in (folder.parent / name for name in beside if _series(Path(name)) == series):
+            with contextlib.suppress(OSError):
+                about = os.stat(other / INDEX)
+                if self._seen.get(other) != (version := (about.st_ino, about.st_mtime_ns)):
+                    beginnings += commits.began(other / INDEX)
+                    self._seen[other] = version
+        self._newest = max([*beginnings, self._newest])
+        return [self._newest]
+
+    def add(self, began: int) -> None:
+        """A save of this process has begun."""
+        self._newest = max(self._newest, began)
+
+
+def remove_checkpoint(folder: Path, index: Index) -> None:
+    """Removes a checkpoint: first its index, so that a removal that is interrupted leaves no checkpoint behind.
+
+    If another save has been committed in the folder since ``index`` was read, nothing is removed. Files of others stay,
+    and the folder with them. What cannot be removed is logged.
+    """
+    try:
+        is_removed = commits.remove_index(folder / INDEX, index.commit)
+    except TensorferryError as e:
+        logger.warning("the older checkpoint in %s is not removed: %s", folder, e)
+        return
+    if is_removed:
+        leftovers.remove(folder, index.commit.files)
+        with contextlib.suppress(OSError):
+            folder.rmdir()
+
+
+def keep_last(count: int, newest: Path) -> None:
+    """Removes the oldest checkpoints of a series but the last ``count``, and what killed saves and removals left of it.
+
+    A series is the folders beside ``newest`` whose names differ from its name in numbers only, such as ``step-100`` and
+    ``step-200``. A folder without a number in its name is a series of its own: what is beside it may be another job's.
+    So may what a link leads to: links are no part of a series.
+
+    The oldest are those whose saves began first. Step numbers do not decide: a job that has gone back to an earlier
+    step goes on from what it saves then. Others may save into the series at the same time, such as the writer of a
+    trainer that was killed: of two that remove, neither removes the newest, and none removes what began after its own.
+
+    It raises nothing, since the checkpoint that was just saved is complete: what cannot be removed is logged.
+
+    Args:
+        count: how many stay
+        newest: the folder of the checkpoint that was just saved; it stays
+    """
+    series = _series(newest)
+    if series == newest.name:
+        return
+    try:
+        beside = checkpoints(newest.parent)
+        in_series = {folder: index for folder, index in beside if _series(folder) == series and not folder.is_symlink()}
+    except TensorferryError as e:
+        logger.warning("older checkpoints are not removed: %s", e)
+        return
+    # The oldest first. Where the one that was just saved is older than others, it stays as one more; where another has
+    # removed it meanwhile, that one has removed what is older, too.
+    for folder in list(in_series)[:-count] if newest in in_series else ():
+        if folder == newest:
+            break
+        remove_checkpoint(folder, in_series[folder])
+    with contextlib.suppress(OSError):
+        now = os.stat(newest / INDEX).st_mtime
+        for entry in list(os.scandir(newest.parent)):
+            folder = Path(entry.path)
+            if entry.is_dir(follow_symlinks=False) and folder not in in_series and _series(folder) == series:
+                with contextlib.suppress(OSError):
+                    _remove_remains(folder, now)
+
+
+def _series(folder: Path) -> str:
+    return re.sub(r"[0-9]+", "#", folder.name)
+
+
+def _remove_remains(folder: Path, now: float) -> None:
+    """Removes a folder in which nothing is but files of saves that were killed.
+
+    Ranks that saved with ``torch.distributed.checkpoint`` and without a coordinator have an index each.
+    """
+    names = os.listdir(folder)
+    has_index = any(name.startswith("index") and name.endswith(".safetensors") for name in names)
+    if not has_index and names and all(commits.is_ours(name) for name in names):
+        leftovers.remove_leftovers(folder, now, None, set(), lambda: set())
+        with contextlib.suppress(OSError):
+            folder.rmdir()
