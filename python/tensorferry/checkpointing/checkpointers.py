@@ -59,7 +59,8 @@ class _Checkpointer(Checkpointer):  # type: ignore[misc]  # mypy does not follow
             prefer=self._prefer if hasattr(self._keeper, "prefer") else None,
         )
 
-    _agreed: tuple[Path, str] | None = None
+    #: What the ranks have found to be the newest, until they save again: another rank may have it in memory only.
+    _agreed: tuple[Path, tuple[str, int]] | None = None
 
     def latest(self, path: str | os.PathLike[str]) -> str | None:
         """Returns the newest checkpoint in a folder of checkpoints that all ranks can load, for :meth:`load`.
@@ -82,8 +83,8 @@ class _Checkpointer(Checkpointer):  # type: ignore[misc]  # mypy does not follow
 
     def _prefer(self, path: str, rank: int, world_size: int) -> Any:
         agreed = self._agreed
-        save_id = agreed[1] if agreed is not None and agreed[0] == place_of(path) else None
-        return cast(Any, self._keeper).prefer(path, rank, world_size, save_id)
+        is_it = agreed is not None and world_size > 1 and agreed[0] == place_of(path)
+        return cast(Any, self._keeper).prefer(path, rank, world_size, agreed[1] if agreed and is_it else None)
 
 
 class SyncCheckpointer(_Checkpointer):
@@ -164,6 +165,7 @@ class SyncCheckpointer(_Checkpointer):
         path, state, options = state_and_path("save", args, kwargs)
         if not self._is_open:
             raise TransportClosed("this checkpointer was closed: make a new one")
+        self._agreed = None
         # By name: torch has changed the order once.
         self._writer.write(path=path, state_dict=state, **options)
 
@@ -281,6 +283,7 @@ class AsyncCheckpointer(_Checkpointer):
         path, state, options = state_and_path("save", args, kwargs)
         if options:
             raise TypeError(f"save() got unexpected keyword arguments: {', '.join(sorted(options))}")
+        self._agreed = None
         return self._saver.save(state, path, step)
 
     def close(self) -> None:

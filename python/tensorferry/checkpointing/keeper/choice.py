@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ...storage.folder import Index
-from .snapshot import Snapshot
+from .snapshot import Snapshot, most_trusted
 
 
 def choose(
@@ -15,12 +15,12 @@ def choose(
     location: str,
     *,
     has_name: bool,
-    agreed: str | None = None,
+    agreed: tuple[str, int] | None = None,
 ) -> Snapshot | None:
     """Returns the snapshot with which a rank loads the checkpoint at a path, ``None`` if it has to load from disk.
 
     What is committed on the disk decides, since all ranks see it: a snapshot of that very save is as good, wherever it
-    comes from. Otherwise the path has to mean the same folder where the snapshot was saved. Then one that began later
+    comes from, unless ranks have agreed on one that began later. Otherwise the path has to mean the same folder where the snapshot was saved. Then one that began later
     is taken where there is one rank; and where nothing is committed, one if the snapshots of all ranks are known. The
     latter is also taken from another folder of this path if the job was given a name: that names what is one job.
 
@@ -30,12 +30,15 @@ def choose(
         world_size: how many ranks load
         location: that of the path here, see ``location.location_of``
         has_name: whether the job was given a name
-        agreed: the id of the save that all ranks have agreed to load, if they have
+        agreed: the save that all ranks have agreed to load, if they have: its id, and when it began
     """
-    newest = sorted((one for one in known if one.world_size == world_size), key=lambda one: (one.began, not one.remote))
-    for one in reversed(newest):
+    if agreed is not None and index is not None and index.began > agreed[1]:
+        # The ranks agreed before this was committed.
+        agreed = None
+    candidates = most_trusted(one for one in known if one.world_size == world_size)
+    for one in sorted(candidates, key=lambda one: one.began, reverse=True):
         if agreed is not None:
-            if one.save_id == agreed:
+            if one.save_id == agreed[0]:
                 return one
         elif index is None:
             if one.complete and (has_name or one.location == location):

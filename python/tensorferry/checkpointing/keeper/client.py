@@ -52,7 +52,7 @@ from .fetching import fetch_snapshot, open_snapshot
 from .kept_memory import kept_state
 from .location import location_of
 from .place import DEFAULT_NAME, find_socket, keeper_name
-from .snapshot import LOCAL, Snapshot, default_job, snapshot
+from .snapshot import LOCAL, Snapshot, default_job, most_trusted, snapshot
 
 logger = logging.getLogger("tensorferry")
 
@@ -423,6 +423,7 @@ class Keeper:
         try:
             found = self.held(job=self._job or str(root), rank=rank, ask_buddies=True)
             found = [one for one in found if Path(one.path).parent == root and one.world_size == world_size]
+            found = most_trusted(found)
             own = [one for one in found if one.location == location_of(one.path)]
             if len(own) < len(found) and self._job is not None and not (root.is_dir() and checkpoints(root)):
                 return found
@@ -432,7 +433,7 @@ class Keeper:
         return own
 
     def prefer(
-        self, path: str | os.PathLike[str], rank: int, world_size: int, agreed: str | None = None
+        self, path: str | os.PathLike[str], rank: int, world_size: int, agreed: tuple[str, int] | None = None
     ) -> Stored | None:
         """Returns the checkpoint at ``path`` out of memory, ``None`` if it is to be loaded from the disk.
 
@@ -443,7 +444,7 @@ class Keeper:
             path: the folder of the checkpoint
             rank: whose state
             world_size: how many ranks load
-            agreed: the id of the save, if the ranks have agreed on it
+            agreed: the save, if the ranks have agreed on it: its id, and when it began
         """
         try:
             folder = place_of(path)
