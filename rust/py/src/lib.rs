@@ -42,6 +42,7 @@ mod stored;
 mod table;
 mod tree;
 mod views;
+mod walked;
 
 use pyo3::prelude::*;
 

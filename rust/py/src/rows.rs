@@ -30,6 +30,7 @@ use crate::memory::{self, Described, PySharedBuffer, TURN, borrowed};
 use crate::specs::{self, Fields, Specs};
 use crate::table::{self, Place};
 use crate::views::{Global, Store, View, Views, typed};
+use crate::walked::Walked;
 
 /// One row for each tensor, column by column, and which leaf of the state is which row.
 #[pyclass(name = "Rows", module = "tensorferry._native", frozen)]
@@ -51,8 +52,7 @@ pub(crate) struct PyRows {
     pub(crate) first_specs: Py<PyList>,
     /// The tensors among the objects that are not read here.
     unread: Mutex<Vec<i64>>,
-    /// The containers around the one that is walked.
-    inside: Mutex<Vec<usize>>,
+    walked: Mutex<Walked>,
     /// Keeps the memory of each row alive: a tensor's storage, since a tensor can be given another one at any time.
     owners: Py<PyList>,
     columns: Mutex<Columns>,
@@ -70,8 +70,8 @@ impl PyRows {
         self.views.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn inside(&self) -> MutexGuard<'_, Vec<usize>> {
-        self.inside.lock().unwrap_or_else(PoisonError::into_inner)
+    fn walked(&self) -> MutexGuard<'_, Walked> {
+        self.walked.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn kinds(&self) -> MutexGuard<'_, ByAddress<(Py<PyType>, Kind)>> {
@@ -440,7 +440,7 @@ impl PyRows {
     fn child(&self, text: &mut String, value: &Bound<'_, PyAny>, path: [&str; 2], by: &Walk<'_, '_>) -> PyResult<()> {
         let id = value.as_ptr() as usize;
         let kind = self.kind(value)?;
-        if kind != Kind::Container || by.depth > MAX_DEPTH || self.inside().contains(&id) {
+        if kind != Kind::Container || by.depth > MAX_DEPTH || self.walked().is_inside(id) {
             let number = self.number(value, kind, path, by.other)?;
             if number < 0 {
                 text.push('-');
@@ -449,8 +449,11 @@ impl PyRows {
             self.turn(value.py());
             return Ok(());
         }
-        self.inside().push(id);
         let path = path.concat();
+        // Whatever else Python makes of a container, it holds no more nodes than these say.
+        if !self.walked().enter(id, length(value)) {
+            return Err(errors::unsupported(value.py(), repeated(&path)));
+        }
         let below = if path.is_empty() { String::new() } else { path.clone() + "." };
         let deeper = Walk { depth: by.depth + 1, ..*by };
         if let Ok(dict) = value.cast_exact::<PyDict>()
@@ -469,7 +472,7 @@ impl PyRows {
             let node = by.container.call1((value, path, by.depth))?;
             text.push_str(node.cast::<PyString>()?.to_str()?);
         }
-        self.inside().pop();
+        self.walked().leave();
         Ok(())
     }
 
@@ -625,6 +628,26 @@ fn left_to_python<T>(py: Python<'_>, read: PyResult<Option<T>>) -> PyResult<Opti
     }
 }
 
+/// How many nodes a container holds; none where only its class knows.
+fn length(container: &Bound<'_, PyAny>) -> usize {
+    if let Ok(dict) = container.cast::<PyDict>() {
+        dict.len()
+    } else if let Ok(list) = container.cast::<PyList>() {
+        list.len()
+    } else if let Ok(tuple) = container.cast::<PyTuple>() {
+        tuple.len()
+    } else {
+        0
+    }
+}
+
+fn repeated(path: &str) -> String {
+    format!(
+        "{path}: this and other containers stand in so many places of the state that it is a hundred times as large with \
+         each place written out. Put each container into the state once, and into its other places after the receive"
+    )
+}
+
 fn changed() -> PyErr {
     PyRuntimeError::new_err("a dict of the state changed while it was read")
 }
@@ -661,7 +684,7 @@ impl PyRows {
             specs: Specs::default(),
             first_specs: PyList::empty(py).unbind(),
             unread: Mutex::default(),
-            inside: Mutex::default(),
+            walked: Mutex::default(),
             owners: PyList::empty(py).unbind(),
             columns: Mutex::default(),
             leaves: AtomicUsize::new(0),
