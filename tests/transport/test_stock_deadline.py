@@ -1,4 +1,4 @@
-"""A stock source that fills the time of a receive with few bytes: an instruction of a pickle takes longer than its byte."""
+"""A stock source fills the time of a receive with few bytes: instructions of a pickle take longer than bytes do."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BUFFER = 1 << 20
 
 
 class Stream(io.RawIOBase):
-    """The body ``head`` and then ``part`` for ever; the clock jumps beyond the deadline when the first bytes are read."""
+    """The body ``head`` and then ``part`` for ever; the deadline is over when the first bytes are read."""
 
     def __init__(self, head: bytes, part: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
         self._next, self._part = head, part * (BUFFER // len(part))

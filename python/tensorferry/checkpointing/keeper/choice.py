@@ -20,9 +20,10 @@ def choose(
     """Returns the snapshot with which a rank loads the checkpoint at a path, ``None`` if it has to load from disk.
 
     What is committed on the disk decides, since all ranks see it: a snapshot of that very save is as good, wherever it
-    comes from, unless ranks have agreed on one that began later. Otherwise the path has to mean the same folder where the snapshot was saved. Then one that began later
+    comes from. Otherwise the path has to mean the same folder where the snapshot was saved. Then one that began later
     is taken where there is one rank; and where nothing is committed, one if the snapshots of all ranks are known. The
     latter is also taken from another folder of this path if the job was given a name: that names what is one job.
+    Ranks that have agreed on a save take that one, until a later one is committed.
 
     Args:
         known: the snapshots of this job, path and rank
