@@ -44,11 +44,14 @@ class _Checkpointer(Checkpointer):  # type: ignore[misc]  # mypy does not follow
             The state: ``state_dict`` if it was given.
 
         Raises:
+            SourceChanged: the ranks have agreed on a save, by :meth:`latest`, that is no longer there
             TensorferryError: there is no complete checkpoint, it does not fit, or it is damaged
         """
         from . import loading
 
-        return loading.load(
+        save_id = self._agreed_save(path)
+        keeper = cast(Any, self._keeper)
+        state = loading.load(
             path,
             state_dict,
             default_map_location=default_map_location,
@@ -56,17 +59,21 @@ class _Checkpointer(Checkpointer):  # type: ignore[misc]  # mypy does not follow
             rank=self._ranks.rank,
             world_size=self._ranks.world_size,
             allowed=self._allowed,
-            prefer=self._prefer if hasattr(self._keeper, "prefer") else None,
+            prefer=(lambda *asked: keeper.prefer(*asked, save_id)) if hasattr(keeper, "prefer") else None,
+            save_id=save_id,
         )
+        if save_id is not None:
+            self._agreed = None
+        return state
 
-    #: What the ranks have found to be the newest, until they save again: another rank may have it in memory only.
-    _agreed: tuple[Path, tuple[str, int]] | None = None
+    #: The save that the ranks have agreed to load next, and its folder: another rank may have it in memory only.
+    _agreed: tuple[Path, str] | None = None
 
     def latest(self, path: str | os.PathLike[str]) -> str | None:
         """Returns the newest checkpoint in a folder of checkpoints that all ranks can load, for :meth:`load`.
 
         All ranks call it, and get the same answer. Besides what is committed on the disk, it finds what the keepers
-        hold for every rank.
+        hold for every rank. The next :meth:`load` of that path loads this very save on every rank, or raises.
 
         Args:
             path: the folder in which the checkpoints' folders lie
@@ -81,10 +88,12 @@ class _Checkpointer(Checkpointer):  # type: ignore[misc]  # mypy does not follow
         self._agreed = find_latest(place_of(path), self._ranks, cast(Any, keeper))
         return None if self._agreed is None else str(self._agreed[0])
 
-    def _prefer(self, path: str, rank: int, world_size: int) -> Any:
+    def _agreed_save(self, path: str | os.PathLike[str]) -> str | None:
+        """Returns the id of the save that all ranks load from ``path`` now; ``None`` where each decides for itself."""
         agreed = self._agreed
-        is_it = agreed is not None and world_size > 1 and agreed[0] == place_of(path)
-        return cast(Any, self._keeper).prefer(path, rank, world_size, agreed[1] if agreed and is_it else None)
+        if agreed is None or self._ranks.world_size == 1 or agreed[0] != place_of(path):
+            return None
+        return agreed[1]
 
 
 class SyncCheckpointer(_Checkpointer):

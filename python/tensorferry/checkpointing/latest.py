@@ -18,10 +18,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("tensorferry")
 
 
-def find_latest(root: Path, ranks: Ranks, keeper: Keeper | None) -> tuple[Path, tuple[str, int]] | None:
-    """Returns the folder of the newest save below ``root``, its id and when it began, the same on all ranks.
-
-    ``None`` means that there is none.
+def find_latest(root: Path, ranks: Ranks, keeper: Keeper | None) -> tuple[Path, str] | None:
+    """Returns the folder and the id of the newest save below ``root``, on all ranks the same; ``None`` without one.
 
     A save counts if it is committed on the disk as rank 0 sees it, or if every rank has its snapshot in the keeper of
     its node or a buddy. Where ranks agree by a function of the user's, which cannot collect, rank 0's keeper must know
@@ -38,7 +36,7 @@ def find_latest(root: Path, ranks: Ranks, keeper: Keeper | None) -> tuple[Path, 
     if ranks.rank == 0:
         choice = max([*_committed(root), *_in_memory(gathered or [own], gathered is not None)], default=None)
     choice = ranks.from_first(choice)
-    return None if choice is None else (root / choice[1], (str(choice[2]), int(choice[0])))
+    return None if choice is None else (root / choice[1], str(choice[2]))
 
 
 def _committed(root: Path) -> list[list[Any]]:

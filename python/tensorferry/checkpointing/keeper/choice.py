@@ -15,7 +15,7 @@ def choose(
     location: str,
     *,
     has_name: bool,
-    agreed: tuple[str, int] | None = None,
+    agreed: str | None = None,
 ) -> Snapshot | None:
     """Returns the snapshot with which a rank loads the checkpoint at a path, ``None`` if it has to load from disk.
 
@@ -23,7 +23,7 @@ def choose(
     comes from. Otherwise the path has to mean the same folder where the snapshot was saved. Then one that began later
     is taken where there is one rank; and where nothing is committed, one if the snapshots of all ranks are known. The
     latter is also taken from another folder of this path if the job was given a name: that names what is one job.
-    Ranks that have agreed on a save take that one, until a later one is committed.
+    Ranks that have agreed on a save take that one and no other.
 
     Args:
         known: the snapshots of this job, path and rank
@@ -31,15 +31,12 @@ def choose(
         world_size: how many ranks load
         location: that of the path here, see ``location.location_of``
         has_name: whether the job was given a name
-        agreed: the save that all ranks have agreed to load, if they have: its id, and when it began
+        agreed: the id of the save that all ranks have agreed to load, if they have
     """
-    if agreed is not None and index is not None and index.began > agreed[1]:
-        # The ranks agreed before this was committed.
-        agreed = None
     candidates = most_trusted(one for one in known if one.world_size == world_size)
     for one in sorted(candidates, key=lambda one: one.began, reverse=True):
         if agreed is not None:
-            if one.save_id == agreed[0]:
+            if one.save_id == agreed:
                 return one
         elif index is None:
             if one.complete and (has_name or one.location == location):

@@ -433,7 +433,7 @@ class Keeper:
         return own
 
     def prefer(
-        self, path: str | os.PathLike[str], rank: int, world_size: int, agreed: tuple[str, int] | None = None
+        self, path: str | os.PathLike[str], rank: int, world_size: int, agreed: str | None = None
     ) -> Stored | None:
         """Returns the checkpoint at ``path`` out of memory, ``None`` if it is to be loaded from the disk.
 
@@ -444,7 +444,7 @@ class Keeper:
             path: the folder of the checkpoint
             rank: whose state
             world_size: how many ranks load
-            agreed: the save, if the ranks have agreed on it: its id, and when it began
+            agreed: the id of the save, if the ranks have agreed on it
         """
         try:
             folder = place_of(path)
