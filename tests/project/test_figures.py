@@ -45,7 +45,12 @@ FIGURES = [
     ),
     ("explanation/decisions.md", "less than 750 MiB", f"{CORE}file/output.rs", "SLOWEST: u64 = 750 << 20;"),
     ("explanation/decisions.md", "up to 2 MiB ahead", f"{CORE}file/read.rs", "AHEAD: u64 = CHUNK / 2;"),
-    ("guides/observability.md", "every two seconds", f"{CORE}server/observe/status_page.rs", r"\"refresh\" content=\"2\""),
+    (
+        "guides/observability.md",
+        "every two seconds",
+        f"{CORE}server/observe/status_page.rs",
+        r"\"refresh\" content=\"2\"",
+    ),
     ("guides/slow-heal.md", "of two seconds or more", f"{PYTHON}net/report.py", "_LONG_S = 2.0"),
     ("guides/slow-heal.md", "a tenth of the rated speed", f"{PYTHON}net/report.py", "_SLOW = 0.1"),
     ("guides/accelerators.md", "two pinned slots of 64 MiB", f"{PYTHON}memory/bounce.py", "SLOT = 64 << 20"),
