@@ -117,8 +117,8 @@ def read(
         StateMismatch: values differ in dtype, shape or type, or keys are missing and ``strict`` is set; nothing was
             overwritten
         CorruptCheckpoint: bytes do not match their checksums; some tensors of ``state_dict`` may have new values
-        SourceChanged: saves have replaced the checkpoint again and again meanwhile, or the folder does not hold the save
-            ``save_id``
+        SourceChanged: saves have replaced the checkpoint again and again meanwhile, or the folder does not hold the
+            save ``save_id``
         ProtocolError: a file is not what it should be
         UnsafePickle: an object is not on the allow-list
         SystemRefused: a file cannot be read, or there is no memory

@@ -4,7 +4,10 @@
 //! Each place of a container is written into the tree. A dict that holds one dict twice, which holds another one twice,
 //! and so on, has a tree of four billion nodes after 32 such levels.
 
-use super::columns::ByAddress;
+use std::collections::HashSet;
+use std::hash::BuildHasherDefault;
+
+use super::columns::AddressHasher;
 
 /// Nodes that may be walked again in any state.
 const MOST: usize = 100_000;
@@ -16,7 +19,7 @@ const TIMES: usize = 100;
 pub(crate) struct Walked {
     /// Those around the node at hand, outermost first.
     inside: Vec<usize>,
-    entered: ByAddress<()>,
+    entered: HashSet<usize, BuildHasherDefault<AddressHasher>>,
     /// How many of the innermost ones were entered before, or lie in one that was.
     again: usize,
     /// Nodes that were walked for the first time.
@@ -36,7 +39,7 @@ impl Walked {
     #[must_use]
     pub(crate) fn enter(&mut self, container: usize, len: usize) -> bool {
         self.inside.push(container);
-        if self.entered.insert(container, ()).is_none() && self.again == 0 {
+        if self.entered.insert(container) && self.again == 0 {
             self.distinct = self.distinct.saturating_add(len);
             return true;
         }
