@@ -239,6 +239,24 @@ def test_latest_finds_what_was_never_written(folder, tmp_path):
     plain.close()
 
 
+@pytest.mark.parametrize("who", ["itself", "another"])
+def test_what_latest_has_found_is_not_loaded_instead_of_a_later_save(folder, tmp_path, who):
+    path = tmp_path / "run" / "last"
+    with KeeperAtWork(folder):
+        checkpointer = make_async_checkpointer(keeper="default")
+        checkpointer.save(path, state_of(1))[1].result()
+        held(1)
+        assert checkpointer.latest(tmp_path / "run") == str(path)
+        assert_same(checkpointer.load(path), state_of(1))
+        saving = checkpointer if who == "itself" else make_async_checkpointer(keeper="default")
+        saving.save(path, state_of(2))[1].result()
+        held(2)
+        assert_same(checkpointer.load(path), state_of(2))
+        assert_same(checkpointer.load(checkpointer.latest(tmp_path / "run")), state_of(2))
+        saving.close()
+        checkpointer.close()
+
+
 def test_latest_finds_what_was_never_written_through_a_link(folder, tmp_path):
     (tmp_path / "disk").mkdir()
     (tmp_path / "run").symlink_to("disk")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import random
 
 import pytest
@@ -11,7 +12,7 @@ from tensorferry.checkpointing.keeper import limits
 from tensorferry.checkpointing.keeper.choice import choose
 from tensorferry.checkpointing.keeper.generations import Generations, KeeperFull
 from tensorferry.checkpointing.keeper.place import SocketPlace, find_socket
-from tensorferry.checkpointing.keeper.snapshot import LOCAL, Snapshot, snapshot
+from tensorferry.checkpointing.keeper.snapshot import LOCAL, Snapshot, peer_metadata, snapshot
 from tensorferry.errors import InvalidArgument, ProtocolError, SystemRefused
 from tensorferry.storage.folder import Index
 
@@ -203,6 +204,37 @@ def test_a_load_takes_what_all_ranks_can_take():
         assert chosen([single], index("s6", 6), 1, has_name=has_name, location=THERE) == single
         assert chosen([one], None, 4, has_name=has_name, location=THERE, agreed="s5") == one
         assert chosen([one], None, 4, has_name=has_name, agreed="s6") is None
+        # Whatever was committed since, ranks do not load different saves.
+        assert chosen([one, partial], index("s6", 6), 4, has_name=has_name, agreed="s5") == one
+        assert chosen([partial], index("s6", 6), 4, has_name=has_name, agreed="s5") is None
+
+
+def test_a_buddy_has_no_say_about_what_is_here():
+    own = about(5, world_size=1, complete=True, location=HERE)
+    newer = about(6, world_size=1, complete=True, location=HERE)
+    copy = dataclasses.replace(own, origin="other:1", location=THERE)
+    # A buddy may say of a snapshot that a trainer gave it, and that it is younger than all.
+    lie = dataclasses.replace(own, remote=True, began=99, location=THERE)
+    here = dataclasses.replace(lie, location=HERE)
+    for known in itertools.permutations([own, newer, copy, lie, here]):
+        assert choose(known, index("s5", 5), 1, HERE, has_name=False) == newer
+        assert choose(known, index("s6", 6), 1, HERE, has_name=False) == newer
+        assert choose(known, index("s5", 5), 4, HERE, has_name=False) is None
+    for known in itertools.permutations([own, copy, lie, here]):
+        assert choose(known, index("s5", 5), 1, HERE, has_name=False) == own
+        assert choose(known, index("s6", 6), 1, HERE, has_name=False) is None
+    for known in itertools.permutations([copy, lie]):
+        assert choose(known, index("s5", 5), 1, HERE, has_name=False) == copy
+    # Where only a buddy has it, the buddy is believed.
+    assert choose([lie], index("s5", 5), 1, HERE, has_name=False) == lie
+
+
+def test_a_reader_is_sent_to_what_is_here():
+    own = about(5, world_size=1, location=HERE, metadata="http://a:1/own/checkpoint/")
+    lie = dataclasses.replace(own, remote=True, began=99, location=THERE, metadata="http://a:1/lie/checkpoint/")
+    for known in ([own, lie], [lie, own]):
+        assert "own" in peer_metadata(known)
+        assert "lie" not in peer_metadata(known)
 
 
 def test_amounts_of_memory(monkeypatch):

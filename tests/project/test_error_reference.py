@@ -78,6 +78,9 @@ def raised_in_rust() -> dict[str, set[str]]:
             r'Error::(?:new|caused)\(\s*ErrorKind::(\w+),\s*(?:format!\(\s*)?"((?:[^"\\]|\\.)*)"', code
         ):
             found[KINDS[kind]].add(re.sub(r"\\\n\s*", "", message))
+        # Where the kind is a variable, it is that of an answer's status.
+        answers = re.findall(r'Error::new\(kind, format!\("((?:[^"\\]|\\.)*)"', code)
+        found["SourceRefused"] |= {re.sub(r"\\\n\s*", "", message) for message in answers}
     return found
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
@@ -23,7 +24,6 @@ from .torch_parts import Checkpointer, CheckpointWriter, StrPath, state_and_path
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
-    from .._native import Stored
 
 
 class _Checkpointer(Checkpointer):  # type: ignore[misc]  # mypy does not follow torch
@@ -53,11 +53,15 @@ class _Checkpointer(Checkpointer):  # type: ignore[misc]  # mypy does not follow
             The state: ``state_dict`` if it was given.
 
         Raises:
+            SourceChanged: the ranks have agreed on a save, by :meth:`latest`, that is no longer there
             TensorferryError: there is no complete checkpoint, it does not fit, or it is damaged
         """
         from . import loading
 
-        return loading.read(
+        save_id = self._agreed_save(path)
+        keeper = self._keeper
+        prefer = partial(keeper.prefer, agreed=save_id) if isinstance(keeper, LoadingKeeper) else None
+        state, _ = loading.read(
             path,
             state_dict,
             map_location=default_map_location,
@@ -65,16 +69,21 @@ class _Checkpointer(Checkpointer):  # type: ignore[misc]  # mypy does not follow
             rank=self._ranks.rank,
             world_size=self._ranks.world_size,
             allowed=self._allowed,
-            prefer=self._prefer,
-        )[0]
+            prefer=prefer,
+            save_id=save_id,
+        )
+        if save_id is not None:
+            self._agreed = None
+        return state
 
+    #: The save that the ranks have agreed to load next, and its folder: another rank may have it in memory only.
     _agreed: tuple[Path, str] | None = None
 
     def latest(self, path: str | os.PathLike[str]) -> str | None:
         """Returns the newest checkpoint in a folder of checkpoints that all ranks can load, for :meth:`load`.
 
         All ranks call it, and get the same answer. Besides what is committed on the disk, it finds what the keepers
-        hold for every rank.
+        hold for every rank. The next :meth:`load` of that path loads this very save on every rank, or raises.
 
         Args:
             path: the folder in which the checkpoints' folders lie
@@ -89,12 +98,12 @@ class _Checkpointer(Checkpointer):  # type: ignore[misc]  # mypy does not follow
         self._agreed = find_latest(place_of(path), self._ranks, keeper)
         return None if self._agreed is None else str(self._agreed[0])
 
-    def _prefer(self, path: str, rank: int, world_size: int) -> Stored | None:
-        if not isinstance(self._keeper, LoadingKeeper):
-            return None
+    def _agreed_save(self, path: str | os.PathLike[str]) -> str | None:
+        """Returns the id of the save that all ranks load from ``path`` now; ``None`` where each decides for itself."""
         agreed = self._agreed
-        save_id = agreed[1] if agreed is not None and agreed[0] == place_of(path) else None
-        return self._keeper.prefer(path, rank, world_size, save_id)
+        if agreed is None or self._ranks.world_size == 1 or agreed[0] != place_of(path):
+            return None
+        return agreed[1]
 
 
 class SyncCheckpointer(_Checkpointer):
@@ -179,6 +188,7 @@ class SyncCheckpointer(_Checkpointer):
         path, state, options = state_and_path("save", args, kwargs)
         if not self._is_open:
             raise TransportClosed("this checkpointer was closed: make a new one")
+        self._agreed = None
         # By name: torch has changed the order once.
         self._writer.write(path=path, state_dict=state, **options)
 
@@ -300,6 +310,7 @@ class AsyncCheckpointer(_Checkpointer):
         path, state, options = state_and_path("save", args, kwargs)
         if options:
             raise TypeError(f"save() got unexpected keyword arguments: {', '.join(sorted(options))}")
+        self._agreed = None
         return self._saver.save(state, path, step)
 
     def close(self) -> None:

@@ -61,6 +61,7 @@ def read(
     allowed: Allowed | None = None,
     prefer: Prefer | None = None,
     threads: int | None = None,
+    save_id: str | None = None,
 ) -> tuple[Any, list[str]]:
     """Loads a checkpoint.
 
@@ -78,6 +79,7 @@ def read(
         allowed: the globals that pickled objects may name
         prefer: returns the state that a keeper has of this checkpoint and rank, which is used instead of the file
         threads: threads that read; ``None`` chooses by the number of cores
+        save_id: the save that all ranks have agreed to load; no other one is loaded from the folder
 
     Returns:
         The state, ``state_dict`` itself if it was given; and the paths in ``state_dict`` that the checkpoint lacks,
@@ -88,13 +90,14 @@ def read(
         StateMismatch: values differ in dtype, shape or type, or keys are missing and ``strict`` is set; nothing was
             overwritten
         CorruptCheckpoint: bytes do not match their checksums; some tensors of ``state_dict`` may have new values
-        SourceChanged: saves have replaced the checkpoint again and again meanwhile
+        SourceChanged: saves have replaced the checkpoint again and again meanwhile, or the folder does not hold the
+            save ``save_id``
         ProtocolError: a file is not what it should be
         UnsafePickle: an object is not on the allow-list
         SystemRefused: a file cannot be read, or there is no memory
         InvalidArgument: ``map_location`` cannot be used
     """
-    loading = _StateLoad(state_dict, map_location, strict, rank, world_size, allowed or Allowed(), threads)
+    loading = _StateLoad(state_dict, map_location, strict, rank, world_size, allowed or Allowed(), threads, save_id)
     place = place_of(path)
     found = None if prefer is None else _from_keeper(prefer, os.fspath(place), rank, world_size, loading)
     return found or loading.run(place)
@@ -162,6 +165,7 @@ class _StateLoad:
     world_size: int
     allowed: Allowed
     threads: int | None
+    save_id: str | None = None
 
     def __post_init__(self) -> None:
         self._relocate = relocation(self.map_location)
@@ -174,9 +178,14 @@ class _StateLoad:
                 index = read_index(path)
             except IncompleteCheckpoint:
                 file = path / f"checkpoint_{self.rank}.pt"
-                if is_file(file):
+                if is_file(file) and self.save_id is None:
                     return self._from_archive(file)
                 raise
+            if self.save_id not in (None, index.save_id):
+                raise SourceChanged(
+                    f"{path} holds another save than the one that latest() has found, which other ranks may load: call "
+                    "latest() again on all ranks"
+                )
             if (found := self._of_index(path, index)) is not None:
                 return found
         raise SourceChanged(f"{path}: saves replace the checkpoint faster than it can be loaded: load again")

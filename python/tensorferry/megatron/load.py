@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,8 @@ class LoadStrategy(OfRanks, LoadShardedStrategy):
         self.process_group = process_group
         self.timeout = timeout
         self.report: dict[str, int] = {}
+        #: The common state with which what is loaded now will be merged, if it was read before.
+        self._common: bytes | None = None
 
     @property
     def can_handle_sharded_objects(self) -> bool:
@@ -136,8 +139,8 @@ class LoadStrategy(OfRanks, LoadShardedStrategy):
         def plan() -> Any:
             nonlocal opened
             reader, metadata = self._shared_index(ranks, checkpoint_dir)
-            if ranks.coordinates and self._peers is None:
-                _check_common(Path(checkpoint_dir), reader, metadata)
+            if ranks.coordinates:
+                self._check_common(checkpoint_dir, reader, metadata)
             opened = Loading(state, metadata, reader)
             return reader.prepare_local_plan(LoadPlan([])).storage_data
 
@@ -164,6 +167,29 @@ class LoadStrategy(OfRanks, LoadShardedStrategy):
         del ranks
         loading.read([*loading.objects.values(), *map(loading.item, loading.parts)])
         self.report = dict(loading.reader.report)
+
+    @contextlib.contextmanager
+    def beside_common(self, data: bytes | None) -> Iterator[None]:
+        """Within it, a load reads the save whose common state is ``data``, as :meth:`encoded_common` has read it."""
+        self._common = data
+        try:
+            yield
+        finally:
+            self._common = None
+
+    def _check_common(self, checkpoint_dir: str | Path, reader: SliceReader, metadata: Metadata) -> None:
+        """Checks that ``common.pt``, and the common state that was read before, are of the same save as the index."""
+        copy = common_in(reader, metadata)
+        if copy is not None and self._common not in (None, copy):
+            raise CheckpointingException(
+                f"{self.name(checkpoint_dir)}: another save has replaced the checkpoint while it was loaded: load again"
+            )
+        if copy is not None and self._peers is None and common.read(Path(checkpoint_dir)) != copy:
+            raise CheckpointingException(
+                f"{checkpoint_dir}/common.pt is not that of the checkpoint: a save into this folder was interrupted "
+                "after it had written the file. tensorferry.megatron.restore_common(folder) writes it anew from the "
+                "checkpoint; or save each checkpoint into a folder of its own"
+            )
 
     def _way(self) -> str:
         """Returns what has to be the same on all ranks for their steps to match."""
@@ -375,14 +401,3 @@ def load_strategy(
         trust_pickle=trust_pickle,
         process_group=process_group,
     )
-
-
-def _check_common(folder: Path, reader: SliceReader, metadata: Metadata) -> None:
-    """Checks that ``common.pt`` is of the same save as the index."""
-    copy = common_in(reader, metadata)
-    if copy is not None and common.read(folder) != copy:
-        raise CheckpointingException(
-            f"{folder}/common.pt is not that of the checkpoint: a save into this folder was interrupted after it had "
-            "written the file. tensorferry.megatron.restore_common(folder) writes it anew from the checkpoint; or save "
-            "each checkpoint into a folder of its own"
-        )

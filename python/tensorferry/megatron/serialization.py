@@ -211,11 +211,12 @@ def load(
             apply_factory_merges(shared, factories)
 
         if strategy is ours:
-            with ours.among(ranks):
+            with ours.among(ranks), ours.beside_common(common_bytes):
                 loaded = strategy.load(wanted, checkpoint_dir)
             ranks.every(where, finish)
     if strategy is not ours:
-        loaded = _wrapped(where, strategy, lambda: strategy.load(wanted, checkpoint_dir))
+        with ours.beside_common(common_bytes):
+            loaded = _wrapped(where, strategy, lambda: strategy.load(wanted, checkpoint_dir))
         # It may have failed on one rank: the others do not wait for that one as long as for a collective.
         Together(ours.process_group, ours.timeout).every(where, finish)
     return (shared, missing, unexpected) if handling in _RETURNING else shared

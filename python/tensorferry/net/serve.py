@@ -70,6 +70,8 @@ def metrics_url(server: Server, url: str) -> str:
 def withdraw(server: Server, timeout: timedelta) -> None:
     """Withdraws what ``server`` publishes; readers of borrowed memory have at most ``timeout`` to finish.
 
+    One that takes no byte for half a second is cut off then.
+
     All errors but ``ForkedProcess`` are logged and not raised, so that a trainer is not stopped by them.
 
     Raises:
@@ -83,4 +85,6 @@ def withdraw(server: Server, timeout: timedelta) -> None:
         logger.exception("could not withdraw the checkpoint")
         return
     if cut:
-        logger.warning("%d transfers were cut off: they did not finish within %s", cut, timeout)
+        logger.warning(
+            "%d transfers were cut off: their receivers stood still, or did not finish within %s", cut, timeout
+        )

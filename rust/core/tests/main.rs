@@ -7,6 +7,7 @@ mod digests_of_entries;
 mod faults;
 mod fetch;
 mod file;
+mod frozen;
 mod gate;
 mod http_semantics;
 mod liars;

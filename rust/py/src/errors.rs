@@ -96,6 +96,11 @@ pub(crate) fn invalid(py: Python<'_>, message: impl Into<String>) -> PyErr {
     raise(py, "InvalidArgument", message.into())
 }
 
+/// The exception for a part of a state that cannot be sent.
+pub(crate) fn unsupported(py: Python<'_>, message: String) -> PyErr {
+    raise(py, "UnsupportedLeaf", message)
+}
+
 /// The exception for something that a source should not have sent.
 pub(crate) fn protocol(py: Python<'_>, message: String) -> PyErr {
     raise(py, "ProtocolError", message)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ...storage.folder import Index
-from .snapshot import Snapshot
+from .snapshot import Snapshot, most_trusted
 
 
 def choose(
@@ -23,6 +23,7 @@ def choose(
     comes from. Otherwise the path has to mean the same folder where the snapshot was saved. Then one that began later
     is taken where there is one rank; and where nothing is committed, one if the snapshots of all ranks are known. The
     latter is also taken from another folder of this path if the job was given a name: that names what is one job.
+    Ranks that have agreed on a save take that one and no other.
 
     Args:
         known: the snapshots of this job, path and rank
@@ -32,8 +33,8 @@ def choose(
         has_name: whether the job was given a name
         agreed: the id of the save that all ranks have agreed to load, if they have
     """
-    newest = sorted((one for one in known if one.world_size == world_size), key=lambda one: (one.began, not one.remote))
-    for one in reversed(newest):
+    candidates = most_trusted(one for one in known if one.world_size == world_size)
+    for one in sorted(candidates, key=lambda one: one.began, reverse=True):
         if agreed is not None:
             if one.save_id == agreed:
                 return one

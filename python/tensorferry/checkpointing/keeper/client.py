@@ -43,7 +43,7 @@ from .location import location_of
 from .offers import Offer, Offers
 from .place import DEFAULT_NAME, keeper_name
 from .questions import Loan, Question
-from .snapshot import LOCAL, Snapshot, default_job, snapshot
+from .snapshot import LOCAL, Snapshot, default_job, most_trusted, snapshot
 
 logger = logging.getLogger("tensorferry")
 
@@ -288,6 +288,7 @@ class Keeper:
         try:
             found = self.held(job=self._job or str(root), rank=rank, ask_buddies=True)
             found = [one for one in found if Path(one.path).parent == root and one.world_size == world_size]
+            found = most_trusted(found)
             own = [one for one in found if one.location == location_of(one.path)]
             if len(own) < len(found) and self._job is not None and not (root.is_dir() and checkpoints(root)):
                 return found

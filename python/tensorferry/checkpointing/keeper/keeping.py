@@ -9,7 +9,7 @@ import resource
 import time
 from collections.abc import Callable, Sequence
 
-from ..._native import Table, Server, SharedBuffer
+from ..._native import Server, SharedBuffer, Table
 from ...net.options import ServerOptions
 from . import index
 from .connections import MOST_CLIENTS

@@ -148,6 +148,17 @@ def snapshot(fields: Any) -> Snapshot:
         raise ProtocolError(f"a snapshot is not described: {e}") from e
 
 
+def most_trusted(snapshots: Iterable[Snapshot]) -> list[Snapshot]:
+    """Returns each snapshot once: as this node's trainer gave it, else as the keeper has copied it, else a buddy's.
+
+    A buddy may list a snapshot that this keeper holds, and say anything about it.
+    """
+    found: dict[tuple[str, str, str, int, int], Snapshot] = {}
+    for one in sorted(snapshots, key=lambda one: (one.remote, one.origin != LOCAL)):
+        found.setdefault((*one.save, one.rank), one)
+    return list(found.values())
+
+
 def peer_metadata(snapshots: Iterable[Snapshot], job: str | None = None) -> str:
     """Returns the string with which a ``tensorferry.dcp.PeerReader`` loads what keepers hold.
 
@@ -163,8 +174,8 @@ def peer_metadata(snapshots: Iterable[Snapshot], job: str | None = None) -> str:
         InvalidArgument: there are such saves of several jobs; or the ranks of one are served as different steps
     """
     saves: dict[tuple[str, str, str, int], dict[int, Snapshot]] = {}
-    for one in snapshots:
-        if one.metadata and (job is None or one.job == job):
+    for one in most_trusted(one for one in snapshots if one.metadata):
+        if job is None or one.job == job:
             saves.setdefault(one.save, {})[one.rank] = one
     whole = [ranks for ranks in saves.values() if len(ranks) == ranks[min(ranks)].world_size]
     if not whole:

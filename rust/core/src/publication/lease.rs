@@ -17,9 +17,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
-use tokio::sync::Notify;
-
-use super::Publication;
+use super::{ConnectionHandle, Publication};
 
 /// How long a withdrawn snapshot waits for the next request of a receive that takes several.
 pub(crate) const LINGER: Duration = Duration::from_secs(2);
@@ -28,8 +26,8 @@ const RECONNECT: Duration = Duration::from_millis(100);
 /// How long one waits for a receiver whose connection ended in the middle of an answer. One that lives reconnects within
 /// a few round trips, and most that do not come back are gone: their trainer must not wait as long as for a silent one.
 const RESUME: Duration = Duration::from_millis(500);
-/// How often a drain looks for connections that have ended.
-const LOOK: Duration = Duration::from_millis(5);
+/// How often a drain looks for connections that have ended or stand still.
+const DRAIN_LOOK: Duration = Duration::from_millis(5);
 
 /// The readers of one publication: how many leases there are, and the connections that hold or held them.
 #[derive(Default)]
@@ -44,7 +42,7 @@ pub(super) struct Readers {
 /// A connection that holds leases, or held some.
 struct ReadingConnection {
     /// Ends the connection when notified; the last strong reference is dropped with the connection.
-    cut: Weak<Notify>,
+    cut: Weak<ConnectionHandle>,
     active: usize,
     /// Whether it serves a receive, whose next request may be still to come.
     receives: bool,
@@ -59,7 +57,7 @@ struct ReadingConnection {
 }
 
 impl ReadingConnection {
-    fn is(&self, cut: &Weak<Notify>) -> bool {
+    fn is(&self, cut: &Weak<ConnectionHandle>) -> bool {
         self.cut.ptr_eq(cut)
     }
 
@@ -89,6 +87,20 @@ impl Readers {
         }
     }
 
+    /// Ends the connections that read and stand still; returns how many readers that concerns.
+    fn cut_still(&mut self) -> usize {
+        let mut cut = 0;
+        self.connections.retain(|reader| {
+            let handle = reader.cut.upgrade().filter(|handle| reader.active > 0 && handle.stands_still());
+            if let Some(handle) = &handle {
+                handle.cut();
+                cut += reader.active;
+            }
+            handle.is_none()
+        });
+        cut
+    }
+
     /// Whether a receive that was begun is not over, judging by its connections.
     fn is_amid_receive(&self) -> bool {
         let now = Instant::now();
@@ -98,10 +110,19 @@ impl Readers {
     }
 }
 
+/// How a drain ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Drain {
+    /// Whether no reader is left.
+    pub(crate) is_over: bool,
+    /// How many readers were cut off because they stood still.
+    pub(crate) cut: usize,
+}
+
 /// A reader's hold on a publication: while one exists, the publication's memory may be read, and its owner is kept.
 pub(crate) struct Lease {
     publication: Arc<Publication>,
-    connection: Weak<Notify>,
+    connection: Weak<ConnectionHandle>,
     broken: AtomicBool,
     through: AtomicBool,
 }
@@ -109,7 +130,11 @@ pub(crate) struct Lease {
 impl Lease {
     /// A lease for the connection that `cut` ends, or `None` when the publication was withdrawn. `receives` says that
     /// the request is one of a receive, which may take more of them.
-    pub(crate) fn take(publication: &Arc<Publication>, cut: &Arc<Notify>, receives: bool) -> Option<Arc<Self>> {
+    pub(crate) fn take(
+        publication: &Arc<Publication>,
+        cut: &Arc<ConnectionHandle>,
+        receives: bool,
+    ) -> Option<Arc<Self>> {
         let connection = Arc::downgrade(cut);
         let mut readers = publication.readers();
         if readers.withdrawn {
@@ -223,22 +248,24 @@ impl Publication {
     }
 
     /// Waits until the receives that were begun are over, at most until `deadline`, and gives no lease from then on.
-    /// Says whether no reader is left.
+    /// Readers that stand still are cut off meanwhile, and not expected to come back: a receiver that is stopped, or whose
+    /// machine is gone, must not hold up the trainer.
     ///
     /// A receive is a sequence of requests. It counts as over when nothing is being read and its connections are closed
     /// (with a moment for the receiver to open another one, [`RESUME`] if an answer broke), or no request has come for
     /// [`LINGER`].
-    pub(crate) fn drain(&self, deadline: Instant) -> bool {
-        let mut readers = self.readers();
+    pub(crate) fn drain(&self, deadline: Instant) -> Drain {
+        let (mut readers, mut cut) = (self.readers(), 0);
         readers.look(true);
         loop {
+            cut += readers.cut_still();
             let left = deadline.saturating_duration_since(Instant::now());
             let goes_on = if readers.withdrawn { readers.active > 0 } else { readers.is_amid_receive() };
             if left.is_zero() || !goes_on {
                 readers.withdrawn = true;
-                return readers.active == 0;
+                return Drain { is_over: readers.active == 0, cut };
             }
-            let look = if readers.withdrawn { left } else { left.min(LOOK) };
+            let look = left.min(DRAIN_LOOK);
             readers = self.idle.wait_timeout(readers, look).unwrap_or_else(PoisonError::into_inner).0;
             readers.look(false);
         }
@@ -247,7 +274,7 @@ impl Publication {
     /// Ends the connections of all readers.
     pub(crate) fn cut(&self) {
         for connection in self.readers().connections.drain(..).filter_map(|reader| reader.cut.upgrade()) {
-            connection.notify_one();
+            connection.cut();
         }
     }
 
@@ -279,11 +306,11 @@ mod tests {
             let lease = Lease::take(&publication, &cut, true).unwrap();
             assert!(lease.digests(&[(0, 3)], BLOCK_SIZE).is_some());
             // The time is over before the reader is through.
-            assert!(!publication.drain(Instant::now()));
+            assert!(!publication.drain(Instant::now()).is_over);
             assert!(Lease::take(&publication, &cut, true).is_none(), "{stability:?}: one lease more");
             assert!(lease.digests(&[(0, 3)], BLOCK_SIZE).is_none(), "{stability:?}: read after the withdrawal");
             drop(lease);
-            assert!(publication.drain(Instant::now() + LINGER));
+            assert!(publication.drain(Instant::now() + LINGER).is_over);
             assert!(Lease::take(&publication, &cut, true).is_none());
         }
     }
@@ -293,7 +320,7 @@ mod tests {
         let item = Item::bytes("w", Dtype::U8, &[1], vec![7].into());
         let publication = Publication::new(Vec::new(), vec![item], Stability::Borrowed, Box::new(())).unwrap();
         let publication = Arc::new(publication);
-        assert!(publication.drain(Instant::now() + LINGER));
+        assert!(publication.drain(Instant::now() + LINGER).is_over);
         assert!(Lease::take(&publication, &Arc::default(), true).is_none());
     }
 

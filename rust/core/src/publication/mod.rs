@@ -5,6 +5,7 @@
 //! |---|---|
 //! | `store` | [`Store`]: at most one publication behind a gate that is open or closed |
 //! | `lease` | the readers: memory may be read exactly while a lease exists |
+//! | `connection` | what ends a reader's connection, and whether its peer stands still |
 //! | `reading` | the bytes behind a lease |
 //! | `readiness` | [`Readiness`]: how much of a publication's memory is final |
 //! | `digests` | checksums of blocks, computed once or on demand |
@@ -18,6 +19,7 @@
 //! * an entity tag is never used for a second publication.
 
 mod alternate;
+mod connection;
 mod digests;
 mod lease;
 mod readiness;
@@ -34,6 +36,7 @@ use tensorferry_wire::digest::{self, Algorithm};
 pub(crate) use self::alternate::Found;
 use self::alternate::RenderedBody;
 pub use self::alternate::{Alternate, Rendered};
+pub(crate) use self::connection::{ConnectionHandle, LOOK};
 use self::digests::BlockDigest;
 use self::lease::Readers;
 pub(crate) use self::lease::{LINGER, Lease};

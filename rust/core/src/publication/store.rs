@@ -21,7 +21,7 @@ use tensorferry_wire::digest::Algorithm;
 use tensorferry_wire::request;
 use tokio::sync::Notify;
 
-use super::{LINGER, Lease, Publication, Readiness, Stability};
+use super::{ConnectionHandle, LINGER, Lease, Publication, Readiness, Stability};
 use crate::error::Error;
 use crate::trust::random;
 
@@ -90,7 +90,7 @@ pub enum Withdrawn {
     Clean,
     /// Readers of borrowed memory were waited for, and finished.
     Drained,
-    /// The time was over: this many readers were cut off.
+    /// This many readers were cut off: they stood still, or the time was over.
     Cut(usize),
 }
 
@@ -162,7 +162,8 @@ impl Store {
     /// Closes the gate and withdraws what is served.
     ///
     /// A private copy is released at once; receives that have begun, with their next requests, finish from it. Borrowed
-    /// memory is drained: receives that have begun may finish for at most `patience`, then their connections are cut.
+    /// memory is drained: receives that have begun may finish for at most `patience`, then their connections are cut. One
+    /// whose receiver takes no byte for half a second is cut then.
     /// When this returns, not one more byte of borrowed memory is read.
     pub fn withdraw(&self, patience: Duration) -> Withdrawn {
         let borrowed = self.close_gate();
@@ -170,24 +171,23 @@ impl Store {
             return Withdrawn::Clean;
         }
         let deadline = Instant::now().checked_add(patience);
-        let mut ended = Withdrawn::Clean;
+        let (mut ended, mut cut) = (Withdrawn::Clean, 0);
         for publication in &borrowed {
             let waited_for = publication.is_amid_receive();
-            let finished = match deadline {
+            let drain = match deadline {
                 Some(deadline) => publication.drain(deadline),
                 None => publication.drain(Instant::now() + Duration::from_hours(24 * 365)),
             };
-            if !finished {
-                let left = publication.active();
+            cut += drain.cut;
+            if !drain.is_over {
+                cut += publication.active();
                 publication.cut_and_wait();
-                let before = if let Withdrawn::Cut(n) = ended { n } else { 0 };
-                ended = Withdrawn::Cut(before + left);
-            } else if waited_for && ended == Withdrawn::Clean {
+            } else if waited_for {
                 ended = Withdrawn::Drained;
             }
         }
         self.forget_drained(borrowed);
-        ended
+        if cut > 0 { Withdrawn::Cut(cut) } else { ended }
     }
 
     /// As [`Store::withdraw`] if no reader has to be waited for: returns whether that was so, and then nothing is read any
@@ -334,7 +334,7 @@ impl Store {
     /// lingers, and otherwise learns at once that it is gone, because entity tags are never reused. Any other request
     /// waits until the gate is open. A request for a step ahead of the one served waits a moment before it is refused:
     /// a peer that is faster than the source may send it before the source has withdrawn the step before.
-    pub(crate) async fn lookup(&self, asked: Asked<'_>, cut: &Arc<Notify>) -> Lookup {
+    pub(crate) async fn lookup(&self, asked: Asked<'_>, cut: &Arc<ConnectionHandle>) -> Lookup {
         let grace = tokio::time::Instant::now() + AHEAD_GRACE;
         loop {
             let mut ahead = false;
@@ -378,7 +378,7 @@ impl StoreState {
     }
 
     /// The result of a request that names `tags`.
-    fn named(&self, tags: &str, asked: Asked<'_>, cut: &Arc<Notify>) -> Lookup {
+    fn named(&self, tags: &str, asked: Asked<'_>, cut: &Arc<ConnectionHandle>) -> Lookup {
         let matches = |publication: &Publication| request::etag_matches_strong(tags, publication.etag());
         let former = || self.draining.iter().chain(&self.lingering);
         let found = match &self.current {

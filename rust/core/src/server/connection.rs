@@ -20,22 +20,23 @@ use hyper::service::service_fn;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use socket2::SockRef;
 use tokio::io::{AsyncRead, AsyncWrite, Interest};
-use tokio::sync::{Notify, watch};
+use tokio::sync::watch;
 use tokio_rustls::TlsAcceptor;
 
 use super::body::Progress;
 use super::connection_slots::{ConnectionSlot, FIRST_REQUEST};
 use super::local::Local;
-use super::write_timeout::WriteTimeout;
+use super::write_timeout::{Outgoing, WriteTimeout};
 use super::{Shared, handler};
 use crate::fork::CloseOnFork;
+use crate::publication::ConnectionHandle;
 
 /// The state that requests of one connection share: the server, the handle that cuts the connection, its counters.
 pub(super) struct ConnectionContext {
     /// Names the connection among all of this server.
     pub(super) number: u64,
     pub(super) shared: Arc<Shared>,
-    pub(super) cut: Arc<Notify>,
+    pub(super) cut: Arc<ConnectionHandle>,
     pub(super) same_host: bool,
     pub(super) progress: Arc<[Arc<Progress>; 2]>,
     /// Requests of this connection whose response is not yet written out.
@@ -56,7 +57,7 @@ pub(super) async fn serve_network(
     let accepted = tokio::select! {
         accepted = accepting => accepted,
         () = slot.first_request_timeout() => return,
-        () = slot.cut.notified() => return,
+        () = slot.cut.until_cut() => return,
         _ = stopped.wait_for(|s| *s) => return,
     };
     if let Ok(stream) = accepted {
@@ -65,7 +66,7 @@ pub(super) async fn serve_network(
 }
 
 async fn serve(
-    stream: impl AsyncRead + AsyncWrite + Unpin,
+    stream: impl AsyncRead + AsyncWrite + Outgoing + Unpin,
     shared: Arc<Shared>,
     slot: ConnectionSlot,
     stopped: watch::Receiver<bool>,
@@ -73,7 +74,7 @@ async fn serve(
     let connection = Arc::new(ConnectionContext::new(shared, slot, false));
     let serving =
         http1::Builder::new().timer(TokioTimer::new()).header_read_timeout(connection.patience()).serve_connection(
-            TokioIo::new(WriteTimeout::new(stream, connection.patience())),
+            TokioIo::new(WriteTimeout::new(stream, connection.patience(), Arc::clone(&connection.cut))),
             service_fn(|request| {
                 let connection = Arc::clone(&connection);
                 async move { handler::answer(&connection, &request).await }
@@ -108,7 +109,7 @@ pub(super) async fn serve_observer(
         // As for peers: how it ends is the observer's business.
         _ = serving => {}
         () = slot.first_request_timeout() => {}
-        () = slot.cut.notified() => {}
+        () = slot.cut.until_cut() => {}
         _ = stopped.wait_for(|s| *s) => {}
     }
 }
@@ -123,7 +124,7 @@ pub(super) async fn serve_local(
     let spoken = tokio::select! {
         spoken = spoken(&socket) => spoken,
         () = slot.first_request_timeout() => return,
-        () = slot.cut.notified() => return,
+        () = slot.cut.until_cut() => return,
         _ = stopped.wait_for(|s| *s) => return,
     };
     let same = || CloseOnFork::make(|| socket.as_fd().try_clone_to_owned().map(UnixStream::from));
@@ -178,7 +179,7 @@ impl ConnectionContext {
     /// publication it reads is withdrawn, its transfer has stalled, or the server stops.
     async fn to_be_ended(&self, mut stopped: watch::Receiver<bool>) {
         tokio::select! {
-            () = self.cut.notified() => {}
+            () = self.cut.until_cut() => {}
             () = self.stalled() => {}
             () = self.slot.first_request_timeout() => {}
             _ = stopped.wait_for(|s| *s) => {}

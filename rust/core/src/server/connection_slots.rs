@@ -11,6 +11,8 @@ use std::time::{Duration, Instant};
 
 use tokio::sync::Notify;
 
+use crate::publication::ConnectionHandle;
+
 /// How long a connection may take to its first request that is answered with more than a refusal.
 pub(super) const FIRST_REQUEST: Duration = Duration::from_secs(5);
 /// How often a request that waits for a slot looks again.
@@ -56,7 +58,7 @@ struct Holder {
     asking: usize,
     /// Answers that are being sent.
     open: Arc<AtomicUsize>,
-    cut: Arc<Notify>,
+    cut: Arc<ConnectionHandle>,
 }
 
 /// The slot of one connection.
@@ -68,7 +70,7 @@ pub(super) struct ConnectionSlot {
     pub(super) since: Instant,
     pub(super) open: Arc<AtomicUsize>,
     /// Notified when the connection has to end.
-    pub(super) cut: Arc<Notify>,
+    pub(super) cut: Arc<ConnectionHandle>,
 }
 
 /// A good request that is being answered: its connection keeps its slot for as long.
@@ -121,7 +123,7 @@ impl ConnectionSlots {
         }
         let (number, since) = (held.next, Instant::now());
         held.next += 1;
-        let (open, cut) = (Arc::<AtomicUsize>::default(), Arc::<Notify>::default());
+        let (open, cut) = (Arc::<AtomicUsize>::default(), Arc::<ConnectionHandle>::default());
         let holder = Holder { peer, since, proven: false, asking: 0, open: Arc::clone(&open), cut: Arc::clone(&cut) };
         held.connections.insert(number, holder);
         drop(held);
@@ -165,7 +167,7 @@ impl HeldSlots {
 
     fn evict(&mut self, number: u64) {
         if let Some(holder) = self.connections.remove(&number) {
-            holder.cut.notify_one();
+            holder.cut.cut();
         }
     }
 }

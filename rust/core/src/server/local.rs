@@ -19,6 +19,7 @@ use tokio::sync::watch;
 use super::body::{MemoryBody, ServedBody};
 use super::{ConnectionContext, handler};
 use crate::fork::CloseOnFork;
+use crate::publication::LOOK;
 use crate::same_host::ring::RingWriter;
 
 /// A request's head that is longer is not one of ours.
@@ -44,7 +45,7 @@ impl Local {
         over: watch::Receiver<bool>,
     ) -> io::Result<()> {
         stream.set_nonblocking(false)?;
-        stream.set_read_timeout(Some(connection.patience()))?;
+        stream.set_read_timeout(Some(LOOK))?;
         stream.set_write_timeout(Some(connection.patience()))?;
         let ring = RingWriter::pass(&stream)?;
         let mut local = Self { stream, connection, ring, over, runtime: Handle::current() };
@@ -64,7 +65,7 @@ impl Local {
         let mut buffer = [0; 2 << 10];
         let mut begun = None;
         loop {
-            let got = (&self.stream).read(&mut buffer)?;
+            let got = self.read(&mut buffer)?;
             // One that drips would keep this thread for ever.
             if begun.get_or_insert_with(Instant::now).elapsed() > self.connection.patience() {
                 return Err(io::ErrorKind::TimedOut.into());
@@ -126,11 +127,27 @@ impl Local {
         Ok(())
     }
 
+    /// Reads what the receiver says, and notes meanwhile that it says nothing.
+    fn read(&self, into: &mut [u8]) -> io::Result<usize> {
+        let begun = Instant::now();
+        loop {
+            match (&self.stream).read(into) {
+                Err(e) if e.kind() == io::ErrorKind::WouldBlock && begun.elapsed() < self.connection.patience() => {
+                    self.connection.cut.note_still();
+                }
+                read => {
+                    self.connection.cut.note_moved();
+                    return read;
+                }
+            }
+        }
+    }
+
     /// Waits for slots that come back.
     fn take_back(&mut self) -> io::Result<()> {
         let mut marks = [0; 16];
         let most = marks.len().min(self.ring.lent() as usize);
-        match (&self.stream).read(&mut marks[..most])? {
+        match self.read(&mut marks[..most])? {
             0 => Err(io::ErrorKind::UnexpectedEof.into()),
             count => {
                 self.ring.take_back(count);

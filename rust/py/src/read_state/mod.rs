@@ -23,6 +23,7 @@ mod tensors;
 mod text;
 mod views;
 mod walk;
+mod walked;
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -34,6 +35,7 @@ use self::specs::Specs;
 use self::tensors::Kind;
 use self::views::Views;
 use self::walk::{Walk, all_text, changed};
+use self::walked::Walked;
 use crate::memory::TURN;
 use crate::rows::columns::{ByAddress, Span};
 use crate::rows::{PyTable, Rows};
@@ -58,8 +60,7 @@ pub(crate) struct PyRows {
     first_specs: Py<PyList>,
     /// The tensors among the objects that are not read here.
     unread: Mutex<Vec<i64>>,
-    /// The containers around the one that is walked.
-    inside: Mutex<Vec<usize>>,
+    walked: Mutex<Walked>,
 }
 
 impl PyRows {
@@ -67,8 +68,8 @@ impl PyRows {
         self.views.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn inside(&self) -> MutexGuard<'_, Vec<usize>> {
-        self.inside.lock().unwrap_or_else(PoisonError::into_inner)
+    fn walked(&self) -> MutexGuard<'_, Walked> {
+        self.walked.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn kinds(&self) -> MutexGuard<'_, ByAddress<(Py<PyType>, Kind)>> {
@@ -115,7 +116,7 @@ impl PyRows {
             specs: Specs::default(),
             first_specs: PyList::empty(py).unbind(),
             unread: Mutex::default(),
-            inside: Mutex::default(),
+            walked: Mutex::default(),
         };
         Ok(PyClassInitializer::from(PyTable(rows)).add_subclass(reader))
     }

@@ -8,6 +8,7 @@ use super::PyRows;
 use super::getters::WithoutTorchFunction;
 use super::tensors::{Kind, left_to_python};
 use super::text::{quote, write_number};
+use crate::errors;
 
 /// Containers nested deeper than this are sent as one pickled object.
 const MAX_DEPTH: usize = 80;
@@ -34,7 +35,7 @@ impl PyRows {
     ) -> PyResult<()> {
         let id = value.as_ptr() as usize;
         let kind = self.kind(value)?;
-        if kind != Kind::Container || by.depth > MAX_DEPTH || self.inside().contains(&id) {
+        if kind != Kind::Container || by.depth > MAX_DEPTH || self.walked().is_inside(id) {
             let number = self.number(value, kind, path, by.other)?;
             if number < 0 {
                 text.push('-');
@@ -43,8 +44,11 @@ impl PyRows {
             self.rows.turn(value.py());
             return Ok(());
         }
-        self.inside().push(id);
         let path = path.concat();
+        // Whatever else Python makes of a container, it holds no more nodes than these say.
+        if !self.walked().enter(id, length(value)) {
+            return Err(errors::unsupported(value.py(), repeated(&path)));
+        }
         let below = if path.is_empty() { String::new() } else { path.clone() + "." };
         let deeper = Walk { depth: by.depth + 1, ..*by };
         if let Ok(dict) = value.cast_exact::<PyDict>()
@@ -63,7 +67,7 @@ impl PyRows {
             let node = by.container.call1((value, path, by.depth))?;
             text.push_str(node.cast::<PyString>()?.to_str()?);
         }
-        self.inside().pop();
+        self.walked().leave();
         Ok(())
     }
 
@@ -163,6 +167,26 @@ impl PyRows {
         }
         Ok(())
     }
+}
+
+/// How many nodes a container holds; none where only its class knows.
+fn length(container: &Bound<'_, PyAny>) -> usize {
+    if let Ok(dict) = container.cast::<PyDict>() {
+        dict.len()
+    } else if let Ok(list) = container.cast::<PyList>() {
+        list.len()
+    } else if let Ok(tuple) = container.cast::<PyTuple>() {
+        tuple.len()
+    } else {
+        0
+    }
+}
+
+fn repeated(path: &str) -> String {
+    format!(
+        "{path}: this and other containers stand in so many places of the state that it is a hundred times as large with \
+         each place written out. Put each container into the state once, and into its other places after the receive"
+    )
 }
 
 pub(super) fn changed() -> PyErr {

@@ -1,0 +1,81 @@
+"""States whose containers hold one another so often that they cannot be written out: refused at once."""
+
+from __future__ import annotations
+
+import collections
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from tensorferry import UnsupportedLeaf
+from tensorferry.checkpointing import AsyncCheckpointer, SyncCheckpointer
+from tensorferry.state import tree
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+pytestmark = [pytest.mark.timeout(60), pytest.mark.beyond_torchft]
+
+Pair = collections.namedtuple("Pair", ["a", "b"])
+KINDS: dict[str, Callable[[Any], Any]] = {
+    "dict": lambda one: {"a": one, "b": one},
+    "dict of numbers": lambda one: {1: one, 2: one},
+    "dict of other keys": lambda one: {(1, 2): one, None: one},
+    "list": lambda one: [one, one],
+    "tuple": lambda one: (one, one),
+    "OrderedDict": lambda one: collections.OrderedDict(a=one, b=one),
+    "defaultdict": lambda one: collections.defaultdict(list, a=one, b=one),
+    "deque": lambda one: collections.deque([one, one]),
+    "namedtuple": lambda one: Pair(one, one),
+}
+
+
+def doubled(kind: str, levels: int, inner: Any = None) -> dict[str, Any]:
+    state = torch.ones(2) if inner is None else inner
+    for _ in range(levels):
+        state = KINDS[kind](state)
+    return {"top": state}
+
+
+@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_state_that_doubles_at_every_level_is_refused(kind: str, native: bool) -> None:
+    with pytest.raises(UnsupportedLeaf, match=r"^top\..* stand in so many places .* once"):
+        tree.flatten(doubled(kind, 32), native)
+
+
+def test_leaves_count_as_well_as_containers() -> None:
+    with pytest.raises(UnsupportedLeaf, match="in so many places"):
+        tree.flatten(doubled("list", 14, list(range(2_000))))
+
+
+def test_what_stands_in_a_few_places_is_sent() -> None:
+    shared = {"betas": (0.9, 0.999), "w": torch.ones(3)}
+    for state in (doubled("dict", 10), [shared] * 10_000, [()] * 500_000, [list(range(1000))] * 200):
+        flat = tree.flatten(state)
+        assert tree.unflatten(flat.tree, flat.plain, flat.objects) == state or isinstance(state, dict)
+
+
+def test_a_transport_refuses_it_and_goes_on(open_transport: Callable[..., Any]) -> None:
+    source, target = open_transport(0), open_transport(0)
+    timeout = timedelta(seconds=20)
+    with pytest.raises(UnsupportedLeaf, match="in so many places"):
+        source.send_checkpoint([1], 1, doubled("dict", 32), timeout)
+    source.send_checkpoint([1], 2, {"w": torch.ones(3)}, timeout)
+    assert torch.equal(target.recv_checkpoint(0, source.metadata(), 2, timeout)["w"], torch.ones(3))
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("door", [SyncCheckpointer, AsyncCheckpointer])
+def test_a_checkpointer_refuses_it_and_goes_on(door: Any, tmp_path: Path) -> None:
+    checkpointer = door()
+    with pytest.raises(UnsupportedLeaf, match="in so many places"):
+        checkpointer.save(tmp_path / "one", doubled("list", 32))
+    saving = checkpointer.save(tmp_path / "two", {"w": torch.ones(3)})
+    if saving is not None:
+        saving[1].result()
+    assert torch.equal(checkpointer.load(tmp_path / "two")["w"], torch.ones(3))
+    checkpointer.close()
