@@ -223,7 +223,7 @@ def test_a_state_that_a_rival_refuses_is_marked(bench):
     samples = [sample("torchft:0", 0, 1.0), sample("tensorferry", 0, 0.5)]
     samples.append({"contender": "gloo", "round": 0, "memory": "backed", "refused": "AssertionError: standard tensors"})
     table = bench("report").as_markdown(results_of(bench, samples))
-    assert "| a state, first | backed | 1000 | refused | 500 | 2 | - | - |" in table
+    assert "| a state, first | backed | 1000 (0) | refused | 500 | 2 | - | - |" in table
     assert "Refused by PGTransport (gloo): AssertionError: standard tensors." in table
 
 

@@ -416,9 +416,9 @@ def test_the_readme_is_short():
 
 def test_the_table_of_the_readme_can_be_checked_by_eye():
     tables = [
-        re.search(r"^<!-- benchmark: begin -->\n(.*?)^<!-- benchmark: end -->", (ROOT / page).read_text(), re.M | re.S)[
-            1
-        ]
+        re.search(
+            r"^<!-- figures heal: begin -->\n(.*?)^<!-- figures heal: end -->", (ROOT / page).read_text(), re.M | re.S
+        )[1]
         for page in ("README.md", "docs/index.md")
     ]
     assert tables[0] == tables[1]
