@@ -59,6 +59,8 @@ _RECURSIVE = (deque, defaultdict)
 _CHAINED = 5_000
 
 _CUT_OFF = "an instruction that is cut off"
+#: A pickle can have an instruction in each of these bytes, which then take a few hundredths of a second.
+_TURN = 1 << 16
 
 
 class Unpickler:
@@ -71,6 +73,8 @@ class Unpickler:
     allowed: Allowed
     #: Takes a global as ``"module.name"``; returns the path of a leaf that needs it, for messages.
     needs: Callable[[str], Any] = staticmethod(lambda _: None)
+    #: Called every :data:`_TURN` bytes of the pickle; raises when the time for it is over.
+    check_time: Callable[[], None] | None = None
 
     def __init__(self, file: BinaryIO, **_: Any) -> None:
         """Reads ``file`` to its end. Other arguments that torch passes concern pickles of Python 2 and are ignored."""
@@ -320,10 +324,15 @@ class Unpickler:
         before: Any
         data, at = self._data, 0
         size = len(data)
+        check_time = self.check_time
+        look = _TURN if check_time is not None else size
         stack: list[Any] = []
         below: list[list[Any]] = []
         memo: dict[int, Any] = {}
         while True:
+            if at > look and check_time is not None:
+                check_time()
+                look = at + _TURN
             op = data[at]
             at += 1
             # The most frequent instructions first; a table of methods would cost a call for each number of a state.
@@ -564,22 +573,29 @@ class _Trusting(pickle.Unpickler):
         return super().find_class(*FORMER.get((module, name), (module, name)))
 
 
-def unpickler(allowed: Allowed, needs: Callable[[str], Any] | None = None) -> type[Any]:
+def unpickler(
+    allowed: Allowed, needs: Callable[[str], Any] | None = None, check_time: Callable[[], None] | None = None
+) -> type[Any]:
     """Returns the unpickler class for ``allowed``: a subclass of :class:`Unpickler`, or Python's with ``trust_pickle``.
 
     Args:
         allowed: the globals that a pickle may name
         needs: takes a global as ``"module.name"``, and returns the path of a leaf that needs it, for messages
+        check_time: raises when the time for the pickle is over; Python's does not call it
     """
     if allowed.trusts:
         return _Trusting
     found = {"allowed": allowed, "needs": staticmethod(needs or (lambda _: None))}
+    if check_time is not None:
+        found["check_time"] = staticmethod(check_time)
     return type("Unpickler", (Unpickler,), found)
 
 
-def pickle_module(allowed: Allowed, needs: Callable[[str], Any] | None = None) -> Any:
+def pickle_module(
+    allowed: Allowed, needs: Callable[[str], Any] | None = None, check_time: Callable[[], None] | None = None
+) -> Any:
     """Returns that class as the ``pickle_module`` that ``torch.load`` takes."""
-    return types.SimpleNamespace(Unpickler=unpickler(allowed, needs), __name__=__name__)
+    return types.SimpleNamespace(Unpickler=unpickler(allowed, needs, check_time), __name__=__name__)
 
 
 def _is_its_own_key(value: Any) -> bool:

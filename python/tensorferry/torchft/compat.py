@@ -11,6 +11,7 @@ import contextlib
 import io
 import pickle
 import pickletools
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from http import HTTPStatus
@@ -29,6 +30,8 @@ from ..state.unpickling import pickle_module, unpickler
 
 _PROTOCOL = 2
 _READ = 1 << 20
+#: After so many short reads the time is looked at.
+_READS = 1 << 12
 #: Bytes of the longest name of a class or function in a pickle.
 _LINE = 1 << 16
 _MOST = 2**63 - 1
@@ -119,6 +122,20 @@ class _Exact(io.BufferedReader):
     """
 
     _announced = 0
+    _reads = 0
+
+    def __init__(self, raw: io.RawIOBase, given: float) -> None:
+        """Reads ``raw``, for at most ``given`` seconds from now."""
+        super().__init__(raw, _READ)
+        self._given = given
+        self._deadline = time.monotonic() + given
+
+    def check_time(self) -> None:
+        """Raises ``FetchTimeout`` after the deadline. ``raw`` does so too, but a source can fill much time with few bytes."""
+        if time.monotonic() > self._deadline:
+            raise FetchTimeout(
+                f"timed out: the whole receive was given {self._given:.3f} s, and its answer is not read yet"
+            )
 
     def readline(self, size: int | None = -1, /) -> bytes:
         del size
@@ -150,6 +167,9 @@ class _Exact(io.BufferedReader):
     def _announce(self, size: int) -> None:
         # The sum counts: the records together make up the state, and each one may be as long as the last.
         self._announced += size
+        self._reads += 1
+        if self._reads % _READS == 0:
+            self.check_time()
         _check_machine_has(min(self._announced, _MOST), "what the source announced")
 
     def _check_whole(self, size: int, read: int) -> None:
@@ -163,11 +183,14 @@ def _records(stream: _Exact) -> list[tuple[str, bool, int]]:
     Types are checked before a value is used at all, even in a message: instead of the list, a hostile source may send a
     tensor of a billion elements, and instead of a number a tuple whose text is endless.
     """
-    entries = unpickler(Allowed([_serialization._Entry]))(io.BytesIO(_pickled(stream))).load()
+    listed = Allowed([_serialization._Entry])
+    entries = unpickler(listed, check_time=stream.check_time)(io.BytesIO(_pickled(stream))).load()
     if type(entries) is not list:
         raise ProtocolError("the source's list of records is not a list")
     records = []
     for number, entry in enumerate(entries):
+        if number % _READS == 0:
+            stream.check_time()
         fields = vars(entry) if type(entry) is _serialization._Entry else {}
         key, is_storage, length = fields.get("key"), fields.get("is_storage"), fields.get("length")
         if type(key) is not str or type(is_storage) is not bool or type(length) is not int or not 0 <= length <= _MOST:
@@ -215,7 +238,7 @@ def _load(stream: _Exact, allowed: Allowed) -> Any:
     # (pytorch#180481).
     for key, is_storage, length in _records(stream):
         file.records[key] = (stream.storage(length) if is_storage else stream.read(length), length)
-    module = pickle_module(allowed)
+    module = pickle_module(allowed, check_time=stream.check_time)
     if not allowed.trusts:
         module.Unpickler = _checking(module.Unpickler, file.records)
     return torch.serialization._load(file, "cpu", module, encoding="utf-8")
@@ -278,7 +301,7 @@ def receive(metadata: str, step: int, timeout: timedelta, allowed: Allowed) -> A
         with contextlib.closing(HttpAnswer.open(metadata, f"{step}/full", timeout=timeout.total_seconds())) as answer:
             if answer.status != HTTPStatus.OK:
                 raise SourceRefused.of(answer.status, _printable(answer.reason))
-            return _load(_Exact(_Reader(answer), _READ), allowed)
+            return _load(_Exact(_Reader(answer), timeout.total_seconds()), allowed)
     except FetchTimeout as e:
         # As it is, with the step that was asked for.
         raise type(e)(f"step {step} from {source}: {message_of(e)}") from e
