@@ -13,6 +13,8 @@ from processes import end
 ROOT = Path(__file__).parents[2]
 pytest.importorskip("torchft")
 pytest.importorskip("matplotlib")
+#: A bench starts dozens of processes.
+pytestmark = pytest.mark.timeout(300)
 
 
 def run_bench(*arguments):
@@ -21,7 +23,7 @@ def run_bench(*arguments):
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, start_new_session=True
     ) as bench:
         try:
-            out, err = bench.communicate(timeout=100)
+            out, err = bench.communicate(timeout=280)
         except subprocess.TimeoutExpired:
             end(bench)  # and the measuring processes with it
             raise
@@ -244,7 +246,7 @@ def test_checkpoints_are_measured_beside_torchs(tmp_path):
         "--contenders", "tensorferry files,tensorferry peers,FileSystemWriter,safetensors",
         "--json", str(results_path), "--folder", str(tmp_path),
     ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr
     results = json.loads(results_path.read_text())
     assert [row["name"] for row in results["rows"]] == ["large", "reshard"]

@@ -22,7 +22,7 @@ from tensorferry.state.allowlist import Allowed
 from tensorferry.state.load import receive
 from tensorferry.state.snapshot import StateSnapshot
 
-PATIENCE = 30.0
+PATIENCE = 60.0
 
 
 def eventually(what: str, true: Any, patience: float = PATIENCE) -> Any:
