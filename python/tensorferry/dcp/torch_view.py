@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.serialization import MAGIC_NUMBER, PROTOCOL_VERSION
 
 from ..errors import ProtocolError
-from ..state.allowlist import Allowed
+from ..pickles.allowlist import Allowed
 from ..storage.peers import url_of
 from . import index
 from .index import ELEMENTS, EntryRef

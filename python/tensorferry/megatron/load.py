@@ -21,8 +21,8 @@ from ..dcp import FileReader, PeerReader
 from ..dcp.reader import SliceReader
 from ..dcp.removal import remove_keys
 from ..errors import TensorferryError
-from ..state.allowlist import Allowed
-from ..state.archives import unpickled
+from ..pickles.allowlist import Allowed
+from ..pickles.torch_archives import unpickled
 from ..storage.folder import INDEX
 from . import common, release, shards
 from .interfaces import LoadShardedStrategy
