@@ -100,14 +100,15 @@ demo-megatron: build ## Megatron's GPT changes its parallel layout, live and fro
 	PYTHONPATH=$(VENV)/megatron-$(lastword $(MEGATRON)) $(BIN)/python -W ignore examples/megatron/layouts.py
 
 # Most tests of both languages wait, for other processes or for time-outs: on two cores those of the engine took 66 s
-# with six threads and 191 s with two, for the same 42 s of CPU. Rust's are built beside Python's tests, and run after
-# them. The tests of a Python file stay in one worker, and tests/conftest.py says which files come first. A few tests that
-# fail, of either language, run once more alone, and both results are printed.
-WORKERS ?= 2
-PYTEST := -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+# with six threads and 191 s with two, for the same 42 s of CPU. So Python's have three workers, on the CI's two cores.
+# Rust's are built beside Python's tests, and run after them, with the fuzz targets. The tests of a Python file stay in
+# one worker, and tests/conftest.py says which files come first. A few tests that fail, of either language, run once more
+# alone, and both results are printed.
+WORKERS ?= 3
+PYTEST = -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 CRATES := -p tensorferry-wire -p tensorferry-core
 .PHONY: test
-test: build ## every test: Python with WORKERS=2 processes, then Rust, and the fuzz targets for a short time
+test: build ## every test: Python in WORKERS processes, then Rust, and the fuzz targets for a short time
 	$(BIN)/python $(PYTEST) --again-alone $(PYTEST_ARGS) \
 	  --beside 'make --no-print-directory build-rust-tests && (read -r _ || true) && make --no-print-directory test-rust'
 
@@ -118,12 +119,16 @@ build-rust-tests:
 	FUZZ_RUNS=1 rust/fuzz/run.sh 1 >/dev/null
 
 .PHONY: test-rust
-test-rust: ## the tests of the crates, and the fuzz targets for FUZZ_SECONDS each
+test-rust: ## the tests of the crates, and beside them the fuzz targets for FUZZ_SECONDS each
+	$(MAKE) --no-print-directory -j2 --output-sync=target test-crates fuzz
+
+.PHONY: test-crates
+test-crates:
 	RUST_TEST_THREADS=6 rust/test.sh $(CRATES)
-	rust/fuzz/run.sh $(FUZZ_SECONDS)
 
 QUICK := -m 'not process and not slow and not waits'
 .PHONY: quick
+quick: WORKERS = 2
 quick: dev ## make dev, and what starts no process and waits for nothing: for every change
 	$(BIN)/python $(PYTEST) -q $(QUICK) $(PYTEST_ARGS) \
 	  --beside 'RUST_TEST_THREADS=6 cargo test --quiet --locked $(CRATES) --lib --test formats --test engine'
@@ -148,19 +153,22 @@ fuzz: ## run each fuzz target for FUZZ_SECONDS seconds, or with FUZZ_RUNS=100000
 	rust/fuzz/run.sh $(FUZZ_SECONDS)
 
 .PHONY: lint
-lint: ## formatters, clippy, ruff, mypy and stubtest; Rust's beside Python's, and the wheel for stubtest
-	$(MAKE) --no-print-directory -j2 --output-sync=target lint-rust lint-python
+lint: ## formatters, clippy, ruff, mypy and stubtest, side by side, and the wheel for stubtest
+	$(MAKE) --no-print-directory -j3 --output-sync=target lint-rust lint-python lint-stubs
 
 .PHONY: lint-rust
-lint-rust: $(VENV)/.deps ## rustfmt and clippy
+lint-rust: ## rustfmt and clippy
 	cargo fmt --all --check
 	cargo clippy --locked --workspace --all-targets -- -D warnings
 
 .PHONY: lint-python
-lint-python: build ## ruff, mypy and stubtest
+lint-python: $(VENV)/.deps ## ruff and mypy
 	$(BIN)/ruff format --check python tests benches examples docs/*.py
 	$(BIN)/ruff check python tests benches examples docs/*.py
 	$(BIN)/mypy
+
+.PHONY: lint-stubs
+lint-stubs: build ## stubtest, of the wheel
 	$(BIN)/python -m mypy.stubtest tensorferry._native --mypy-config-file pyproject.toml
 
 .PHONY: format

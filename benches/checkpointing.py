@@ -2,12 +2,14 @@
 
 A training loop saves a state several times, with each contender in a process of its own, and steps on while the
 checkpoint is being written. Contenders take turns within a round, forwards in even rounds and backwards in odd ones.
+Each has the options with which it is fastest (`checkpointers.py`); `dcp.async_save` runs with its defaults as well.
 
     stand still   until the loop may change the state: save() and, where there is one, the future of the staging
     step rate     steps a second from then until the checkpoint is written, over those just before the save
     durable       from the call of save() until the bytes are on the disk; contenders that leave synchronising to the
                   system are synchronised afterwards, within the time
-    load          into tensors that exist, by a fresh process, from files that the page cache still holds
+    load          into tensors that exist, by a fresh process, from files that the page cache still holds; where there
+                  are several ways, the quickest, which is named
     memory        what the trainer and its helpers take at most beyond what they held before; shared pages count once.
                   It is sampled during the saves that do not count as later ones, since that takes part of a core
 
@@ -32,7 +34,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from checkpointing_trainer import CONTENDERS, FLOOR, KEEPER, KEEPER_NAME, OURS, SAVE, TORCH, Trainer
+from checkpointers import FLOOR, KEEPER, KEEPER_NAME, MAKERS, OURS
+from checkpointing_trainer import Trainer
 from machine import facts, others_busy
 
 sys.path.append(str(Path(__file__).parents[1] / "examples" / "reshard"))
@@ -41,6 +44,7 @@ from ranks import Job, RankFailed
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+CONTENDERS = tuple(MAKERS)
 _PATIENCE_S = 300
 MIB = 1 << 20
 #: Seconds that a keeper may take to begin, or to end.
@@ -86,25 +90,29 @@ def measure(contender: str, options: argparse.Namespace, folder: Path) -> dict[s
 def _measure(contender: str, options: argparse.Namespace, folder: Path, sockets: str | None) -> dict[str, Any]:
     mib, kib_each = options.mib, options.kib_each
     paths = [folder / f"step-{number}" for number in range(options.saves)]
-    saving = Job("the trainer", 1, Trainer, _PATIENCE_S, daemon=False)
-    loading = Job("the restarted trainer", 1, Trainer, _PATIENCE_S, daemon=False)
     try:
-        nbytes = saving("build", mib, 1, kib_each)[0]
-        saving("open", contender, sockets)
-        saves = saving("save", paths, options.unloaded, options.warm_up, options.neighbours)[0]
-        sample: dict[str, Any] = {"bytes": nbytes, "saves": saves}
-        if contender != FLOOR:
+        with Job("the trainer", 1, Trainer, _PATIENCE_S, daemon=False) as saving:
+            nbytes = saving("build", mib, 1, kib_each)[0]
+            ways = saving("open", contender, sockets)[0]
+            saves = saving("save", paths, options.unloaded, options.warm_up, options.neighbours)[0]
             saving("close")
-            loading("build", mib, 2, kib_each)
-            loading("open", contender, sockets)
-            sample["load_s"] = loading("load", paths[-1])[0]
-            sample["equal"] = loading("equals", mib, 1, kib_each)[0]
-            loading("close")
+        sample: dict[str, Any] = {"bytes": nbytes, "saves": saves, "loads": {}, "equal": True}
+        for way in ways:
+            with Job("the restarted trainer", 1, Trainer, _PATIENCE_S, daemon=False) as loading:
+                loading("build", mib, 2, kib_each)
+                loading("open", contender, sockets)
+                sample["loads"][way] = loading("load", paths[-1], way)[0]
+                sample["equal"] = sample["equal"] and loading("equals", mib, 1, kib_each)[0]
+                loading("close")
     finally:
-        saving.end()
-        loading.end()
         shutil.rmtree(folder, ignore_errors=True)
     return sample
+
+
+def _quickest_load(samples: list[dict[str, Any]]) -> tuple[str, list[float]]:
+    """Returns the way to load with the lowest median, and its seconds."""
+    ways = {way: [s["loads"][way] for s in samples if way in s["loads"]] for s in samples for way in s["loads"]}
+    return min(ways.items(), key=lambda item: statistics.median(item[1]), default=("", []))
 
 
 def _spread(values: list[float], digits: int, scale: float = 1.0) -> str:
@@ -135,7 +143,7 @@ def as_text(results: dict[str, Any]) -> str:
         still = [save["stand_still_s"] for save in later]
         rates = [save["rate"] for save in later if save.get("rate") is not None]
         durable = [save["durable_s"] for save in later if "durable_s" in save]
-        loads = [s["load_s"] for s in samples if "load_s" in s]
+        way, loads = _quickest_load(samples)
         extra = [float(max(found)) for s in samples if (found := [e["extra"] for e in s["saves"] if "extra" in e])]
         medians[contender] = {
             name: statistics.median(values)
@@ -148,7 +156,7 @@ def as_text(results: dict[str, Any]) -> str:
             _spread(still, 0, 1e3),
             _spread(rates, 2),
             _spread(durable, 0, 1e3),
-            _spread(loads, 0, 1e3),
+            _spread(loads, 0, 1e3) + (f", {way}" if way not in ("", "load") else ""),
             _spread(extra, 0, 1 / MIB),
         ]
         lines.append(f"| {' | '.join(cells)} |")
@@ -166,11 +174,6 @@ def _summary(medians: dict[str, dict[str, float]]) -> list[str]:
                 best = min(rivals, key=lambda name: rivals[name])
                 ratio = rivals[best] / medians[ours][key]
                 lines.append(f"{ours} {what} {ratio:.2f} times as fast as the best of the others ({best})")
-    for rival, key, what in ((TORCH, "durable", "is durable"), (SAVE, "load", "loads")):
-        for ours in (OURS, KEEPER):
-            if key in medians.get(ours, {}) and key in medians.get(rival, {}):
-                ratio = medians[rival][key] / medians[ours][key]
-                lines.append(f"{ours} {what} {ratio:.2f} times as fast as {rival}")
     for ours in (OURS, KEEPER):
         for key, what in (("still", "stands still"), ("load", "loads")):
             if key in medians.get(ours, {}) and FLOOR in medians:

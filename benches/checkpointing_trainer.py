@@ -8,30 +8,19 @@ import subprocess
 import sys
 import threading
 import time
-from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 
-from dcp_ranks import _copy_plainly
+from checkpointers import MAKERS, PlainCopy, Saver
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-OURS, KEEPER = "tensorferry", "tensorferry, keeper"
-#: The name of the keeper, whose sockets are in a folder of the contender's.
-KEEPER_NAME = "bench"
-TORCH = "torch AsyncCheckpointer"
-THREAD, PROCESS = "dcp.async_save, thread", "dcp.async_save, process"
-MANAGER = "torch_checkpointing"
-SAVE = "torch.save"
-FLOOR = "a plain copy"
-CONTENDERS = (FLOOR, OURS, KEEPER, TORCH, THREAD, PROCESS, MANAGER, SAVE)
 #: Tensors of a state: so many large ones, and small ones beside each.
 _LARGE, _SMALL = 32, 16
-_PATIENCE_S = 240
+_CORES = os.cpu_count() or 1
 
 
 def state(mib: int, seed: int, kib_each: int = 0) -> dict[str, torch.Tensor]:
@@ -99,111 +88,6 @@ class Peak:
         return max(0, self.bytes - self._before)
 
 
-class Saver:
-    """One contender's way to save and to load; made in the process that trains.
-
-    ``save`` returns when the training loop may go on and change the state, with a future for the end of the write.
-    """
-
-    def __init__(self, contender: str, sockets: str | None) -> None:
-        self.contender = contender
-        #: Processes that work for it besides descendants of this one.
-        self.others: list[int] = []
-        self._closers: list[Callable[[], object]] = []
-        self._made: Any = None
-        if contender in (OURS, KEEPER):
-            from tensorferry.checkpointing import Keeper, make_async_checkpointer
-
-            keeper = None
-            if sockets is not None:
-                os.environ["TENSORFERRY_KEEPER_DIR"] = sockets
-                keeper = Keeper(KEEPER_NAME)
-                self.others = [int(keeper.status()["pid"])]
-            self._made = make_async_checkpointer(keeper=keeper)
-        elif contender == TORCH:
-            self._made = _torch_checkpointer()
-        elif contender == MANAGER:
-            self._made = _manager()
-        if self._made is not None:
-            self._closers.append(self._made.close)
-
-    def save(self, held: dict[str, torch.Tensor], path: Path) -> Future[Any] | None:
-        """Saves; returns when the state may change, with a future of the end of the write if that goes on."""
-        if self.contender == FLOOR:
-            if self._made is None:
-                self._made = {name: torch.empty_like(value) for name, value in held.items()}
-            _copy_plainly([(self._made[name], value) for name, value in held.items()])
-            return None
-        if self.contender in (OURS, KEEPER):
-            staged, written = self._made.save(held, str(path))
-            staged.result(_PATIENCE_S)
-            return written
-        if self.contender == TORCH:
-            staged, written = self._made.save(str(path), held)
-            staged.result(_PATIENCE_S)
-            return written
-        if self.contender in (THREAD, PROCESS):
-            from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
-
-            kind = AsyncCheckpointerType.THREAD if self.contender == THREAD else AsyncCheckpointerType.PROCESS
-            writer = dcp.FileSystemWriter(path)
-            return dcp.async_save(held, storage_writer=writer, async_checkpointer_type=kind)
-        if self.contender == MANAGER:
-            self._made.save(str(path), {"state": held})
-            self._made._staging_future.result(_PATIENCE_S)
-            return self._made._write_future
-        torch.save(held, path)
-        return None
-
-    def load(self, held: dict[str, torch.Tensor], path: Path) -> None:
-        """Loads into the tensors of ``held``."""
-        if self.contender in (OURS, KEEPER) or self.contender == TORCH:
-            self._made.load(str(path), held)
-        elif self.contender in (THREAD, PROCESS):
-            dcp.load(held, storage_reader=dcp.FileSystemReader(path))
-        elif self.contender == MANAGER:
-            loaded = self._made.load(str(path), {"state": held})["state"]
-            for name, value in held.items():
-                if loaded[name] is not value:
-                    value.copy_(loaded[name])
-        else:
-            loaded = torch.load(path, weights_only=True)
-            for name, value in held.items():
-                value.copy_(loaded[name])
-
-    def close(self) -> None:
-        """Ends the contender's processes."""
-        for close in self._closers:
-            close()
-
-
-def _torch_checkpointer() -> Any:
-    from torch.distributed.checkpoint._experimental.builder import make_async_checkpointer
-    from torch.distributed.checkpoint._experimental.config import CheckpointerConfig
-    from torch.distributed.checkpoint._experimental.staging import CheckpointStagerConfig
-
-    # Its defaults need an accelerator.
-    staging = CheckpointStagerConfig(
-        use_pinned_memory=False, use_shared_memory=True, use_async_staging=True, use_non_blocking_copy=False
-    )
-    return make_async_checkpointer(CheckpointerConfig(staging_config=staging))
-
-
-def _manager() -> Any:
-    from torch_checkpointing import CheckpointManager
-    from torch_checkpointing.config import AsyncCheckpointSaverConfig
-    from torch_checkpointing.staging import CheckpointStagerConfig
-    from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
-
-    staging = CheckpointStagerConfig(
-        use_pinned_memory=False, use_shared_memory=True, use_async_staging=True, use_non_blocking_copy=False
-    )
-    # By default it opens files with O_DIRECT, and its writes then fail on ext4, which wants them aligned.
-    storage = LocalFileSystemStorageConfig(use_direct_io=False)
-    saving = AsyncCheckpointSaverConfig(staging_config=staging)
-    return CheckpointManager(CheckpointManager.Config(save=saving, storage_config=storage))
-
-
 def _on_disk(path: Path) -> None:
     """Synchronises a checkpoint, for contenders that leave that to the system."""
     for file in [path, *path.rglob("*"), path.parent]:
@@ -224,6 +108,16 @@ def _neighbours(count: int) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def _all_cores() -> Iterator[None]:
+    """While the block runs, torch has a thread for each core; the loop has one, which leaves cores for a write."""
+    torch.set_num_threads(_CORES)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(1)
+
+
 class Trainer:
     """A rank of one: a state, a training loop, and a contender."""
 
@@ -240,9 +134,13 @@ class Trainer:
         self.held = state(mib, seed, kib_each)
         return sum(value.nbytes for value in self.held.values())
 
-    def open(self, contender: str, sockets: str | None) -> None:
-        """Makes the contender's checkpointer; `sockets` is the folder by which a keeper is found, if there is one."""
-        self._saver = Saver(contender, sockets)
+    def open(self, contender: str, sockets: str | None) -> list[str]:
+        """Makes the contender's checkpointer; `sockets` is the folder by which a keeper is found, if there is one.
+
+        Returns the names of its ways to load.
+        """
+        self._saver = MAKERS[contender](sockets)
+        return list(self._saver.loads())
 
     def _step(self) -> None:
         """One step of training: some milliseconds of arithmetic and a small update."""
@@ -273,27 +171,30 @@ class Trainer:
         unloaded = steps / seconds
         peak = Peak(self._saver.others) if watched else None
         began = time.perf_counter()
-        written = self._saver.save(self.held, path)
+        with _all_cores():
+            written = self._saver.save(self.held, path)
         stood_still = time.perf_counter() - began
         sample: dict[str, Any] = {"stand_still_s": stood_still}
         if written is not None:
             steps, seconds = self._steps(written.done)
             written.result()
             sample["rate"] = steps / seconds / unloaded if seconds > 0.05 else None
-        if self._saver.contender != FLOOR:
-            if self._saver.contender not in (OURS, KEEPER):
+        if not isinstance(self._saver, PlainCopy):
+            if not self._saver.durable:
                 _on_disk(path)
             sample["durable_s"] = time.perf_counter() - began
         if peak is not None:
             sample["extra"] = peak.extra()
         return sample
 
-    def load(self, path: Path) -> float:
-        """Loads into the state; returns the seconds."""
+    def load(self, path: Path, way: str) -> float:
+        """Loads into the state in one of the contender's ways; returns the seconds."""
         assert self._saver is not None
-        began = time.perf_counter()
-        self._saver.load(self.held, path)
-        return time.perf_counter() - began
+        load = self._saver.loads()[way]
+        with _all_cores():
+            began = time.perf_counter()
+            load(self.held, path)
+            return time.perf_counter() - began
 
     def equals(self, mib: int, seed: int, kib_each: int) -> bool:
         """Returns whether the state is now that of `seed`."""

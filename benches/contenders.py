@@ -82,7 +82,7 @@ def version(library: str) -> str | None:
 
 def choose(row: Row, have_ours: bool, *, full: bool) -> list[Contender]:
     """Return the contenders of a row in their default order."""
-    chunks = (0, 4, 8) if full and row.floor else (0, 4)
+    chunks = (0, 2, 4, 8) if full and row.floor else (0, 2, 4)
     names = [*(f"{THEIRS}:{count}" for count in chunks), GLOO]
     names += [f"{GLOO}+inplace"] if row.in_place else []
     if have_ours:

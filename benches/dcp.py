@@ -2,7 +2,9 @@
 
 The same states, the same disk, the same minutes: every measurement is made by fresh processes, contenders take turns
 within a round, forwards in even rounds and backwards in odd ones, and the table gives medians. Saves end when the bytes
-are on the disk, for all contenders; loads go into tensors that exist. Files are read twice: right after the save, with
+are on the disk, for all contenders; loads go into tensors that exist. Torch has as many threads as there are cores for
+each rank, writes no CRC-32, which its loads do not compare, and maps what `torch.save` wrote; "threads" are as many
+files at a time as there are cores. Files are read twice: right after the save, with
 the share of them that the kernel's page cache holds then, and once more after they were dropped from it. The floor is a
 plain copy of as many bytes, from memory to memory, by as many threads as FileReader has.
 """
@@ -24,7 +26,10 @@ from machine import facts, others_busy
 sys.path.append(str(Path(__file__).parents[1] / "examples" / "reshard"))
 from ranks import Job, RankFailed
 
-_DCP = ("tensorferry files", "tensorferry peers", "FileSystemWriter", "HuggingFaceStorage")
+_DCP = (
+    *("tensorferry files", "tensorferry peers", "FileSystemWriter", "FileSystemWriter threads"),
+    *("HuggingFaceStorage", "HuggingFaceStorage threads"),
+)
 CONTENDERS = (FLOOR, *_DCP, *(name for name in ALONE if name != FLOOR))
 #: How many ranks save, and how many load.
 WORLDS = {"large": (1, 1), "small": (1, 1), "reshard": (4, 3)}

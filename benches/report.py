@@ -225,6 +225,8 @@ class TableLine:
     memory: str
     seconds: dict[str, float]
     """medians: "HTTPTransport", "PGTransport", "tensorferry", "tensorferry, sockets", as far as there are any"""
+    chunks: int | None
+    """with how many chunks HTTPTransport took that time"""
     ratios: dict[str, dict[str, float]]
     """the two of ours: how many times as fast as the best rival"""
     refused: str | None
@@ -237,6 +239,7 @@ def table_lines(results: dict[str, Any]) -> list[TableLine]:
         for name in row["table"]:
             seconds: dict[str, float] = {}
             ratios: dict[str, dict[str, float]] = {}
+            chunks = None
             # HTTPTransport has no receive in place: there it is shown with what it does, a receive into fresh memory.
             fresh = {"in place": "first", "in place, second": "second"}.get(name)
             for line in row["summary"]["lines"]:
@@ -247,12 +250,13 @@ def table_lines(results: dict[str, Any]) -> list[TableLine]:
                 median = line["seconds"]["median"]
                 if column not in seconds or median < seconds[column]:
                     seconds[column] = median
+                    chunks = contender.chunks if contender.library == THEIRS else chunks
                 if contender.library == OURS and line["speedup"]:
                     ratios[column] = line["speedup"]
             if seconds:
                 label = f"{row['title']}, {'first' if name == 'cold' else name}"
                 refused = next(iter(row["summary"]["refused"].values()), None)
-                found.append(TableLine(label, LINES[name], seconds, ratios, refused))
+                found.append(TableLine(label, LINES[name], seconds, chunks, ratios, refused))
     return found
 
 
@@ -265,7 +269,16 @@ def _column(contender: Contender) -> str:
     return COLUMNS[0] if contender.library == THEIRS else COLUMNS[1]
 
 
-_HEAD = ["receive", "memory", "HTTPTransport ms", "PGTransport ms", "tensorferry ms", "ratio", "sockets ms", "ratio"]
+_HEAD = [
+    "receive",
+    "memory",
+    "HTTPTransport ms (chunks)",
+    "PGTransport ms",
+    "tensorferry ms",
+    "ratio",
+    "sockets ms",
+    "ratio",
+]
 
 
 def _cells(line: TableLine) -> list[str]:
@@ -278,7 +291,8 @@ def _cells(line: TableLine) -> list[str]:
     return [
         line.title,
         line.memory,
-        *(time(column) for column in COLUMNS[:3]),
+        time(COLUMNS[0]) + (f" ({line.chunks})" if line.chunks is not None else ""),
+        *(time(column) for column in COLUMNS[1:3]),
         _show(line.ratios.get(ours)),
         time(sockets),
         _show(line.ratios.get(sockets)),
@@ -308,8 +322,9 @@ def _notes(results: dict[str, Any]) -> list[str]:
     )
     notes = [
         "Milliseconds of `recv_checkpoint`: medians. Ratio: the median of the best rival by ours, in brackets the "
-        "lowest and highest within a round. Each transport at its best: HTTPTransport with 0 or 4 chunks, PGTransport "
-        "over gloo, and in place where the line says so, which HTTPTransport cannot. Ours verifies all it receives.",
+        "lowest and highest within a round. Each transport at its best: HTTPTransport with as many chunks as are in "
+        "brackets, of 0, 2 and 4, PGTransport over gloo, and in place where the line says so, which HTTPTransport "
+        "cannot. Ours verifies all it receives.",
         f'Memory that the bytes come into: "backed" was released by another process right before '
         f"({memory['backed']:.2g} GB/s). {cold}.",
     ]

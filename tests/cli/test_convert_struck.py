@@ -108,7 +108,7 @@ for command in commands:
     if command == "read-only":
         must(libc.mount(b"tmpfs", disk.encode(), None, 32 | 1, None))
         continue
-    done = subprocess.run([sys.executable, "-m", "tensorferry", *command], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-m", "tensorferry", *command], capture_output=True, text=True, timeout=110)
     told.append([done.returncode, done.stderr, sorted(os.listdir(disk))])
 print(json.dumps(told))
 """
@@ -150,7 +150,7 @@ def test_two_pulls_into_one_file(publish: Callable[..., str], run: Callable[...,
         told = run("pull", metadata, "-o", output, "--no-same-host", "--timeout", "10")
         assert told.status == exits.USAGE
         assert "another process is downloading" in told.err
-        assert first.wait(timeout=60) == 0
+        assert first.wait(timeout=110) == 0
     assert_same_state(load_file(output), state())
     assert os.listdir(tmp_path) == ["a"]
 

@@ -48,7 +48,7 @@ def header_file(path: Path, header: dict[str, Any], payload: bytes) -> Path:
 def in_a_process(*arguments: object, **options: Any) -> subprocess.CompletedProcess[bytes]:
     """Runs the command in a process of its own, which may end by a signal or without standard output."""
     command = [sys.executable, "-m", "tensorferry", *map(str, arguments)]
-    return subprocess.run(command, timeout=60, check=False, **{"capture_output": True, **options})
+    return subprocess.run(command, timeout=110, check=False, **{"capture_output": True, **options})
 
 
 def test_tensors_without_memory_do_not_end_the_process(tmp_path: Path) -> None:
@@ -139,7 +139,7 @@ def test_outputs_that_are_closed_full_or_ascii(tmp_path: Path) -> None:
     assert told.returncode == exits.OK, told.stderr
     assert rb"\xe9\u202e" in told.stdout
     closed = f'exec "{sys.executable}" -m tensorferry inspect "{path}" >&- 2>&-'
-    assert subprocess.run(["sh", "-c", closed], timeout=60, check=False).returncode == exits.OK
+    assert subprocess.run(["sh", "-c", closed], timeout=110, check=False).returncode == exits.OK
     with open("/dev/full", "wb") as full:
         told = in_a_process("inspect", path, capture_output=False, stdout=full, stderr=subprocess.PIPE)
     assert told.returncode == 14

@@ -104,7 +104,7 @@ def test_a_pull_that_begins_during_a_conversion_into_the_same_name(
 
     def write(*arguments: Any) -> Any:
         with command("pull", metadata, "-o", output, "--quiet") as process:
-            pulled.append(process.wait(timeout=60))
+            pulled.append(process.wait(timeout=110))
         return written(*arguments)
 
     monkeypatch.setattr(conversion.Conversion, "_write", write)
@@ -123,7 +123,7 @@ def test_a_second_conversion_waits_for_the_first(
 
     def write(*arguments: Any) -> Any:
         with command("convert", tmp_path / "a.pt", tmp_path / "out", "--to", "dcp") as process:
-            _, err = process.communicate(timeout=60)
+            _, err = process.communicate(timeout=110)
         second.append((process.returncode, err))
         return written(*arguments)
 
@@ -230,7 +230,7 @@ class TestPull:
             until(lambda: any(path.stat().st_size > 12 << 20 for path in tmp_path.glob("*a.*partial")), process)
             [partial] = tmp_path.glob("*a.*partial")
             os.truncate(partial, 4096)
-            _, err = process.communicate(timeout=60)
+            _, err = process.communicate(timeout=110)
         assert process.returncode == 14, err
         assert "was shortened by another process" in err
         assert not output.exists()
@@ -260,7 +260,7 @@ class TestPull:
             report = fetch(self)
             if first.acquire(blocking=False):
                 with command("pull", other, "-o", output, "--quiet") as process:
-                    assert process.wait(timeout=60) == 0
+                    assert process.wait(timeout=110) == 0
             return report
 
         monkeypatch.setattr(download.Download, "fetch", fetched)

@@ -295,7 +295,7 @@ class TestTop:
                 [sys.executable, "-m", "tensorferry", "top", "--every", "0.1", where], stdout=subprocess.PIPE, text=True
             )
             try:
-                assert second.wait(60)
+                assert second.wait(110)
                 process.send_signal(2)
                 out, _ = process.communicate(timeout=20)
             finally:

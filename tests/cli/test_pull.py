@@ -290,7 +290,7 @@ def test_a_bar_is_drawn_on_a_terminal(publish: Any, tmp_path: Path) -> None:
         with contextlib.suppress(OSError):  # EIO: the process has ended.
             while part := os.read(ours, 1 << 16):
                 drawn += part
-        assert bar.wait(timeout=60) == 0
+        assert bar.wait(timeout=110) == 0
     os.close(ours)
     assert b"fetching" in drawn
     assert b"lanes" in drawn

@@ -150,7 +150,7 @@ def test_a_change_in_the_middle_of_a_pull(change: str, tmp_path: Path) -> None:
         with command("pull", metadata, "-o", output, "--no-same-host", "--timeout", "20") as pull:
             until(lambda: any(map(any_bytes, incomplete(output))), pull)
             apply(path)
-            _, err = pull.communicate(timeout=60)
+            _, err = pull.communicate(timeout=110)
         if changes:
             assert pull.returncode in {9, 12}, err
             assert not output.exists()
@@ -336,5 +336,5 @@ assert view[500_000] == 0 and not pages.is_unchanged
 print("ready", flush=True)
 other[500_000]
 """
-    done = subprocess.run([sys.executable, "-c", block], capture_output=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", block], capture_output=True, timeout=110, check=False)
     assert (done.returncode, done.stdout) == (-signal.SIGBUS, b"ready\n"), done.stderr

@@ -41,7 +41,7 @@ for arguments in (
     assert out.getvalue() or arguments[0] == "diff", arguments
     assert "torch" not in sys.modules and "numpy" not in sys.modules, arguments
 """
-    subprocess.run([sys.executable, "-c", block], timeout=60, check=True)
+    subprocess.run([sys.executable, "-c", block], timeout=110, check=True)
 
 
 def test_help_imports_nothing_that_takes_long() -> None:
@@ -54,13 +54,13 @@ with contextlib.redirect_stdout(io.StringIO()):
 slow = ("asyncio", "concurrent.futures", "importlib.metadata", "multiprocessing", "ssl", "urllib.request", "zipfile")
 assert not [name for name in slow if name in sys.modules]
 """
-    subprocess.run([sys.executable, "-c", block], timeout=60, check=True)
+    subprocess.run([sys.executable, "-c", block], timeout=110, check=True)
 
 
 @pytest.mark.parametrize("package", ["cyclopts", "rich"])
 def test_without_the_extra_the_command_says_what_to_install(package: str) -> None:
     block = f"import sys; sys.modules[{package!r}] = None; from tensorferry.cli import main; sys.exit(main(['--help']))"
-    done = subprocess.run([sys.executable, "-c", block], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", block], capture_output=True, text=True, timeout=110, check=False)
     assert done.returncode == 2
     assert done.stderr.splitlines() == [
         f"tensorferry: the command line needs the package {package}: pip install 'tensorferry[cli]'"
@@ -69,7 +69,7 @@ def test_without_the_extra_the_command_says_what_to_install(package: str) -> Non
 
 def test_another_missing_module_is_not_taken_for_the_extra() -> None:
     block = "import sys; sys.modules['json'] = None; from tensorferry.cli import main; main(['--help'])"
-    done = subprocess.run([sys.executable, "-c", block], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", block], capture_output=True, text=True, timeout=110, check=False)
     assert "ModuleNotFoundError" in done.stderr
     assert "tensorferry[cli]" not in done.stderr
 

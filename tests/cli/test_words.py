@@ -140,7 +140,7 @@ def test_an_interrupt_is_said_once(publish: Callable[..., str], tmp_path: Path) 
     with command("pull", metadata, "-o", tmp_path / "a", "--no-same-host", "--quiet") as process:
         until(lambda: incomplete(tmp_path / "a") != [], process)
         process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=110)
     assert err.splitlines()[-1] == "tensorferry: interrupted: ended by Ctrl-C"
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import multiprocessing.connection
 import os
 import queue
 import signal
@@ -47,11 +48,19 @@ class Host:
             f"import placed; placed.serve({self._listener.address!r})"
         )
         self._process = subprocess.Popen([sys.executable, "-W", "ignore", "-c", code], stdin=subprocess.DEVNULL)
-        self._orders = self._listener.accept()
+        self._orders = None
         self._jobs = {}
+
+    def _started(self):
+        """Waits until the host has imported everything; a test without time for that leaves it to the next."""
+        while self._orders is None:
+            if multiprocessing.connection.wait([self._listener._listener._socket], 1):
+                self._orders = self._listener.accept()
+            assert self._process.poll() is None, f"the host of {self.release} has ended with {self._process.poll()}"
 
     def job(self, world):
         """The job of so many ranks, made when it is first asked for."""
+        self._started()
         if world not in self._jobs or not self._jobs[world].alive:
             self._jobs[world] = Job(self, world)
         return self._jobs[world]
@@ -74,7 +83,10 @@ class Host:
     def end(self):
         """Ends all ranks and the host."""
         self.end_jobs()
-        self._orders.close()
+        if self._orders is None:
+            self._process.kill()
+        else:
+            self._orders.close()
         try:
             self._process.wait(20)
         except subprocess.TimeoutExpired:

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 CONTENDERS = ["a plain copy", "tensorferry", "tensorferry, keeper", "torch.save"]
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 def test_the_bench_of_checkpointers_runs(tmp_path):
     results_path = tmp_path / "results.json"
     command = [
@@ -25,7 +25,7 @@ def test_the_bench_of_checkpointers_runs(tmp_path):
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, start_new_session=True
     ) as bench:
         try:
-            out, err = bench.communicate(timeout=100)
+            out, err = bench.communicate(timeout=280)
         except subprocess.TimeoutExpired:
             end(bench)  # and the trainers with it
             raise
@@ -40,8 +40,10 @@ def test_the_bench_of_checkpointers_runs(tmp_path):
         assert ["extra" in save for save in sample["saves"]] == [True, False]
         if sample["contender"] != "a plain copy":
             assert sample["equal"] is True
-            assert sample["load_s"] > 0
+            assert sample["loads"]
+            assert all(seconds > 0 for seconds in sample["loads"].values())
             assert all(save["durable_s"] > 0 for save in sample["saves"])
+    assert {*results["samples"][-1]["loads"]} == {"torch.load", "mapped"}
     for name in CONTENDERS:
         assert f"| {name} | " in out
     for line in ("tensorferry, keeper loads ", "tensorferry is durable ", "times as long as a plain copy takes"):

@@ -13,6 +13,8 @@ from processes import end
 ROOT = Path(__file__).parents[2]
 pytest.importorskip("torchft")
 pytest.importorskip("matplotlib")
+#: A bench starts dozens of processes.
+pytestmark = pytest.mark.timeout(300)
 
 
 def run_bench(*arguments):
@@ -21,7 +23,7 @@ def run_bench(*arguments):
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, start_new_session=True
     ) as bench:
         try:
-            out, err = bench.communicate(timeout=100)
+            out, err = bench.communicate(timeout=280)
         except subprocess.TimeoutExpired:
             end(bench)  # and the measuring processes with it
             raise
@@ -223,7 +225,7 @@ def test_a_state_that_a_rival_refuses_is_marked(bench):
     samples = [sample("torchft:0", 0, 1.0), sample("tensorferry", 0, 0.5)]
     samples.append({"contender": "gloo", "round": 0, "memory": "backed", "refused": "AssertionError: standard tensors"})
     table = bench("report").as_markdown(results_of(bench, samples))
-    assert "| a state, first | backed | 1000 | refused | 500 | 2 | - | - |" in table
+    assert "| a state, first | backed | 1000 (0) | refused | 500 | 2 | - | - |" in table
     assert "Refused by PGTransport (gloo): AssertionError: standard tensors." in table
 
 
@@ -244,7 +246,7 @@ def test_checkpoints_are_measured_beside_torchs(tmp_path):
         "--contenders", "tensorferry files,tensorferry peers,FileSystemWriter,safetensors",
         "--json", str(results_path), "--folder", str(tmp_path),
     ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr
     results = json.loads(results_path.read_text())
     assert [row["name"] for row in results["rows"]] == ["large", "reshard"]

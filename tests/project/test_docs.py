@@ -326,7 +326,7 @@ def test_the_two_jobs_that_reshard(tmp_path: Path):
             job.wait_for("")
             time.sleep(0.05)
         done = subprocess.run(
-            [sys.executable, *load], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+            [sys.executable, *load], cwd=tmp_path, capture_output=True, text=True, timeout=110, check=False
         )
         assert done.returncode == 0, done.stderr
         assert done.stdout == "loaded\n"
@@ -368,7 +368,7 @@ for snapshot in ("borrow", "copy"):
 @pytest.mark.timeout(500)
 def test_the_wheel_passes_its_tests_without_numpy(tmp_path: Path):
     python = make_environment(tmp_path / "env", "pytest", "pytest-timeout", "hypothesis")
-    listed = subprocess.run([python, "-c", "import numpy"], capture_output=True, text=True, timeout=60, check=False)
+    listed = subprocess.run([python, "-c", "import numpy"], capture_output=True, text=True, timeout=110, check=False)
     assert "No module named 'numpy'" in listed.stderr
     files = [f"tests/{name}.py" for name in WITHOUT_NUMPY]
     command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow"]
@@ -416,9 +416,9 @@ def test_the_readme_is_short():
 
 def test_the_table_of_the_readme_can_be_checked_by_eye():
     tables = [
-        re.search(r"^<!-- benchmark: begin -->\n(.*?)^<!-- benchmark: end -->", (ROOT / page).read_text(), re.M | re.S)[
-            1
-        ]
+        re.search(
+            r"^<!-- figures heal: begin -->\n(.*?)^<!-- figures heal: end -->", (ROOT / page).read_text(), re.M | re.S
+        )[1]
         for page in ("README.md", "docs/index.md")
     ]
     assert tables[0] == tables[1]
@@ -470,7 +470,7 @@ def verbs() -> set[str]:
 
 def suite_help() -> str:
     command = [sys.executable, "-m", "tensorferry.testing", "--help"]
-    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=110).stdout
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
@@ -487,7 +487,7 @@ def test_what_console_blocks_run_exists():
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     options = suite_help()
     command = [sys.executable, "-m", "tensorferry.checkpointing.keeper", "--help"]
-    keeper = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
+    keeper = subprocess.run(command, check=True, capture_output=True, text=True, timeout=110).stdout
     convert = (ROOT / "python/tensorferry/megatron/convert.py").read_text()
     for block in blocks("console"):
         for line in block.code.splitlines():
@@ -538,7 +538,7 @@ def test_scripts_and_manifests_are_well_formed():
     assert scripts
     assert manifests
     for page, code in scripts:
-        done = subprocess.run(["bash", "-n"], input=code, capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(["bash", "-n"], input=code, capture_output=True, text=True, timeout=110, check=False)
         assert done.stderr == "", f"{page}: {code}"
         for name in re.findall(r"TENSORFERRY_[A-Z_]+", code):
             assert name in VARIABLES, f"{page}: nothing reads {name}"
@@ -585,7 +585,7 @@ def test_every_example_shows_what_is_logged():
 @functools.cache
 def command_help(verb: str) -> str:
     command = [sys.executable, "-m", "tensorferry", verb, "--help"]
-    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=110).stdout
 
 
 def test_the_reference_of_the_command_has_every_verb_and_status():

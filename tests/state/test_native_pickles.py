@@ -412,7 +412,7 @@ def test_a_mistake_of_the_native_code_is_not_hidden(module: Any, name: str, monk
     monkeypatch.setattr(module, name, fails)
     whole = torch.arange(9.0)
     with pytest.raises(ZeroDivisionError, match="a mistake of ours"):
-        StateSnapshot({"a": 1.5, "v": whole[2:4], "whole": whole, "n": np.arange(3)}, Stager(ACCELERATOR), "borrow")
+        StateSnapshot({"a": 1.5, "v": whole[2:4], "whole": whole, "n": np.arange(3)}, HostStager(ACCELERATOR), "borrow")
     assert calls == 1
 
 

@@ -99,7 +99,7 @@ def damage(path: Path, offset: int) -> None:
 
 def until(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
     """Waits for a condition while a process runs."""
-    end = time.monotonic() + 60
+    end = time.monotonic() + 110
     while not condition():
         assert time.monotonic() < end
         assert process.poll() is None, process.communicate()[1]

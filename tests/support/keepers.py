@@ -25,7 +25,7 @@ from tensorferry.pickles.allowlist import Allowed
 from tensorferry.state.load import receive
 from tensorferry.state.snapshot import StateSnapshot
 
-PATIENCE = 30.0
+PATIENCE = 60.0
 
 
 def eventually(what: str, true: Any, patience: float = PATIENCE) -> Any:
