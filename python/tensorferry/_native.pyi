@@ -40,8 +40,8 @@ __all__ = [
     "_interfaces",
     "_memory_limit",
     "_number_of_storage",
-    "_pickle_numbers",
     "_pickle_objects",
+    "_pickle_plain",
     "_reach",
     "_read_file",
     "_rename_new",
@@ -396,7 +396,7 @@ class Rows:
     def names_are_regular(self) -> bool: ...
     def rename(self, names: list[str]) -> None: ...
 
-def _pickle_numbers(rows: Rows) -> bytes | None: ...
+def _pickle_plain(rows: Rows, ordered: type | None) -> tuple[bytes, int | None] | None: ...
 def _pickle_objects(
     rows: Rows,
     foreign: Callable[[Any, int], bytes | None],

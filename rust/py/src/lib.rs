@@ -28,6 +28,7 @@ mod machine;
 mod memory;
 mod objects;
 mod pickle;
+mod plain_objects;
 mod readiness;
 mod remote;
 mod report;
@@ -62,9 +63,10 @@ mod _native {
     use crate::memory::{PyArena, PyFilePages, PyHostView, PyPart, PySharedBuffer, checksum_memory, copy_memory};
     #[pymodule_export]
     use crate::objects::{
-        add_pieces, describe_objects, describe_shards, number_of_storage, pickle_numbers, pickle_objects, reach,
-        restart,
+        add_pieces, describe_objects, describe_shards, number_of_storage, pickle_objects, reach, restart,
     };
+    #[pymodule_export]
+    use crate::plain_objects::pickle_plain;
     #[pymodule_export]
     use crate::readiness::PyReadiness;
     #[pymodule_export]

@@ -618,7 +618,7 @@ struct Walk<'a, 'py> {
 }
 
 /// What was read, nothing where that failed: Python then reads the tensor, or says why it cannot be sent.
-fn left_to_python<T>(py: Python<'_>, read: PyResult<Option<T>>) -> PyResult<Option<T>> {
+pub(crate) fn left_to_python<T>(py: Python<'_>, read: PyResult<Option<T>>) -> PyResult<Option<T>> {
     match read {
         Err(error) if error.is_instance_of::<PyException>(py) => Ok(None),
         read => read,
