@@ -73,7 +73,7 @@ sdist: $(VENV)/.deps ## the source distribution, and a wheel that is built from 
 	$(BIN)/python tests/project/check_wheel.py dist/sdist/built
 
 PYTHONS ?= python3.11 python3.12 python3.13
-PYTHONS_ARGS ?= tests/state tests/storage tests/net tests/memory tests/transport -m 'not slow'
+PYTHONS_ARGS ?= tests/state tests/pickles tests/storage tests/net tests/memory tests/transport -m 'not slow'
 .PHONY: pythons
 pythons: wheel ## the wheel for a release, installed and tested under each of PYTHONS, in an environment of its own
 	for python in $(PYTHONS); do \

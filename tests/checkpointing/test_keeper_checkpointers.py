@@ -21,7 +21,7 @@ from tensorferry.checkpointing.keeper import client
 from tensorferry.errors import InvalidArgument, TensorferryError
 from tensorferry.memory.accelerator import ACCELERATOR
 from tensorferry.memory.bounce import BounceBuffers
-from tensorferry.state.allowlist import Allowed
+from tensorferry.pickles.allowlist import Allowed
 from tensorferry.state.load import receive
 
 MIB = 1 << 20

@@ -43,8 +43,8 @@ from tensorferry.errors import (
 from tensorferry.memory.accelerator import ACCELERATOR
 from tensorferry.memory.bounce import BounceBuffers
 from tensorferry.memory.staging import Stager
+from tensorferry.pickles.allowlist import Allowed
 from tensorferry.state import load
-from tensorferry.state.allowlist import Allowed
 from tensorferry.state.manifest import Manifest
 from tensorferry.state.snapshot import StateSnapshot
 from tensorferry.storage import folder as folder_module

@@ -27,7 +27,7 @@ from tensorferry.checkpointing import CheckpointReader, SyncCheckpointer, load_f
 from tensorferry.cli import exits
 from tensorferry.cli.flags import Serving, Trust
 from tensorferry.cli.places import find
-from tensorferry.cli.serve import Publisher, publishers
+from tensorferry.cli.verbs.serve import Publisher, publishers
 from tensorferry.dcp import FileReader, PeerReader
 from tensorferry.net.serve import start
 
@@ -497,7 +497,7 @@ def test_hostile_files_end_with_a_typed_error(run: Callable[..., Any], tmp_path:
 
 
 def test_an_index_that_leads_out_of_its_folder(run: Callable[..., Any], tmp_path: Path) -> None:
-    from tensorferry.cli.distributed import index_container
+    from tensorferry.cli.leaves.distributed import index_container
     from tensorferry.storage import reserved
 
     fields = {"version": 1, "sources": ["../secret.safetensors"], "state": {}, "planner": None}

@@ -16,7 +16,8 @@ import pytest
 import torch
 
 import tensorferry
-from tensorferry.cli import app, doctor, fleet
+from tensorferry.cli import app, fleet
+from tensorferry.cli.verbs import doctor
 from tensorferry.net import addresses
 
 TIMEOUT = timedelta(seconds=30)

@@ -19,7 +19,7 @@ from tensorferry import join_metadata
 from tensorferry._native import Remote
 from tensorferry.checkpointing import CheckpointReader, load_file
 from tensorferry.cli import exits
-from tensorferry.cli.progress import Progress
+from tensorferry.cli.output.progress import Progress
 from tensorferry.dcp import FileReader, PeerWriter
 from tensorferry.errors import InvalidArgument, ProtocolError, SystemRefused
 from tensorferry.storage.download import Download, partial_of
@@ -266,7 +266,7 @@ def test_a_folder_that_cannot_be_written_to(run: Callable[..., Any], publish: An
 def test_progress_is_lines_without_a_terminal(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tensorferry.cli.progress._EVERY_S", 0.0)
+    monkeypatch.setattr("tensorferry.cli.output.progress._EVERY_S", 0.0)
     with Progress("\x1b[31mfetching") as progress:
         for done in (0, 50, 100):
             progress(done, 100)

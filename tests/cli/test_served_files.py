@@ -21,7 +21,7 @@ from tensorferry.cli import exits, mapped
 from tensorferry.cli.flags import Serving, Trust
 from tensorferry.cli.mapped import ServedFiles
 from tensorferry.cli.places import find
-from tensorferry.cli.serve import Publisher, publishers
+from tensorferry.cli.verbs.serve import Publisher, publishers
 from tensorferry.dcp import FileWriter, PeerReader
 from tensorferry.errors import CorruptCheckpoint, SourceChanged
 from tensorferry.net.serve import start

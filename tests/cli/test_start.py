@@ -14,7 +14,8 @@ import pytest
 import tensorferry
 from commands import command
 from tensorferry import cli, errors
-from tensorferry.cli import app, console, exits
+from tensorferry.cli import app, exits
+from tensorferry.cli.output import console
 
 if TYPE_CHECKING:
     from collections.abc import Callable

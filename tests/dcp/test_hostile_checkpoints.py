@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from
 import tensorferry
 from tensorferry.dcp import FileReader, FileWriter, PeerReader, PeerWriter, index, load_plan, save_plan
 from tensorferry.memory.tensors import room
-from tensorferry.state.allowlist import Allowed
+from tensorferry.pickles.allowlist import Allowed
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.filterwarnings("ignore")]
 

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorP
 
 from tensorferry._native import _file_entries
 from tensorferry.dcp import FileReader, FileWriter, PeerReader, PeerWriter, index
-from tensorferry.state.allowlist import Allowed
+from tensorferry.pickles.allowlist import Allowed
 from tensorferry.storage import reserved
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning", "ignore::FutureWarning")

@@ -136,7 +136,7 @@ def test_a_conversion_takes_no_more_memory_than_its_window(alone, tmp_path):
 
 def convert_and_die(kept, source, output, to):
     """Converts in a forked process, which is killed before it writes the index."""
-    from tensorferry.megatron import convert_outputs
+    from tensorferry.megatron.formats import convert_outputs
 
     pid = os.fork()
     if pid == 0:

@@ -215,7 +215,7 @@ def test_a_stock_source_is_not_read_beyond_what_can_be(name: str, child: Child) 
             PEAK
             + f"""
 from tensorferry.torchft import compat
-from tensorferry.state.allowlist import Allowed
+from tensorferry.pickles.allowlist import Allowed
 reset()
 before = peak()
 try:
@@ -325,7 +325,7 @@ resource.setrlimit(resource.RLIMIT_AS, (12 << 30, 12 << 30))
 {DOUBLED}
 {BODIES}
 from tensorferry.torchft import compat
-from tensorferry.state.allowlist import Allowed
+from tensorferry.pickles.allowlist import Allowed
 stream = compat._Exact(io.BytesIO({HANGS[name]}), 1 << 20)
 started = time.monotonic()
 try:

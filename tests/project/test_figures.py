@@ -16,7 +16,7 @@ KEEPER = f"{PYTHON}checkpointing/keeper/"
 FIGURES = [
     ("reference/security.md", "the last 65,536 nonces", f"{CORE}server/auth.rs", "REMEMBERED: usize = 1 << 16;"),
     ("reference/security.md", "At least 16 bytes", "rust/wire/src/proof.rs", "MIN_SECRET: usize = 16;"),
-    ("reference/security.md", "up to 240 printable ASCII", f"{CORE}server/metrics.rs", "SHOWN: usize = 240;"),
+    ("reference/security.md", "up to 240 printable ASCII", f"{CORE}server/observe/metrics.rs", "SHOWN: usize = 240;"),
     ("reference/security.md", "16 connections at a time", f"{CORE}server/mod.rs", "MAX_OBSERVERS: usize = 16;"),
     ("reference/security.md", "a quarter of the 512", f"{CORE}server/mod.rs", "max_connections: 512,"),
     ("reference/security.md", "a quarter of the 512", f"{CORE}server/mod.rs", "config.max_connections / 4"),
@@ -45,7 +45,12 @@ FIGURES = [
     ),
     ("explanation/decisions.md", "less than 750 MiB", f"{CORE}file/output.rs", "SLOWEST: u64 = 750 << 20;"),
     ("explanation/decisions.md", "up to 2 MiB ahead", f"{CORE}file/read.rs", "AHEAD: u64 = CHUNK / 2;"),
-    ("guides/observability.md", "every two seconds", f"{CORE}server/status_page.rs", r"\"refresh\" content=\"2\""),
+    (
+        "guides/observability.md",
+        "every two seconds",
+        f"{CORE}server/observe/status_page.rs",
+        r"\"refresh\" content=\"2\"",
+    ),
     ("guides/slow-heal.md", "of two seconds or more", f"{PYTHON}net/report.py", "_LONG_S = 2.0"),
     ("guides/slow-heal.md", "a tenth of the rated speed", f"{PYTHON}net/report.py", "_SLOW = 0.1"),
     ("guides/accelerators.md", "two pinned slots of 64 MiB", f"{PYTHON}memory/bounce.py", "SLOT = 64 << 20"),

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import tensorferry
+from tensorferry.pickles.allowlist import Allowed
 from tensorferry.state import manifest, pickling, snapshot
-from tensorferry.state.allowlist import Allowed
 from tensorferry.storage import reserved
 
 if TYPE_CHECKING:

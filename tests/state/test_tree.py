@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 import tensorferry
 from tensorferry._native import Remote, Rows
 from tensorferry.memory.tensors import DTYPE_NAMES
+from tensorferry.pickles.allowlist import Allowed
 from tensorferry.state import tree
-from tensorferry.state.allowlist import Allowed
 from tensorferry.state.snapshot import _padded
 from tensorferry.storage.container import Container
 from tensorferry.storage.reserved import MANIFEST

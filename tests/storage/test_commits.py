@@ -22,7 +22,7 @@ from tensorferry.dcp.removal import remove_keys
 from tensorferry.dcp.save_plan import ABOUT
 from tensorferry.errors import IncompleteCheckpoint, SourceChanged, SystemRefused
 from tensorferry.memory.tensors import no_rows
-from tensorferry.state.allowlist import Allowed
+from tensorferry.pickles.allowlist import Allowed
 from tensorferry.storage import commits, folder, names, reserved
 from tensorferry.storage.container import Container
 
@@ -299,7 +299,7 @@ import sys, time
 from pathlib import Path
 from tensorferry.dcp.removal import remove_keys
 from tensorferry.errors import SourceChanged
-from tensorferry.state.allowlist import Allowed
+from tensorferry.pickles.allowlist import Allowed
 made = 0
 print("ready", flush=True)
 while not Path(sys.argv[2]).exists():

@@ -37,8 +37,8 @@ import tensorferry
 from exchange import Listener
 from tensorferry import HTTPTransport
 from tensorferry.dcp import FileReader, FileWriter, PeerReader, PeerWriter, index
+from tensorferry.pickles.allowlist import Allowed
 from tensorferry.state import snapshot
-from tensorferry.state.allowlist import Allowed
 from tensorferry.storage import reserved
 from tensorferry.torchft import compat
 

@@ -20,8 +20,9 @@ from typing import Any
 import torch
 
 from tensorferry import TensorferryError
-from tensorferry.state import pickling, reviewed
-from tensorferry.state.allowlist import Allowed
+from tensorferry.pickles.allowlist import Allowed
+from tensorferry.pickles.globals import table
+from tensorferry.state import pickling
 
 STORAGE = torch.arange(64, dtype=torch.uint8).untyped_storage()
 
@@ -117,7 +118,7 @@ class Maker:
 
     def __init__(self, seed: int) -> None:
         self.chance = random.Random(seed)
-        self.names = [name for name in dict.fromkeys(reviewed.names()) if _is_there(*name)]
+        self.names = [name for name in dict.fromkeys(table.names()) if _is_there(*name)]
 
     def value(self, depth: int = 4) -> Any:
         chance = self.chance
@@ -235,7 +236,7 @@ class Maker:
 
 def _is_there(module: str, name: str) -> bool:
     try:
-        reviewed.find(module, name)
+        table.find(module, name)
     except LookupError:
         return False
     return True

@@ -18,7 +18,7 @@ from tensorferry.checkpointing.keeper.client import Keeper, _is_running
 from tensorferry.memory.accelerator import ACCELERATOR
 from tensorferry.memory.bounce import BounceBuffers
 from tensorferry.memory.staging import Stager
-from tensorferry.state.allowlist import Allowed
+from tensorferry.pickles.allowlist import Allowed
 from tensorferry.state.load import receive
 from tensorferry.state.snapshot import StateSnapshot
 

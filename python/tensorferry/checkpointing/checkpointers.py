@@ -10,7 +10,7 @@ from typing import Any, cast
 from .. import _validate
 from ..errors import InvalidArgument, TransportClosed
 from ..memory.accelerator import ACCELERATOR
-from ..state.allowlist import Allowed
+from ..pickles.allowlist import Allowed
 from ..storage.places import place_of
 from .latest import find_latest
 from .saving import Keeper, Options, Ranks, Saver, SharedStager

@@ -30,8 +30,9 @@ from ..errors import (
 from ..memory.accelerator import ACCELERATOR
 from ..memory.bounce import BounceBuffers
 from ..memory.tensors import storage_key
-from ..state import archives, part, tree
-from ..state.allowlist import Allowed
+from ..pickles import torch_archives
+from ..pickles.allowlist import Allowed
+from ..state import part, tree
 from ..state.build import Relocate
 from ..state.load import receive, receive_part
 from ..storage import folder as folders
@@ -342,13 +343,13 @@ class _Loading:
     def _from_archive(self, path: Path) -> tuple[Any, list[str]]:
         """Loads what ``torch.save`` wrote."""
         if self._asking is None:
-            return archives.load_file(path, self._allowed, self._map_location), []
+            return torch_archives.load_file(path, self._allowed, self._map_location), []
         wanted = self._records(path)
 
         def stand_in(name: str, nbytes: int) -> torch.Tensor | None:
             return None if wanted is None or name in wanted else _untouched(nbytes)
 
-        state = archives.load_file(path, self._allowed, self._map_location, stand_in)
+        state = torch_archives.load_file(path, self._allowed, self._map_location, stand_in)
         check_placements(state, self._asking)
         return part.fill(self._asking, state, self._strict)
 
@@ -363,7 +364,7 @@ class _Loading:
             return held[-1]
 
         try:
-            state = archives.load_file(path, self._allowed, _here, stand_in)
+            state = torch_archives.load_file(path, self._allowed, _here, stand_in)
             flat = tree.flatten(state)
             chosen = part.Part(flat.tree, flat.objects, self._asking, self._strict)
             needed = part.storages_of(

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable
 from typing import Any
 
-from ..state.allowlist import Allowed
+from ..pickles.allowlist import Allowed
 from . import loading
 from .saving import Ranks
 

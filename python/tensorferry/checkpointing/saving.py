@@ -27,7 +27,7 @@ from ..memory.accelerator import ACCELERATOR, Accelerator
 from ..memory.host_pool import Buffer
 from ..memory.shared import Budget, NoRoom, SharedHostMemory
 from ..memory.staging import Stager
-from ..state.allowlist import REFUSED_LATER, Allowed, RefusalWarnings
+from ..pickles.allowlist import REFUSED_LATER, Allowed, RefusalWarnings
 from ..state.ranks import WITHOUT_NUMPY, lack_numpy
 from ..state.snapshot import StateSnapshot
 from ..storage import folder as folders

@@ -16,7 +16,7 @@ from .._reentry import CallLock
 from ..errors import InvalidArgument, TransportClosed
 from ..memory.accelerator import ACCELERATOR
 from ..memory.staging import Stager as HostStager
-from ..state.allowlist import REFUSED_LATER, Allowed, RefusalWarnings
+from ..pickles.allowlist import REFUSED_LATER, Allowed, RefusalWarnings
 from ..state.snapshot import StateSnapshot
 from ..storage import folder as folders
 from ..storage.folder import FolderSave

@@ -1,7 +1,7 @@
 """The command ``tensorferry``: serves, pulls, shows, compares, verifies and converts checkpoints.
 
-Each verb has a file of its own; ``app.py`` lists them. No verb imports torch unless what it was given needs it. The
-packages that the command line needs come with ``pip install 'tensorferry[cli]'``.
+Each verb has a file of its own in ``verbs/``; ``app.py`` lists them. No verb imports torch unless what it was given
+needs it. The packages that the command line needs come with ``pip install 'tensorferry[cli]'``.
 """
 
 from __future__ import annotations

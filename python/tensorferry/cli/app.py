@@ -1,6 +1,6 @@
 """The application: its verbs, and how an error ends it.
 
-To add a verb, write ``cli/<verb>.py`` with a function of the same name, whose docstring is its help, and add it to
+To add a verb, write ``verbs/<verb>.py`` with a function of the same name, whose docstring is its help, and add it to
 :data:`VERBS`. A verb imports what is heavy inside its function: ``--help`` imports all verbs.
 """
 
@@ -19,7 +19,8 @@ from typing import Any
 from cyclopts import App, CycloptsError, Parameter, UnusedCliTokensError
 
 from ..errors import SystemRefused, TensorferryError, message_of
-from . import console, exits, reflow
+from . import exits
+from .output import console, reflow
 
 #: The verbs, in the order in which the help has them.
 VERBS = ("serve", "pull", "inspect", "diff", "verify", "convert", "doctor", "bench", "top", "completion")
@@ -55,7 +56,7 @@ def application(verbs: Sequence[str] = VERBS) -> App:
         suppress_keyboard_interrupt=False,
     )
     for verb in verbs:
-        app.command(reflow.documented(getattr(import_module(f"{__package__}.{verb}"), verb)), name=verb)
+        app.command(reflow.documented(getattr(import_module(f"{__package__}.verbs.{verb}"), verb)), name=verb)
     return app
 
 

@@ -34,9 +34,9 @@ from ..storage.folder import FolderSave, Index, SaveId, missing_files, read_inde
 from ..storage.pending import pending
 from ..storage.reserved import is_reserved
 from . import mapped_states, numbers
+from .leaves.torch_leaves import values_of
+from .leaves.values import has_elements, whole
 from .places import Kind, Place
-from .torch_leaves import values_of
-from .values import has_elements, whole
 
 #: The names of the dtypes that a safetensors file can have.
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}

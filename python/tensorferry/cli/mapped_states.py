@@ -27,12 +27,13 @@ from ..dcp.files import FileReader
 from ..dcp.reader import SliceReader
 from ..errors import ProtocolError, SystemRefused, UnsupportedLeaf
 from ..memory.tensors import DTYPES, over
-from ..state import archives
-from ..state.allowlist import Allowed
+from ..pickles import torch_archives
+from ..pickles.allowlist import Allowed
 from ..state.build import StateBuilder
 from ..state.manifest import Manifest
 from ..storage.reserved import DIGESTS
-from . import numbers, shards
+from . import numbers
+from .leaves import shards
 from .mapped import Mapping, check_dimensions
 
 #: The dtypes of quantized tensors.
@@ -120,7 +121,7 @@ def of_archive(path: Path, pages: list[FilePages] | None = None) -> Any:
             return torch.empty(0, dtype=torch.uint8)
         return torch.frombuffer(mapping.pages, dtype=torch.uint8, count=nbytes, offset=offset)
 
-    return archives.load_file(path, Allowed(), "cpu", mapped=mapped)
+    return torch_archives.load_file(path, Allowed(), "cpu", mapped=mapped)
 
 
 def of_distributed(checkpoint: Path | SliceReader, scratch: Path | None = None) -> Any:

@@ -14,7 +14,7 @@ from ..dcp import marker
 from ..errors import IncompleteCheckpoint, InvalidArgument, ProtocolError, SystemRefused, TensorferryError
 from ..storage import reserved
 from ..storage.folder import INDEX
-from . import shards
+from .leaves import shards
 from .sources import is_metadata
 
 #: The files by which checkpoints of others are recognised.

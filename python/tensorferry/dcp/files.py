@@ -26,7 +26,7 @@ from .._reentry import CallMark
 from ..errors import IncompleteCheckpoint, InvalidArgument, SystemRefused
 from ..memory.accelerator import ACCELERATOR
 from ..memory.staging import Stager
-from ..state.allowlist import Allowed
+from ..pickles.allowlist import Allowed
 from ..storage import commits, leftovers, reserved
 from ..storage.commits import Commit
 from ..storage.container import Container

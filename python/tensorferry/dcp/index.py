@@ -31,8 +31,8 @@ from torch.distributed.checkpoint.metadata import (
 
 from .._gc import gc_paused
 from ..errors import InvalidArgument, ProtocolError, TensorferryError
-from ..state.allowlist import Allowed
-from ..state.unpickling import unpickler
+from ..pickles.allowlist import Allowed
+from ..pickles.unpickler import unpickler
 
 VERSION = 1
 #: The version that torch's own writer gives its checkpoints.

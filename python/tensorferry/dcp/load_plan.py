@@ -17,8 +17,8 @@ from .. import _gc
 from ..errors import ProtocolError, StateMismatch
 from ..memory.accelerator import ACCELERATOR
 from ..memory.tensors import DTYPE_NAMES, address, byte_strides, room, scratch, takes_bytes, view_as, why_not_writable
-from ..state.allowlist import Allowed
-from ..state.archives import unpickled
+from ..pickles.allowlist import Allowed
+from ..pickles.torch_archives import unpickled
 from ..storage.slices import SliceTuple, contiguous_strides, runs
 from ..storage.source import Parts, Progress
 from . import torch_view

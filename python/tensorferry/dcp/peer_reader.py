@@ -13,7 +13,7 @@ from .. import _validate
 from ..errors import InvalidArgument, TensorferryError
 from ..net.options import wants_same_host
 from ..net.secret import shared_secret
-from ..state.allowlist import Allowed
+from ..pickles.allowlist import Allowed
 from ..storage.peers import SCHEME, PeerSource, parse_publication
 from ..storage.source import Progress
 from . import index

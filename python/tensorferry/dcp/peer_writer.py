@@ -23,7 +23,7 @@ from ..memory.accelerator import ACCELERATOR
 from ..memory.staging import Stager
 from ..net.options import ServerOptions
 from ..net.serve import metrics_url, serve, withdraw
-from ..state.allowlist import Allowed
+from ..pickles.allowlist import Allowed
 from ..state.snapshot import SnapshotMode, snapshot_mode
 from ..storage import reserved
 from ..storage.container import Container

@@ -14,7 +14,7 @@ from torch.futures import Future
 from .. import _validate
 from .._reentry import CallMark
 from ..errors import InvalidArgument
-from ..state.allowlist import Allowed
+from ..pickles.allowlist import Allowed
 from ..storage.slices import SliceTuple
 from ..storage.source import Progress, Source
 from . import index

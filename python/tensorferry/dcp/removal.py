@@ -6,7 +6,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from ..state.allowlist import Allowed
+from ..pickles.allowlist import Allowed
 from ..storage import commits
 from ..storage.folder import INDEX
 from . import index

@@ -14,8 +14,8 @@ from .._gc import gc_paused
 from ..errors import InvalidArgument, UnsupportedLeaf
 from ..memory.staging import Piece, Stager
 from ..memory.tensors import DTYPE_NAMES, address, dense, no_rows, reach, scratch, without_memory
-from ..state.allowlist import REFUSED_LATER, Allowed, RefusalWarnings
-from ..state.archives import globals_of
+from ..pickles.allowlist import REFUSED_LATER, Allowed, RefusalWarnings
+from ..pickles.torch_archives import globals_of
 from ..storage import reserved
 from .index import ELEMENTS, OBJECT, PICKLED_TENSOR, EntryRef
 

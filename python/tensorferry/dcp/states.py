@@ -32,8 +32,8 @@ from .._gc import gc_paused
 from .._native import Remote
 from ..errors import InvalidArgument, ProtocolError, TensorferryError, UnsafePickle
 from ..memory.tensors import is_spread, why_not_writable
+from ..pickles.allowlist import Allowed
 from ..state import tree
-from ..state.allowlist import Allowed
 from ..state.build import StandIns
 from ..state.load import begin
 from ..state.part import storages_of

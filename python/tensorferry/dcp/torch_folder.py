@@ -1,7 +1,7 @@
 """Checkpoints that torch's own writer has saved: its index as ``Metadata``, and its files as a source of entries.
 
 torch's reader unpickles the index, and its planners unpickle objects, without any limits. Here both are read with the
-allow-list (``state/allowlist.py``): a folder can only make the load fail.
+allow-list (``pickles/allowlist.py``): a folder can only make the load fail.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from ..errors import (
     SystemRefused,
     TensorferryError,
 )
-from ..state.allowlist import Allowed
-from ..state.unpickling import unpickler
+from ..pickles.allowlist import Allowed
+from ..pickles.unpickler import unpickler
 from ..storage.names import checked_plain
 from ..storage.slices import SliceTuple, nbytes_of
 from ..storage.source import Parts, Progress, digest_of

@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.serialization import MAGIC_NUMBER, PROTOCOL_VERSION
 
 from ..errors import ProtocolError
-from ..state.allowlist import Allowed
+from ..pickles.allowlist import Allowed
 from ..storage.peers import url_of
 from . import index
 from .index import ELEMENTS, EntryRef
@@ -260,7 +260,7 @@ def _before(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
 
 
 def _around_in_archive(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[bytes, bytes]:
-    """Returns what is before and behind the elements in torch's newer format."""
+    """Returns the bytes that ``torch.save`` writes before and behind the elements of such a tensor, in its zip format."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     recorder = _Recorder()

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from .. import _validate
 from .._reentry import ForkSafeCallLock
 from ..dcp.files import FileReader, FileWriter
-from ..state.allowlist import Allowed
+from ..pickles.allowlist import Allowed
 from ..torchft.transport import HTTPTransport
 
 logger = logging.getLogger("tensorferry")

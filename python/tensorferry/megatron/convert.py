@@ -21,11 +21,11 @@ import torch
 from .. import _validate
 from ..errors import InvalidArgument, TensorferryError
 from ..memory.tensors import scratch
-from ..state.allowlist import Allowed
+from ..pickles.allowlist import Allowed
 from ..storage.pending import pending
 from . import common
-from .convert_outputs import OUTPUTS
-from .convert_sources import SOURCES, ZARR, Source
+from .formats.convert_outputs import OUTPUTS
+from .formats.convert_sources import SOURCES, ZARR, Source
 from .release import CheckpointingException
 from .shards import Box
 from .zarr import thread_count

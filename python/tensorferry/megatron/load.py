@@ -21,8 +21,8 @@ from ..dcp import FileReader, PeerReader
 from ..dcp.reader import SliceReader
 from ..dcp.removal import remove_keys
 from ..errors import TensorferryError
-from ..state.allowlist import Allowed
-from ..state.archives import unpickled
+from ..pickles.allowlist import Allowed
+from ..pickles.torch_archives import unpickled
 from ..storage.folder import INDEX
 from . import common, release, shards
 from .interfaces import LoadShardedStrategy
@@ -561,7 +561,10 @@ def _object(key: str) -> ReadItem:
 
 
 def _target(shard: ShardedTensor) -> torch.Tensor:
-    """Returns where a shard is read to, with its prepended axes; allocates its data if it has none."""
+    """Returns the tensor that a shard is read into, with its prepended axes.
+
+    The shard's data is allocated if it has none, and zeroed where the stored shape may be smaller.
+    """
     if shard.data is None:
         make = torch.zeros if shard.allow_shape_mismatch else torch.empty
         shard.init_data("cpu", init_fn=make)

@@ -20,10 +20,11 @@ import torch
 from .. import _validate
 from ..errors import TensorferryError
 from ..memory.tensors import scratch, why_not_writable
-from ..state.allowlist import Allowed
-from ..state.archives import unpickled
+from ..pickles.allowlist import Allowed
+from ..pickles.torch_archives import unpickled
 from ..storage.whole_files import sync_folder, write_whole
 from . import common, shards
+from .formats.zarr_arrays import ARRAY, DTYPES, Piece, ZarrArray, new_path_of, open_array, path_of
 from .interfaces import LoadShardedStrategy, SaveShardedStrategy
 from .release import (
     COMMON,
@@ -34,7 +35,6 @@ from .release import (
     is_main_replica,
 )
 from .together import Together
-from .zarr_arrays import ARRAY, DTYPES, Piece, ZarrArray, new_path_of, open_array, path_of
 
 logger = logging.getLogger("tensorferry")
 

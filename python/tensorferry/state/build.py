@@ -12,8 +12,8 @@ import torch
 from .._native import Arena, Entries, Rows
 from ..errors import ProtocolError
 from ..memory.tensors import DTYPES, over, parameter, storage_key, storage_over
+from ..pickles.allowlist import Allowed
 from . import pickling, tree
-from .allowlist import Allowed
 from .in_place import InPlaceTargets
 from .manifest import Manifest
 

@@ -14,8 +14,8 @@ from ..memory.bounce import BounceBuffers
 from ..memory.tensors import DTYPES
 from ..net.report import InPlace
 from ..net.tracing import Span
+from ..pickles.allowlist import Allowed
 from . import tree
-from .allowlist import Allowed
 from .build import Relocate, StandIns, StateBuilder
 from .in_place import InPlaceTargets
 from .manifest import Manifest

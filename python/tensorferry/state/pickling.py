@@ -23,10 +23,10 @@ from .._native import _number_of_storage, _pickle_objects, _pickle_plain, _reach
 from .._rebuild import rebuild_dtensor, with_grad
 from ..errors import ProtocolError, TensorferryError, UnsafePickle, UnsupportedLeaf
 from ..memory.tensors import byte_span, rebuilds_from_local, rebuilds_without_grad, storage_key
-from .allowlist import Allowed
-from .reviewed import Refused
+from ..pickles.allowlist import Allowed
+from ..pickles.globals.table import Refused
+from ..pickles.unpickler import Unpickler, unpickler
 from .tree import Flat
-from .unpickling import Unpickler, unpickler
 
 #: 4 rather than 5: with 5, numpy arrays refer to a private function of numpy, whose module moved between versions.
 PROTOCOL = 4

@@ -15,10 +15,10 @@ from ..memory.accelerator import Accelerator
 from ..memory.host_pool import Buffer
 from ..memory.staging import Piece, Stager, buffer_view, host_view
 from ..memory.tensors import as_bytes, storage_over
+from ..pickles.allowlist import Allowed
 from ..storage import reserved
 from ..storage.container import Container
 from . import aliases, manifest, pickling, tree
-from .allowlist import Allowed
 from .build import StateBuilder
 
 logger = logging.getLogger("tensorferry")

@@ -24,8 +24,8 @@ from torch.utils._pytree import tree_flatten
 from .._native import HostView, HttpAnswer, _check_machine_has
 from ..errors import ConnectError, FetchTimeout, ProtocolError, SourceRefused, TensorferryError, message_of
 from ..memory.tensors import scratch
-from ..state.allowlist import Allowed
-from ..state.unpickling import pickle_module, unpickler
+from ..pickles.allowlist import Allowed
+from ..pickles.unpickler import pickle_module, unpickler
 
 _PROTOCOL = 2
 _READ = 1 << 20

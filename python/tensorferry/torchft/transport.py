@@ -24,7 +24,7 @@ from ..net.options import ServerOptions
 from ..net.report import InPlace, ReceiveReport, in_place, log_receive
 from ..net.serve import metrics_url, serve, withdraw
 from ..net.tracing import Span
-from ..state.allowlist import Allowed, RefusalWarnings
+from ..pickles.allowlist import Allowed, RefusalWarnings
 from ..state.in_place import InPlaceTargets
 from ..state.load import receive
 from ..state.snapshot import SnapshotMode, StateSnapshot, snapshot_mode

@@ -18,31 +18,16 @@
 //! module.
 
 mod addresses;
-mod answer;
-mod columns;
-mod entries;
 mod errors;
-mod frontend;
-mod getters;
+mod fetch;
 mod machine;
 mod memory;
-mod objects;
-mod pickle;
-mod plain_objects;
-mod readiness;
-mod remote;
+mod read_state;
 mod report;
 mod rows;
 mod runtime;
 mod secret;
 mod server;
-mod slices;
-mod specs;
-mod staged;
-mod stored;
-mod table;
-mod tree;
-mod views;
 
 use pyo3::prelude::*;
 
@@ -54,23 +39,32 @@ mod _native {
     #[pymodule_export]
     use crate::addresses::{interfaces, resolve};
     #[pymodule_export]
-    use crate::answer::PyAnswer;
+    use crate::fetch::answer::PyAnswer;
     #[pymodule_export]
-    use crate::entries::PyEntries;
+    use crate::fetch::entries::PyEntries;
+    #[pymodule_export]
+    use crate::fetch::remote::{PyPool, PyRemote};
+    #[pymodule_export]
+    use crate::fetch::slices::{
+        PyWritten, fetch_slices, file_damage, file_entries, file_entry_digests, file_header, read_file, rename_new,
+        seal_file, write_file,
+    };
+    #[pymodule_export]
+    use crate::fetch::staged::PyStagedFetch;
+    #[pymodule_export]
+    use crate::fetch::stored::PyStored;
+    #[pymodule_export]
+    use crate::fetch::tree::unflatten;
     #[pymodule_export]
     use crate::machine::{available_memory, check_machine_has, memory_limit};
     #[pymodule_export]
     use crate::memory::{PyArena, PyFilePages, PyHostView, PyPart, PySharedBuffer, checksum_memory, copy_memory};
     #[pymodule_export]
-    use crate::objects::{
+    use crate::read_state::objects::{
         add_pieces, describe_objects, describe_shards, number_of_storage, pickle_objects, reach, restart,
     };
     #[pymodule_export]
-    use crate::plain_objects::pickle_plain;
-    #[pymodule_export]
-    use crate::readiness::PyReadiness;
-    #[pymodule_export]
-    use crate::remote::{PyPool, PyRemote};
+    use crate::read_state::plain_objects::pickle_plain;
     #[pymodule_export]
     use crate::report::PyReport;
     #[pymodule_export]
@@ -78,18 +72,9 @@ mod _native {
     #[pymodule_export]
     use crate::secret::PySecret;
     #[pymodule_export]
+    use crate::server::readiness::PyReadiness;
+    #[pymodule_export]
     use crate::server::{PyReceive, PyServer, PyShelf};
-    #[pymodule_export]
-    use crate::slices::{
-        PyWritten, fetch_slices, file_damage, file_entries, file_entry_digests, file_header, read_file, rename_new,
-        seal_file, write_file,
-    };
-    #[pymodule_export]
-    use crate::staged::PyStagedFetch;
-    #[pymodule_export]
-    use crate::stored::PyStored;
-    #[pymodule_export]
-    use crate::tree::unflatten;
 
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {

@@ -7,8 +7,8 @@
 //! 3. `auth` checks each request's proof of the shared secret, where there is one;
 //! 4. `handler` finds the resource, in the server's own store or on a `shelf`, waits for the gate, and takes a lease;
 //! 5. `body` sends the publication's memory, within the limit of `throttle`;
-//! 6. `metrics` counts, `transfers` and `receives` know what is under way; `figures` takes all of it at one moment, for
-//!    `exposition` and `status_page`.
+//! 6. in `observe`, `metrics` counts, `transfers` and `receives` know what is under way; `figures` takes all of it at one
+//!    moment, for `exposition` and `status_page`.
 //!
 //! The last two are also served on a port of their own, if there is one, to anyone who reaches it: nothing else is.
 //!
@@ -19,18 +19,13 @@ mod auth;
 mod body;
 mod connection;
 mod connection_slots;
-mod exposition;
-mod figures;
 mod frontend;
 mod handler;
 mod listeners;
 mod local;
-mod metrics;
-mod receives;
+mod observe;
 mod shelf;
-mod status_page;
 mod throttle;
-mod transfers;
 mod write_timeout;
 
 use std::io;
@@ -51,13 +46,13 @@ use self::connection_slots::ConnectionSlots;
 use self::frontend::ContainersOnly;
 pub use self::frontend::Frontend;
 use self::listeners::{accept_local, accept_network, accept_observers, listen, listen_same_host};
-use self::metrics::Metrics;
-pub use self::receives::Receive;
-use self::receives::Receives;
+use self::observe::metrics::Metrics;
+pub use self::observe::receives::Receive;
+use self::observe::receives::Receives;
+use self::observe::transfers::Transfers;
 pub use self::shelf::Shelf;
 use self::shelf::Shelves;
 use self::throttle::Throttle;
-use self::transfers::Transfers;
 use crate::error::{Error, ErrorKind, Hint};
 use crate::fork::CloseOnFork;
 use crate::publication::Store;

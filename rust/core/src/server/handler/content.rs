@@ -22,8 +22,8 @@ use super::waiting::runs_filled;
 use super::{ConnectionContext, ServedResponse};
 use crate::publication::{Lease, LeasedSegments};
 use crate::server::body::{MemoryBody, ServedBody};
-use crate::server::metrics::Sending;
-use crate::server::transfers::Snapshot;
+use crate::server::observe::metrics::Sending;
+use crate::server::observe::transfers::Snapshot;
 
 /// Counts a request as open until its answer, body included, is dropped.
 struct OpenAnswer(Arc<ConnectionContext>, Sending);

@@ -1,0 +1,332 @@
+"""The leaves of a checkpoint, listed without reading their bytes and, where possible, without torch."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Container, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from ..._native import Entries, Remote, Stored, _file_entry_digests
+from ...errors import ProtocolError
+from ...storage import reserved
+
+#: torch's names of the dtypes of a container.
+_TORCH_NAMES = {
+    "BOOL": "bool",
+    "U8": "uint8",
+    "I8": "int8",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E8M0": "float8_e8m0fnu",
+    "I16": "int16",
+    "U16": "uint16",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "I32": "int32",
+    "U32": "uint32",
+    "F32": "float32",
+    "C64": "complex64",
+    "F64": "float64",
+    "I64": "int64",
+    "U64": "uint64",
+}
+#: The deepest tree; the engine refuses what is deeper.
+_DEEPEST = 256
+#: Characters of all paths of a tree together. Keys far up in a hostile tree stand in the paths of all leaves below.
+_LONGEST_PATHS = 1 << 28
+#: Characters of a path in a note about another leaf.
+_LONGEST_NOTED = 200
+_BITS = re.compile(r"(\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """A value of a checkpoint.
+
+    Attributes:
+        path: its keys, joined with dots
+        kind: ``tensor``; ``view`` for a tensor that is not all of its memory, or a DTensor; ``object`` for what is
+            neither; ``sharded`` for a tensor in the files of several ranks
+        dtype: its dtype, by torch's name where torch has one; empty for objects
+        shape: its shape
+        bytes: how many bytes its elements have
+        notes: what else is known of it: that it is a Parameter, with what it shares memory, which shard it is
+        digest: CRC-64/NVME of its bytes, in hexadecimal digits; ``None`` if it is not known
+        part: which part of a tensor it is that is spread over ranks; empty for others
+    """
+
+    path: str
+    kind: str
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+    bytes: int = 0
+    notes: list[str] = field(default_factory=list)
+    digest: str | None = None
+    part: str = ""
+
+    def fields(self) -> dict[str, Any]:
+        """Returns the leaf for JSON."""
+        return {name: getattr(self, name) for name in self.__slots__}
+
+
+@dataclass(frozen=True)
+class Listing:
+    """What a checkpoint holds.
+
+    Attributes:
+        about: facts of the whole, such as its step and whether it has checksums
+        leaves: its leaves, in the order of its tree
+        tree: the tree as JSON has it, if it has one
+        hidden: the digest of each entry that is not a leaf itself: the memory of views, and the pickle of objects
+    """
+
+    about: dict[str, Any]
+    leaves: list[Leaf]
+    tree: Any = None
+    hidden: dict[str, str] = field(default_factory=dict)
+
+
+def of_file(path: Path, *, digests: bool) -> Listing:
+    """Lists a container file; with ``digests``, those of its tensors, too.
+
+    Raises:
+        TensorferryError: it cannot be read, or is no container
+    """
+    stored = Stored.open(path, checksums=False)
+    known = _file_entry_digests(path) if digests else None
+    about: dict[str, Any] = {"kind": _kind(stored), "file_bytes": path.stat().st_size, "checksums": stored.is_verified}
+    return _of_container(stored, about, lambda: known)
+
+
+def of_remote(remote: Remote, step: int, *, digests: bool) -> Listing:
+    """Lists what a peer serves. With ``digests`` this counts as the fetch.
+
+    Raises:
+        TensorferryError: as for ``HTTPTransport.recv_checkpoint``
+    """
+    about = {"kind": _kind(remote), "step": step, "checksums": True}
+    return _of_container(remote, about, remote.entry_digests if digests else lambda: None)
+
+
+def _kind(container: Stored | Remote) -> str:
+    if container.manifest is not None:
+        return "state"
+    return "index" if reserved.INDEX in container.names else "tensors"
+
+
+def _of_container(
+    container: Stored | Remote, about: dict[str, Any], digests: Callable[[], list[int] | None]
+) -> Listing:
+    manifest, text = container.manifest, container.tree
+    names, plain = container.names, list(container.plain)
+    about |= {"entries": len(names), "bytes": sum(container.sizes), "metadata": dict(container.about)}
+    leaves = _plain(container, plain)
+    tree = None
+    if manifest is not None and text is not None:
+        fields, tree = _loaded(manifest), _loaded(text)
+        if not isinstance(fields, dict):
+            raise ProtocolError("the manifest is not a JSON object")
+        leaves = list(_of_state(leaves, fields, tree))
+    found = digests()
+    hidden: dict[str, str] = {}
+    if found is not None:
+        by_name = {name: f"{digest:016x}" for name, digest in zip(names, found, strict=True)}
+        of_path = {names[number]: by_name[names[number]] for number in plain}
+        leaves = [replace(leaf, digest=of_path.get(leaf.path)) if leaf.kind == "tensor" else leaf for leaf in leaves]
+        kept = {names[number] for number in plain} | {reserved.DIGESTS}
+        hidden = {name: digest for name, digest in by_name.items() if name not in kept}
+    return Listing(about, leaves, tree, hidden)
+
+
+def _loaded(text: str | bytes) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as e:
+        raise ProtocolError(f"the manifest cannot be read: {e}") from e
+
+
+def _plain(container: Entries, plain: list[int]) -> list[Leaf]:
+    names, dtypes, shapes, sizes = container.names, container.dtypes, container.shapes, container.sizes
+    return [Leaf(names[i], "tensor", _TORCH_NAMES.get(dtypes[i], dtypes[i]), shapes[i], sizes[i]) for i in plain]
+
+
+def _of_state(plain: list[Leaf], fields: dict[str, Any], tree: Any) -> Iterator[Leaf]:
+    """Yields the leaves of a state in the order of its tree."""
+    flags = fields.get("flags") or ""
+    described = {row[0]: row for row in fields.get("tensors") or () if isinstance(row, list) and len(row) == 4}
+    shards = fields.get("shards") or {}
+    paths: dict[int, str] = {}
+    order = list(walk(tree))
+    for path, number in order:
+        paths.setdefault(number, plain[number].path if 0 <= number < len(plain) else path)
+    shared = _shared(fields.get("shared") or (), paths)
+    seen: set[int] = set()
+    for path, number in order:
+        notes = list(shared.get(number, ()))
+        if number in seen:
+            notes.insert(0, f"the same as {_brief(paths[number])}")
+            yield Leaf(path, "alias", notes=notes)
+            continue
+        seen.add(number)
+        if number >= 0:
+            if number >= len(plain):
+                raise ProtocolError(f"the tree names leaf {number}, and there are {len(plain)}")
+            leaf = plain[number]
+            flag = int(flags[number]) if number < len(flags) and flags[number] in "0123" else 0
+            notes += ["parameter"] if flag & 1 else []
+            notes += ["requires grad"] if flag & 2 else []
+            yield Leaf(leaf.path, "tensor", leaf.dtype, leaf.shape, leaf.bytes, notes)
+            continue
+        row = described.get(-number - 1)
+        if row is None:
+            yield Leaf(path, "object", notes=notes)
+            continue
+        dtype, shape = str(row[2]).removeprefix("torch."), _shape(row[3])
+        part = ""
+        if isinstance(shard := shards.get(path), dict):
+            part = f"shard at {shard.get('offsets')} of {shard.get('shape')}"
+            notes.append(part)
+        yield Leaf(path, "view", dtype, shape, nbytes(dtype, shape), notes, part=part)
+
+
+def _shape(sizes: Any) -> tuple[int, ...]:
+    if not isinstance(sizes, list) or not all(type(size) is int for size in sizes):
+        raise ProtocolError("the manifest describes a tensor without a shape")
+    return tuple(sizes)
+
+
+def nbytes(dtype: str, shape: tuple[int, ...]) -> int:
+    """Returns how many bytes the elements of a tensor have, by the name of its dtype."""
+    bits = _BITS.search(dtype)
+    size = 1 if bits is None else max(int(bits[1]) // 8, 1)
+    return math.prod(shape) * size
+
+
+def _shared(groups: Any, paths: dict[int, str]) -> dict[int, list[str]]:
+    """Returns for each leaf that shares memory a note that names the others."""
+    notes: dict[int, list[str]] = {}
+    for group in groups:
+        numbers = [row[0] for row in group if isinstance(row, list) and row and type(row[0]) is int]
+        for number in numbers:
+            others = [other for other in numbers if other != number]
+            if others:
+                named = ", ".join(_brief(paths.get(other, "?")) for other in others[:2])
+                more = f" and {len(others) - 2} more" if len(others) > 2 else ""
+                notes[number] = [f"shares memory with {named}{more}"]
+    return notes
+
+
+def _brief(path: str) -> str:
+    return path if len(path) <= _LONGEST_NOTED else f"{path[:_LONGEST_NOTED]}..."
+
+
+def walk(tree: Any) -> Iterator[tuple[str, int]]:
+    """Yields path and number of each leaf of a tree, in its order.
+
+    docs/reference/format.md has the grammar.
+
+    Raises:
+        ProtocolError: it is not a tree, or its paths are too long
+    """
+    left = _LONGEST_PATHS
+    for path, number in _below(tree, "", 0):
+        left -= len(path)
+        if left < 0:
+            raise ProtocolError(f"the paths of the tree's leaves have more than {_LONGEST_PATHS} characters")
+        yield path, number
+
+
+def _below(node: Any, path: str, depth: int) -> Iterator[tuple[str, int]]:
+    below = f"{path}." if path else ""
+    if depth > _DEEPEST:
+        raise ProtocolError("the tree is too deep")
+    match node:
+        case bool():
+            raise ProtocolError("the tree has a truth value where a node belongs")
+        case int():
+            yield path or "root", node
+        case dict():
+            for key, value in node.items():
+                yield from _below(value, f"{below}{key}", depth + 1)
+        case ["o", dict(members)]:
+            yield from _below(members, path, depth + 1)
+        case ["l" | "t", *values]:
+            for number, value in enumerate(values):
+                yield from _below(value, f"{below}{number}", depth + 1)
+        case ["d", _, list(pairs)]:
+            for pair in pairs:
+                match pair:
+                    case [["r", int(number)], value]:
+                        yield from _below(value, f"{below}<object {number}>", depth + 1)
+                    case [key, value]:
+                        yield from _below(value, f"{below}{key}", depth + 1)
+                    case _:
+                        raise ProtocolError("the tree has a dict whose items are not pairs")
+        case ["n" | "q", _, *values]:
+            for number, value in enumerate(values):
+                yield from _below(value, f"{below}{number}", depth + 1)
+        case ["f" | "a", _, value]:
+            yield from _below(value, path, depth + 1)
+        case _:
+            raise ProtocolError("the tree has a node of an unknown kind")
+
+
+class UniqueNames:
+    """Gives each of several leaves with one path its own name, with ``~2`` and so on at the end: keys may have dots.
+
+    Args:
+        taken: the names that were given
+    """
+
+    def __init__(self, taken: Container[str]) -> None:
+        self._taken = taken
+        self._last: dict[str, int] = {}
+
+    def of(self, path: str) -> str:
+        """Returns ``path``, or what it becomes if that is taken."""
+        name = path
+        while name in self._taken:
+            self._last[path] = self._last.get(path, 1) + 1
+            name = f"{path}~{self._last[path]}"
+        return name
+
+
+def by_path(leaves: Iterable[Leaf]) -> dict[str, Leaf]:
+    """Returns leaves by their paths, made unique."""
+    found: dict[str, Leaf] = {}
+    names = UniqueNames(found)
+    for leaf in leaves:
+        found[names.of(leaf.path)] = leaf
+    return found
+
+
+def of_distributed(fields: dict[str, Any], where: Path) -> Listing:
+    """Lists a distributed checkpoint by its index.
+
+    Raises:
+        ProtocolError: the index is not valid
+    """
+    leaves = []
+    try:
+        for fqn, stored in fields["state"].items():
+            if stored[0] == "b":
+                leaves.append(Leaf(fqn, "object", bytes=int(stored[1][3])))
+                continue
+            _, dtype, size, requires_grad, chunks = stored
+            files = {chunk[2][0] for chunk in chunks}
+            notes = ["requires grad"] if requires_grad else []
+            if len(chunks) > 1:
+                notes.append(f"{len(chunks)} shards in {len(files)} files")
+            kind = "sharded" if len(chunks) > 1 else "tensor"
+            total = sum(int(chunk[2][3]) for chunk in chunks)
+            leaves.append(Leaf(fqn, kind, str(dtype), _shape(size), total, notes))
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as e:
+        raise ProtocolError(f"{where}: its index cannot be read ({type(e).__name__}: {e})") from e
+    about = {"kind": "distributed", "checksums": True, "files": fields["sources"]}
+    return Listing({**about, "bytes": sum(leaf.bytes for leaf in leaves)}, leaves)

@@ -1,0 +1,99 @@
+"""The listings of whatever the command line can name."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from ...errors import InvalidArgument
+from ...storage import commits
+from ...storage.folder import INDEX, read_index
+from .. import places
+from ..flags import Receiving, Trust
+from ..places import Kind, Place
+from ..sources import Peers, open_source
+from . import distributed, shards
+from .leaf import Leaf, Listing, of_distributed, of_file, of_remote
+
+
+def listings(
+    given: Sequence[str], step: int | None, receiving: Receiving, trust: Trust, *, digests: bool
+) -> list[tuple[str, Listing]]:
+    """Returns the containers of a checkpoint with their names: one, or one for each rank.
+
+    Args:
+        given: a file or a folder, or the metadata of peers
+        step: of peers, the step
+        receiving: the deadline and the connections, for peers
+        trust: what peers have to prove
+        digests: with the digests of tensors
+
+    Raises:
+        TensorferryError: it cannot be read
+        InvalidArgument: several files were given
+    """
+    place = places.find(given[0])
+    if place.kind is Kind.PEERS:
+        return _of_peers(Peers.of(given, trust), step, receiving, trust, digests=digests)
+    if len(given) > 1:
+        raise InvalidArgument(f"this command takes one file or folder, not {len(given)}: run it for each")
+    return [*_of_place(place, digests=digests)]
+
+
+def _of_peers(
+    found: Peers, step: int | None, receiving: Receiving, trust: Trust, *, digests: bool
+) -> list[tuple[str, Listing]]:
+    listed = []
+    for number, urls in enumerate([[url] for url in found.urls] if found.are_ranks else [found.urls]):
+        remote, served = open_source(urls, step if step is not None else found.step, trust, receiving)
+        with contextlib.closing(remote):
+            name = f"rank {number}" if found.are_ranks else "peer"
+            listed.append((name, of_remote(remote, served, digests=digests)))
+    return listed
+
+
+def _of_place(place: Place, *, digests: bool) -> list[tuple[str, Listing]]:
+    path = place.path
+    match place.layout:
+        case Kind.CONTAINER:
+            return [(place.text, of_file(path, digests=digests))]
+        case Kind.CHECKPOINT:
+            index = read_index(path)
+            found = []
+            for rank in range(index.world_size):
+                file = path / index.files[rank][0]
+                listing = of_file(file, digests=digests)
+                listing.about["step"] = index.step
+                found.append((str(file), listing))
+            return found
+        case Kind.SHARDS:
+            return [(place.text, _of_shards(path, digests=digests))]
+        case Kind.DISTRIBUTED:
+            return [(place.text, _of_distributed(path, digests=digests))]
+        case _:
+            from . import torch_leaves
+
+            return [(place.text, torch_leaves.of_place(place, digests=digests))]
+
+
+def _of_shards(folder: Path, *, digests: bool) -> Listing:
+    found: list[Leaf] = []
+    hidden: dict[str, str] = {}
+    files = shards.files_of(folder)
+    for path, names in files.items():
+        listing = of_file(path, digests=digests)
+        shards.check_names(path, names, [leaf.path for leaf in listing.leaves])
+        found += [replace(leaf, notes=[*leaf.notes, path.name]) for leaf in listing.leaves]
+        hidden |= listing.hidden
+    about = {"kind": "tensors", "checksums": False, "files": [path.name for path in files]}
+    found.sort(key=lambda leaf: leaf.path)
+    return Listing({**about, "bytes": sum(leaf.bytes for leaf in found)}, found, None, hidden)
+
+
+def _of_distributed(folder: Path, *, digests: bool) -> Listing:
+    text, commit = commits.read(folder / INDEX)
+    fields = distributed.decoded(text, folder / INDEX)
+    listing = of_distributed(fields, folder)
+    return distributed.with_digests(listing, folder, fields, commit) if digests else listing

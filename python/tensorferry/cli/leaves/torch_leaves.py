@@ -1,0 +1,101 @@
+"""The leaves of what only torch can read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...dcp import torch_folder
+from ...dcp.marker import NAME
+from ...dcp.torch_folder import TorchFolderSource, with_stand_ins
+from ...errors import InvalidArgument
+from ...pickles import torch_archives
+from ...pickles.allowlist import Allowed
+from ...state import tree
+from ..places import Kind, Place
+from .leaf import Leaf, Listing, UniqueNames, walk
+
+
+def of_place(place: Place, *, digests: bool) -> Listing:
+    """Lists a ``torch.save`` file or a distributed checkpoint of torch; pickles are read with the allow-list.
+
+    Raises:
+        TensorferryError: it cannot be read
+        InvalidArgument: digests were asked for, of which such files have none
+    """
+    if place.layout is Kind.MEGATRON:
+        raise InvalidArgument(f"{place.text} is a checkpoint of Megatron's backend zarr: convert it first")
+    if digests and place.layout is Kind.TORCH_DISTRIBUTED:
+        raise InvalidArgument(f"{place.text} has no digests: convert it, or compare it with tensorferry diff")
+    if place.layout is Kind.TORCH_DISTRIBUTED:
+        return _of_folder(place.path)
+    return _of_archive(place.path, digests=digests)
+
+
+def _of_archive(path: Path, *, digests: bool) -> Listing:
+    """Lists a ``torch.save`` file; without ``digests``, of its storages only the indices of sparse tensors are read."""
+    from ..mapped_states import of_archive
+
+    state = torch_archives.load_file(path, Allowed(), _here) if digests else of_archive(path)
+    leaves = list(leaves_of(state, digests=digests))
+    about: dict[str, Any] = {"kind": Kind.ARCHIVE.value, "file_bytes": path.stat().st_size, "checksums": False}
+    return Listing({**about, "bytes": sum(leaf.bytes for leaf in leaves)}, leaves)
+
+
+def leaves_of(state: Any, *, digests: bool) -> list[Leaf]:
+    """Returns the leaves of a state in memory."""
+    from .values import digest_of
+
+    found = []
+    for path, value in values_of(state).items():
+        if isinstance(value, torch.Tensor):
+            if value.layout is torch.strided:
+                nbytes = value.numel() * value.element_size()
+                kind = "tensor" if value.is_contiguous() and value.untyped_storage().nbytes() == nbytes else "view"
+            else:
+                nbytes, kind = 0, "view"
+            dtype = str(value.dtype).removeprefix("torch.")
+            digest = digest_of(value) if digests else None
+            found.append(Leaf(path, kind, dtype, tuple(value.shape), nbytes, [], digest))
+        else:
+            found.append(Leaf(path, "object", notes=[type(value).__name__]))
+    return found
+
+
+def values_of(state: Any) -> dict[str, Any]:
+    """Returns the leaves of a state in memory by their paths, as a container of it names them."""
+    flat = tree.flatten(state)
+    names = flat.rows.names
+    found: dict[str, Any] = {}
+    unique = UniqueNames(found)
+    for path, number in walk(json.loads(flat.tree)):
+        # A leaf that stands in several places has its own name in the first of them.
+        name = names[number] if number >= 0 and names[number] not in found else path
+        found[unique.of(name)] = flat.leaf(number)
+    return found
+
+
+def _here(storage: torch.UntypedStorage, _: str) -> torch.UntypedStorage:
+    """The ``map_location`` that leaves storages where they are."""
+    return storage
+
+
+def _of_folder(folder: Path) -> Listing:
+    source = TorchFolderSource(folder / NAME)
+    metadata = torch_folder.decode(source.read_index(), str(folder / NAME), with_stand_ins((), False))
+    leaves = []
+    for fqn, about in metadata.state_dict_metadata.items():
+        chunks = getattr(about, "chunks", None)
+        if chunks is None:
+            leaves.append(Leaf(fqn, "object"))
+            continue
+        dtype, shape = about.properties.dtype, tuple(about.size)
+        notes = [f"{len(chunks)} shards"] if len(chunks) > 1 else []
+        kind = "sharded" if len(chunks) > 1 else "tensor"
+        nbytes = about.size.numel() * dtype.itemsize
+        leaves.append(Leaf(fqn, kind, str(dtype).removeprefix("torch."), shape, nbytes, notes))
+    about = {"kind": Kind.TORCH_DISTRIBUTED.value, "checksums": False, "bytes": sum(leaf.bytes for leaf in leaves)}
+    return Listing(about, leaves)

@@ -1,0 +1,1 @@
+"""What the verbs print: results, notes, help, and the progress of a receive."""

@@ -1,0 +1,110 @@
+"""``tensorferry convert``: turns a checkpoint of one format into one of another."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from ...errors import InvalidArgument, ProtocolError, TensorferryError
+from .. import exits
+from ..flags import Json, Switch
+from ..output import console, suffixes
+
+#: What can be written.
+Format = Literal["tensorferry", "safetensors", "torch", "checkpoint", "dcp", "torch-dcp"]
+#: The format that a suffix stands for.
+_SUFFIXES: dict[str, Format] = {".safetensors": "tensorferry", ".pt": "torch", ".pth": "torch", ".bin": "torch"}
+#: How many names a warning has.
+_NAMED = 3
+#: What is in the file of a format that is one file.
+_WRITTEN = {"tensorferry": "safetensors", "safetensors": "safetensors", "torch": "torch.save"}
+#: The backends of Megatron's formats.
+_MEGATRON = {"dcp": "tensorferry", "tensorferry": "tensorferry", "torch-dcp": "torch_dist"}
+
+
+def convert(
+    source: str,
+    output: Path,
+    /,
+    *,
+    to: Format | None = None,
+    rank: int = 0,
+    step: int | None = None,
+    drop_objects: Switch = False,
+    unverified: Switch = False,
+    json: Json = False,
+) -> int:
+    """Converts a checkpoint. The tensors pass through the page cache: a state of any size can be converted.
+
+    Formats: tensorferry (one file of a state, with checksums; the default for .safetensors), safetensors (only tensors,
+    for other programs), torch (torch.save; the default for .pt, .pth and .bin), checkpoint (a folder for
+    AsyncCheckpointer.load), dcp (a folder for FileReader), torch-dcp (a folder for torch's FileSystemReader, and so for
+    tools such as torch's format_utils and accelerate merge-weights). The output appears when it is complete.
+
+    Args:
+        source: a safetensors or torch.save file, a curled container, or a folder of a checkpoint; one of Megatron is
+            converted by tensorferry.megatron, to dcp or torch-dcp
+        output: a file or folder that does not exist
+        to: the format
+        rank: of a checkpointer's folder with several ranks, the rank whose state is converted
+        step: the step number in a checkpoint (default: that of the source)
+        drop_objects: leave out what safetensors cannot hold, instead of refusing it
+        unverified: do not compare the source with its checksums first
+        json: print the result as one JSON document
+    """
+    from .. import places
+
+    place = places.find(source)
+    to = to or _SUFFIXES.get(output.suffix)
+    if to is None:
+        raise InvalidArgument(f"{output} does not say what to write: name a format with --to")
+    if place.kind is places.Kind.PEERS:
+        raise InvalidArgument("pull first, then convert: a running peer may change its state meanwhile")
+    if to in _WRITTEN:
+        suffixes.warn(output, _WRITTEN[to])
+    if place.kind is places.Kind.MEGATRON:
+        told = _megatron(place.path, output, to)
+    else:
+        from ..conversion import Conversion
+
+        told = Conversion(place, rank, step, verify=not unverified, drop_objects=drop_objects).write(output, to)
+    if json:
+        console.out_json({"output": str(output), "format": to, **told})
+    else:
+        others = "" if told.get("dropped") else f" and {told['objects']} other leaves"
+        console.out(f"{output}: {told['tensors']} tensors{others}, as {to}")
+    if dropped := told.get("dropped"):
+        console.note(
+            f"tensorferry: warning: {len(dropped)} leaves are not tensors, and were left out: {_some(dropped)}"
+        )
+    if texts := told.get("numbers"):
+        console.note(
+            f"tensorferry: warning: a distributed checkpoint has all keys as text, so keys that were numbers are text "
+            f"in the output: those of {_some(texts)}"
+        )
+    return exits.OK
+
+
+def _some(names: list[str]) -> str:
+    """Returns the first of some names, and how many more there are."""
+    more = f" and {len(names) - _NAMED} more (all are in the output of --json)" if len(names) > _NAMED else ""
+    return f"{', '.join(names[:_NAMED])}{more}"
+
+
+def _megatron(folder: Path, output: Path, to: str) -> dict[str, Any]:
+    """Converts a checkpoint of Megatron with the converter that knows its layout."""
+    backend = _MEGATRON.get(to)
+    if backend is None:
+        raise InvalidArgument(f"a checkpoint of Megatron can be converted to dcp or torch-dcp, not to {to}")
+    try:
+        from ...megatron import convert as megatron
+        from ...megatron.release import CheckpointingException
+    except ImportError as e:
+        raise InvalidArgument(f"{folder} is a checkpoint of Megatron, and its converter needs more: {e}") from e
+    try:
+        done = megatron.convert(folder, output, to=backend)
+    except CheckpointingException as e:
+        if isinstance(e.__cause__, TensorferryError):
+            raise e.__cause__ from None
+        raise ProtocolError(str(e)) from e
+    return {"tensors": done.tensors, "objects": done.objects, "bytes": done.bytes}

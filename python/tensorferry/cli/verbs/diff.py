@@ -1,0 +1,50 @@
+"""``tensorferry diff``: which leaves of two checkpoints or running peers differ."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .. import exits
+from ..flags import Json, Receiving, Trust
+from ..output import console
+
+
+def diff(
+    a: str,
+    b: str,
+    /,
+    *,
+    step: int | None = None,
+    json: Json = False,
+    receiving: Receiving = Receiving(),  # noqa: B008 - it is frozen
+    trust: Trust = Trust(),  # noqa: B008
+) -> int:
+    """Shows which leaves of two checkpoints differ.
+
+    Digests are compared first; bytes are read only of leaves that have none, or whose digests say nothing because the
+    two are stored in different shards. Exits with 0 if all is the same, with 1 if something differs, and with 2 or more
+    after an error.
+
+    Args:
+        a: a file, a folder, or the metadata of running peers
+        b: another one
+        step: of peers, the step (default: the one that is served)
+        json: print one JSON document
+        receiving: the deadline and the connections, for peers
+        trust: what peers have to prove
+    """
+    from ..leaves.comparison import Comparison
+
+    found = Comparison(a, b, step, receiving, trust).run()
+    if json:
+        console.out_json(found)
+    else:
+        _show(found)
+    return exits.OK if found["same"] else exits.NO
+
+
+def _show(found: dict[str, Any]) -> None:
+    for one in found["differences"]:
+        console.out(f"{one['path']}: {one['how']}")
+    counts = f"{found['by_digest']} leaves compared by digest, {found['by_bytes']} by their bytes"
+    console.note("the same: " + counts if found["same"] else f"{len(found['differences'])} leaves differ; {counts}")

@@ -1,0 +1,267 @@
+"""``tensorferry pull``: fetches what running peers serve into a file or a folder."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import Parameter
+
+from ...errors import InvalidArgument, SystemRefused
+from .. import exits
+from ..flags import Json, Receiving, Switch, Trust
+from ..output import console, suffixes
+
+if TYPE_CHECKING:
+    from ..._native import Remote
+    from ...storage.download import Download
+
+
+def pull(
+    metadata: str,
+    /,
+    *more: str,
+    output: Annotated[Path | None, Parameter(name=["--output", "-o"])] = None,
+    into_folder: Path | None = None,
+    step: int | None = None,
+    force: Switch = False,
+    quiet: Switch = False,
+    json: Json = False,
+    receiving: Receiving = Receiving(),  # noqa: B008 - it is frozen
+    trust: Trust = Trust(),  # noqa: B008
+) -> int:
+    """Fetches what running transports serve, verified, into a file or a folder.
+
+    What is incomplete is called .FILE.pull-....partial. After an interruption, the same command goes on: what is there
+    is compared with the source's digests, and only the rest is fetched. A file or checkpoint that an earlier pull has
+    written is replaced; any other one is not.
+
+    Args:
+        metadata: what metadata() of a transport or a PeerWriter returned, or `tensorferry serve` printed
+        more: the metadata of further sources of the same state, which are fetched from at once
+        output: the file, a safetensors file with checksums; by default step-N.safetensors
+        into_folder: a checkpoint folder, which AsyncCheckpointer.load or, for a PeerWriter's publication, FileReader
+            loads
+        step: the step to fetch (default: the one that is served)
+        force: replace a file, or the checkpoint in a folder, that is not an earlier pull's
+        quiet: show no progress
+        json: print the result as one JSON document
+        receiving: the deadline and the connections
+        trust: what the sources have to prove
+    """
+    from ..sources import Peers
+
+    if output is not None and into_folder is not None:
+        raise InvalidArgument("--output and --into-folder exclude each other")
+    found = Peers.of([metadata, *more], trust)
+    pulled = _Pull(step if step is not None else found.step, receiving, trust, quiet, force)
+    if found.are_ranks:
+        if into_folder is None:
+            raise InvalidArgument(
+                "this is the metadata of a distributed checkpoint, which has several files: name a folder with "
+                "--into-folder"
+            )
+        pulled.ranks(found.urls, into_folder)
+    elif into_folder is not None:
+        pulled.folder(found.urls, into_folder)
+    else:
+        pulled.file(found.urls, output)
+    if json:
+        console.out_json(pulled.result)
+    else:
+        told = pulled.result
+        console.out(
+            f"{told['path']}: step {told['step']}, {console.amount(told['bytes'])}, of which "
+            f"{console.amount(told['fetched'])} were fetched in {told['seconds']:.1f} s over {told['lanes']} lanes"
+        )
+    return exits.OK
+
+
+@dataclass(frozen=True)
+class _Target:
+    """Where a container comes to lie.
+
+    Attributes:
+        path: the file
+        replaced: the file that it may replace, as ``lstat`` describes it
+    """
+
+    path: Path
+    replaced: os.stat_result | None = None
+
+
+class _Pull:
+    """One run of the verb.
+
+    Args:
+        step: the step to fetch, ``None`` for the one that is served
+        receiving: the deadline and the connections
+        trust: what the sources have to prove
+        quiet: show no progress
+        force: replace what is not an earlier pull's
+
+    Attributes:
+        result: what was fetched
+    """
+
+    def __init__(self, step: int | None, receiving: Receiving, trust: Trust, quiet: bool, force: bool) -> None:
+        self._step, self._receiving, self._trust, self._quiet, self._force = step, receiving, trust, quiet, force
+        self._began = time.monotonic()
+        self.result: dict[str, Any] = {"bytes": 0, "fetched": 0, "lanes": 0, "retries": 0}
+
+    def file(self, urls: list[str], output: Path | None) -> None:
+        """Pulls a state into a file."""
+        from ...storage.download import Download, partial_of, remove_others
+
+        if output is not None:
+            suffixes.warn(output, "safetensors")
+
+        def begin(remote: Remote, step: int) -> tuple[_Target, Download]:
+            path = output if output is not None else Path(f"step-{step}.safetensors")
+            target = _Target(path, self._replaced(path))
+            former = path.with_name(f"{path.name}.partial")
+            return target, Download(remote, partial_of(path, remote, step), step=step, former=former)
+
+        path, step = self._fetch(urls, begin)
+        remove_others(path)
+        self._done(path, step)
+
+    def _replaced(self, path: Path) -> os.stat_result | None:
+        """Returns what is known of the file that may be replaced, if there is one.
+
+        Raises:
+            InvalidArgument: what is there must stay
+        """
+        from ...storage.download import was_pulled
+
+        try:
+            about = path.lstat()
+        except FileNotFoundError:
+            return None
+        except OSError as e:
+            raise SystemRefused(e.errno, f"{path}: cannot be written: {e.strerror}") from e
+        if path.is_dir():
+            raise InvalidArgument(f"{path} is a folder: use --into-folder, or name a file in it")
+        # The rename at the end would put the file in the place of a device such as /dev/null.
+        if not stat.S_ISREG(about.st_mode):
+            raise InvalidArgument(f"{path} is a link, a pipe or a device, which a file would replace: name a file")
+        if not self._force and not was_pulled(path):
+            raise InvalidArgument(
+                f"{path} exists already, and no pull has written it: name another file, or replace it with --force"
+            )
+        return about
+
+    def _check_folder(self, folder: Path) -> None:
+        """Raises if a folder has a checkpoint that must stay.
+
+        Raises:
+            InvalidArgument: it has
+        """
+        from .. import places
+
+        if not self._force and (held := places.checkpoint_that_was_not_pulled(folder)):
+            raise InvalidArgument(
+                f"{folder} holds a checkpoint already, and no pull has written it ({held}): name another folder, or "
+                "replace it with --force"
+            )
+
+    def folder(self, urls: list[str], folder: Path) -> None:
+        """Pulls a state into a checkpoint folder as a checkpointer writes it."""
+        from ...storage.download import Download
+        from ...storage.folder import FolderSave, KnownSaves, SaveId
+
+        self._check_folder(folder)
+        saves: list[FolderSave] = []
+
+        def begin(remote: Remote, step: int) -> tuple[_Target, Download]:
+            save = SaveId.new(step=step, known=KnownSaves().began(folder))
+            saves.append(FolderSave(folder, save))
+            partial = folder / _partial_name(urls[:1], step)
+            return _Target(saves[-1].path), Download(remote, partial, step=step, unique=True)
+
+        try:
+            _, step = self._fetch(urls, begin)
+            saves[-1].commit()
+        finally:
+            for save in saves:
+                save.close()
+        self._done(folder, step)
+
+    def ranks(self, urls: list[str], folder: Path) -> None:
+        """Pulls a distributed checkpoint, a file for each rank, and commits it by its index."""
+        from ...storage import commits
+        from ...storage.download import Download
+        from ...storage.folder import INDEX, make_folder
+        from ...storage.names import new_id
+        from ..leaves.distributed import write_index
+
+        self._check_folder(folder)
+        try:
+            make_folder(folder)
+        except OSError as e:
+            raise SystemRefused(e.errno, f"{folder}: cannot be created: {e.strerror}") from e
+        save_id, began, names = new_id(), commits.begin_after(commits.began(folder / INDEX)), []
+        for rank, url in enumerate(urls):
+            name = f"rank{rank:05d}-{save_id}.safetensors"
+
+            def begin(remote: Remote, step: int, url: str = url, name: str = name) -> tuple[_Target, Download]:
+                partial = folder / _partial_name([url], step)
+                return _Target(folder / name), Download(remote, partial, step=step, unique=True)
+
+            _, self._step = self._fetch([url], begin, title=f"rank {rank} of {len(urls)}")
+            names.append(name)
+        write_index(folder, self._step or 0, dict(zip(urls, names, strict=True)), began)
+        self._done(folder, self._step)
+
+    def _fetch(
+        self, urls: list[str], begin: Callable[[Remote, int], tuple[_Target, Download]], *, title: str = ""
+    ) -> tuple[Path, int]:
+        """Fetches one container; ``begin`` returns, for what was opened and its step, where it comes to lie."""
+        from ..output.progress import Progress
+        from ..sources import open_source
+
+        downloads: list[Download] = []
+        with Progress(title or "fetching", quiet=self._quiet) as progress:
+
+            def watch(done: int, total: int) -> None:
+                for download in downloads:
+                    download.check()
+                progress(done, total)
+
+            remote, step = open_source(urls, self._step, self._trust, self._receiving, watch)
+            with contextlib.closing(remote):
+                target, download = begin(remote, step)
+                downloads.append(download)
+                try:
+                    report = download.fetch()
+                    download.commit(target.path, target.replaced)
+                except KeyboardInterrupt:
+                    console.note(f"{download.partial} holds what has arrived: the same command goes on from there")
+                    raise
+                finally:
+                    download.close()
+        told = self.result
+        told["bytes"] += sum(remote.sizes)
+        told["fetched"] += report.bytes
+        told["lanes"] = max(told["lanes"], report.lanes)
+        told["retries"] += report.retries
+        for source, trouble in report.troubles.items():
+            console.note(f"tensorferry: warning: ranges of {source} were fetched over other connections: {trouble}")
+        return target.path, step
+
+    def _done(self, path: Path, step: int | None) -> None:
+        self.result |= {"path": os.fspath(path), "step": step, "seconds": time.monotonic() - self._began}
+
+
+def _partial_name(urls: list[str], step: int) -> str:
+    """Returns the name of an incomplete file in a folder, the same for the same source and step."""
+    import hashlib
+
+    named = hashlib.blake2b("\0".join([*urls, str(step)]).encode(), digest_size=8).hexdigest()
+    return f".pull-{named}.partial"

@@ -1,0 +1,131 @@
+"""``tensorferry top``: a live table of a fleet, from the counters of its transports."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ...errors import InvalidArgument
+from .. import exits
+from ..flags import Json, Switch
+from ..output import console
+
+if TYPE_CHECKING:
+    from ..fleet import Peer
+
+#: The widest cell: a hostile transport may say anything.
+_WIDEST = 60
+#: How many transports are asked at a time.
+_AT_ONCE = 32
+_HEADS = ("at", "step", "gate", "does", "to", "sends", "receives", "done", "healed", "failed", "last heal")
+_RIGHT = (1, 4, 5, 6, 7, 8, 9)
+
+
+def top(*metadata: str, every: float = 2.0, once: Switch = False, json: Json = False) -> int:
+    """Shows a fleet: who serves, who heals, how fast, and in which phase.
+
+    Args:
+        metadata: of transports, as metadata() returns it; or the address of a port for counters, such as node1:9400
+        every: seconds between two looks
+        once: look once, and end
+        json: print each look as one JSON document on one line, with all counters
+    """
+    import concurrent.futures
+
+    from .. import fleet
+
+    if not metadata:
+        raise InvalidArgument("give the metadata of at least one transport, or the address of its port for counters")
+    if not 0.1 <= every <= 3600:
+        raise InvalidArgument(f"--every must be between 0.1 and 3600 seconds, not {every}")
+    peers = [peer for given in metadata for peer in fleet.peers_of(given)]
+    with concurrent.futures.ThreadPoolExecutor(min(_AT_ONCE, len(peers))) as pool:
+        try:
+            _watch(peers, lambda: list(pool.map(fleet.ask, peers)), every, once, json)
+        except KeyboardInterrupt:
+            # The ordinary end of a table that goes on for ever.
+            return exits.OK
+    return exits.NO if once and any(peer.trouble for peer in peers) else exits.OK
+
+
+def _watch(peers: list[Peer], ask: Callable[[], Any], every: float, once: bool, as_json: bool) -> None:
+    if once or as_json:
+        while True:
+            ask()
+            if as_json:
+                console.out_json([_fields(peer) for peer in peers])
+            else:
+                console.out_table(_HEADS, [_row(peer) for peer in peers], _RIGHT)
+            if once:
+                return
+            time.sleep(every)
+    from rich.console import Console
+    from rich.live import Live
+
+    with Live(console=Console(), auto_refresh=False, transient=False) as live:
+        while True:
+            ask()
+            live.update(_table(peers), refresh=True)
+            time.sleep(every)
+
+
+def _does(peer: Peer) -> str:
+    phases = [phase for phase in ("open", "fetch", "build") if peer.value("receiving_phase", phase) > 0]
+    doing = [f"heals ({', '.join(phases)})"] if phases else []
+    if peer.value("receivers"):
+        doing.append("sends")
+    if peer.value("waiting_requests"):
+        doing.append(f"{peer.value('waiting_requests'):.0f} wait")
+    return ", ".join(doing) or "-"
+
+
+def _row(peer: Peer) -> Sequence[str]:
+    """Returns the cells of ``peer``, clean and not too wide."""
+    return [console.clean(cell)[:_WIDEST] for cell in _cells(peer)]
+
+
+def _cells(peer: Peer) -> Sequence[str]:
+    if peer.trouble:
+        return (peer.shown, *["-"] * 2, peer.trouble, *["-"] * 7)
+    total = peer.value("receiving_total_bytes")
+    step = f"{peer.value('step'):.0f}" if ("step", "") in peer.values else "-"
+    last = "-"
+    if ("last_receive_step", "") in peer.values:
+        seconds = {phase: peer.value("last_receive_seconds", phase) for phase in ("open", "fetch", "build")}
+        shares = "+".join(f"{seconds[phase]:.2f}" for phase in seconds)
+        rate = console.amount(peer.value("last_receive_bytes_per_second"))
+        last = f"step {peer.value('last_receive_step'):.0f} in {shares} s, {rate}/s"
+    return (
+        peer.shown,
+        step,
+        "open" if peer.value("allowed") else "closed",
+        _does(peer),
+        f"{peer.value('receivers'):.0f}",
+        f"{console.amount(peer.rates[0])}/s" if peer.rates[0] else "-",
+        f"{console.amount(peer.rates[1])}/s" if peer.rates[1] else "-",
+        f"{100 * peer.value('receiving_bytes') / total:.0f} %" if total else "-",
+        f"{peer.value('receives_total', 'healed'):.0f}",
+        f"{peer.value('receives_total', 'failed'):.0f}",
+        last,
+    )
+
+
+def _table(peers: list[Peer]) -> Any:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for number, head in enumerate(_HEADS):
+        table.add_column(head, justify="right" if number in _RIGHT else "left", no_wrap=number == 0)
+    for peer in peers:
+        style = "red" if peer.trouble else "yellow" if peer.value("receiving") else ""
+        table.add_row(*(Text(cell, style=style) for cell in _row(peer)))
+    return table
+
+
+def _fields(peer: Peer) -> dict[str, Any]:
+    if peer.trouble:
+        return {"at": peer.shown, "trouble": console.clean(peer.trouble)}
+    counters = {f"{name}{{{label}}}" if label else name: value for (name, label), value in peer.values.items()}
+    return {"at": peer.shown, "sent_per_second": peer.rates[0], "received_per_second": peer.rates[1], **counters}

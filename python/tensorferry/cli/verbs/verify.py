@@ -1,0 +1,135 @@
+"""``tensorferry verify``: compares the files of a checkpoint with their checksums."""
+
+from __future__ import annotations
+
+from json import loads
+from pathlib import Path
+from typing import Any
+
+from ...errors import CorruptCheckpoint, IncompleteCheckpoint, InvalidArgument
+from .. import exits
+from ..flags import Json
+from ..output import console
+
+#: How many entries are named for each damaged run.
+_NAMED = 8
+#: The longest header of a safetensors file.
+_LONGEST_HEADER = 100_000_000
+
+
+def verify(path: str, /, *, json: Json = False) -> int:
+    """Compares every byte of a checkpoint with its checksums.
+
+    Exits with 0 if all bytes match, with 1 if there is nothing that they could be compared with, as in a safetensors
+    file of another program, and with 4 if something is damaged.
+
+    Args:
+        path: a file or a folder
+        json: print one JSON document
+    """
+    from .. import places
+
+    place = places.find(path)
+    if place.kind is places.Kind.PEERS:
+        raise InvalidArgument("what comes from a peer is verified while it is pulled")
+    files = [_checked(file, archive) for file, archive in _files(place)]
+    verified = all(one["checksums"] and not one["damaged"] and not one["error"] for one in files)
+    if json:
+        console.out_json({"path": path, "verified": verified, "files": files})
+    for one in () if json else files:
+        for bad in one["damaged"]:
+            console.out(
+                f"{one['path']}: damaged: payload bytes {bad['start']}-{bad['end']}, in {', '.join(bad['entries'])}"
+            )
+        if one["error"]:
+            console.out(f"{one['path']}: damaged: {one['error']}")
+        elif not one["damaged"]:
+            state = "all bytes match" if one["checksums"] else "it has no checksums, so its bytes were not compared"
+            console.out(f"{one['path']}: {state}")
+    if any(one["damaged"] or one["error"] for one in files):
+        return exits.STATUS[CorruptCheckpoint]
+    return exits.OK if verified else exits.NO
+
+
+def _files(place: Any) -> list[tuple[Path, bool]]:
+    """Returns the files of a checkpoint, and whether each is an archive of torch's.
+
+    Raises:
+        IncompleteCheckpoint: one is missing
+        TensorferryError: the index is not valid
+    """
+    from ..._native import Stored
+    from ...storage import commits
+    from ...storage.folder import INDEX, missing_files, read_index
+    from ..leaves import distributed, shards
+    from ..places import Kind
+
+    path: Path = place.path
+    match place.layout:
+        case Kind.CONTAINER:
+            return [(path, False)]
+        case Kind.ARCHIVE:
+            return [(path, True)]
+        case Kind.CHECKPOINT:
+            index = read_index(path)
+            if missing := missing_files(path, index):
+                raise IncompleteCheckpoint(f"{path} is incomplete: {', '.join(missing)} is missing")
+            names = distributed.checked_files(
+                path, [name for name, _ in index.files.values()], commits.files_of(path / INDEX)
+            )
+            return [(path / name, False) for name in (INDEX, *names)]
+        case Kind.SHARDS:
+            found = shards.files_of(path)
+            for file, names in found.items():
+                shards.check_names(file, names, Stored.open(file, checksums=False).names)
+            return [(file, False) for file in found]
+        case Kind.DISTRIBUTED:
+            text, commit = commits.read(path / INDEX)
+            fields = distributed.decoded(text, path / INDEX)
+            names = distributed.checked_files(path, fields["sources"], commit)
+            return [(path / name, False) for name in (INDEX, *names)]
+        case _:
+            raise InvalidArgument(
+                f"{path} is a {place.kind.value}, whose format has no checksums: tensorferry convert gives it some"
+            )
+
+
+def _checked(path: Path, archive: bool) -> dict[str, Any]:
+    from ..._native import _file_damage
+
+    told: dict[str, Any] = {"path": str(path), "checksums": True, "damaged": [], "error": None}
+    try:
+        if archive:
+            told["error"] = _damage_of_archive(path)
+        else:
+            damaged = _file_damage(path)
+            told["checksums"] = damaged is not None
+            told["damaged"] = _named(path, damaged) if damaged else []
+    except CorruptCheckpoint as e:
+        told["error"] = str(e)
+    return told
+
+
+def _named(path: Path, damaged: list[tuple[int, int]]) -> list[dict[str, Any]]:
+    """Returns the damaged runs with the names of the entries that lie in them, of a file whose header is valid."""
+    with path.open("rb") as file:
+        fields = loads(file.read(min(int.from_bytes(file.read(8), "little"), _LONGEST_HEADER)))
+    spans = [(name, *entry["data_offsets"]) for name, entry in fields.items() if name != "__metadata__"]
+    return [
+        {"start": start, "end": end, "entries": [name for name, at, to in spans if at < end and start < to][:_NAMED]}
+        for start, end in damaged
+    ]
+
+
+def _damage_of_archive(path: Path) -> str | None:
+    """Returns what is wrong with an archive of torch's, by the CRC-32 of its records; ``None`` if all of them match."""
+    import zipfile
+
+    try:
+        with zipfile.ZipFile(path) as archive:
+            if sum(record.file_size for record in archive.infolist()) > path.stat().st_size:
+                return "its records are longer than the file, which torch.save never writes"
+            bad = archive.testzip()
+    except (zipfile.BadZipFile, OSError, ValueError, EOFError, NotImplementedError, RuntimeError) as e:
+        return str(e)
+    return None if bad is None else f"record {bad} does not match its CRC-32"

@@ -1,0 +1,223 @@
+"""Reads what ``torch.save`` wrote, with the allow-list."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import pickletools
+import re
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .._native import _check_machine_has
+from ..errors import ProtocolError, SystemRefused, UnsafePickle
+from .allowlist import Allowed
+from .sharing import check_sharing
+from .unpickler import pickle_module
+
+#: Takes the name of a storage's record and its length in bytes; returns a tensor that stands in for the storage, or
+#: ``None`` to have the record read.
+StandIn = Callable[[str, int], "torch.Tensor | None"]
+#: Takes the offset of a record in its file and its length; returns a tensor over these bytes.
+Mapped = Callable[[int, int], "torch.Tensor"]
+
+#: An instruction of a pickle that names a global.
+_GLOBAL = re.compile(rb"c[^\n]+\n[^\n]+\n")
+
+
+#: What is said of an archive whose records are not all there, byte for byte.
+_PACKED = "which torch.save never writes: unpack it and save the state again, or do not trust whoever made it"
+
+
+class _Archive:
+    """Torch's reader of ``torch.save`` archives, with checks of the lengths of records and storages."""
+
+    def __init__(self, source: io.BytesIO | str, stand_in: StandIn | None, mapped: Mapped | None) -> None:
+        self._reader = torch._C.PyTorchFileReader(source)
+        self._source = source
+        self._stand_in, self._mapped = stand_in, mapped
+        self._read = 0
+
+    def check_records(self) -> None:
+        """Checks that all records together are no longer than the archive.
+
+        So nothing that is read is longer than what is there: no record is compressed to less than its length, and none
+        lies in another one.
+
+        Raises:
+            ProtocolError: they are longer
+            SystemRefused: this process cannot have memory for the pickle
+        """
+        known = getattr(self._reader, "get_record_size", None)
+        if known is None or self._mapped is not None:
+            # Some versions of torch have to unpack a record to say how long it is. Mapped records are taken as they lie
+            # in the file, where those of an archive that was compressed by other tools are something else.
+            self._check_listed()
+        if known is not None:
+            has = self._length()
+            needs = sum(map(known, self._reader.get_all_records()))
+            if needs > has:
+                raise ProtocolError(
+                    f"its records have {needs} bytes and the file {has}: they are compressed, {_PACKED}"
+                )
+            _check_machine_has(known("data.pkl"), "the pickle of an archive")
+
+    def _length(self) -> int:
+        return (
+            self._source.getbuffer().nbytes
+            if isinstance(self._source, io.BytesIO)
+            else Path(self._source).stat().st_size
+        )
+
+    def _check_listed(self) -> None:
+        if isinstance(self._source, io.BytesIO):
+            self._source.seek(0)
+        with zipfile.ZipFile(self._source) as archive:
+            records = archive.infolist()
+        for record in records:
+            if record.compress_type != zipfile.ZIP_STORED:
+                raise ProtocolError(f"its record {record.filename[:200]} is compressed, {_PACKED}")
+        if sum(record.file_size for record in records) > self._length():
+            raise ProtocolError(f"its records are longer than the file, {_PACKED}")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._reader, name)
+
+    def get_storage_from_record(self, name: str, nbytes: int, dtype: Any) -> Any:
+        """Returns a tensor over a record, after checking its length.
+
+        torch 2.8 takes the length from the pickle and would read beyond the record.
+
+        Raises:
+            ProtocolError: the record does not have ``nbytes`` bytes
+        """
+        if self._stand_in is not None and (tensor := self._stand_in(name, nbytes)) is not None:
+            return tensor
+        has = self._size(name)
+        if has != nbytes:
+            raise ProtocolError(f"the record of a storage of {nbytes} bytes has {has} bytes")
+        if self._mapped is not None:
+            return self._mapped(self._reader.get_record_offset(name), nbytes)
+        self._read += nbytes
+        _check_machine_has(self._read, "what an archive holds")
+        return self._reader.get_storage_from_record(name, nbytes, dtype)
+
+    def _size(self, name: str) -> int:
+        # Versions of torch without it read the record to say how long it is.
+        known = getattr(self._reader, "get_record_size", None)
+        return int(known(name)) if known is not None else len(self._reader.get_record(name))
+
+
+def unpickled(data: bytes, fqn: str, allowed: Allowed) -> Any:
+    """Loads the object that ``torch.save`` has written as ``data``.
+
+    Args:
+        data: the archive
+        fqn: the object's name, for messages
+        allowed: the globals that its pickle may name
+
+    Raises:
+        UnsafePickle: the pickle asks for something that is not allowed, or ``torch.save`` does not write such data
+        ProtocolError: the data is damaged
+    """
+    if (archive := _opened(io.BytesIO(data))) is None:
+        raise UnsafePickle(
+            f"{fqn} is an object that torch.save did not write: pass trust_pickle=True to the reader if you trust the "
+            "job that saved it"
+        )
+    return _load(archive, fqn, allowed, "cpu")
+
+
+def globals_of(data: bytes | bytearray) -> set[tuple[str, str]]:
+    """Returns module and name of the globals that the pickle in ``data``, which ``torch.save`` wrote, names.
+
+    Those of an object that was pickled by another protocol than torch's own, 2, are not found.
+    """
+    if data[:4] != b"PK\x03\x04":
+        return set()
+    # The pickle is the first record, stored as it is, and a descriptor follows it.
+    name, extra = int.from_bytes(data[26:28], "little"), int.from_bytes(data[28:30], "little")
+    start = 30 + name + extra
+    end = data.find(b".PK\x07\x08", start)
+    if end < 0 or not _GLOBAL.search(data, start, end):
+        return set()
+    found = set()
+    # An error means that it was cut short by a text that looks like its end.
+    with contextlib.suppress(ValueError):
+        for operation, argument, _ in pickletools.genops(bytes(data[start : end + 1])):
+            if operation.name == "GLOBAL":
+                module, _, qualified = str(argument).partition(" ")
+                # Readers take the class of a storage for the name of its dtype.
+                if not (module in ("torch", "torch.storage") and qualified.endswith("Storage")):
+                    found.add((module, qualified))
+    return found
+
+
+def load_file(
+    path: Path,
+    allowed: Allowed,
+    map_location: Any = None,
+    stand_in: StandIn | None = None,
+    mapped: Mapped | None = None,
+) -> Any:
+    """Loads the object that ``torch.save`` has written to the file ``path``.
+
+    Args:
+        path: the file
+        allowed: the globals that its pickle may name
+        map_location: where its storages go, as ``torch.load`` has it
+        stand_in: what is used in place of storages that are not to be read
+        mapped: returns the bytes of storages, which then are not read into memory of their own
+
+    Raises:
+        UnsafePickle: the pickle asks for something that is not allowed
+        ProtocolError: the file is damaged, ``torch.save`` did not write it, or its containers hold one another so often
+            that the state cannot be walked
+        SystemRefused: the file cannot be opened, or this process cannot have memory for what is in it
+    """
+    try:
+        with path.open("rb"):
+            pass
+    except OSError as e:
+        raise SystemRefused(e.errno, f"{path}: cannot be read: {e.strerror}") from e
+    if (archive := _opened(str(path), stand_in, mapped)) is None:
+        # Killed trainers leave such files: nobody is to be told to trust them.
+        raise ProtocolError(
+            f"{path} cannot be read: it is damaged or was cut off, or is no archive of torch.save (TorchScript, or the "
+            "format that torch.save had before 1.6)"
+        )
+    state = _load(archive, str(path), allowed, map_location)
+    check_sharing(state, str(path))
+    return state
+
+
+def _opened(source: io.BytesIO | str, stand_in: StandIn | None = None, mapped: Mapped | None = None) -> _Archive | None:
+    """Returns the archive of an object that ``torch.save`` wrote, ``None`` if it is anything else."""
+    try:
+        archive = _Archive(source, stand_in, mapped)
+        is_object = archive.has_record("data.pkl") and not archive.has_record("constants.pkl")
+    except Exception:  # A malformed archive can raise anything.
+        return None
+    return archive if is_object else None
+
+
+def _load(archive: _Archive, name: str, allowed: Allowed, map_location: Any) -> Any:
+    module = pickle_module(allowed, lambda _: name)
+    try:
+        archive.check_records()
+        # This is what torch.load does with an archive of torch.save. torch.load itself would determine the kind of
+        # archive once more, and it runs the code of a TorchScript archive. Only one reader may search the archive for
+        # its directory: two readers may find different ones.
+        return torch.serialization._load(archive, map_location, module, encoding="utf-8")
+    except (UnsafePickle, SystemRefused):
+        raise
+    except Exception as e:
+        raise ProtocolError(f"{name} cannot be read ({type(e).__name__}: {e})") from e
+    finally:
+        # torch clears this only after a load that succeeded. With what is left of a failed one, no DTensor can be
+        # unpickled in this thread any more.
+        torch.serialization._serialization_tls.map_location = None

@@ -1,0 +1,58 @@
+//! All that counters and status page show, taken at one moment: both say the same.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, SystemTime};
+
+use super::metrics::Tallies;
+use super::receives::ReceiveFigures;
+use super::transfers::Transfer;
+use crate::server::Shared;
+
+/// A server at one moment. It holds nothing that gives access to a state.
+#[derive(Clone, Debug)]
+pub(in crate::server) struct Figures {
+    pub(in crate::server) at: SystemTime,
+    pub(in crate::server) up: Duration,
+    pub(in crate::server) port: u16,
+    pub(in crate::server) encrypted: bool,
+    pub(in crate::server) secret: bool,
+    pub(in crate::server) allowed: bool,
+    pub(in crate::server) step: Option<i64>,
+    /// Bytes of what is served, header included.
+    pub(in crate::server) published: Option<u64>,
+    pub(in crate::server) requests: u64,
+    pub(in crate::server) sent: u64,
+    pub(in crate::server) connections: u64,
+    /// Answers that are being sent.
+    pub(in crate::server) answers: u64,
+    pub(in crate::server) waiting: u64,
+    pub(in crate::server) tallies: Tallies,
+    pub(in crate::server) transfers: Vec<Transfer>,
+    pub(in crate::server) receives: ReceiveFigures,
+}
+
+impl Figures {
+    pub(in crate::server) fn of(shared: &Shared) -> Self {
+        let load = |count: &AtomicU64| count.load(Ordering::Relaxed);
+        let shelves = shared.shelves.stores();
+        let answers = shared.store.active() + shelves.iter().map(|store| store.active()).sum::<usize>();
+        Self {
+            at: SystemTime::now(),
+            up: shared.began.elapsed(),
+            port: shared.address.port(),
+            encrypted: shared.identity.is_some(),
+            secret: shared.auth.is_some(),
+            allowed: shared.store.is_allowed(),
+            step: shared.store.step(),
+            published: shared.store.published_len(),
+            requests: load(&shared.requests),
+            sent: load(&shared.progress.bytes),
+            connections: shared.connections.load(Ordering::Relaxed) as u64,
+            answers: answers as u64,
+            waiting: load(&shared.metrics.waiting),
+            tallies: shared.metrics.look(),
+            transfers: shared.transfers.now(),
+            receives: shared.receives.figures(),
+        }
+    }
+}

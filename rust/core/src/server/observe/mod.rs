@@ -1,0 +1,8 @@
+//! What operators see of a server: what it counts, what is under way, and both as a text and as a page.
+
+pub(super) mod exposition;
+pub(super) mod figures;
+pub(super) mod metrics;
+pub(super) mod receives;
+pub(super) mod status_page;
+pub(super) mod transfers;

@@ -1,0 +1,325 @@
+//! Figures as a page for people: one HTML document without scripts, links or anything to load.
+//!
+//! The browser asks for it again every two seconds. Text that may come from peers is escaped, and the page forbids the
+//! browser everything but its own style sheet, so that even text that was not escaped could do nothing.
+
+use std::fmt::{self, Display, Write as _};
+use std::time::Duration;
+
+use http::StatusCode;
+
+use super::figures::Figures;
+use super::metrics::Refusal;
+use super::receives::{Ended, Underway};
+use super::transfers::Transfer;
+
+/// The media type of what [`render`] returns.
+pub(in crate::server) const MEDIA_TYPE: &str = "text/html; charset=utf-8";
+
+const STYLE: &str = "\
+:root{color-scheme:light dark;font:15px/1.5 system-ui,sans-serif}
+body{max-width:62rem;margin:2rem auto;padding:0 1rem}
+h1{font-size:1.5rem;margin:0}h2{font-size:1.05rem;margin:2rem 0 .4rem}
+p{margin:.3rem 0}.dim{opacity:.7}
+table{border-collapse:collapse;width:100%}
+th,td{text-align:left;padding:.3rem .9rem .3rem 0;border-bottom:1px solid #8884;vertical-align:top}
+th{font-weight:600}.n{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}
+.open{color:#1a7f37}.shut,.bad{color:#b35900}.msg{overflow-wrap:anywhere}
+@media(prefers-color-scheme:dark){.open{color:#3fb950}.shut,.bad{color:#e3a04f}}
+progress{width:9rem;vertical-align:middle}";
+
+/// What a browser is allowed to do with a page that was rendered with `nonce`: to apply its style sheet.
+pub(in crate::server) fn content_security_policy(nonce: &str) -> String {
+    format!(
+        "default-src 'none'; style-src 'nonce-{nonce}'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+}
+
+/// `figures` as a page whose style sheet is marked with `nonce`.
+pub(in crate::server) fn render(figures: &Figures, nonce: &str) -> String {
+    let mut page = String::with_capacity(8 << 10);
+    let title = figures.step.map_or("nothing served yet".to_owned(), |step| format!("step {step}"));
+    let _ = write!(
+        page,
+        "<!DOCTYPE html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n\
+         <meta name=\"viewport\" content=\"width=device-width, initial-scale=1\">\n\
+         <meta name=\"referrer\" content=\"no-referrer\">\n<meta http-equiv=\"refresh\" content=\"2\">\n\
+         <title>tensorferry: {title}</title>\n<style nonce=\"{nonce}\">\n{STYLE}\n</style>\n</head>\n<body>\n"
+    );
+    summary(&mut page, figures, &title);
+    sending(&mut page, figures);
+    receiving(&mut page, &figures.receives.running);
+    received(&mut page, figures);
+    refused(&mut page, figures);
+    page.push_str("</body>\n</html>\n");
+    page
+}
+
+fn summary(page: &mut String, figures: &Figures, title: &str) {
+    let (class, gate) = if figures.allowed {
+        ("open", "the gate is open: a checkpoint may be fetched")
+    } else {
+        ("shut", "the gate is closed: requests wait")
+    };
+    let size = figures.published.map_or(String::new(), |len| format!(" ({})", Bytes(len as f64)));
+    let modes = match (figures.encrypted, figures.secret) {
+        (true, true) => ", with TLS and a shared secret",
+        (true, false) => ", with TLS",
+        (false, true) => ", with a shared secret",
+        (false, false) => "",
+    };
+    let _ = write!(
+        page,
+        "<h1>tensorferry: {title}{size}</h1>\n<p id=\"gate\" class=\"{class}\">{gate}</p>\n\
+         <p class=\"dim\">version {}, port {}{modes}, up for {}, {} connections, {} requests waiting</p>\n",
+        env!("CARGO_PKG_VERSION"),
+        figures.port,
+        Time(figures.up),
+        figures.connections,
+        figures.waiting,
+    );
+}
+
+fn sending(page: &mut String, figures: &Figures) {
+    let bodies = &figures.tallies.bodies;
+    let _ = write!(
+        page,
+        "<h2>Sending</h2>\n<p class=\"dim\">{} sent so far in {} answers, {} answers were cut off</p>\n",
+        Bytes(figures.sent as f64),
+        bodies.complete,
+        bodies.cut,
+    );
+    let heads = ["to", "step", "#connections", "progress", "#sent", "#rate", "#for"];
+    table(page, "sending", &heads, "Nobody is receiving from here now.", &figures.transfers, |row, transfer| {
+        let Transfer { peer, step, connections, sent, total, bytes_per_second, took } = transfer;
+        row.cell(peer);
+        row.cell(step);
+        row.number(connections);
+        row.progress(*sent, *total);
+        row.number(Bytes(*sent as f64));
+        row.number(Rate(*bytes_per_second));
+        row.number(Time(*took));
+    });
+}
+
+fn receiving(page: &mut String, running: &[Underway]) {
+    page.push_str("<h2>Receiving</h2>\n");
+    let heads = ["step", "phase", "progress", "#received", "#of", "#for"];
+    table(page, "receiving", &heads, "This process is not receiving now.", running, |row, receive| {
+        row.cell(receive.step);
+        row.cell(receive.phase);
+        row.progress(receive.received, receive.total);
+        row.number(Bytes(receive.received as f64));
+        row.number(Bytes(receive.total as f64));
+        row.number(Time(receive.took));
+    });
+}
+
+fn received(page: &mut String, figures: &Figures) {
+    let sums = &figures.receives.sums;
+    let _ = write!(
+        page,
+        "<h2>Last receives</h2>\n<p class=\"dim\">{} healed, {} failed, {} received, {} ranges fetched again</p>\n",
+        sums.healed,
+        sums.failed,
+        Bytes(sums.bytes as f64),
+        sums.retries,
+    );
+    let heads = ["ended", "step", "#bytes", "#rate", "#open", "#fetch", "#build", "#in all", "route"];
+    table(page, "received", &heads, "Nothing was received yet.", &figures.receives.ended, |row, ended| {
+        let Ended { step, at, took, outcome } = ended;
+        row.cell(format_args!("{} ago", Time(figures.at.duration_since(*at).unwrap_or_default())));
+        row.cell(step);
+        let (report, phases) = match outcome {
+            Ok(outcome) => outcome,
+            Err(class) => {
+                for _ in 0..5 {
+                    row.number("");
+                }
+                row.number(Time(*took));
+                row.classed("bad", format_args!("failed: {class}"));
+                return;
+            }
+        };
+        row.number(Bytes(report.bytes as f64));
+        row.number(Rate(report.bytes as f64 / phases.fetch.as_secs_f64().max(1e-9)));
+        row.number(Time(phases.open));
+        row.number(Time(phases.fetch));
+        row.number(Time(phases.build));
+        row.number(Time(*took));
+        let mut routes: Vec<_> = report.routes.iter().map(|(here, there)| format!("{here} from {there}")).collect();
+        if report.same_host {
+            routes.push("shared memory".to_owned());
+        }
+        row.cell(format_args!("{} connections, {}", report.lanes, routes.join(", ")));
+    });
+}
+
+fn refused(page: &mut String, figures: &Figures) {
+    let refusals = figures.tallies.answers.iter().filter(|(code, _)| **code >= 400);
+    let counts: Vec<_> = refusals
+        .map(|(code, count)| {
+            let status = StatusCode::from_u16(*code).ok().and_then(|status| status.canonical_reason());
+            format!("{count} with {code} {}", status.unwrap_or(""))
+        })
+        .collect();
+    let counts = if counts.is_empty() { "none".to_owned() } else { counts.join(", ") };
+    let _ = write!(page, "<h2>Refused requests</h2>\n<p class=\"dim\">{}</p>\n", Escaped(counts));
+    let heads = ["when", "from", "#status", "answer"];
+    let none = "No request of a peer that knows this server's path was refused.";
+    table(page, "refused", &heads, none, &figures.tallies.refusals, |row, refusal| {
+        let Refusal { at, peer, status, message } = refusal;
+        row.cell(format_args!("{} ago", Time(figures.at.duration_since(*at).unwrap_or_default())));
+        row.cell(peer);
+        row.number(status);
+        row.classed("msg", message);
+    });
+}
+
+/// Writes a table of `items`, or the sentence `none`. Heads that begin with `#` stand above numbers.
+fn table<'a, T: 'a>(
+    page: &mut String,
+    id: &str,
+    heads: &[&str],
+    none: &str,
+    items: impl IntoIterator<Item = &'a T>,
+    fill: impl Fn(&mut Row<'_>, &'a T),
+) {
+    let mut items = items.into_iter().peekable();
+    if items.peek().is_none() {
+        let _ = writeln!(page, "<p>{none}</p>");
+        return;
+    }
+    let _ = write!(page, "<table id=\"{id}\">\n<tr>");
+    for head in heads {
+        let _ = match head.strip_prefix('#') {
+            Some(head) => write!(page, "<th class=\"n\">{head}</th>"),
+            None => write!(page, "<th>{head}</th>"),
+        };
+    }
+    page.push_str("</tr>\n");
+    for item in items {
+        page.push_str("<tr>");
+        fill(&mut Row(page), item);
+        page.push_str("</tr>\n");
+    }
+    page.push_str("</table>\n");
+}
+
+/// A row of a table; every cell is escaped.
+struct Row<'a>(&'a mut String);
+
+impl Row<'_> {
+    fn cell(&mut self, value: impl Display) {
+        let _ = write!(self.0, "<td>{}</td>", Escaped(value));
+    }
+
+    fn classed(&mut self, class: &str, value: impl Display) {
+        let _ = write!(self.0, "<td class=\"{class}\">{}</td>", Escaped(value));
+    }
+
+    fn number(&mut self, value: impl Display) {
+        self.classed("n", value);
+    }
+
+    fn progress(&mut self, done: u64, total: u64) {
+        let _ = match total {
+            0 => write!(self.0, "<td></td>"),
+            // Several receivers at one address are counted together, and so may take more than all of it.
+            total => {
+                let percent = 100.0 * done as f64 / total as f64;
+                write!(
+                    self.0,
+                    "<td><progress max=\"{total}\" value=\"{}\"></progress> {percent:.0} %</td>",
+                    done.min(total)
+                )
+            }
+        };
+    }
+}
+
+/// Text in which nothing is HTML.
+struct Escaped<T>(T);
+
+impl<T: Display> Display for Escaped<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(Escaping(f), "{}", self.0)
+    }
+}
+
+struct Escaping<'a, 'b>(&'a mut fmt::Formatter<'b>);
+
+impl fmt::Write for Escaping<'_, '_> {
+    fn write_str(&mut self, text: &str) -> fmt::Result {
+        for sign in text.chars() {
+            match sign {
+                '&' => self.0.write_str("&amp;")?,
+                '<' => self.0.write_str("&lt;")?,
+                '>' => self.0.write_str("&gt;")?,
+                '"' => self.0.write_str("&quot;")?,
+                '\'' => self.0.write_str("&#39;")?,
+                other => self.0.write_char(other)?,
+            }
+        }
+        Ok(())
+    }
+}
+
+/// A number of bytes in decimal units, as interfaces are rated.
+struct Bytes(f64);
+
+impl Display for Bytes {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut value = self.0;
+        for unit in ["B", "kB", "MB", "GB", "TB"] {
+            if value < 1000.0 || unit == "TB" {
+                let digits = usize::from(unit != "B" && value < 100.0);
+                return write!(f, "{value:.digits$} {unit}");
+            }
+            value /= 1000.0;
+        }
+        Ok(())
+    }
+}
+
+struct Rate(f64);
+
+impl Display for Rate {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}/s", Bytes(self.0))
+    }
+}
+
+/// A length of time with as many digits as matter.
+struct Time(Duration);
+
+impl Display for Time {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let seconds = self.0.as_secs();
+        match seconds {
+            0..10 => write!(f, "{:.3} s", self.0.as_secs_f64()),
+            10..120 => write!(f, "{seconds} s"),
+            120..7200 => write!(f, "{} min", seconds / 60),
+            _ => write!(f, "{} h", seconds / 3600),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn text_of_peers_is_escaped() {
+        let hostile = "<script>alert('x')</script>&\"";
+        assert_eq!(Escaped(hostile).to_string(), "&lt;script&gt;alert(&#39;x&#39;)&lt;/script&gt;&amp;&quot;");
+    }
+
+    #[test]
+    fn sizes_and_times_have_the_digits_that_matter() {
+        let bytes = [0.0, 999.0, 1500.0, 123_456_789.0, 7.5e12].map(|bytes| Bytes(bytes).to_string());
+        assert_eq!(bytes, ["0 B", "999 B", "1.5 kB", "123 MB", "7.5 TB"]);
+        let times = [1, 59_000, 600_000, 7_200_000].map(|ms| Time(Duration::from_millis(ms)).to_string());
+        assert_eq!(times, ["0.001 s", "59 s", "10 min", "2 h"]);
+    }
+}

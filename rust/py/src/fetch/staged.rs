@@ -1,0 +1,116 @@
+//! `StagedFetch`: a receive of which some entries pass through memory that Python gives, wave by wave.
+//!
+//! It is what a receive onto a device uses: Python copies one wave from pinned memory while the next one arrives.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use pyo3::prelude::*;
+use tensorferry_core::{Cancel, Error, StagedFetch, StagedRun, StoredWaves};
+use tensorferry_wire::container::Header;
+
+use crate::errors;
+use crate::fetch::remote::handed_over;
+use crate::fetch::stored::read;
+use crate::memory::{PyArena, fetch_wave};
+use crate::report::PyReport;
+use crate::runtime::{self, OnTick, Process};
+
+/// The waves of a receive, or of a read of a container at rest.
+pub(crate) enum WavesOf {
+    Remote(Box<StagedFetch>),
+    Stored(Box<StoredWaves>),
+}
+
+impl WavesOf {
+    fn finish(self, header: &Arc<Header>) -> Result<(PyArena, PyReport), Error> {
+        match self {
+            Self::Remote(waves) => Ok(handed_over(waves.finish()?, header)),
+            Self::Stored(waves) => Ok(read(waves.finish()?, header, Duration::ZERO)),
+        }
+    }
+}
+
+/// A receive through a buffer, wave by wave. After an exception it is over.
+#[pyclass(name = "StagedFetch", module = "tensorferry._native", frozen)]
+pub(crate) struct PyStagedFetch {
+    process: Process,
+    cancel: Cancel,
+    reporter: ProgressReporter,
+    header: Arc<Header>,
+    waves: Mutex<Option<WavesOf>>,
+}
+
+/// Entry, first byte, bytes, and where they lie in the memory of the wave.
+type Run = (usize, u64, u64, u64);
+
+/// Reports to Python how far a receive is.
+pub(crate) struct ProgressReporter {
+    pub(crate) received: Arc<AtomicU64>,
+    pub(crate) total: u64,
+    /// Called with the bytes here and the bytes in all, now and then and at the end.
+    pub(crate) progress: Option<Py<PyAny>>,
+}
+
+impl ProgressReporter {
+    /// Calls `progress`, if there is one, with the bytes here and the bytes in all.
+    ///
+    /// # Errors
+    /// The exception that `progress` raised.
+    pub(crate) fn report(&self, py: Python<'_>) -> PyResult<()> {
+        // Bytes that had to be fetched again count once.
+        let received = self.received.load(Ordering::Relaxed).min(self.total);
+        self.progress.as_ref().map_or(Ok(()), |call| call.call1(py, (received, self.total)).map(drop))
+    }
+}
+
+impl PyStagedFetch {
+    pub(crate) fn new(cancel: Cancel, reporter: ProgressReporter, header: Arc<Header>, waves: WavesOf) -> Self {
+        Self { process: Process::current(), cancel, reporter, header, waves: Mutex::new(Some(waves)) }
+    }
+
+    fn waves(&self) -> MutexGuard<'_, Option<WavesOf>> {
+        self.waves.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The receive, which the caller puts back unless it fails.
+    ///
+    /// # Errors
+    /// `InvalidArgument` when there is none any more, `ForkedProcess` in a forked child.
+    fn take(&self, py: Python<'_>) -> PyResult<WavesOf> {
+        self.process.check(py)?;
+        self.waves().take().ok_or_else(|| errors::invalid(py, "this receive is over"))
+    }
+}
+
+#[pymethods]
+impl PyStagedFetch {
+    /// Brings the next wave to `address`: `(entry, first byte, bytes, offset from the address)` for each run of an
+    /// entry's bytes that is there now, verified. `None` when everything has come.
+    ///
+    /// # Errors
+    /// The engine's errors as exceptions, and whatever `progress` or a signal handler raises; the receive is over then.
+    fn fetch(&self, py: Python<'_>, address: usize) -> PyResult<Option<Vec<Run>>> {
+        let mut waves = self.take(py)?;
+        let notify = |py: Python<'_>| self.reporter.report(py);
+        let watch = self.reporter.progress.is_some().then_some(&notify as &OnTick<'_>);
+        let (waves, parts) = runtime::run(py, &self.cancel, watch, move || {
+            let parts = fetch_wave(&mut waves, address)?;
+            Ok((waves, parts))
+        })?;
+        *self.waves() = Some(waves);
+        let fields = |part: StagedRun| (part.entry, part.start, part.len, part.at);
+        Ok(parts.map(|parts| parts.into_iter().map(fields).collect()))
+    }
+
+    /// After the last wave: the arena and the report that `Remote.fetch` would have returned.
+    ///
+    /// # Errors
+    /// `InvalidArgument` when there are waves that were not fetched.
+    fn finish(&self, py: Python<'_>) -> PyResult<(PyArena, PyReport)> {
+        let finished = self.take(py)?.finish(&self.header).map_err(|e| errors::to_py(py, &e))?;
+        self.reporter.report(py)?;
+        Ok(finished)
+    }
+}

@@ -1,0 +1,122 @@
+"""Archives of ``torch.save`` that hold more than their files: nothing of them is unpacked."""
+
+from __future__ import annotations
+
+import io
+import struct
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from tensorferry.cli import mapped_states
+from tensorferry.errors import ProtocolError
+from tensorferry.pickles.allowlist import Allowed
+from tensorferry.pickles.torch_archives import load_file, unpickled
+
+MIB = 1 << 20
+STATE = {"w": torch.arange(64, dtype=torch.float32)}
+
+
+def saved() -> bytes:
+    file = io.BytesIO()
+    torch.save(STATE, file)
+    return file.getvalue()
+
+
+def packed(pickled: bytes | None = None, compression: int = zipfile.ZIP_DEFLATED) -> bytes:
+    """Returns an archive as another tool would pack it, with another pickle if one is given."""
+    file = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(saved())) as old, zipfile.ZipFile(file, "w", compression) as new:
+        for record in old.infolist():
+            data = old.read(record)
+            new.writestr(record.filename, pickled if pickled and record.filename.endswith("data.pkl") else data)
+    return file.getvalue()
+
+
+def overlapping(count: int) -> bytes:
+    """Returns an archive in which ``count`` names stand for the bytes of one record."""
+    whole = saved()
+    end = whole.rindex(b"PK\x05\x06")
+    with zipfile.ZipFile(io.BytesIO(whole)) as archive:
+        names = archive.namelist()
+        directory = archive.start_dir
+    central, at = [], directory
+    while whole[at : at + 4] == b"PK\x01\x02":
+        name, extra, comment = struct.unpack_from("<HHH", whole, at + 28)
+        length = 46 + name + extra + comment
+        central.append(whole[at : at + length])
+        at += length
+    one = central[next(i for i, name in enumerate(names) if name.endswith("data/0"))]
+    more = [one.replace(b"data/0", f"data/{chr(65 + n)}".encode()) for n in range(count)]
+    table = b"".join([*central, *more])
+    tail = struct.pack(
+        "<4sHHHHIIH", b"PK\x05\x06", 0, 0, len(central + more), len(central + more), len(table), directory, 0
+    )
+    assert end
+    return whole[:directory] + table + tail
+
+
+def test_a_pickle_that_is_compressed_is_not_unpacked(tmp_path: Path) -> None:
+    bomb = packed(b"\x80\x02](" + b"]" * (8 * MIB) + b"e.")
+    assert len(bomb) < MIB // 8
+    path = tmp_path / "bomb.pt"
+    path.write_bytes(bomb)
+    with pytest.raises(ProtocolError, match=r"its records have \d+ bytes and the file \d+: they are compressed"):
+        load_file(path, Allowed())
+    with pytest.raises(ProtocolError, match="they are compressed"):
+        unpickled(bomb, "an object", Allowed())
+    with pytest.raises(ProtocolError, match="is compressed"):
+        mapped_states.of_archive(path)
+
+
+def test_records_that_lie_in_each_other_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "overlapping.pt"
+    path.write_bytes(overlapping(20))
+    with pytest.raises(ProtocolError, match="its records have"):
+        load_file(path, Allowed())
+    with pytest.raises(ProtocolError, match="its records are longer than the file"):
+        mapped_states.of_archive(path)
+
+
+def test_pages_of_a_compressed_record_are_not_taken_for_a_tensor(tmp_path: Path) -> None:
+    """Its bytes may be as many as those of the tensor, and are others."""
+    path = tmp_path / "random.pt"
+    noise = {"w": torch.randint(0, 256, (100_000,), dtype=torch.uint8)}
+    torch.save(noise, path)
+    with zipfile.ZipFile(path) as old:
+        records = {record.filename: old.read(record) for record in old.infolist()}
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as new:
+        for name, data in records.items():
+            new.writestr(name, data, zipfile.ZIP_DEFLATED if name.endswith("data/0") else zipfile.ZIP_STORED)
+    with pytest.raises(ProtocolError, match="is compressed"):
+        mapped_states.of_archive(path)
+
+
+def test_what_another_tool_has_packed_without_compression_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "stored.pt"
+    path.write_bytes(packed(compression=zipfile.ZIP_STORED))
+    assert torch.equal(load_file(path, Allowed())["w"], STATE["w"])
+    assert torch.equal(mapped_states.of_archive(path)["w"], STATE["w"])
+    assert torch.equal(unpickled(saved(), "an object", Allowed())["w"], STATE["w"])
+
+
+@pytest.mark.parametrize("twice", [lambda x: (x, x), lambda x: [x, x], lambda x: {"a": x, "b": x}])
+def test_containers_that_hold_one_another_too_often_are_refused(twice, tmp_path: Path) -> None:
+    nested = (1,)
+    for _ in range(32):
+        nested = twice(nested)
+    torch.save({"a": nested}, tmp_path / "often.pt")
+    with pytest.raises(ProtocolError, match=f"so often that {3 << 32} of them"):
+        load_file(tmp_path / "often.pt", Allowed())
+
+
+def test_containers_that_are_shared_or_hold_themselves_are_read(tmp_path: Path) -> None:
+    shared = [torch.ones(2)] * 1000
+    state = {"a": [shared] * 500, "b": [1]}
+    state["b"].append(state["b"])
+    torch.save(state, tmp_path / "shared.pt")
+    found = load_file(tmp_path / "shared.pt", Allowed())
+    assert found["a"][0] is found["a"][499]
+    assert found["b"][1] is found["b"]
