@@ -14,6 +14,12 @@ if TYPE_CHECKING:
 #: Colour and marker of each column of the table: both torchft's in grey and orange, both of ours in blue and green.
 _STYLES = dict(zip(COLUMNS, (("#8c8c8c", "s"), ("#e08214", "D"), ("#1f5fbf", "o"), ("#1b9e77", "^")), strict=True))
 
+#: What the words in brackets say of the memory that the bytes come into.
+_MEMORY = (
+    "backed: fresh, and just released by another process; cold: fresh, and taken back by the machine's host before;\n"
+    "used before: the process's own of its first receive; its own: the tensors of the live state, in place"
+)
+
 
 def draw(results: dict[str, Any], path: Path) -> None:
     """Write the chart as a PNG; whiskers reach from the lowest to the highest ratio within a round."""
@@ -45,7 +51,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
     axes.xaxis.set_minor_formatter(ticker.NullFormatter())
     axes.set_yticks(range(len(lines)), [f"{line.title} ({line.memory})" for line in lines])
     axes.set_ylim(len(lines) - 0.5, -0.5)
-    axes.set_xlabel("speed of recv_checkpoint; the better of torchft's two transports = 1")
+    axes.set_xlabel("speed of recv_checkpoint; the better of torchft's two transports = 1\n" + _MEMORY, fontsize=9)
     figure.legend(*axes.get_legend_handles_labels(), ncols=4, frameon=False, loc="upper center")
     axes.grid(axis="x", which="major", color="#ddd", linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import multiprocessing
 import os
 import tempfile
@@ -60,9 +61,11 @@ class Job:
         self._name, self._patience = name, patience
         self._folder = tempfile.TemporaryDirectory()
         self._pipes, self._processes = [], []
+        # The ranks log as their parent does, if it has set logging up.
+        level = logging.root.level if logging.root.handlers else None
         for rank in range(world):
             ours, theirs = forking.Pipe()
-            arguments = (theirs, rank, world, str(Path(self._folder.name) / "store"), patience, make)
+            arguments = (theirs, rank, world, str(Path(self._folder.name) / "store"), patience, make, level)
             process = forking.Process(target=_serve, args=arguments, daemon=daemon)
             process.start()
             theirs.close()
@@ -112,9 +115,17 @@ class Job:
 
 
 def _serve(
-    orders: Connection, rank: int, world: int, store: str | dist.Store, patience: float, make: Callable[[int, int], Any]
+    orders: Connection,
+    rank: int,
+    world: int,
+    store: str | dist.Store,
+    patience: float,
+    make: Callable[[int, int], Any],
+    level: int | None = None,
 ) -> None:
     """Run in a rank: call the requested methods until the requests end."""
+    if level is not None:
+        logging.basicConfig(level=level, format=f"rank {rank}: %(levelname)s:%(name)s:%(message)s")
     os.environ |= {"OMP_NUM_THREADS": "1", "LOCAL_RANK": str(rank)}
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")

@@ -42,8 +42,8 @@ __all__ = [
     "_interfaces",
     "_memory_limit",
     "_number_of_storage",
-    "_pickle_numbers",
     "_pickle_objects",
+    "_pickle_plain",
     "_reach",
     "_read_file",
     "_rename_new",
@@ -403,7 +403,7 @@ class Rows(Table):
     def forget(self) -> None: ...
 
 def _dtypes() -> list[tuple[str, str | None]]: ...
-def _pickle_numbers(rows: Rows) -> bytes | None: ...
+def _pickle_plain(rows: Rows, ordered: type | None) -> tuple[bytes, int | None] | None: ...
 def _pickle_objects(
     rows: Rows,
     foreign: Callable[[Any, int], bytes | None],

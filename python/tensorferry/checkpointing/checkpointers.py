@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
 
-
 class _Checkpointer(Checkpointer):  # type: ignore[misc]  # mypy does not follow torch
     """What both have in common: loading."""
 

@@ -260,7 +260,7 @@ def _before(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
 
 
 def _around_in_archive(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[bytes, bytes]:
-    """Returns what is before and behind the elements in torch's newer format."""
+    """Returns the bytes that ``torch.save`` writes before and behind such a tensor's elements, in its zip format."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     recorder = _Recorder()

@@ -208,7 +208,10 @@ def _object(key: str) -> ReadItem:
 
 
 def _target(shard: ShardedTensor) -> torch.Tensor:
-    """Returns where a shard is read to, with its prepended axes; allocates its data if it has none."""
+    """Returns the tensor that a shard is read into, with its prepended axes.
+
+    The shard's data is allocated if it has none, and zeroed where the stored shape may be smaller.
+    """
     if shard.data is None:
         make = torch.zeros if shard.allow_shape_mismatch else torch.empty
         shard.init_data("cpu", init_fn=make)

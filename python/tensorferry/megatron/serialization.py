@@ -270,7 +270,7 @@ def load_sharded_metadata(checkpoint_dir: str | Path, sharded_strategy: Any = No
 
 
 def load_plain_tensors(checkpoint_dir: str | Path, sharded_strategy: Any = None) -> Any:
-    """Returns all tensors of a checkpoint by key, whole, on every rank that calls it; all ranks do.
+    """Returns all tensors of a checkpoint by key, each whole, on every rank; all ranks of the job must call it.
 
     Raises:
         CheckpointingException: the checkpoint cannot be read

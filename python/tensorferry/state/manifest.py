@@ -60,11 +60,13 @@ def encode(
     ]
 
 
+#: Made once: making an encoder takes longer than encoding what a small state has to say.
+_encode = json.JSONEncoder(separators=(",", ":")).encode
+
+
 def _json(value: Any) -> str:
-    # Most states have nothing to say in most fields, and making an encoder takes longer than all else of a small one.
-    if value == {} or value == []:
-        return str(value)
-    return json.dumps(value, separators=(",", ":"))
+    # Most states have nothing to say in most fields.
+    return _encode(value) if value else str(value)
 
 
 def _described(flat: Flat) -> bytes:

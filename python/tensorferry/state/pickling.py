@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.storage import TypedStorage
 
-from .._native import _number_of_storage, _pickle_objects, _reach, _restart
+from .._native import _number_of_storage, _pickle_objects, _pickle_plain, _reach, _restart
 from .._rebuild import rebuild_dtensor, with_grad
 from ..errors import ProtocolError, TensorferryError, UnsafePickle, UnsupportedLeaf
 from ..memory.tensors import byte_span, rebuilds_from_local, rebuilds_without_grad, storage_key
@@ -168,6 +168,20 @@ def _key_of(value: torch.Tensor) -> int:
 
 class _Entangled(Exception):
     """An object refers to another one, and both have to be in one pickle of Python's."""
+
+
+def plain(flat: Flat) -> tuple[bytes, dict[tuple[str, str], str]] | None:
+    """Pickles ``flat.objects`` if they are numbers, text, ``None``, or dicts, lists and tuples of these.
+
+    Returns:
+        As :func:`dump`; ``None`` if there is anything else among them.
+    """
+    ordered = None if OrderedDict in copyreg.dispatch_table else OrderedDict
+    pickled = _pickle_plain(flat.rows, ordered)
+    if pickled is None:
+        return None
+    data, first = pickled
+    return data, {} if first is None else {("collections", "OrderedDict"): flat.object_paths[first]}
 
 
 def dump(flat: Flat) -> tuple[bytes, dict[tuple[str, str], str]]:

@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 
 from .. import _gc
-from .._native import HostView, Readiness, Server, _add_pieces, _pickle_numbers
+from .._native import HostView, Readiness, Server, _add_pieces
 from ..errors import InvalidArgument
 from ..memory.accelerator import Accelerator
 from ..memory.host_pool import Buffer
@@ -216,8 +216,8 @@ class StateSnapshot:
 def _pickled(flat: tree.Flat, accelerator: Accelerator) -> tuple[bytes, dict[tuple[str, str], str]]:
     if not flat.objects:
         return b"", {}
-    if flat.native and (numbers := _pickle_numbers(flat.rows)) is not None:
-        return numbers, {}
+    if flat.native and (plain := pickling.plain(flat)) is not None:
+        return plain
     # What was read natively is in host memory.
     tensors = [flat.leaf(number) for number in flat.unread]
     # Objects may read device memory while they are pickled.

@@ -69,9 +69,11 @@ mod _native {
     #[pymodule_export]
     use crate::read_state::PyRows;
     #[pymodule_export]
-    use crate::read_state::objects::{pickle_numbers, pickle_objects};
+    use crate::read_state::objects::pickle_objects;
     #[pymodule_export]
     use crate::read_state::pieces::{add_pieces, describe_objects, describe_shards, number_of_storage, reach, restart};
+    #[pymodule_export]
+    use crate::read_state::plain_objects::pickle_plain;
     #[pymodule_export]
     use crate::report::PyReport;
     #[pymodule_export]

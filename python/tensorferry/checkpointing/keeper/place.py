@@ -63,10 +63,10 @@ def find_socket(name: str) -> Path | None:
         try:
             is_there = path.exists()
         except OSError as e:
-            _check(folder)
+            _check_private(folder)
             raise SystemRefused(f"{path} cannot be examined: {e}") from e
         if is_there:
-            _check(folder)
+            _check_private(folder)
             return path
     return None
 
@@ -98,7 +98,7 @@ class SocketPlace:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as e:
             raise SystemRefused(f"no folder for the keeper's socket: {e}. Choose one with {_VARIABLE}") from e
-        _check(folder)
+        _check_private(folder)
         self._file = _locked(self._lock, name)
         os.ftruncate(self._file, 0)
         os.pwrite(self._file, f"{os.getpid()}\n".encode(), 0)
@@ -145,7 +145,7 @@ def _locked(path: Path, name: str) -> int:
         os.close(file)
 
 
-def _check(folder: Path) -> None:
+def _check_private(folder: Path) -> None:
     """Checks that nobody but this user can reach what lies in ``folder``."""
     try:
         found = os.lstat(folder)

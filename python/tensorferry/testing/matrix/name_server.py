@@ -61,6 +61,7 @@ def _call(function: str, *arguments: object) -> None:
 
 
 def _enter_namespaces() -> None:
+    """Moves this process into a network of its own without any interface, where its mounts are its own, too."""
     user, group = os.geteuid(), os.getegid()
     try:
         _call("unshare", _NEW_MOUNTS | _NEW_NETWORK)

@@ -114,7 +114,7 @@ impl BlockLedger {
         self.retries.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// A range is about to come by `route`, or around the network.
+    /// A range is about to come between the two addresses of `route`, or by shared memory of the same host.
     pub(super) fn note_route(&self, route: Option<(IpAddr, IpAddr)>, same_host: bool) {
         self.same_host.fetch_or(same_host, Ordering::Relaxed);
         if let Some(route) = route {

@@ -5,7 +5,7 @@
 //! Python about everything else.
 //!
 //! `walk` writes the tree and numbers its leaves, `tensors` and `dtensors` read them by what `getters` and `specs` tell;
-//! those that are no rows are `views`, or objects, of which `objects` writes the `pickle` and `pieces` the memory that
+//! those that are no rows are `views`, or objects, of which `objects` and `plain_objects` write the `pickle` and `pieces` the memory that
 //! they refer to.
 //!
 //! Invariants:
@@ -18,6 +18,7 @@ mod getters;
 pub(crate) mod objects;
 mod pickle;
 pub(crate) mod pieces;
+pub(crate) mod plain_objects;
 mod specs;
 mod tensors;
 mod text;

@@ -23,14 +23,17 @@ pub(crate) const BINPERSID: u8 = b'Q';
 pub(crate) const NONE: u8 = b'N';
 const TRUE: u8 = 0x88;
 const FALSE: u8 = 0x89;
-const EMPTY_LIST: u8 = b']';
-const APPENDS: u8 = b'e';
+pub(crate) const EMPTY_LIST: u8 = b']';
+pub(crate) const APPENDS: u8 = b'e';
+pub(crate) const EMPTY_DICT: u8 = b'}';
+pub(crate) const SETITEMS: u8 = b'u';
+pub(crate) const STACK_GLOBAL: u8 = 0x93;
 const STOP: u8 = b'.';
 
 /// A reader buffers a frame of about so many bytes at once; without frames it would read opcode by opcode.
 const FRAME_BYTES: usize = 64 << 10;
-/// Readers hold so many elements of a list on their stack, at most.
-const BATCH: usize = 1000;
+/// Readers hold so many elements of a list, or items of a dict, on their stack, at most.
+pub(crate) const BATCH: usize = 1000;
 
 /// A pickle of a list that is being written.
 pub(crate) struct Pickle {
@@ -187,13 +190,7 @@ impl Pickle {
         for &value in values {
             self.integer(i64::try_from(value).ok()?);
         }
-        self.op(match values.len() {
-            0 => EMPTY_TUPLE,
-            1 => 0x85,
-            2 => TUPLE2,
-            3 => TUPLE3,
-            _ => TUPLE,
-        });
+        self.op(tuple_of(values.len()));
         Some(())
     }
 
@@ -233,6 +230,17 @@ impl Pickle {
             _ => return None,
         };
         self.spliced.get(number).copied()
+    }
+}
+
+/// The opcode that makes a tuple of the last `count` elements; more than three stand behind a mark.
+pub(crate) fn tuple_of(count: usize) -> u8 {
+    match count {
+        0 => EMPTY_TUPLE,
+        1 => 0x85,
+        2 => TUPLE2,
+        3 => TUPLE3,
+        _ => TUPLE,
     }
 }
 

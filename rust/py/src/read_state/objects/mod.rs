@@ -7,10 +7,11 @@ mod arrays;
 mod tensors;
 
 use pyo3::prelude::*;
-use pyo3::types::{PyBool, PyBytes, PyFloat, PyInt, PyString};
+use pyo3::types::PyBytes;
 
 use super::PyRows;
 use super::pickle::{self, Pickle};
+use super::plain_objects::is_written;
 use crate::rows::columns::ByAddress;
 
 /// The pickle of all objects of `rows`, `None` if one refers to another one in a way that only a pickler of all of them
@@ -60,41 +61,6 @@ pub(crate) fn pickle_objects<'py>(
         table.rows.turn(py);
     }
     Ok(Some(PyBytes::new(py, &writer.pickle.end())))
-}
-
-/// The pickle of all objects of `rows` if they are nothing but numbers, text and `None`, else `None`.
-#[pyfunction]
-#[pyo3(name = "_pickle_numbers")]
-pub(crate) fn pickle_numbers<'py>(rows: &Bound<'py, PyRows>) -> Option<Bound<'py, PyBytes>> {
-    let py = rows.py();
-    let table = rows.get();
-    let mut pickle = Pickle::new();
-    for value in table.objects.bind(py) {
-        pickle.element();
-        if !is_written(&mut pickle, &value) {
-            return None;
-        }
-        table.rows.turn(py);
-    }
-    Some(PyBytes::new(py, &pickle.end()))
-}
-
-/// Writes `value` if it is a number, text or `None`; returns whether it is.
-fn is_written(pickle: &mut Pickle, value: &Bound<'_, PyAny>) -> bool {
-    if value.is_none() {
-        pickle.op(pickle::NONE);
-    } else if let Ok(value) = value.cast_exact::<PyFloat>() {
-        pickle.float(value.value());
-    } else if let Ok(value) = value.cast_exact::<PyBool>() {
-        pickle.truth(value.is_true());
-    } else if let Some(value) = value.cast_exact::<PyInt>().ok().and_then(|value| value.extract().ok()) {
-        pickle.integer(value);
-    } else if let Some(value) = value.cast_exact::<PyString>().ok().and_then(|value| value.to_str().ok()) {
-        pickle.text(value);
-    } else {
-        return false;
-    }
-    true
 }
 
 /// Writes the objects of a state one after the other. A method that returns `None` may have written a part, so that all
