@@ -513,7 +513,7 @@ def test_the_states_of_modules_and_optimizers_are_pickled_natively(monkeypatch: 
     state = {"m": module.state_dict(), "o": optimizer.state_dict(), "s": schedule.state_dict()}
     expected = dump(state)
     monkeypatch.setattr(pickling, "dump", None)
-    made = StateSnapshot(state, Stager(ACCELERATOR), "borrow")
+    made = StateSnapshot(state, HostStager(ACCELERATOR), "borrow")
     assert made.globals == {("collections", "OrderedDict"): "m.__dict__"}
     assert pickle.loads(made.pickle_bytes) == pickle.loads(expected)
 
