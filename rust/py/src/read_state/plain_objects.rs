@@ -7,7 +7,9 @@
 
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{PyBool, PyBytes, PyDict, PyFloat, PyInt, PyIterator, PyList, PyString, PyTuple, PyType};
+use pyo3::types::{
+    PyBool, PyBytes, PyDict, PyFloat, PyInt, PyIterator, PyList, PyString, PyTuple, PyTupleMethods, PyType,
+};
 
 use super::PyRows;
 use super::pickle::{self, Pickle};
@@ -124,7 +126,7 @@ impl<'py> Writer<'_, 'py> {
     fn ordered_dict(&mut self, value: &Bound<'py, PyAny>, depth: usize) -> PyResult<bool> {
         let reduced = value.call_method0(intern!(value.py(), "__reduce__"))?;
         let Ok(reduced) = reduced.cast_exact::<PyTuple>() else { return Ok(false) };
-        if reduced.len() != 5 || !reduced.get_item(1)?.cast_exact::<PyTuple>().is_ok_and(|a| a.is_empty()) {
+        if reduced.len() != 5 || !reduced.get_item(1)?.cast_exact::<PyTuple>().is_ok_and(PyTupleMethods::is_empty) {
             return Ok(false);
         }
         if !reduced.get_item(2)?.is_none() {
