@@ -65,9 +65,8 @@ class ServerOptions:
         self.secret = shared_secret(given.get("secret"))
         self.tls = _validate.boolean("tls", given.get("tls", _DEFAULTS["tls"]))
         self.same_host = wants_same_host(given.get("same_host"))
-        self.max_bandwidth = given.get("max_bandwidth")
-        if self.max_bandwidth is not None:
-            _validate.integer("max_bandwidth (bytes per second)", self.max_bandwidth, 1)
+        limit = given.get("max_bandwidth")
+        self.max_bandwidth = None if limit is None else _validate.integer("max_bandwidth (bytes per second)", limit, 1)
         self.listening = listening_address(given.get("interface"))
         self.advertise = given.get("advertise")
         self.ports = port_range("port", given.get("port"), "TENSORFERRY_PORT") or (0, 0)
