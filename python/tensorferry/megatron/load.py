@@ -180,15 +180,17 @@ class LoadStrategy(OfRanks, LoadShardedStrategy):
     def _check_common(self, checkpoint_dir: str | Path, reader: SliceReader, metadata: Metadata) -> None:
         """Checks that ``common.pt``, and the common state that was read before, are of the same save as the index."""
         copy = common_in(reader, metadata)
-        if copy is not None and self._common not in (None, copy):
-            raise CheckpointingException(
-                f"{self.name(checkpoint_dir)}: another save has replaced the checkpoint while it was loaded: load again"
-            )
-        if copy is not None and self._peers is None and common.read(Path(checkpoint_dir)) != copy:
+        if copy is None:
+            return
+        if self._peers is None and common.read(Path(checkpoint_dir)) != copy:
             raise CheckpointingException(
                 f"{checkpoint_dir}/common.pt is not that of the checkpoint: a save into this folder was interrupted "
                 "after it had written the file. tensorferry.megatron.restore_common(folder) writes it anew from the "
                 "checkpoint; or save each checkpoint into a folder of its own"
+            )
+        if self._common not in (None, copy):
+            raise CheckpointingException(
+                f"{self.name(checkpoint_dir)}: another save has replaced the checkpoint while it was loaded: load again"
             )
 
     def _way(self) -> str:

@@ -70,7 +70,7 @@ def metrics_url(server: Server, url: str) -> str:
 def withdraw(server: Server, timeout: timedelta) -> None:
     """Withdraws what ``server`` publishes; readers of borrowed memory have at most ``timeout`` to finish.
 
-    One that takes no byte for half a second is cut off then.
+    One that takes no byte for two seconds is cut off then.
 
     All errors but ``ForkedProcess`` are logged and not raised, so that a trainer is not stopped by them.
 

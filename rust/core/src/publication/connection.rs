@@ -7,9 +7,9 @@ use tokio::sync::Notify;
 
 /// How often a connection whose peer is waited for looks whether a byte has moved.
 pub(crate) const LOOK: Duration = Duration::from_millis(100);
-/// How many looks in a row have to find nothing before the peer counts as standing still: half a second, as long as one
-/// waits for a receiver whose connection broke to come back.
-const STILL_LOOKS: u32 = 5;
+/// How many looks in a row have to find nothing before the peer counts as standing still: two seconds, as long as one
+/// waits for a receiver that requests nothing. A busy one pauses for less.
+const STILL_LOOKS: u32 = 20;
 
 /// Ends a connection, and knows whether its peer stands still: a process that is stopped, or a machine that is gone,
 /// takes no bytes and closes nothing.

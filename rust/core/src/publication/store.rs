@@ -163,7 +163,7 @@ impl Store {
     ///
     /// A private copy is released at once; receives that have begun, with their next requests, finish from it. Borrowed
     /// memory is drained: receives that have begun may finish for at most `patience`, then their connections are cut. One
-    /// whose receiver takes no byte for half a second is cut then.
+    /// whose receiver takes no byte for two seconds is cut then.
     /// When this returns, not one more byte of borrowed memory is read.
     pub fn withdraw(&self, patience: Duration) -> Withdrawn {
         let borrowed = self.close_gate();
