@@ -10,6 +10,7 @@
     crates     wire <- core <- py
     engine     server  client  file
                publication
+               swarm
                payload  same_host  trust
                memory
     ground     report  cancel  error  fork  priority
@@ -68,10 +69,11 @@ ENGINE: dict[str, frozenset[str]] = {
     "trust": frozenset({"error"}),
     "payload": frozenset({"error", "memory"}),
     "same_host": frozenset({"error", "memory"}),
-    "publication": frozenset({"error", "memory", "payload", "trust"}),
-    "server": frozenset({"error", "report", "fork", "memory", "payload", "trust", "same_host", "publication"}),
+    "swarm": frozenset({"error", "memory"}),
+    "publication": frozenset({"error", "memory", "payload", "trust", "swarm"}),
+    "server": frozenset({"error", "report", "fork", "memory", "payload", "trust", "same_host", "swarm", "publication"}),
     "client": frozenset(
-        {"error", "report", "cancel", "fork", "priority", "memory", "payload", "trust", "same_host"},
+        {"error", "report", "cancel", "fork", "priority", "memory", "payload", "trust", "same_host", "swarm"},
     ),
     "file": frozenset({"error", "cancel", "memory", "payload"}),
 }

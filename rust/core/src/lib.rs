@@ -9,10 +9,11 @@
 //!
 //! | room | what it does | uses |
 //! |---|---|---|
-//! | `server` | listens, authorises, answers | `publication`, `same_host`, `payload`, `trust`, `memory` |
-//! | `client` | opens sources, fetches over lanes, verifies | `payload`, `same_host`, `trust`, `memory` |
+//! | `server` | listens, authorises, answers | `publication`, `swarm`, `same_host`, `payload`, `trust`, `memory` |
+//! | `client` | opens sources, fetches over lanes, verifies | `swarm`, `payload`, `same_host`, `trust`, `memory` |
 //! | `file` | writes and reads containers at rest | `payload`, `memory` |
-//! | `publication` | containers over memory, their readers, the store | `payload`, `trust`, `memory` |
+//! | `publication` | containers over memory, their readers, the store | `swarm`, `payload`, `trust`, `memory` |
+//! | `swarm` | which receiver fetches what from whom | `memory` |
 //! | `same_host` | the route between processes of one machine | `memory` |
 //! | `payload` | layout, plans, queues, slices, checksums | `memory` |
 //! | `trust` | the shared secret, TLS, random numbers | |
@@ -55,6 +56,7 @@ mod publication;
 mod report;
 mod same_host;
 mod server;
+mod swarm;
 mod trust;
 
 pub use cancel::Cancel;
@@ -76,4 +78,5 @@ pub use priority::lower_priority;
 pub use publication::{Alternate, Publication, Readiness, Rendered, Stability, Store, Withdrawn};
 pub use report::{Report, Trouble};
 pub use server::{Frontend, Receive, Server, ServerConfig, Shelf};
+pub use swarm::{RelayHost, Relayed, Relaying};
 pub use trust::Secret;

@@ -14,6 +14,8 @@ use crate::error::Hint;
 pub struct Report {
     /// Bytes of payload received, those that had to be fetched again included.
     pub bytes: u64,
+    /// The part of them that other receivers have sent.
+    pub relayed: u64,
     /// Bytes that had a destination, where only slices were asked for.
     pub wanted: u64,
     /// Connections used for them.
@@ -48,6 +50,7 @@ impl Report {
     /// verify the longer one counts. The caller sets the time of fetching, since only it knows when all of them began.
     pub(crate) fn add(&mut self, other: Self) {
         self.bytes += other.bytes;
+        self.relayed += other.relayed;
         self.wanted += other.wanted;
         self.lanes += other.lanes;
         self.same_host |= other.same_host;

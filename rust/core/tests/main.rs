@@ -21,6 +21,7 @@ mod shelves;
 mod slices;
 mod sources;
 mod staged;
+mod swarm;
 mod tls;
 mod withdraw;
 

@@ -14,6 +14,7 @@
 //! - [`digest`]: checksums of the payload, block by block.
 //! - [`proof`]: proofs that a peer knows the shared secret.
 //! - [`request`]: paths, queries, ranges and entity tags of HTTP requests and answers.
+//! - [`swarm`]: what members of a swarm and its tracker tell one another.
 //!
 //! ```
 //! use tensorferry_wire::container::{Entry, Header};
@@ -37,5 +38,6 @@ pub mod json;
 pub mod manifest;
 pub mod proof;
 pub mod request;
+pub mod swarm;
 
 pub use json::JsonError;

@@ -9,6 +9,8 @@
 //! /{token}/checkpoint/{key}.safetensors           header and payload; Range, or ?blocks={first}-{end},... for parts
 //! /{token}/checkpoint/{key}/header                the header alone
 //! /{token}/checkpoint/{key}/digests               the table of digests, of all blocks or of ?blocks={first}-{end},...
+//! /{token}/checkpoint/{key}/swarm                 the tracker of those that fetch it
+//! /{token}/checkpoint/{key}/have                  which blocks a relay has
 //! /{token}/checkpoint/{key}/{name}                the state in another format
 //! ```
 //!
@@ -49,6 +51,10 @@ pub enum Resource<'a> {
     Header(&'a str),
     /// `/checkpoint/{key}/digests`: the [`crate::digest::DigestTable`].
     Digests(&'a str),
+    /// `/checkpoint/{key}/swarm`: the tracker of those that fetch it.
+    Swarm(&'a str),
+    /// `/checkpoint/{key}/have`: which blocks of it a relay has.
+    Have(&'a str),
     /// `/checkpoint/{key}/{name}`: the state in another format. The name may have several segments, none of them empty,
     /// and may end with a slash; the server decides which names exist.
     Alternate(&'a str, &'a str),
@@ -110,6 +116,8 @@ fn parse_checkpoint(path: &str) -> Option<Resource<'_>> {
         }
         Some((key, "header")) => Some(Resource::Header(key)),
         Some((key, "digests")) => Some(Resource::Digests(key)),
+        Some((key, "swarm")) => Some(Resource::Swarm(key)),
+        Some((key, "have")) => Some(Resource::Have(key)),
         Some((key, name)) => Some(Resource::Alternate(key, name)),
     }
 }

@@ -5,8 +5,8 @@
 //! fails the transfer. A lane whose thread panics counts as one that gave up.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::thread;
-use std::time::Duration;
+use std::thread::{self, Scope};
+use std::time::{Duration, Instant};
 
 use tensorferry_wire::digest::{Algorithm, BLOCK_SIZE};
 use tensorferry_wire::request::MAX_RUNS;
@@ -18,12 +18,16 @@ use super::connection::Connection;
 use super::ledger::BlockLedger;
 use super::limits::{Limits, retry_pause};
 use super::stragglers::{StragglerMonitor, format_rate, rate};
+use super::swarm::{NewRelay, RelayView, Swarm};
 use crate::error::{Error, ErrorKind};
 use crate::memory::zeroed;
-use crate::payload::{Checksums, Plan, Queue, Taken};
+use crate::payload::{Checksums, Next, Plan, Queue, Taken};
+use crate::swarm::FromSource;
 
 /// Failures in a row, without one block in between, after which a lane gives up.
 const MAX_FAILURES: u32 = 4;
+/// How often lanes that wait for relays look at slow ones.
+const IDLE: Duration = Duration::from_millis(100);
 /// Pages are asked for this many blocks ahead of the bytes.
 const POPULATE_BLOCKS: u64 = 4;
 
@@ -57,6 +61,8 @@ pub(super) struct Transfer<'a> {
     pub(super) limits: &'a Limits,
     pub(super) received: &'a BlockLedger,
     pub(super) watch: StragglerMonitor,
+    /// Other receivers of the same snapshot, if this takes part in a swarm.
+    pub(super) swarm: Option<&'a Swarm<'a>>,
     pub(super) alive: AtomicUsize,
 }
 
@@ -74,20 +80,29 @@ impl Transfer<'_> {
             let mut connections = connections.into_iter();
             for index in 0..lanes {
                 let first = connections.next();
-                match builder(index).spawn_scoped(scope, move || self.run(index, first)) {
+                match builder(index).spawn_scoped(scope, move || self.run(scope, index, first)) {
                     Ok(thread) => threads.push(thread),
                     // With fewer lanes it takes longer, and that is all.
                     Err(e) => self.leave(Error::caused(ErrorKind::System, "cannot start a thread for a lane", e)),
                 }
             }
-            threads.into_iter().filter_map(|thread| thread.join().ok().flatten()).collect()
+            let left = threads.into_iter().filter_map(|thread| thread.join().ok().flatten()).collect();
+            if let Some(swarm) = self.swarm {
+                swarm.close();
+            }
+            left
         })
     }
 
     /// Fetches ranges until there are none. A range that fails goes back into the queue; a lane that keeps failing
     /// leaves the work to the others, and the last one to leave fails the transfer. Returns the connection if it is
     /// still good.
-    fn run(&self, index: usize, mut connection: Option<Connection>) -> Option<Connection> {
+    fn run<'scope>(
+        &'scope self,
+        scope: &'scope Scope<'scope, '_>,
+        index: usize,
+        mut connection: Option<Connection>,
+    ) -> Option<Connection> {
         let _present = Present(self);
         let mut failures = 0;
         let mut turn = if self.spread { index } else { 0 };
@@ -99,13 +114,17 @@ impl Transfer<'_> {
                 return None;
             }
         };
-        while let Some(mut range) = self.queue.take(|| self.watch.cut_slow()) {
+        while let Some(mut range) = self.take(scope) {
             let first = range.at;
             // After a failure the lane tries the next source, and stays there.
             let origin = (self.primary + turn) % self.sources.len();
             let source = &self.sources[origin];
-            let result = self.fetch_range(index, origin, &mut connection, &mut range, &mut sink);
+            let from = (origin, source, self.limits);
+            let result = self.fetch_range(index, from, &mut connection, &mut range, &mut sink);
             let slow = self.watch.end(index);
+            if let Some(swarm) = self.swarm {
+                swarm.receiver().note_source_done();
+            }
             let Err(mut error) = result else {
                 failures = 0;
                 continue;
@@ -151,6 +170,85 @@ impl Transfer<'_> {
         connection.filter(Connection::is_reusable)
     }
 
+    /// What a lane to a source fetches next: anything, or in a swarm, what is left to the source. Starts lanes to relays
+    /// that the tracker names.
+    fn take<'scope>(&'scope self, scope: &'scope Scope<'scope, '_>) -> Option<Taken<'scope>> {
+        let Some(swarm) = self.swarm else { return self.queue.take(|| self.watch.cut_slow()) };
+        let mut looked = Instant::now();
+        loop {
+            if let Err(over) = self.limits.left() {
+                self.queue.fail(over);
+                return None;
+            }
+            let mut next = None;
+            swarm.receiver().note_bytes(swarm.now(), self.received.bytes());
+            let found = self.queue.next(|waiting| match swarm.receiver().next_from_source(swarm.now(), waiting) {
+                FromSource::Take(index, run) => Some((index, run)),
+                other => {
+                    next = Some(other);
+                    None
+                }
+            });
+            match (found, next) {
+                (Next::Taken(range), _) => return Some(range),
+                (Next::Over, _) => return None,
+                (Next::Later, Some(FromSource::Ask(need))) => {
+                    for relay in swarm.ask(need) {
+                        let builder = thread::Builder::new().name(format!("tensorferry-relay-{}", relay.lane));
+                        // Without a thread for it, it is a relay less.
+                        let _ = builder.spawn_scoped(scope, move || self.run_relay(swarm, &relay));
+                    }
+                    self.queue.wake();
+                }
+                (Next::Later, wait) => {
+                    let Some(FromSource::Wait(wait)) = wait else { continue };
+                    self.queue.wait(wait);
+                    if looked.elapsed() >= IDLE {
+                        self.watch.cut_slow();
+                        looked = Instant::now();
+                    }
+                }
+            }
+        }
+    }
+
+    /// Fetches from `relay` what it has, until the other lanes are through or it fails.
+    fn run_relay(&self, swarm: &Swarm<'_>, relay: &NewRelay) {
+        let source = &relay.source;
+        self.received.note_relay(self.sources.len() + relay.number, source.url.authority());
+        let index = self.watch.relay_lane(relay.lane);
+        if let Err(error) = self.fetch_from(swarm, relay, index) {
+            let slow = self.watch.end(index);
+            // It may leave when it likes, and a connection that is cut at the end is no trouble.
+            if slow.is_some() && !swarm.limits.cancel.is_cancelled() {
+                self.received.note_trouble(source.url.authority(), &error);
+            }
+        }
+        swarm.set_aside(relay);
+        self.queue.wake();
+    }
+
+    fn fetch_from(&self, swarm: &Swarm<'_>, relay: &NewRelay, index: usize) -> Result<(), Error> {
+        let from = (self.sources.len() + relay.number, &relay.source, &swarm.limits);
+        let (mut connection, mut view, mut wait) = (None, RelayView::new(), false);
+        let mut sink = zeroed(block_len())?;
+        loop {
+            view.refresh(swarm, relay, wait)?;
+            wait = true;
+            while wait || !view.is_old() {
+                let mut range =
+                    match self.queue.next(|all| swarm.receiver().next_from_relay(relay.number, all, swarm.unit)) {
+                        Next::Taken(range) => range,
+                        Next::Later => break,
+                        Next::Over => return Ok(()),
+                    };
+                wait = false;
+                self.fetch_range(index, from, &mut connection, &mut range, &mut sink)?;
+                self.watch.end(index);
+            }
+        }
+    }
+
     /// A lane is gone because of `error`, which fails the transfer if it was the last.
     fn leave(&self, error: Error) {
         if self.alive.fetch_sub(1, Ordering::AcqRel) == 1 {
@@ -171,12 +269,12 @@ impl Transfer<'_> {
         ))
     }
 
-    /// Lane `index` fetches `range` from the source of number `origin`, moving its beginning past each block that is
+    /// Lane `index` fetches `range` from the source or relay of number `origin`, moving its beginning past each block that is
     /// complete.
     fn fetch_range(
         &self,
         index: usize,
-        origin: usize,
+        (origin, source, limits): (usize, &Source, &Limits),
         connection: &mut Option<Connection>,
         range: &mut Taken<'_>,
         sink: &mut [u8],
@@ -188,14 +286,13 @@ impl Transfer<'_> {
             *at = end;
             return Ok(());
         }
-        let source = &self.sources[origin];
         // One that is of no use is kept until another one stands: a source that drains its snapshot takes a receiver
         // without a connection for one that is through.
         let old = connection.take();
         let connection = connection.insert(match old {
             Some(ours) if source.may_reuse(&ours) => ours,
             _old => {
-                let connection = source.connect(self.limits)?;
+                let connection = source.connect(limits)?;
                 if connection.is_same_host() {
                     // The trainer over there needs these cores.
                     crate::priority::lower_priority();
@@ -262,6 +359,9 @@ impl Transfer<'_> {
             self.plan.with_slices(start, stop, sink, |slices| connection.fill(slices, received))?;
             for (block, digest) in (*at..next).zip(checksums.finish()) {
                 self.received.note(block, digest, origin);
+                if let Some(swarm) = self.swarm {
+                    swarm.note_block(block);
+                }
             }
             *at = next;
             if self.queue.has_failed() {
@@ -339,7 +439,8 @@ mod tests {
             algorithm: &algorithm,
             limits: &limits,
             received: &received,
-            watch: StragglerMonitor::new(known),
+            watch: StragglerMonitor::new(known, 0),
+            swarm: None,
             alive: AtomicUsize::new(LANES),
         };
         // A stack of more than all addresses there are.

@@ -30,6 +30,8 @@ pub(super) struct BlockLedger {
     progress: Arc<AtomicU64>,
     /// The addresses at both ends of each connection that bytes came over.
     routes: Mutex<BTreeSet<(IpAddr, IpAddr)>>,
+    /// The relays that blocks come from, whose numbers begin behind those of the sources.
+    relays: Mutex<BTreeMap<usize, String>>,
     /// The last trouble with each source that had some.
     troubles: Mutex<BTreeMap<String, Trouble>>,
 }
@@ -59,6 +61,7 @@ impl BlockLedger {
             same_host: AtomicBool::new(false),
             progress,
             routes: Mutex::default(),
+            relays: Mutex::default(),
             troubles: Mutex::default(),
         })
     }
@@ -120,6 +123,16 @@ impl BlockLedger {
         if let Some(route) = route {
             self.routes.lock().unwrap_or_else(PoisonError::into_inner).insert(route);
         }
+    }
+
+    /// Blocks of the number `origin` are those of the relay at `authority`.
+    pub(super) fn note_relay(&self, origin: usize, authority: &str) {
+        self.relays.lock().unwrap_or_else(PoisonError::into_inner).insert(origin, authority.to_owned());
+    }
+
+    /// The relay with the number `origin`.
+    pub(super) fn relay(&self, origin: usize) -> Option<String> {
+        self.relays.lock().unwrap_or_else(PoisonError::into_inner).get(&origin).cloned()
     }
 
     pub(super) fn note_trouble(&self, source: &str, error: &Error) {

@@ -6,6 +6,7 @@
 //! | `fetch_slices` | parts of checkpoints from several sources at once |
 //! | `staged` | [`StagedFetch`]: entries that pass through a bounded buffer |
 //! | `lane`, `stragglers`, `ledger` | one thread with one connection; lanes that are too slow; received blocks |
+//! | `swarm`, `relaying` | fetching from other receivers, with the tracker of the source; serving on what has come |
 //! | `source`, `url`, `resolver` | where a source is and how to reach it |
 //! | `get` | [`Get`]: one answer that is no container |
 //! | `connection` | blocking HTTP/1.1 over TCP, TLS or shared memory |
@@ -31,11 +32,13 @@ mod get;
 mod lane;
 mod ledger;
 mod limits;
+mod relaying;
 mod remote;
 mod resolver;
 mod source;
 mod staged;
 mod stragglers;
+mod swarm;
 mod url;
 
 use std::sync::Arc;
@@ -51,6 +54,7 @@ pub use self::staged::StagedFetch;
 use crate::cancel::Cancel;
 use crate::memory::{Arena, ArenaPool};
 use crate::report::Report;
+use crate::swarm::RelayHost;
 use crate::trust::Secret;
 
 /// How a receive is limited, and what it may use.
@@ -91,6 +95,10 @@ pub struct FetchOptions {
     pub progress: Arc<AtomicU64>,
     /// Ends the transfer from another thread.
     pub cancel: Cancel,
+    /// A server of this process that serves on what is received, while it is: the receive then takes part in a swarm, if
+    /// its source, which must be the only one, has a tracker, and there is no secret. `None` fetches from the sources
+    /// alone.
+    pub relay: Option<Arc<dyn RelayHost>>,
 }
 
 impl FetchOptions {
@@ -108,6 +116,7 @@ impl FetchOptions {
             pool: None,
             progress: Arc::default(),
             cancel: Cancel::new(),
+            relay: None,
         }
     }
 }

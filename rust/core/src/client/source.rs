@@ -21,6 +21,10 @@ pub(super) struct Source {
     pub(super) etag: OnceLock<String>,
     /// Where it can be reached without the network.
     same_host: OnceLock<same_host::Name>,
+    /// Whether it has a tracker.
+    offers_swarm: AtomicBool,
+    /// Whether shared memory is wanted.
+    pub(super) wants_same_host: bool,
     /// Whether that is not wanted, or was tried and did not work.
     same_host_off: AtomicBool,
 }
@@ -31,8 +35,22 @@ impl Source {
             url: Arc::new(SourceUrl::parse(url)?.sharing(secret.cloned())),
             etag: OnceLock::new(),
             same_host: OnceLock::new(),
+            offers_swarm: AtomicBool::new(false),
+            wants_same_host: same_host,
             same_host_off: AtomicBool::new(!same_host),
         })
+    }
+
+    /// Notes what the first answer has said.
+    pub(super) fn note_opened(&self, etag: String, same_host: Option<same_host::Name>, offers_swarm: bool) {
+        let _ = self.etag.set(etag);
+        self.learn(same_host);
+        self.offers_swarm.store(offers_swarm, Ordering::Relaxed);
+    }
+
+    /// Whether it has a tracker.
+    pub(super) fn offers_swarm(&self) -> bool {
+        self.offers_swarm.load(Ordering::Relaxed)
     }
 
     /// Notes what the head of an answer says.

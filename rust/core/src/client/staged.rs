@@ -85,7 +85,7 @@ impl StagedFetch {
             self.remote.missing(&plan)
         };
         let fetch = PlannedFetch { plan: &plan, missing: &missing, held: &missing, received: &self.received };
-        self.remote.transfer(&[fetch], &mut self.report)?;
+        self.remote.transfer(&[fetch], None, &mut self.report)?;
         Ok(Some(parts))
     }
 

@@ -25,6 +25,8 @@ const SLOWER: u64 = 10;
 pub(super) struct StragglerMonitor {
     started: Instant,
     lanes: Vec<LaneProgress>,
+    /// The number of those to sources; the others, behind them, are to relays.
+    to_sources: usize,
     /// Bytes of all lanes.
     total: AtomicU64,
     /// Ends of ranges that were taken from a slow lane. Once is enough: if the next lane is as slow, it is the source.
@@ -45,13 +47,21 @@ struct LaneProgress {
 }
 
 impl StragglerMonitor {
-    pub(super) fn new(lanes: usize) -> Self {
+    /// For lanes to sources and, behind them, to relays.
+    pub(super) fn new(to_sources: usize, to_relays: usize) -> Self {
+        let lanes = to_sources + to_relays;
         Self {
             started: Instant::now(),
             lanes: std::iter::repeat_with(LaneProgress::default).take(lanes).collect(),
+            to_sources,
             total: AtomicU64::new(0),
             taken: Mutex::default(),
         }
+    }
+
+    /// The index of the lane to relays with this number.
+    pub(super) fn relay_lane(&self, number: usize) -> usize {
+        self.to_sources + number
     }
 
     /// Lane `index` fetches the range up to `end` over `socket`.
@@ -79,15 +89,16 @@ impl StragglerMonitor {
 
     /// Called by a lane that has nothing to do: takes ranges from lanes that are far slower than the average.
     pub(super) fn cut_slow(&self) {
-        let average = rate(self.total.load(Ordering::Relaxed), self.started.elapsed()) / self.lanes.len() as u64;
-        for lane in &self.lanes {
+        let average = rate(self.total.load(Ordering::Relaxed), self.started.elapsed()) / self.to_sources.max(1) as u64;
+        for (index, lane) in self.lanes.iter().enumerate() {
             let range = lane.range.lock().unwrap_or_else(PoisonError::into_inner);
             let Some((since, end, socket)) = range.as_ref() else { continue };
             let (elapsed, got) = (since.elapsed(), lane.got.load(Ordering::Relaxed));
             if elapsed >= AT_LEAST
                 && rate(got, elapsed).saturating_mul(SLOWER) < average
                 && let Some(socket) = socket.upgrade()
-                && self.taken.lock().unwrap_or_else(PoisonError::into_inner).insert(*end)
+                // From a relay as often as need be: it is not asked again, and the source is still there.
+                && (index >= self.to_sources || self.taken.lock().unwrap_or_else(PoisonError::into_inner).insert(*end))
             {
                 lane.cut.store(true, Ordering::Relaxed);
                 let _ = socket.shutdown(std::net::Shutdown::Both);

@@ -33,7 +33,7 @@ pub(crate) use self::destination::{ReceiveMemory, is_control};
 pub use self::layout::Item;
 pub(crate) use self::layout::Layout;
 pub(crate) use self::plan::{Extent, Plan};
-pub(crate) use self::queue::{Queue, Taken};
+pub(crate) use self::queue::{Next, Queue, Taken};
 pub(crate) use self::segments::Segments;
 pub use self::slices::{Repeat, Slice};
 pub(crate) use self::small_blocks::copy_with_checksums;

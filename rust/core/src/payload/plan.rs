@@ -16,10 +16,11 @@
 use std::io::IoSliceMut;
 use std::sync::Arc;
 
+use bytes::Bytes;
 use tensorferry_wire::digest::{BLOCK_SIZE, BLOCK_SIZES};
 
 use crate::error::{Error, ErrorKind};
-use crate::memory::{ALIGNMENT, FreshPages, PAGE};
+use crate::memory::{ALIGNMENT, FreshPages, Memory, PAGE};
 
 /// One run of payload bytes and the address they go to.
 #[derive(Clone, Copy, Debug)]
@@ -156,6 +157,11 @@ impl Plan {
         runs.iter().map(|(first, end)| end - first).sum::<u64>() * self.block_size
     }
 
+    /// How many blocks the payload has.
+    pub(crate) fn block_count(&self) -> u64 {
+        self.payload_len.div_ceil(self.block_size)
+    }
+
     /// The first byte of the payload in `block`, and the one behind its last.
     pub(crate) fn block_bounds(&self, block: u64) -> (u64, u64) {
         (block * self.block_size, ((block + 1) * self.block_size).min(self.payload_len))
@@ -213,6 +219,32 @@ impl Plan {
         }
     }
 
+    /// All of the payload as memory to be read, in order: destinations, and bytes that have none from `prefix`, which is
+    /// the beginning of the payload. `None` if some are in neither.
+    ///
+    /// # Safety
+    /// The memory may be read only while this plan exists, and no byte of it while it is received.
+    pub(crate) unsafe fn readable(&self, prefix: &Bytes) -> Option<Vec<Memory>> {
+        let mut parts = Vec::with_capacity(self.extents.len() + 2);
+        let gap = |start: u64, end: u64| {
+            let (start, end) = (usize::try_from(start).ok()?, usize::try_from(end).ok()?);
+            (end <= prefix.len()).then(|| Memory::from(prefix.slice(start..end)))
+        };
+        let mut at = 0;
+        for extent in &self.extents {
+            if at < extent.start {
+                parts.push(gap(at, extent.start)?);
+            }
+            // SAFETY: destinations are memory until the plan is gone; the caller promises the rest.
+            parts.push(unsafe { Memory::borrowed(extent.address, usize::try_from(extent.len).ok()?) });
+            at = extent.end();
+        }
+        if at < self.payload_len {
+            parts.push(gap(at, self.payload_len)?);
+        }
+        Some(parts)
+    }
+
     /// Populates the fresh pages that payload `[start, end)` goes to, before the bytes arrive.
     pub(crate) fn populate(&self, start: u64, end: u64) {
         let Some(fresh) = &self.fresh else { return };
@@ -255,6 +287,21 @@ mod tests {
         });
         assert_eq!(parts, [vec![12, 13], vec![20]]);
         assert_eq!(memory, [20, 0, 0, 0, 0, 0, 0, 0, 0, 0, 12, 13]);
+    }
+
+    #[test]
+    fn a_payload_is_readable_where_it_is_received_or_came_before() {
+        let mut memory = [1_u8, 2, 3, 4];
+        let address = memory.as_mut_ptr() as usize;
+        // SAFETY: the memory is this test's, and nobody writes to it.
+        let extent = |start, len, at| unsafe { Extent::new(start, len, address + at) };
+        let plan = |len| Plan::new(vec![extent(3, 2, 2), extent(7, 2, 0)], len).unwrap();
+        let (prefix, short) = (Bytes::from_static(b"abcdefg"), Bytes::from_static(b"abcdef"));
+        // SAFETY: only lengths are looked at.
+        let parts = |plan: &Plan, prefix| unsafe { plan.readable(prefix) };
+        let lengths: Vec<_> = parts(&plan(9), &prefix).unwrap().iter().map(Memory::len).collect();
+        assert_eq!(lengths, [3, 2, 2, 2]);
+        assert!(parts(&plan(9), &short).is_none() && parts(&plan(10), &prefix).is_none());
     }
 
     #[test]

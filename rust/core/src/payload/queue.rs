@@ -16,6 +16,16 @@ use crate::error::{Error, ErrorKind};
 /// How often a lane with nothing to do looks at the others.
 const IDLE: Duration = Duration::from_millis(100);
 
+/// What a thread finds that looks for something of its own choice.
+#[derive(Debug)]
+pub(crate) enum Next<'a> {
+    Taken(Taken<'a>),
+    /// Nothing that it chose, though something may come back.
+    Later,
+    /// All is done, or has failed.
+    Over,
+}
+
 /// Ranges of whole blocks that still have to come, shared by all lanes.
 #[derive(Debug)]
 pub(crate) struct Queue {
@@ -73,6 +83,37 @@ impl Queue {
                 waited.0
             };
         }
+    }
+
+    /// The part of a range that `choose` wants. It is given all ranges that are waiting, and returns the number of one of
+    /// them and a part of it that is not empty. It is not called when all is done.
+    pub(crate) fn next(&self, choose: impl FnOnce(&[(u64, u64)]) -> Option<(usize, (u64, u64))>) -> Next<'_> {
+        let mut state = self.state();
+        if state.failed.is_some() || (state.waiting.is_empty() && state.running == 0) {
+            return Next::Over;
+        }
+        let Some((index, (at, end))) = choose(state.waiting.make_contiguous()) else { return Next::Later };
+        let within = |&(first, behind): &(u64, u64)| first <= at && at < end && end <= behind;
+        let Some((first, behind)) = state.waiting.get(index).copied().filter(within) else { return Next::Later };
+        state.waiting.remove(index);
+        for left in [(end, behind), (first, at)].into_iter().filter(|left| left.0 < left.1) {
+            state.waiting.insert(index, left);
+        }
+        state.running += 1;
+        Next::Taken(Taken { queue: self, at, end })
+    }
+
+    /// Waits until something changes, or for `at_most`.
+    pub(crate) fn wait(&self, at_most: Duration) {
+        let state = self.state();
+        if state.failed.is_none() {
+            drop(self.done.wait_timeout(state, at_most));
+        }
+    }
+
+    /// Wakes those that wait, since there may be something for them.
+    pub(crate) fn wake(&self) {
+        self.done.notify_all();
     }
 
     /// Ends the transfer; the first error is the one reported.
@@ -142,6 +183,30 @@ mod tests {
         }
         assert!(queue.take(|| ()).is_none());
         queue.finish().unwrap();
+    }
+
+    #[test]
+    fn a_part_of_choice_leaves_the_rest_of_its_range() {
+        let queue = Queue::new(&[(0, 30)], 10);
+        let Next::Taken(mut taken) = queue.next(|waiting| {
+            assert_eq!(waiting, [(0, 10), (10, 20), (20, 30)]);
+            Some((1, (13, 15)))
+        }) else {
+            panic!("nothing was taken");
+        };
+        for wrong in [(0, (0, 0)), (0, (5, 11)), (4, (20, 21)), (3, (9, 21))] {
+            assert!(matches!(queue.next(|_| Some(wrong)), Next::Later), "{wrong:?}");
+        }
+        assert!(matches!(queue.next(|_| None), Next::Later));
+        taken.at = 14;
+        drop(taken);
+        let mut left = Vec::new();
+        while let Some(mut taken) = queue.take(|| ()) {
+            left.push((taken.at, taken.end));
+            taken.at = taken.end;
+        }
+        assert_eq!(left, [(14, 15), (0, 10), (10, 13), (15, 20), (20, 30)]);
+        assert!(matches!(queue.next(|_| panic!("all is done")), Next::Over));
     }
 
     #[test]

@@ -9,6 +9,8 @@
 //! | `reading` | the bytes behind a lease |
 //! | `readiness` | [`Readiness`]: how much of a publication's memory is final |
 //! | `digests` | checksums of blocks, computed once or on demand |
+//! | `relayed` | publications of what is being received, block by block |
+//! | `tracker` | which blocks receivers of a publication fetch, and from whom |
 //! | `alternate` | bodies in other formats, built when they are first asked for |
 //!
 //! Invariants:
@@ -24,7 +26,9 @@ mod digests;
 mod lease;
 mod readiness;
 mod reading;
+mod relayed;
 mod store;
+mod tracker;
 
 use std::any::Any;
 use std::collections::HashMap;
@@ -46,9 +50,11 @@ use self::readiness::ReadinessWatch;
 pub(crate) use self::reading::LeasedSegments;
 pub(crate) use self::store::{Asked, Lookup};
 pub use self::store::{Store, Withdrawn};
+use self::tracker::Tracker;
 use crate::error::{Error, ErrorKind};
 use crate::memory::ALIGNMENT;
 use crate::payload::{Backing, Item, Layout, Segments};
+use crate::swarm::BlockMap;
 
 /// Whether the memory of a publication can change while it is served. It decides what a withdrawal does, and whether
 /// checksums are kept.
@@ -87,6 +93,9 @@ pub struct Publication {
     blocks: Vec<BlockDigest>,
     /// What tells whether the memory is still what was published, if it may change by itself.
     backing: Option<Box<dyn Backing>>,
+    /// Which blocks may be read, where it is received while it is served.
+    relayed: Option<Arc<BlockMap>>,
+    tracker: Tracker,
     alternate: Option<Box<dyn Alternate>>,
     rendered: Mutex<HashMap<String, RenderedBody>>,
     readers: Mutex<Readers>,
@@ -178,6 +187,8 @@ impl Publication {
             filled: None,
             blocks: std::iter::repeat_with(BlockDigest::default).take(count).collect(),
             backing: None,
+            relayed: None,
+            tracker: Tracker::default(),
             alternate: None,
             rendered: Mutex::default(),
             readers: Mutex::default(),

@@ -24,6 +24,7 @@ mod handler;
 mod listeners;
 mod local;
 mod observe;
+mod relay;
 mod shelf;
 mod throttle;
 mod write_timeout;
@@ -57,6 +58,7 @@ use crate::error::{Error, ErrorKind, Hint};
 use crate::fork::CloseOnFork;
 use crate::publication::Store;
 use crate::same_host;
+use crate::swarm::RelayHost;
 use crate::trust::tls::Identity;
 use crate::trust::{Secret, random, secret};
 
@@ -91,6 +93,7 @@ const MAX_OBSERVERS: usize = 16;
 /// # }
 /// ```
 #[derive(Clone, Debug)]
+#[allow(clippy::struct_excessive_bools, reason = "each is an option of its own")]
 pub struct ServerConfig {
     /// Where to listen; `None` is every interface, IPv6 and IPv4.
     pub bind: Option<IpAddr>,
@@ -117,6 +120,9 @@ pub struct ServerConfig {
     pub max_bandwidth: Option<u64>,
     /// Names the other formats that are served besides the container, and words refusals. By default there are none.
     pub frontend: Arc<dyn Frontend>,
+    /// Whether receivers that ask for it are told of one another, so that they can bring each other what is served here
+    /// (without a secret).
+    pub swarm: bool,
 }
 
 impl Default for ServerConfig {
@@ -133,6 +139,7 @@ impl Default for ServerConfig {
             same_host: true,
             max_bandwidth: None,
             frontend: Arc::new(ContainersOnly),
+            swarm: false,
         }
     }
 }
@@ -191,6 +198,7 @@ struct Shared {
     /// The port on which counters alone are served.
     metrics_port: Option<u16>,
     frontend: Arc<dyn Frontend>,
+    swarm: bool,
 }
 
 impl Server {
@@ -230,6 +238,7 @@ impl Server {
             began: Instant::now(),
             metrics_port,
             frontend: Arc::clone(&config.frontend),
+            swarm: config.swarm,
         });
         let (stop, stopped) = watch::channel(false);
         let (done, ended) = std::sync::mpsc::channel();
@@ -314,6 +323,12 @@ impl Server {
         Receive::begin(&self.shared, step)
     }
 
+    /// What lets this server serve on what its process receives, as [`crate::FetchOptions::relay`].
+    #[must_use]
+    pub fn relay_host(&self) -> Arc<dyn RelayHost> {
+        Arc::new(relay::Host { shared: Arc::clone(&self.shared), handle: self.handle.clone() })
+    }
+
     /// Stops accepting, ends all transfers and, for at most `patience`, waits until the listening socket is closed.
     pub fn shutdown(&self, patience: Duration) {
         self.stop.send_replace(true);
@@ -347,6 +362,12 @@ impl Shared {
             None => "http://".to_owned(),
         };
         format!("{scheme}{host}:{}{slash}{token}/checkpoint/", self.address.port())
+    }
+
+    /// Whether there is a tracker for what is served here. Digests are too short to tell what a member with the secret
+    /// has forged from what the source has.
+    fn offers_swarm(&self) -> bool {
+        self.swarm && self.auth.is_none()
     }
 
     /// Refuses every request from now on, for whatever is served here, and ends all transfers.

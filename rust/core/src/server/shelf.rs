@@ -100,6 +100,11 @@ impl Shelf {
         &self.store
     }
 
+    /// The segment of paths by which it is found.
+    pub(super) fn name(&self) -> &str {
+        &self.name
+    }
+
     /// The URL prefix to which `{step}.safetensors` and its like are appended, as seen by peers that reach `host`.
     #[must_use]
     pub fn url(&self, host: &str) -> String {

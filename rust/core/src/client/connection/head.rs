@@ -5,6 +5,7 @@
 
 use std::time::Duration;
 
+use tensorferry_wire::swarm::SWARM_HEADER;
 use tensorferry_wire::{proof, request};
 
 use crate::same_host;
@@ -28,6 +29,8 @@ pub(crate) struct Head {
     pub(crate) proof: Option<String>,
     /// Where the source can be reached without the network, if it says so.
     pub(crate) same_host: Option<same_host::Name>,
+    /// Whether the source has a tracker.
+    pub(crate) offers_swarm: bool,
     /// Whether the body comes through shared memory.
     pub(super) in_ring: bool,
     /// Whether the source still copies some of the body.
@@ -77,6 +80,7 @@ impl Head {
             retry_after: None,
             proof: None,
             same_host: None,
+            offers_swarm: false,
             in_ring: false,
             filling: false,
             http_10: response.version == Some(0),
@@ -101,6 +105,8 @@ impl Head {
                 head.proof = Some(value().to_owned());
             } else if header.name.eq_ignore_ascii_case(request::SAME_HOST_HEADER) {
                 head.same_host = same_host::Name::parse(value());
+            } else if header.name.eq_ignore_ascii_case(SWARM_HEADER) {
+                head.offers_swarm = true;
             } else if header.name.eq_ignore_ascii_case(request::RING_HEADER) {
                 head.in_ring = true;
             } else if header.name.eq_ignore_ascii_case(request::FILLING_HEADER) {

@@ -30,6 +30,7 @@ pub(crate) struct FirstFetch {
     pub(crate) etag: String,
     pub(crate) prefix: Vec<u8>,
     pub(crate) same_host: Option<same_host::Name>,
+    pub(crate) offers_swarm: bool,
 }
 
 impl FirstFetch {
@@ -62,7 +63,7 @@ impl FirstFetch {
             Some((0, end, total)) if end == ahead.min(total) => total,
             _ => return Err(protocol("the source answered with another range than asked for")),
         };
-        let same_host = head.same_host.clone();
+        let (same_host, offers_swarm) = (head.same_host.clone(), head.offers_swarm);
         let etag = head.etag.clone().ok_or_else(|| protocol("the source's answer has no ETag"))?;
         *begun = Some(etag.clone());
         let mut bytes = connection.body(&head, ahead)?;
@@ -128,7 +129,7 @@ impl FirstFetch {
             passes.note(&etag, &all);
             return Err(passes.error(&header, (first * BLOCK_SIZE, ((first + 1) * BLOCK_SIZE).min(payload_len))));
         }
-        Ok(Self { connection, step, header, header_digest, payload_start, etag, prefix, same_host })
+        Ok(Self { connection, step, header, header_digest, payload_start, etag, prefix, same_host, offers_swarm })
     }
 }
 

@@ -28,11 +28,13 @@ use super::blocks::block_len;
 use super::connection::Connection;
 use super::ledger::BlockLedger;
 use super::limits::Limits;
+use super::relaying::OpenRelay;
 use super::{Arrived, Source};
 use crate::error::Error;
 use crate::memory::{ArenaPool, zeroed};
 use crate::payload::{Destination, Plan, ReceiveMemory, Slice, Waves, slices};
 use crate::report::Report;
+use crate::swarm::RelayHost;
 
 /// How often a source is asked for its header before it is given up.
 const OPEN_ATTEMPTS: u32 = 5;
@@ -59,6 +61,8 @@ pub struct Remote {
     lanes: Option<usize>,
     pool: Option<Arc<ArenaPool>>,
     progress: Arc<AtomicU64>,
+    /// Serves on what is received, where this takes part in a swarm.
+    relay: Option<Arc<dyn RelayHost>>,
     /// The addresses at both ends of the connection that brought the header, if it went over the network.
     route: Option<(IpAddr, IpAddr)>,
     /// Those that can be used again.
@@ -126,13 +130,41 @@ impl Remote {
         self.choose_route(plan.held(&missing));
         self.copy_prefix(&plan)?;
         let fetch = PlannedFetch { plan: &plan, missing: &missing, held: &self.blocks(), received: &received };
+        let relay = self.relay_host().and_then(|host| OpenRelay::open(&*host, &self, &plan, &missing));
         if missing.is_empty() && !is_small {
             // Nothing is to be fetched, but what is here may have been at the source at different moments.
-            self.settle(&[fetch], &mut report)?;
+            self.settle(&[fetch], None, &mut report)?;
         } else {
-            self.transfer(&[fetch], &mut report)?;
+            self.transfer(&[fetch], relay, &mut report)?;
         }
         Ok(Arrived { arena, offsets, report: self.complete(report, started) })
+    }
+
+    /// The first bytes of the payload, which are here.
+    pub(super) fn prefix(&self) -> &[u8] {
+        &self.prefix
+    }
+
+    /// What serves on what is received, if this takes part in a swarm. Grants are of one source, and so are the digests
+    /// that relays' blocks are compared with; with a secret these are too short for members that do harm.
+    fn relay_host(&self) -> Option<Arc<dyn RelayHost>> {
+        let [source] = &self.sources[..] else { return None };
+        self.relay.clone().filter(|_| source.offers_swarm() && source.url.secret().is_none())
+    }
+
+    /// Whether it comes encrypted.
+    pub(super) fn is_encrypted(&self) -> bool {
+        self.sources.iter().any(|source| source.url.tls().is_some())
+    }
+
+    /// The entity tag of what is received.
+    pub(super) fn etag(&self) -> Option<&str> {
+        self.sources.get(self.primary)?.etag.get().map(String::as_str)
+    }
+
+    /// Where the payload starts in the container, if memory can be so long.
+    pub(super) fn payload_start(&self) -> Option<usize> {
+        usize::try_from(self.payload_start).ok()
     }
 
     /// The beginning of a receive of entries.
@@ -196,7 +228,7 @@ impl Remote {
         let fetch = |(plan, wanted, received)| PlannedFetch { plan, missing: wanted, held: wanted, received };
         let fetches: Vec<_> =
             layers.iter().map(|(plan, wanted, received)| fetch((plan, &wanted[..], received))).collect();
-        self.transfer(&fetches, &mut report)?;
+        self.transfer(&fetches, None, &mut report)?;
         Ok(self.complete(report, started))
     }
 

@@ -119,8 +119,7 @@ impl Remote {
             };
             match opened {
                 Ok(opened) => {
-                    let _ = sources[primary].etag.set(opened.etag);
-                    sources[primary].learn(opened.same_host);
+                    sources[primary].note_opened(opened.etag, opened.same_host, opened.offers_swarm);
                     return Ok(Self {
                         sources,
                         primary,
@@ -139,6 +138,7 @@ impl Remote {
                         lanes: options.lanes,
                         pool: options.pool,
                         progress: options.progress,
+                        relay: options.relay,
                         limits,
                     });
                 }

@@ -9,7 +9,9 @@ use super::Remote;
 use super::verify::Passes;
 use crate::client::lane;
 use crate::client::ledger::BlockLedger;
+use crate::client::relaying::OpenRelay;
 use crate::client::stragglers::StragglerMonitor;
+use crate::client::swarm::{MOST_RELAYS, Swarm};
 use crate::error::Error;
 use crate::payload::{Plan, Queue};
 use crate::report::Report;
@@ -37,6 +39,7 @@ impl Remote {
     pub(in crate::client) fn transfer(
         &mut self,
         fetches: &[PlannedFetch<'_>],
+        relay: Option<OpenRelay<'_>>,
         report: &mut Report,
     ) -> Result<(), Error> {
         if fetches.iter().all(|fetch| fetch.missing.is_empty()) {
@@ -45,30 +48,48 @@ impl Remote {
         for fetch in fetches {
             let joined = fetch.missing.len() > MANY_RUNS && fetch.plan.block_size() < BLOCK_SIZE;
             let ranges = if joined { &fetch.plan.wanted_blocks(JOIN_GAP)[..] } else { fetch.missing };
-            self.run_lanes(fetch.plan, ranges, true, fetch.received, report)?;
+            self.run_lanes(fetch.plan, ranges, (true, relay.as_ref()), fetch.received, report)?;
+            if relay.is_some() {
+                report.relayed += self.relayed(fetch);
+            }
         }
-        self.settle(fetches, report)
+        self.settle(fetches, relay, report)
     }
 
     /// Compares the digests of all blocks held, and fetches those that differ again, until all match at one moment.
-    pub(super) fn settle(&mut self, fetches: &[PlannedFetch<'_>], report: &mut Report) -> Result<(), Error> {
-        let mut passes = Passes::default();
+    ///
+    /// The relay, if there is one, ends with it, and before a block is written to again.
+    pub(super) fn settle(
+        &mut self,
+        fetches: &[PlannedFetch<'_>],
+        relay: Option<OpenRelay<'_>>,
+        report: &mut Report,
+    ) -> Result<(), Error> {
+        let (mut passes, mut relay) = (Passes::default(), relay);
         loop {
             let differing = self.compare_digests(fetches, &mut passes, report)?;
             if differing.iter().all(Vec::is_empty) {
                 return Ok(());
             }
+            drop(relay.take());
             for (fetch, runs) in fetches.iter().zip(&differing).filter(|(_, runs)| !runs.is_empty()) {
-                self.run_lanes(fetch.plan, runs, false, fetch.received, report)?;
+                self.run_lanes(fetch.plan, runs, (false, None), fetch.received, report)?;
             }
         }
+    }
+
+    /// Bytes that came from relays.
+    fn relayed(&self, fetch: &PlannedFetch<'_>) -> u64 {
+        let blocks = fetch.missing.iter().flat_map(|&(first, end)| first..end);
+        let relayed = blocks.filter(|&block| fetch.received.source_of(block) >= self.sources.len());
+        relayed.map(|block| fetch.plan.block_bounds(block)).map(|(start, end)| end - start).sum()
     }
 
     fn run_lanes(
         &mut self,
         plan: &Plan,
         runs: &[(u64, u64)],
-        spread: bool,
+        (spread, relay): (bool, Option<&OpenRelay<'_>>),
         received: &BlockLedger,
         report: &mut Report,
     ) -> Result<(), Error> {
@@ -79,6 +100,10 @@ impl Remote {
         let queue = Queue::new(runs, per_range);
         let lanes = usize::try_from(wanted.min(blocks.div_ceil(per_range))).unwrap_or(1).max(1);
         report.lanes = report.lanes.max(lanes);
+        let swarm = match relay {
+            Some(relay) => Swarm::new(relay, &self.sources[self.primary], &self.key, plan, &self.limits)?,
+            None => None,
+        };
         let transfer = lane::Transfer {
             plan,
             queue: &queue,
@@ -92,7 +117,8 @@ impl Remote {
             algorithm: &self.algorithm,
             limits: &self.limits,
             received,
-            watch: StragglerMonitor::new(lanes),
+            watch: StragglerMonitor::new(lanes, if swarm.is_some() { MOST_RELAYS } else { 0 }),
+            swarm: swarm.as_ref(),
             alive: lanes.into(),
         };
         let builder = |index| std::thread::Builder::new().name(format!("tensorferry-lane-{index}"));

@@ -125,15 +125,21 @@ impl Remote {
                 if received.digest(block) == Some(theirs) {
                     continue;
                 }
-                let from = &self.sources[received.source_of(block)];
-                // Whatever the cause: the network is the route that has to work.
-                from.give_up_same_host();
+                let origin = received.source_of(block);
+                let from = match self.sources.get(origin) {
+                    Some(source) => {
+                        // Whatever the cause: the network is the route that has to work.
+                        source.give_up_same_host();
+                        source.url.authority().to_owned()
+                    }
+                    None => received.relay(origin).unwrap_or_default(),
+                };
                 let message = format!(
                     "block {block} of its bytes did not match the checksum: damaged on the way, of another snapshot, \
                      or changed while it was served"
                 );
                 let error = Error::new(ErrorKind::Corrupt, message).hinting(Hint::WithdrawBeforeChange);
-                received.note_trouble(from.url.authority(), &error);
+                received.note_trouble(&from, &error);
                 match differ.last_mut() {
                     Some(run) if run.1 == block => run.1 += 1,
                     _ => differ.push((block, block + 1)),

@@ -7,6 +7,7 @@
 mod content;
 mod digests;
 mod messages;
+mod swarm;
 mod waiting;
 
 use std::convert::Infallible;
@@ -17,6 +18,7 @@ use http::header::{self, HeaderName, HeaderValue};
 use http::{Method, Request, Response, StatusCode};
 use tensorferry_wire::proof::Nonce;
 use tensorferry_wire::request::{self, PathError, Resource};
+use tensorferry_wire::swarm::SWARM_HEADER;
 
 use self::content::{blocks, conditional, memory};
 use self::digests::digests;
@@ -119,7 +121,12 @@ async fn resolve<B>(
         Resource::Metrics => return metrics(&connection.shared),
         Resource::StatusPage => return status_page(&connection.shared),
         Resource::Step => return served_step(connection, store, request).await,
-        Resource::Container(key) | Resource::Header(key) | Resource::Digests(key) | Resource::Alternate(key, _) => key,
+        Resource::Container(key)
+        | Resource::Header(key)
+        | Resource::Digests(key)
+        | Resource::Swarm(key)
+        | Resource::Have(key)
+        | Resource::Alternate(key, _) => key,
     };
     let Some(step) = request::parse_step(key) else {
         return text(StatusCode::NOT_FOUND, &format!("no checkpoint is called {key}: steps are integers"));
@@ -128,7 +135,10 @@ async fn resolve<B>(
         Ok(lease) => lease,
         Err(refused) => return refused,
     };
+    let relayed = lease.publication().block_map().cloned();
+    let offers_swarm = relayed.is_none() && connection.shared.offers_swarm();
     let mut found = match resource {
+        _ if let Some(blocks) = &relayed => swarm::relayed(connection, lease, blocks, resource, step, request).await,
         Resource::Container(_) => {
             if let Some(query) = request.uri().query().filter(|query| query.starts_with("blocks=")) {
                 blocks(connection, lease, step, request, query).await
@@ -147,10 +157,17 @@ async fn resolve<B>(
             let name = connection.shared.frontend.alternate(name).unwrap_or_default();
             alternate(connection, store, lease, step, name, request).await
         }
-        Resource::Healthz | Resource::Metrics | Resource::StatusPage | Resource::Step => {
-            text(StatusCode::NOT_FOUND, "not found")
-        }
+        Resource::Swarm(_) if offers_swarm => swarm::track(connection, &lease, request),
+        Resource::Swarm(_)
+        | Resource::Have(_)
+        | Resource::Healthz
+        | Resource::Metrics
+        | Resource::StatusPage
+        | Resource::Step => text(StatusCode::NOT_FOUND, "not found"),
     };
+    if offers_swarm && matches!(resource, Resource::Container(_)) {
+        found.headers_mut().insert(SWARM_HEADER, HeaderValue::from_static("1"));
+    }
     if let Some(name) = connection.shared.same_host.as_ref().filter(|_| !connection.same_host) {
         insert(found.headers_mut(), HeaderName::from_static(request::SAME_HOST_HEADER), &name.to_string());
     }

@@ -1,0 +1,233 @@
+//! Fetching from other receivers of the same snapshot.
+//!
+//! A [`Swarm`] accompanies the lanes of one transfer. Lanes to the source fetch what its tracker has granted; each relay
+//! that the tracker names gets a lane of its own. What to do next is decided in [`Receiver`]. A relay that fails in any
+//! way is set aside, and what it was to bring goes back into the queue: relays cannot fail a transfer.
+
+use std::net::IpAddr;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use tensorferry_wire::swarm::{Answer, Ask};
+
+use super::Source;
+use super::connection::Connection;
+use super::limits::Limits;
+use super::relaying::OpenRelay;
+use crate::cancel::Cancel;
+use crate::error::{Error, ErrorKind};
+use crate::payload::Plan;
+use crate::swarm::{BlockMap, BlockSet, Receiver};
+use crate::trust::random;
+
+/// Relays that are fetched from at once: as many lanes more than to the source.
+pub(super) const MOST_RELAYS: usize = 12;
+/// Relays that one receive tries in all.
+const MOST_TRIED: usize = 256;
+/// The longest answer of a tracker.
+const MAX_ANSWER: u64 = 64 << 10;
+/// How long a relay, or a tracker, may be silent.
+const RELAY_STALL: Duration = Duration::from_secs(5);
+/// How old what is known of a relay may become while there is something to fetch from it.
+const MAP_AGE: Duration = Duration::from_millis(200);
+/// The pause between two questions to a relay that has nothing.
+const MAP_PAUSE: Duration = Duration::from_millis(10);
+
+/// The swarm as one transfer sees it.
+pub(super) struct Swarm<'a> {
+    relay: &'a OpenRelay<'a>,
+    source: &'a Source,
+    key: &'a str,
+    etag: &'a str,
+    blocks: u64,
+    /// The most blocks that are fetched from a relay at a time.
+    pub(super) unit: u64,
+    began: Instant,
+    receiver: Mutex<Receiver>,
+    tracker: Mutex<Option<Connection>>,
+    relays: Mutex<Relays>,
+    /// Those of relays: their lanes end with the others.
+    pub(super) limits: Limits,
+}
+
+#[derive(Default)]
+struct Relays {
+    /// Every URL that was tried, so that none is twice.
+    tried: Vec<String>,
+    /// The lanes that are free, if each of the first [`MOST_RELAYS`] was used.
+    free: Vec<usize>,
+    lanes: usize,
+}
+
+/// A relay that a lane begins to fetch from.
+pub(super) struct NewRelay {
+    /// Its number in this receive, in the order of their beginnings.
+    pub(super) number: usize,
+    /// The number of its lane, below [`MOST_RELAYS`].
+    pub(super) lane: usize,
+    pub(super) source: Source,
+}
+
+impl<'a> Swarm<'a> {
+    pub(super) fn new(
+        relay: &'a OpenRelay<'a>,
+        source: &'a Source,
+        key: &'a str,
+        plan: &Plan,
+        limits: &Limits,
+    ) -> Result<Option<Self>, Error> {
+        let Some(etag) = source.etag.get() else { return Ok(None) };
+        let blocks = plan.block_count();
+        let count = usize::try_from(blocks).map_err(|e| Error::caused(ErrorKind::System, "too many blocks", e))?;
+        let seed = u64::from_ne_bytes(random::bytes()?);
+        let limits = Limits { stall: limits.stall.min(RELAY_STALL), cancel: Cancel::new(), ..limits.clone() };
+        Ok(Some(Self {
+            relay,
+            source,
+            key,
+            etag,
+            blocks,
+            unit: (blocks / 256).clamp(1, 16),
+            began: Instant::now(),
+            receiver: Mutex::new(Receiver::new(count, seed)),
+            tracker: Mutex::default(),
+            relays: Mutex::default(),
+            limits,
+        }))
+    }
+
+    /// What decides; not to be held while anything is waited for.
+    pub(super) fn receiver(&self) -> MutexGuard<'_, Receiver> {
+        self.receiver.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The time as [`Receiver`] counts it.
+    pub(super) fn now(&self) -> Duration {
+        self.began.elapsed()
+    }
+
+    /// `block` is complete.
+    pub(super) fn note_block(&self, block: u64) {
+        self.relay.note_complete(block);
+    }
+
+    /// Asks the tracker for the blocks in `need`; returns relays to be fetched from.
+    pub(super) fn ask(&self, need: Vec<(u64, u64)>) -> Vec<NewRelay> {
+        let ask = Ask { relay: self.relay.address(), need };
+        let Ok(Answer { grant, wait_ms, peers }) = self.answer(&ask) else {
+            self.receiver().note_no_tracker();
+            return Vec::new();
+        };
+        self.receiver().note_answer(self.now(), grant, Duration::from_millis(wait_ms));
+        peers.into_iter().filter_map(|url| self.begin_relay(url)).collect()
+    }
+
+    fn answer(&self, ask: &Ask) -> Result<Answer, Error> {
+        // One lane asks at a time, as `Receiver` has it.
+        let mut tracker = self.tracker.lock().unwrap_or_else(PoisonError::into_inner);
+        let path = format!("{}/swarm?{}", self.key, ask.query());
+        match self.request(&mut tracker, &path) {
+            // The connection may have been given to somebody else since the last answer.
+            Err(e) if e.kind() == ErrorKind::Connect => {
+                *tracker = None;
+                self.request(&mut tracker, &path)
+            }
+            answer => answer,
+        }
+    }
+
+    fn request(&self, tracker: &mut Option<Connection>, path: &str) -> Result<Answer, Error> {
+        let connection = match tracker {
+            Some(connection) => connection,
+            none => none.insert(Connection::open(&self.source.url, &self.limits)?),
+        };
+        let head = connection.get(path, None, Some(self.etag), None)?;
+        if head.status != 200 {
+            return Err(connection.refuse(&head));
+        }
+        let body = connection.body(&head, MAX_ANSWER)?;
+        let answer = std::str::from_utf8(&body).ok().and_then(|text| Answer::decode(text, self.blocks));
+        answer.ok_or_else(|| Error::new(ErrorKind::Protocol, "the source answered with what no tracker says"))
+    }
+
+    /// The relay at `url`, if it is new and there is room for one more.
+    fn begin_relay(&self, url: String) -> Option<NewRelay> {
+        let mut relays = self.relays.lock().unwrap_or_else(PoisonError::into_inner);
+        if relays.tried.len() >= MOST_TRIED || relays.tried.contains(&url) {
+            return None;
+        }
+        let lane = match relays.free.pop() {
+            Some(lane) => lane,
+            None if relays.lanes < MOST_RELAYS => {
+                relays.lanes += 1;
+                relays.lanes - 1
+            }
+            None => return None,
+        };
+        let source = Source::parse(&url, self.source.wants_same_host, None).ok();
+        relays.tried.push(url);
+        // The tracker names addresses, so that nobody is asked for a name. What comes encrypted from the source does so
+        // from relays.
+        let encrypted = self.source.url.tls().is_some();
+        let fits =
+            |source: &Source| source.url.host().parse::<IpAddr>().is_ok() && (!encrypted || source.url.tls().is_some());
+        let Some(source) = source.filter(fits) else {
+            relays.free.push(lane);
+            return None;
+        };
+        let _ = source.etag.set(self.etag.to_owned());
+        Some(NewRelay { number: self.receiver().add_relay(), lane, source })
+    }
+
+    /// The relay is fetched from no more.
+    pub(super) fn set_aside(&self, relay: &NewRelay) {
+        self.receiver().set_aside(relay.number);
+        self.relays.lock().unwrap_or_else(PoisonError::into_inner).free.push(relay.lane);
+    }
+
+    /// Ends the lanes of relays.
+    pub(super) fn close(&self) {
+        self.limits.cancel.cancel();
+    }
+}
+
+/// What is known of one relay.
+pub(super) struct RelayView {
+    connection: Option<Connection>,
+    count: u64,
+    read: Instant,
+}
+
+impl RelayView {
+    pub(super) fn new() -> Self {
+        Self { connection: None, count: 0, read: Instant::now() }
+    }
+
+    /// Whether the relay should be asked again before more is fetched from it.
+    pub(super) fn is_old(&self) -> bool {
+        self.read.elapsed() >= MAP_AGE
+    }
+
+    /// Learns what `relay` has. If there was nothing to fetch from it, waits until it has more, or for a moment.
+    pub(super) fn refresh(&mut self, swarm: &Swarm<'_>, relay: &NewRelay, wait: bool) -> Result<(), Error> {
+        if wait && !swarm.limits.pause(MAP_PAUSE, || false) {
+            return Err(swarm.limits.over());
+        }
+        let connection = match &mut self.connection {
+            Some(connection) => connection,
+            none => none.insert(Connection::open(&relay.source.url, &swarm.limits)?),
+        };
+        let since = if wait { format!("?since={}", self.count) } else { String::new() };
+        let head = connection.get(&format!("{}/have{since}", swarm.key), None, Some(swarm.etag), None)?;
+        if head.status != 200 {
+            return Err(connection.refuse(&head));
+        }
+        let body = connection.body(&head, BlockMap::encoded_len(swarm.blocks))?;
+        let invalid = || Error::new(ErrorKind::Protocol, "the source says that it has other blocks than there are");
+        let (count, set) = BlockSet::decode(&body, swarm.blocks).ok_or_else(invalid)?;
+        relay.source.learn(head.same_host);
+        swarm.receiver().learn(relay.number, set);
+        (self.count, self.read) = (count, Instant::now());
+        Ok(())
+    }
+}

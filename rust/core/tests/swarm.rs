@@ -1,0 +1,426 @@
+//! Receivers that bring each other the blocks of one source, and members that do harm.
+
+use std::io::Write;
+use std::net::{SocketAddr, TcpListener};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+
+use tensorferry_core::{
+    Destination, Error, FetchOptions, Item, Publication, Readiness, RelayHost, Relayed, Relaying, Remote, Secret,
+    ServerConfig, Stability,
+};
+use tensorferry_wire::dtype::Dtype;
+use tensorferry_wire::swarm::RelayAddress;
+
+use crate::common::faults::Liar;
+use crate::common::raw::{Answer, Raw, get};
+use crate::common::{BLOCK, PATIENCE, Rig, STEP, State, eventually, lanes, noise};
+
+/// A source that sends so many blocks in a second.
+fn source(state: &State, blocks: usize) -> Rig {
+    offering(state, Some(blocks as u64 * BLOCK as u64))
+}
+
+/// A source that has a tracker.
+fn offering(state: &State, max_bandwidth: Option<u64>) -> Rig {
+    let rig = Rig::configured(&ServerConfig {
+        max_bandwidth,
+        swarm: true,
+        bind: Some([127, 0, 0, 1].into()),
+        patience: PATIENCE,
+        ..ServerConfig::default()
+    });
+    rig.server.store().publish(STEP, state.publication(Stability::Private));
+    rig
+}
+
+/// The options of a receiver whose server is `rig`'s.
+fn member(rig: &Rig) -> FetchOptions {
+    FetchOptions { relay: Some(rig.server.relay_host()), same_host: false, ..lanes(2) }
+}
+
+fn etag(rig: &Rig) -> String {
+    get(rig, &rig.path("7.safetensors"), &[("Range", "bytes=0-9")]).header("etag").unwrap().to_owned()
+}
+
+/// The length of the container.
+fn length_of(rig: &Rig) -> usize {
+    let answer = get(rig, &rig.path("7.safetensors"), &[("Range", "bytes=0-9")]);
+    answer.header("content-range").unwrap().rsplit('/').next().unwrap().parse().unwrap()
+}
+
+/// Asks the tracker of `rig` as a member that relays at `port`.
+fn ask(rig: &Rig, port: u16, query: &str) -> Answer {
+    let path = rig.path(&format!("7/swarm?port={port}&token={}{query}", "0".repeat(32)));
+    get(rig, &path, &[("If-Match", &etag(rig))])
+}
+
+fn port_of(url: &str) -> u16 {
+    url.split(['/', ':']).nth(4).unwrap().parse().unwrap()
+}
+
+/// A connection to the first relay that the tracker of `rig` names, and the path below which it relays.
+fn relay_of(rig: &Rig) -> (Raw, String) {
+    let mut url = String::new();
+    eventually("there is a relay", || {
+        let answer = ask(rig, 1, "");
+        assert_eq!(answer.status, 200);
+        let peer = answer.text().lines().find_map(|line| line.strip_prefix("peer "));
+        peer.unwrap_or_default().clone_into(&mut url);
+        !url.is_empty()
+    });
+    let address: SocketAddr = url.split('/').nth(2).unwrap().parse().unwrap();
+    (Raw::connect(address), format!("/{}", url.splitn(4, '/').nth(3).unwrap()))
+}
+
+/// How many blocks from the first on the relay has.
+fn complete(relay: &mut Raw, path: &str) -> usize {
+    relay.send("GET", &format!("{path}7/have"), &[]);
+    let answer = relay.answer();
+    assert_eq!(answer.status, 200, "{}", answer.reason);
+    let bits = &answer.body[8..];
+    (0..8 * bits.len()).find(|i| bits[i / 8] >> (i % 8) & 1 == 0).unwrap_or(8 * bits.len())
+}
+
+/// How many blocks the relay has, wherever they are.
+fn count(relay: &mut Raw, path: &str) -> u64 {
+    relay.send("GET", &format!("{path}7/have"), &[]);
+    let answer = relay.answer();
+    assert_eq!(answer.status, 200, "{}", answer.reason);
+    u64::from_le_bytes(*answer.body.first_chunk().unwrap())
+}
+
+/// A source of which so many blocks are there, so that no receive ends before a test wants it to.
+fn unfinished(state: &State, blocks: usize) -> (Rig, Readiness) {
+    let source = offering(&State(Vec::new()), None);
+    let bytes = state.bytes("w0");
+    let items = vec![Item::bytes("w0", Dtype::U8, &[bytes.len() as u64], bytes.clone())];
+    let (publication, readiness) =
+        Publication::with_readiness(Vec::new(), items, Stability::Private, Box::new(())).unwrap();
+    readiness.raise((blocks * BLOCK) as u64);
+    source.server.store().publish(STEP, publication);
+    (source, readiness)
+}
+
+#[test]
+fn what_leaves_the_source_once_reaches_all() {
+    let state = State::of(&[40 * BLOCK, 1000, 23 * BLOCK + 5], 1).with("__tensorferry__/manifest", vec![7; 3000]);
+    let total = 63 * BLOCK as u64;
+    let source = source(&state, 32);
+    let members: Vec<_> = (0..4).map(|_| Rig::new()).collect();
+    let before = source.server.bytes_served();
+    let relayed: u64 = std::thread::scope(|scope| {
+        let fetch = |rig| state.fetch(&[&source.url()], member(rig)).unwrap().report().relayed;
+        let threads: Vec<_> = members.iter().map(|rig| scope.spawn(move || fetch(rig))).collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).sum()
+    });
+    let sent = source.server.bytes_served() - before;
+    assert!(
+        sent < 3 * total && relayed > total,
+        "{} of {} MiB from the source, {} relayed",
+        sent >> 20,
+        total >> 18,
+        relayed >> 20
+    );
+    let passed: u64 = members.iter().map(|rig| rig.server.bytes_served()).sum();
+    assert!(passed >= relayed, "relays count what they send");
+}
+
+#[test]
+fn a_receiver_alone_takes_everything_from_the_source() {
+    let (state, rig) = (State::of(&[70 * BLOCK + 9], 1), Rig::new());
+    let source = offering(&state, None);
+    for lane in [1, 4] {
+        let arrived = state.fetch(&[&source.url()], FetchOptions { lanes: Some(lane), ..member(&rig) }).unwrap();
+        assert_eq!((arrived.report().relayed, arrived.report().retries), (0, 0));
+    }
+}
+
+/// A relay that claims to have everything, and sends noise.
+fn liar(blocks: usize, total: usize, asked: &'static AtomicUsize) -> Liar {
+    Liar::new(move |mut stream, head, _| {
+        if head.contains("/have") {
+            let mut body = (blocks as u64).to_le_bytes().to_vec();
+            body.extend(vec![0xff; 8 * blocks.div_ceil(64)]);
+            write!(stream, "HTTP/1.1 200 OK\r\nContent-Length: {}\r\n\r\n", body.len())?;
+            return stream.write_all(&body);
+        }
+        asked.fetch_add(1, Ordering::SeqCst);
+        let range = head.lines().find_map(|line| line.strip_prefix("Range: bytes=")).unwrap();
+        let (start, last) = range.split_once('-').unwrap();
+        let (start, last): (usize, usize) = (start.parse().unwrap(), last.trim().parse().unwrap());
+        let len = last + 1 - start;
+        write!(
+            stream,
+            "HTTP/1.1 206 Partial Content\r\nContent-Length: {len}\r\nContent-Range: bytes {start}-{last}/{total}\r\n\r\n"
+        )?;
+        stream.write_all(&noise(len, start as u64))
+    })
+}
+
+#[test]
+fn what_a_liar_sends_is_fetched_again_from_the_source() {
+    static ASKED: AtomicUsize = AtomicUsize::new(0);
+    let (state, rig) = (State::of(&[32 * BLOCK], 1), Rig::new());
+    let source = source(&state, 16);
+    let liar = liar(32, length_of(&source), &ASKED);
+    assert_eq!(ask(&source, port_of(&liar.url()), "").status, 200);
+    let arrived = state.fetch(&[&source.url()], member(&rig)).unwrap();
+    let report = arrived.report();
+    assert!(ASKED.load(Ordering::SeqCst) > 0 && report.relayed > 0, "the liar was not asked: {report:?}");
+    let authority = liar.url().split('/').nth(2).unwrap().to_owned();
+    assert!(report.troubles.contains_key(&authority), "{:?}", report.troubles);
+}
+
+#[test]
+fn relays_that_are_dead_frozen_or_talk_nonsense_do_no_harm() {
+    let (state, rig) = (State::of(&[32 * BLOCK], 1), Rig::new());
+    let source = source(&state, 32);
+    let gone = TcpListener::bind(("127.0.0.1", 0)).unwrap();
+    let dead = gone.local_addr().unwrap().port();
+    drop(gone);
+    let silent = TcpListener::bind(("127.0.0.1", 0)).unwrap();
+    // Says that it has everything, and stops in the middle of a block.
+    let frozen = Liar::new(|mut stream, head, tracker| {
+        if head.contains("/have") {
+            return write!(
+                stream,
+                "HTTP/1.1 200 OK\r\nContent-Length: 16\r\n\r\n\x08\0\0\0\0\0\0\0{}",
+                "\x7f".repeat(8)
+            );
+        }
+        tracker.sleep(PATIENCE);
+        Ok(())
+    });
+    let nonsense = Liar::new(|mut stream, _, _| write!(stream, "HTTP/1.1 200 OK\r\nContent-Length: 3\r\n\r\nabc"));
+    let ports = [dead, silent.local_addr().unwrap().port(), port_of(&frozen.url()), port_of(&nonsense.url())];
+    for port in ports {
+        assert_eq!(ask(&source, port, "").status, 200);
+    }
+    let arrived = state.fetch(&[&source.url()], member(&rig)).unwrap();
+    assert_eq!(arrived.report().relayed, 0);
+}
+
+#[test]
+fn nothing_is_read_once_the_receive_has_returned() {
+    const BLOCKS: usize = 48;
+    let (state, rig) = (State::of(&[BLOCKS * BLOCK], 1), Rig::new());
+    for cancelled in [false, true] {
+        let (source, readiness) = unfinished(&state, 20);
+        let mut memory = vec![0_u8; BLOCKS * BLOCK];
+        let address = memory.as_mut_ptr() as usize;
+        let options = member(&rig);
+        let (cancel, returned) = (options.cancel.clone(), AtomicBool::new(false));
+        let reader = std::thread::scope(|scope| {
+            let receive = scope.spawn(|| {
+                let remote = Remote::open(&[&source.url()], STEP, options).unwrap();
+                // SAFETY: as long as the entry, and used by nobody before the fetch has returned.
+                let destination = unsafe { Destination::given(vec![Some(address)]) };
+                let result = remote.fetch(destination).map(|arrived| arrived.report().clone());
+                returned.store(true, Ordering::SeqCst);
+                result
+            });
+            let (mut relay, path) = relay_of(&source);
+            eventually("there are sixteen blocks", || complete(&mut relay, &path) >= 16);
+            let total = length_of(&source);
+            let start = total - BLOCKS * BLOCK;
+            let tag = etag(&source);
+            // Answers of its own come first: those of a relay are of whole blocks that are there, and of nothing else.
+            for (range, tag, status) in [
+                (format!("bytes={start}-{}", total - 1), &tag, 416),
+                (format!("bytes=0-{}", start + BLOCK), &tag, 416),
+                (format!("bytes={start}-{}", start + BLOCK - 1), &"\"other\"".to_owned(), 412),
+                (format!("bytes={start}-{}", start + BLOCK - 1), &tag, 206),
+            ] {
+                relay.send("GET", &format!("{path}7.safetensors"), &[("Range", &range), ("If-Match", tag)]);
+                let answer = relay.answer();
+                assert_eq!(answer.status, status, "{range}");
+                assert!(status != 206 || answer.body == state.bytes("w0")[..BLOCK]);
+            }
+            for tail in ["7/digests", "7.safetensors", "7/full", "8/have", "7/swarm?port=1"] {
+                relay.send("GET", &format!("{path}{tail}"), &[]);
+                let status = relay.answer().status;
+                assert!(status >= 400, "{tail}: {status}");
+            }
+            let range = format!("bytes={start}-{}", start + 16 * BLOCK - 1);
+            relay.send("GET", &format!("{path}7.safetensors"), &[("Range", &range)]);
+            assert_eq!(relay.head().status, 206);
+            assert!(!returned.load(Ordering::SeqCst));
+            if cancelled {
+                cancel.cancel();
+            } else {
+                readiness.finish();
+            }
+            assert_eq!(receive.join().unwrap().is_err(), cancelled);
+            (relay, path)
+        });
+        assert!(cancelled || memory == state.bytes("w0")[..]);
+        memory.fill(0xee);
+        let (mut relay, path) = reader;
+        let found = relay.rest().to_vec();
+        assert!(found.len() < 16 * BLOCK, "the reader was not cut");
+        assert!(found == state.bytes("w0")[..found.len()], "memory was read after the receive had returned");
+        let mut again = Raw::to(&rig);
+        again.send("GET", &format!("{path}7/have"), &[]);
+        assert_eq!(again.answer().status, 404);
+    }
+}
+
+#[test]
+fn a_relay_that_dies_in_the_middle_is_done_without() {
+    let state = State::of(&[48 * BLOCK], 1);
+    let (source, readiness) = unfinished(&state, 20);
+    let members: Vec<_> = (0..3).map(|_| Rig::new()).collect();
+    std::thread::scope(|scope| {
+        let fetch = |rig| state.fetch(&[&source.url()], member(rig)).map(drop);
+        let threads: Vec<_> = members.iter().map(|rig| scope.spawn(move || fetch(rig))).collect();
+        let (mut relay, path) = relay_of(&source);
+        eventually("some blocks are there", || count(&mut relay, &path) > 2);
+        let address = relay.stream.peer_addr().unwrap();
+        let dying = members.iter().find(|rig| rig.server.address() == address).unwrap();
+        dying.server.shutdown(PATIENCE);
+        readiness.finish();
+        for thread in threads {
+            thread.join().unwrap().unwrap();
+        }
+    });
+}
+
+#[test]
+fn a_source_that_withdraws_ends_every_receive() {
+    let state = State::of(&[64 * BLOCK], 1);
+    let (source, _readiness) = unfinished(&state, 20);
+    let members = [Rig::new(), Rig::new()];
+    std::thread::scope(|scope| {
+        let fetch = |rig| state.fetch(&[&source.url()], member(rig)).map(drop);
+        let threads: Vec<_> = members.iter().map(|rig| scope.spawn(move || fetch(rig))).collect();
+        let (mut relay, path) = relay_of(&source);
+        eventually("some blocks are there", || count(&mut relay, &path) > 2);
+        source.server.store().close();
+        for thread in threads {
+            thread.join().unwrap().unwrap_err();
+        }
+    });
+}
+
+#[test]
+fn there_is_no_swarm_where_one_side_wants_none_or_a_secret_is_shared() {
+    let state = State::of(&[16 * BLOCK], 1);
+    let secret = Secret::new(b"at least sixteen bytes of it").unwrap();
+    let bind = Some([127, 0, 0, 1].into());
+    for (swarm, secret) in [(false, None), (true, Some(secret))] {
+        let config = ServerConfig { swarm, secret: secret.clone(), bind, ..ServerConfig::default() };
+        let (source, rig) = (Rig::configured(&config), Rig::new());
+        source.server.store().publish(STEP, state.publication(Stability::Private));
+        let options = FetchOptions { secret: secret.clone(), ..member(&rig) };
+        state.fetch(&[&source.url()], options).unwrap();
+        let answer = get(&source, &source.path("7.safetensors"), &[("Range", "bytes=0-9")]);
+        assert_eq!(answer.header("tensorferry-swarm"), None);
+        let path = source.path(&format!("7/swarm?port=1&token={}", "0".repeat(32)));
+        assert_eq!(get(&source, &path, &[]).status, 404);
+    }
+    let source = offering(&state, None);
+    state.fetch(&[&source.url()], lanes(2)).unwrap();
+    let answer = ask(&source, 1, "");
+    assert_eq!(answer.text().lines().count(), 1, "nobody else has asked the tracker: {}", answer.text());
+}
+
+/// Passes on to a server, and counts the relays that are opened and those that are dropped.
+#[derive(Debug)]
+struct Counting {
+    host: Arc<dyn RelayHost>,
+    opened: Arc<AtomicUsize>,
+    open: Arc<AtomicUsize>,
+}
+
+struct Counted(Option<Box<dyn Relaying>>, Arc<AtomicUsize>);
+
+impl RelayHost for Counting {
+    fn is_encrypted(&self) -> bool {
+        self.host.is_encrypted()
+    }
+
+    fn open(&self, relayed: Relayed) -> Result<Box<dyn Relaying>, Error> {
+        self.opened.fetch_add(1, Ordering::SeqCst);
+        self.open.fetch_add(1, Ordering::SeqCst);
+        Ok(Box::new(Counted(Some(self.host.open(relayed)?), Arc::clone(&self.open))))
+    }
+}
+
+impl Relaying for Counted {
+    fn address(&self) -> RelayAddress {
+        self.0.as_ref().unwrap().address()
+    }
+}
+
+impl Drop for Counted {
+    fn drop(&mut self) {
+        self.0 = None;
+        self.1.fetch_sub(1, Ordering::SeqCst);
+    }
+}
+
+#[test]
+fn what_comes_encrypted_is_not_relayed_in_the_clear() {
+    let state = State::of(&[40 * BLOCK], 1);
+    let config = |tls| ServerConfig { tls, swarm: true, bind: Some([127, 0, 0, 1].into()), ..ServerConfig::default() };
+    for (source_tls, member_tls, relays) in [(true, false, 0), (true, true, 1), (false, false, 1), (false, true, 1)] {
+        let (source, rig) = (Rig::configured(&config(source_tls)), Rig::configured(&config(member_tls)));
+        source.server.store().publish(STEP, state.publication(Stability::Borrowed));
+        let (opened, open) = (Arc::new(AtomicUsize::new(0)), Arc::default());
+        let host = Counting { host: rig.server.relay_host(), opened: Arc::clone(&opened), open: Arc::clone(&open) };
+        state.fetch(&[&source.url()], FetchOptions { relay: Some(Arc::new(host)), ..member(&rig) }).unwrap();
+        assert_eq!(
+            (opened.load(Ordering::SeqCst), open.load(Ordering::SeqCst)),
+            (relays, 0),
+            "{source_tls} {member_tls}"
+        );
+    }
+}
+
+#[test]
+fn receivers_over_tls_bring_each_other_blocks() {
+    let state = State::of(&[48 * BLOCK], 1);
+    let config = ServerConfig {
+        tls: true,
+        swarm: true,
+        bind: Some([127, 0, 0, 1].into()),
+        max_bandwidth: Some(32 * BLOCK as u64),
+        ..ServerConfig::default()
+    };
+    let rigs: Vec<_> = (0..4).map(|_| Rig::configured(&config)).collect();
+    rigs[0].server.store().publish(STEP, state.publication(Stability::Private));
+    let relayed: u64 = std::thread::scope(|scope| {
+        let fetch = |rig| state.fetch(&[&rigs[0].url()], member(rig)).unwrap().report().relayed;
+        let threads: Vec<_> = rigs[1..].iter().map(|rig| scope.spawn(move || fetch(rig))).collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).sum()
+    });
+    assert!(relayed > 0);
+}
+
+#[test]
+fn a_tracker_refuses_what_is_no_question() {
+    let state = State::of(&[16 * BLOCK], 1);
+    let source = offering(&state, None);
+    assert_eq!(
+        get(&source, &source.path("7.safetensors"), &[("Range", "bytes=0-9")]).header("tensorferry-swarm"),
+        Some("1")
+    );
+    for query in ["", "?", "?port=1", "?port=1&token=../x", "?token=00", "?port=99999&token=00"] {
+        assert_eq!(get(&source, &source.path(&format!("7/swarm{query}")), &[]).status, 400, "{query}");
+    }
+    let token = "0".repeat(32);
+    let path = source.path(&format!("7/swarm?port=1&token={token}&need=0-9,400-500"));
+    assert_eq!(get(&source, &path, &[("If-Match", "\"other\"")]).status, 412);
+    assert_eq!(get(&source, &path.replace("/7/", "/8/"), &[]).status, 400);
+    let answer = get(&source, &path, &[("If-Match", &etag(&source))]);
+    assert_eq!((answer.status, answer.text().lines().next()), (200, Some("grant 0-1")));
+    assert_eq!(get(&source, &source.path("7/have"), &[]).status, 404, "a source relays nothing");
+    // However many ask, the answer stays short.
+    for port in 1..200 {
+        let answer = ask(&source, port, "&need=0-4");
+        assert!(answer.status == 200 && answer.text().lines().count() < 20);
+    }
+    let stranger = source.path("7/swarm?port=1").replacen('/', "/0", 1);
+    assert_eq!(get(&source, &stranger, &[]).status, 404);
+}

@@ -1,0 +1,216 @@
+//! The messages between the members of a swarm and its tracker: a query and a text.
+//!
+//! ```text
+//! GET {step}/swarm?port=4000&token=0f..&need=0-16,20-21      a member says how it is reached and what it lacks
+//!
+//! grant 0-4                                                  blocks it may fetch from the source
+//! wait 250                                                   milliseconds after which to ask again
+//! peer http://10.0.0.7:4000/0f../checkpoint/                 a member that relays
+//! ```
+//!
+//! Both are read with bounds on every number, since any member may have written them. Lines and keys that are not known
+//! are ignored, so that later versions may add some.
+
+use std::fmt::Write as _;
+
+use crate::request::MAX_RUNS;
+
+/// The header field of a source that has a tracker.
+pub const SWARM_HEADER: &str = "tensorferry-swarm";
+/// The length of the path segment below which a member relays, in hex digits.
+pub const TOKEN_LEN: usize = 32;
+/// The length of a certificate's fingerprint, in hex digits.
+pub const FINGERPRINT_LEN: usize = 64;
+/// The most members that an answer names.
+pub const MAX_PEERS: usize = 64;
+/// The longest URL of a member.
+const MAX_URL: usize = 256;
+
+/// How a member's relay is reached: everything but its host, which is where the request comes from.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RelayAddress {
+    /// The port of its server.
+    pub port: u16,
+    /// The path segment of the relay, [`TOKEN_LEN`] hex digits.
+    pub token: String,
+    /// The fingerprint of its certificate, [`FINGERPRINT_LEN`] hex digits; `None` where it speaks plain HTTP.
+    pub fingerprint: Option<String>,
+}
+
+/// What a member asks its tracker.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Ask {
+    /// Where the member relays.
+    pub relay: RelayAddress,
+    /// Ascending runs of blocks that it lacks and that no relay offers it.
+    pub need: Vec<(u64, u64)>,
+}
+
+/// What a tracker answers.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Answer {
+    /// Ascending runs of blocks that the member may fetch from the source.
+    pub grant: Vec<(u64, u64)>,
+    /// When to ask again, in milliseconds.
+    pub wait_ms: u64,
+    /// URLs of members that relay.
+    pub peers: Vec<String>,
+}
+
+impl Ask {
+    /// The query of the request. Of `need`, the first [`MAX_RUNS`] runs are stated.
+    #[must_use]
+    pub fn query(&self) -> String {
+        let mut query = format!("port={}&token={}", self.relay.port, self.relay.token);
+        if let Some(fingerprint) = &self.relay.fingerprint {
+            let _ = write!(query, "&tls={fingerprint}");
+        }
+        if !self.need.is_empty() {
+            let _ = write!(query, "&need={}", Runs(&self.need));
+        }
+        query
+    }
+
+    /// Reads a query; `None` where it is not valid.
+    ///
+    /// ```
+    /// use tensorferry_wire::swarm::{Ask, RelayAddress};
+    ///
+    /// let relay = RelayAddress { port: 4000, token: "0f".repeat(16), fingerprint: None };
+    /// let ask = Ask { relay, need: vec![(0, 16), (20, 21)] };
+    /// assert_eq!(Ask::parse(&ask.query()), Some(ask));
+    /// assert_eq!(Ask::parse("port=4000&token=../healthz"), None);
+    /// ```
+    #[must_use]
+    pub fn parse(query: &str) -> Option<Self> {
+        let (mut port, mut token, mut fingerprint, mut need) = (None, None, None, Vec::new());
+        for field in query.split('&') {
+            match field.split_once('=')? {
+                ("port", value) => port = Some(value.parse().ok().filter(|&port| port > 0)?),
+                ("token", value) => token = Some(hex(value, TOKEN_LEN)?),
+                ("tls", value) => fingerprint = Some(hex(value, FINGERPRINT_LEN)?),
+                ("need", value) => need = parse_runs(value)?,
+                _ => {}
+            }
+        }
+        Some(Self { relay: RelayAddress { port: port?, token: token?, fingerprint }, need })
+    }
+}
+
+impl Answer {
+    /// The text of the answer.
+    #[must_use]
+    pub fn encode(&self) -> String {
+        let mut text = String::new();
+        if !self.grant.is_empty() {
+            let _ = writeln!(text, "grant {}", Runs(&self.grant));
+        }
+        let _ = writeln!(text, "wait {}", self.wait_ms);
+        for peer in self.peers.iter().take(MAX_PEERS) {
+            let _ = writeln!(text, "peer {peer}");
+        }
+        text
+    }
+
+    /// Reads an answer about a payload of `blocks` blocks; `None` where it is not valid. Whether a peer's URL is one is
+    /// up to whoever connects.
+    #[must_use]
+    pub fn decode(text: &str, blocks: u64) -> Option<Self> {
+        let mut answer = Self::default();
+        for line in text.lines() {
+            match line.split_once(' ')? {
+                ("grant", runs) => answer.grant = parse_runs(runs).filter(|runs| last(runs) <= blocks)?,
+                ("wait", millis) => answer.wait_ms = millis.parse().ok()?,
+                ("peer", url) if answer.peers.len() < MAX_PEERS && url.len() <= MAX_URL => {
+                    answer.peers.push(url.to_owned());
+                }
+                ("peer", _) => return None,
+                _ => {}
+            }
+        }
+        Some(answer)
+    }
+}
+
+/// The block behind the last of `runs`.
+fn last(runs: &[(u64, u64)]) -> u64 {
+    runs.last().map_or(0, |run| run.1)
+}
+
+struct Runs<'a>(&'a [(u64, u64)]);
+
+impl std::fmt::Display for Runs<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        for (index, (first, end)) in self.0.iter().take(MAX_RUNS).enumerate() {
+            write!(f, "{}{first}-{end}", if index == 0 { "" } else { "," })?;
+        }
+        Ok(())
+    }
+}
+
+/// Runs as [`crate::request::parse_runs`] reads them: none empty, ascending, no more than [`MAX_RUNS`].
+fn parse_runs(text: &str) -> Option<Vec<(u64, u64)>> {
+    crate::request::parse_runs(&format!("blocks={text}")).map(|(runs, _)| runs)
+}
+
+fn hex(text: &str, len: usize) -> Option<String> {
+    let valid = text.len() == len && text.bytes().all(|b| matches!(b, b'0'..=b'9' | b'a'..=b'f'));
+    valid.then(|| text.to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn ask(need: &[(u64, u64)]) -> Ask {
+        let relay = RelayAddress { port: 1, token: "a0".repeat(16), fingerprint: Some("0".repeat(FINGERPRINT_LEN)) };
+        Ask { relay, need: need.to_vec() }
+    }
+
+    #[test]
+    fn messages_come_back_as_they_were() {
+        for need in [&[][..], &[(0, 1)], &[(0, 4), (4, 9), (11, u64::MAX)]] {
+            assert_eq!(Ask::parse(&ask(need).query()), Some(ask(need)));
+        }
+        let answer = Answer { grant: vec![(3, 5), (9, 10)], wait_ms: 20, peers: vec!["http://h:1/".into(); 3] };
+        assert_eq!(Answer::decode(&answer.encode(), 10), Some(answer));
+        assert_eq!(Answer::decode(&Answer::default().encode(), 0), Some(Answer::default()));
+        let later = "grant 0-1\nwait 1\nzone a b\npeer u\n";
+        assert_eq!(Answer::decode(later, 1).map(|a| a.peers), Some(vec!["u".to_owned()]));
+        assert_eq!(Ask::parse(&format!("{}&zone=a", ask(&[]).query())), Some(ask(&[])));
+    }
+
+    #[test]
+    fn a_need_of_many_runs_is_cut_to_what_is_read() {
+        let need: Vec<_> = (0..2 * MAX_RUNS as u64).map(|i| (3 * i, 3 * i + 1)).collect();
+        let read = Ask::parse(&ask(&need).query()).unwrap();
+        assert_eq!(read.need, need[..MAX_RUNS]);
+    }
+
+    #[test]
+    fn hostile_messages_are_refused() {
+        let token = "a0".repeat(16);
+        for bad in [
+            "",
+            "port=0&token=T",
+            "port=65536&token=T",
+            "port=1",
+            "token=T",
+            "port=1&token=A",
+            "port=1&token=T&tls=0",
+            "port=1&token=T&need=5-1",
+            "port=1&token=T&need=0-4,2-5",
+            "port=1&token=T&need=",
+            "port=1&token=T&&",
+            "port=1&token=T/../../x",
+        ] {
+            assert_eq!(Ask::parse(&bad.replace('T', &token)), None, "{bad}");
+        }
+        let many = "peer http://h/\n".repeat(MAX_PEERS + 1);
+        for bad in
+            ["grant 0-11", "grant 4-2", "wait -1", "wait x", "grant", &many, &format!("peer {}", "x".repeat(300))]
+        {
+            assert_eq!(Answer::decode(bad, 10), None, "{bad}");
+        }
+    }
+}
