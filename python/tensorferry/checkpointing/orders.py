@@ -13,6 +13,7 @@ from .._native import Written
 from ..errors import InvalidArgument, ProtocolError
 from ..storage.container import Container
 from ..storage.folder_save import FolderSave, SaveId, abandon
+from ..storage.room import making_room
 from ..storage.series import keep_last
 
 
@@ -107,11 +108,14 @@ def perform(
         OSError: likewise
     """
     options = order.options
-    save = FolderSave(order.path, order.save, options.patience)
+    in_series = options.keep_last is not None and order.save.rank == 0
+    with making_room(order.path, in_series=in_series):
+        save = FolderSave(order.path, order.save, options.patience)
     try:
-        file = save.write(container(), options.threads, options.cached)
-        written()
-        save.commit()
+        with making_room(order.path, in_series=in_series):
+            file = save.write(container(), options.threads, options.cached)
+            written()
+            save.commit()
     except BaseException as e:
         reason = f"{type(e).__name__}: {e}"
         if leaves_folder:
