@@ -10,7 +10,7 @@ from typing import Any
 
 from .. import _validate
 from .._native import Written
-from ..errors import InvalidArgument, ProtocolError
+from ..errors import InvalidArgument, ProtocolError, SystemRefused
 from ..storage.container import Container
 from ..storage.folder_save import FolderSave, SaveId, abandon
 from ..storage.room import making_room
@@ -98,7 +98,8 @@ def perform(
         order: what is to be saved where
         container: returns the state
         written: called when the file of this rank is written, before the commit
-        leaves_folder: whether a folder that the save has made stays if it fails, as torch's writer leaves it
+        leaves_folder: whether a folder that the save has made stays if a hook or the state makes it fail, as torch's
+            writer leaves it; after a refusal of the system it goes
 
     Returns:
         How much was written.
@@ -118,7 +119,7 @@ def perform(
             save.commit()
     except BaseException as e:
         reason = f"{type(e).__name__}: {e}"
-        if leaves_folder:
+        if leaves_folder and not isinstance(e, SystemRefused):
             abandon(order.path, order.save, reason)
         else:
             save.fail(reason)

@@ -9,6 +9,7 @@ import contextlib
 import errno
 import os
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 from ..errors import SystemRefused, TensorferryError, message_of
@@ -46,12 +47,13 @@ def making_room(folder: Path, *, in_series: bool = False) -> Iterator[None]:
 
 def _removed(folder: Path, *, in_series: bool) -> str:
     """Removes leftovers; returns what a message says of that."""
-    freed, left = 0, {}
+    freed = 0
+    left: dict[Path, int] = {}
     for one in (folder, *series.remains_beside(folder)):
         with contextlib.suppress(OSError, TensorferryError):
             if one == folder or in_series:
                 # By the clock of the file system. It is that of the failed save or earlier: then less counts as dead.
-                freed += leftovers.remove_leftovers(one, _now(folder), None, set(), lambda one=one: _needed(one))
+                freed += leftovers.remove_leftovers(one, _now(folder), None, set(), partial(_needed, one))
             if (nbytes := _left(one)) > 0:
                 left[one] = nbytes
             elif one != folder and in_series:

@@ -55,16 +55,16 @@ def convert(
     from .. import places
 
     # Once only: a conversion may take long, and what it was to convert has gone.
-    to, told = places.settled(
+    format_, told = places.settled(
         lambda: _converted(source, output, to, rank, step, drop_objects=drop_objects, verify=not unverified),
         source,
         attempts=1,
     )
     if json:
-        console.out_json({"output": str(output), "format": to, **told})
+        console.out_json({"output": str(output), "format": format_, **told})
     else:
         others = "" if told.get("dropped") else f" and {told['objects']} other leaves"
-        console.out(f"{output}: {told['tensors']} tensors{others}, as {to}")
+        console.out(f"{output}: {told['tensors']} tensors{others}, as {format_}")
     if dropped := told.get("dropped"):
         console.note(
             f"tensorferry: warning: {len(dropped)} leaves are not tensors, and were left out: {_some(dropped)}"
