@@ -579,7 +579,7 @@ def test_a_checkpoint_that_is_removed_while_it_is_loaded_is_incomplete(kept, tmp
             return real(*args, **kwargs)
 
     monkeypatch.setattr(loading, "Stored", Removing)
-    with pytest.raises(IncompleteCheckpoint, match="while it was loaded"):
+    with pytest.raises(IncompleteCheckpoint, match="while it was read"):
         load_state(tmp_path / "a")
 
 

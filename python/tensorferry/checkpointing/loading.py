@@ -35,8 +35,9 @@ from ..pickles import torch_archives
 from ..pickles.allowlist import Allowed
 from ..state import part, tree
 from ..state.load import receive, receive_part
-from ..storage.folder import Index, committed_save, missing_files, read_index
+from ..storage.folder import Index, missing_files, read_index
 from ..storage.places import place_of
+from ..storage.settled import ATTEMPTS, is_outdated
 from ..storage.whole_files import is_file
 from .map_location import relocation
 from .resharding import Resharding, check_parts, check_placements
@@ -45,9 +46,6 @@ logger = logging.getLogger("tensorferry")
 
 #: Where a keeper has the state of a rank: takes the checkpoint's path, the rank and how many ranks load.
 Prefer = Callable[[str, int, int], "Stored | None"]
-
-#: How often a load begins again because a save has replaced the checkpoint meanwhile.
-_ATTEMPTS = 5
 
 
 def read(
@@ -173,7 +171,7 @@ class _StateLoad:
     def run(self, path: Path) -> tuple[Any, list[str]]:
         if is_file(path):
             return self.from_file(path)
-        for _ in range(_ATTEMPTS):
+        for _ in range(ATTEMPTS):
             try:
                 index = read_index(path)
             except IncompleteCheckpoint:
@@ -203,10 +201,8 @@ class _StateLoad:
             resharding = Resharding(path, index, self.rank, self.world_size, self.threads)
             return self.from_container(stored, resharding)
         except (IncompleteCheckpoint, SystemRefused, CorruptCheckpoint) as e:
-            if (committed := committed_save(path)) not in (None, index.save_id):
+            if is_outdated(path, index.commit, e):
                 return None
-            if isinstance(e, SystemRefused) and (committed is None or missing_files(path, index)):
-                raise IncompleteCheckpoint(f"{path} was removed while it was loaded: {e}") from e
             raise
 
     def from_file(self, path: Path) -> tuple[Any, list[str]]:

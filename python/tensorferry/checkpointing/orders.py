@@ -10,9 +10,10 @@ from typing import Any
 
 from .. import _validate
 from .._native import Written
-from ..errors import InvalidArgument, ProtocolError
+from ..errors import InvalidArgument, ProtocolError, SystemRefused
 from ..storage.container import Container
 from ..storage.folder_save import FolderSave, SaveId, abandon
+from ..storage.room import making_room
 from ..storage.series import keep_last
 
 
@@ -97,7 +98,8 @@ def perform(
         order: what is to be saved where
         container: returns the state
         written: called when the file of this rank is written, before the commit
-        leaves_folder: whether a folder that the save has made stays if it fails, as torch's writer leaves it
+        leaves_folder: whether a folder that the save has made stays if a hook or the state makes it fail, as torch's
+            writer leaves it; after a refusal of the system it goes
 
     Returns:
         How much was written.
@@ -107,14 +109,17 @@ def perform(
         OSError: likewise
     """
     options = order.options
-    save = FolderSave(order.path, order.save, options.patience)
+    in_series = options.keep_last is not None and order.save.rank == 0
+    with making_room(order.path, in_series=in_series):
+        save = FolderSave(order.path, order.save, options.patience)
     try:
-        file = save.write(container(), options.threads, options.cached)
-        written()
-        save.commit()
+        with making_room(order.path, in_series=in_series):
+            file = save.write(container(), options.threads, options.cached)
+            written()
+            save.commit()
     except BaseException as e:
         reason = f"{type(e).__name__}: {e}"
-        if leaves_folder:
+        if leaves_folder and not isinstance(e, SystemRefused):
             abandon(order.path, order.save, reason)
         else:
             save.fail(reason)

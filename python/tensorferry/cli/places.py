@@ -5,15 +5,18 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
+from typing import TypeVar
 
 from .._native import _file_entries
 from ..dcp import marker
 from ..errors import IncompleteCheckpoint, InvalidArgument, ProtocolError, SystemRefused, TensorferryError
 from ..storage import reserved
 from ..storage.folder import INDEX
+from ..storage.settled import ATTEMPTS, read_settled
 from .leaves import shards
 from .sources import is_metadata
 
@@ -25,6 +28,8 @@ _SIGNS = (INDEX, marker.NAME, _MEGATRON, _RANK_FILE, shards.INDEX)
 _HEAD, _OLD_TORCH = 64, b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 #: The longest header of a safetensors file, and how many other folders are named for one without a checkpoint.
 _LONGEST_HEADER, _NAMED = 100_000_000, 8
+
+_T = TypeVar("_T")
 
 
 class Kind(Enum):
@@ -90,7 +95,7 @@ def find(text: str) -> Place:
             return Place(Kind.SHARDS, str(path.parent))
         with path.open("rb") as file:
             head = file.read(_HEAD)
-    except IncompleteCheckpoint:  # It is a FileNotFoundError as well.
+    except TensorferryError:  # Some are an OSError as well, and are whole as they are.
         raise
     except FileNotFoundError:
         raise IncompleteCheckpoint(f"{path}: there is no such file or folder") from None
@@ -101,6 +106,12 @@ def find(text: str) -> Place:
     if (what := _unlike_a_container(head)) is not None:
         raise ProtocolError(f"{path} is neither a safetensors nor a torch.save file: {what}")
     return Place(Kind.CONTAINER, text)
+
+
+def settled(read: Callable[[], _T], *texts: str, attempts: int = ATTEMPTS, still: bool = False) -> _T:
+    """Reads what ``texts`` name; as :func:`read_settled`, which it calls for those of them that are paths."""
+    paths = [Path(text) for text in texts if text and "\0" not in text and not is_metadata(text)]
+    return read_settled(read, *paths, attempts=attempts, still=still) if paths else read()
 
 
 def _unlike_a_container(head: bytes) -> str | None:

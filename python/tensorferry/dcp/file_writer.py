@@ -29,6 +29,7 @@ from ..storage.container import Container
 from ..storage.folder import INDEX
 from ..storage.names import new_id
 from ..storage.places import place_of
+from ..storage.room import making_room
 from ..storage.source import Progress
 from ..storage.whole_files import make_folder
 from . import index, marker
@@ -105,13 +106,23 @@ class RankFile:
             snapshot.warn_of_refusals(allowed)
         # A random entry in the header, so that the checksum of the header, which the index records, is unique.
         about = [*ABOUT, ("tensorferry.file", secrets.token_hex(16))]
-        written = Container(snapshot.rows, snapshot.owner, snapshot.private, about=about).write(
-            self.path,
-            partial=self.path.with_name(f"{self.path.name}.partial"),
-            threads=self.threads,
-            cached=self.cached,
-            progress=progress,
-        )
+        container = Container(snapshot.rows, snapshot.owner, snapshot.private, about=about)
+        partial = self.path.with_name(f"{self.path.name}.partial")
+
+        def put() -> Written:
+            return container.write(
+                self.path, partial=partial, threads=self.threads, cached=self.cached, progress=progress
+            )
+
+        with making_room(self.path.parent):
+            try:
+                written = put()
+            except SystemRefused:
+                if self.path.parent.is_dir():
+                    raise
+                # Another rank has failed, and has removed the folder that it had made: its error is the one to report.
+                make_folder(self.path.parent)
+                written = put()
         return written, snapshot.results(self.path.name, written.header)
 
 
@@ -209,10 +220,10 @@ class FileWriter(InFolder, StorageWriter):  # type: ignore[misc]  # mypy does no
         """
         save = self._running.save
         try:
-            make_folder(save.path)
+            save.is_new_folder = make_folder(save.path)
             names = set(os.listdir(save.path))
         except OSError as e:
-            raise SystemRefused(f"the folder {save.path} cannot be created or listed: {e}") from e
+            raise SystemRefused(e.errno, f"the folder {save.path} cannot be created or listed: {e.strerror}") from e
         if marker.is_marker(save.path / TORCH_INDEX):
             names.discard(TORCH_INDEX)
         if not save.coordinated and names & {INDEX, TORCH_INDEX}:
@@ -256,7 +267,7 @@ class FileWriter(InFolder, StorageWriter):  # type: ignore[misc]  # mypy does no
                 self._progress(0, 0)
             done.set_result([])
             return done
-        with self._running.calls.held():
+        with self._running.calls.held(), save.undone():
             written = self.rank_file().write(plan, planner, progress=self._progress, allowed=self._allowed)
         save.written, results = written
         self.report = {"bytes": save.written.bytes, "direct": save.written.direct}
@@ -285,14 +296,15 @@ class FileWriter(InFolder, StorageWriter):  # type: ignore[misc]  # mypy does no
         metadata.storage_data = stored
         index.stamp(metadata).storage_meta = StorageMeta(checkpoint_id=save.path, save_id=save.id)
         files = {ref.container: ref.header for ref in stored.values()}
-        commits.commit_index(
-            save.index,
-            [(reserved.INDEX, index.encode(metadata, stored))],
-            Commit(files, save.began),
-            about=ABOUT,
-            rank=None if save.coordinated else save.rank,
-            then=save.replace_others,
-        )
+        with save.undone(), making_room(save.path):
+            commits.commit_index(
+                save.index,
+                [(reserved.INDEX, index.encode(metadata, stored))],
+                Commit(files, save.began),
+                about=ABOUT,
+                rank=None if save.coordinated else save.rank,
+                then=save.replace_others,
+            )
         save.is_over = True
 
     def storage_meta(self) -> StorageMeta:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 from .._native import Written
@@ -64,6 +66,7 @@ class SaveRecord:
         began: when it began, in nanoseconds since the epoch
         written: this rank's file; while this object lives, the file is locked
         is_over: whether its index is written
+        is_new_folder: whether this save has made the folder
     """
 
     def __init__(self, path: Path, rank: int, coordinated: bool, writes_index: bool) -> None:
@@ -72,7 +75,7 @@ class SaveRecord:
         self.id = new_id()
         self.began = 0
         self.written: Written | None = None
-        self.is_over = False
+        self.is_over = self.is_new_folder = False
         self._of_torch: list[str] = []
 
     def begin(self, names: set[str]) -> None:
@@ -82,6 +85,17 @@ class SaveRecord:
             # Somebody has removed the index; if this save were killed, tools would take the folder for a checkpoint.
             leftovers.remove(self.path, [TORCH_INDEX])
         self._of_torch = sorted(filter(self._is_replaced, names))
+
+    @contextlib.contextmanager
+    def undone(self) -> Iterator[None]:
+        """If the block fails, removes a folder that this save has made and in which nothing is."""
+        try:
+            yield
+        except BaseException:
+            if self.is_new_folder:
+                with contextlib.suppress(OSError):
+                    self.path.rmdir()
+            raise
 
     def is_index(self, name: str) -> bool:
         """Whether a file of this name is the index of a checkpoint that this save would replace."""

@@ -191,7 +191,7 @@ def commit_index(
     *,
     about: Sequence[tuple[str, str]] = (),
     rank: int | None = None,
-    then: Callable[[], None] = lambda: None,
+    then: Callable[[], object] = lambda: None,
 ) -> None:
     """Commits a save: writes its index in place of the one that is there, and removes what only that one had named.
 
@@ -314,7 +314,7 @@ def _replace(
     about: Sequence[tuple[str, str]],
     made_from: tuple[bytes, Commit] | None,
     rank: int | None,
-    then: Callable[[], None],
+    then: Callable[[], object],
 ) -> None:
     """As :func:`commit_index`; ``made_from`` is what an edit has read, and ``None`` for a save."""
     folder = index.parent

@@ -120,7 +120,7 @@ class FolderSave:
         try:
             return make_folder(self.folder)
         except OSError as e:
-            raise SystemRefused(f"the folder {self.folder} cannot be created: {e}") from e
+            raise SystemRefused(e.errno, f"the folder {self.folder} cannot be created: {e.strerror}") from e
 
     def commit(self, check: Callable[[], None] = lambda: None) -> None:
         """Commits the checkpoint once all ranks have written; when it returns, the checkpoint is on the disk.

@@ -21,6 +21,8 @@ logger = logging.getLogger("tensorferry")
 _GRACE_S = 60.0
 #: Seconds without a write after which the writer of a file counts as dead, wherever it ran.
 _ABANDONED_S = 24 * 3600.0
+#: The unit in which the system counts how much of the disk a file takes, in bytes.
+BLOCK = 512
 #: How many files are locked at a time.
 _BATCH = 64
 
@@ -55,22 +57,29 @@ def holding(folder: Path, names: Iterable[str]) -> Iterator[None]:
         yield
 
 
-def remove(folder: Path, names: Iterable[str]) -> None:
+def remove(folder: Path, names: Iterable[str]) -> int:
     """Removes files that are no longer needed; logs those that cannot be removed.
 
     A link is removed, and what it leads to stays.
+
+    Returns:
+        How many bytes of the disk they took.
     """
+    freed = 0
     for name in names:
         try:
-            (folder / name).unlink(missing_ok=True)
+            about = (folder / name).lstat()
+            (folder / name).unlink()
+            freed += about.st_blocks * BLOCK
+        except FileNotFoundError:
+            pass
         except OSError as e:
             # Only a warning: the new checkpoint is complete all the same.
             logger.warning("cannot remove %s, which is no longer needed: %s", folder / name, e)
+    return freed
 
 
-def remove_leftovers(
-    folder: Path, now: float, rank: int | None, kept: set[str], needed: Callable[[], set[str]]
-) -> None:
+def remove_leftovers(folder: Path, now: float, rank: int | None, kept: set[str], needed: Callable[[], set[str]]) -> int:
     """Removes the files that killed saves have left.
 
     Args:
@@ -79,13 +88,17 @@ def remove_leftovers(
         rank: removes files of this rank only, where ranks save without a coordinator; ``None`` removes those of all
         kept: names of files that are not removed
         needed: returns the names of the files that the current index names; called with the candidates locked
+
+    Returns:
+        How many bytes of the disk they took.
     """
+    freed = 0
     try:
         entries = sorted(os.listdir(folder))
     except OSError as e:
         logger.warning("cannot look for leftovers in %s: %s", folder, e)
-        return
-    left = [name for name in entries if name not in kept and _may_be_left(name, rank)]
+        return freed
+    left = [name for name in entries if name not in kept and may_be_left(name, rank)]
     for first in range(0, len(left), _BATCH):
         with contextlib.ExitStack() as stack:
             dead = [name for name in left[first : first + _BATCH] if _is_dead(folder / name, now, stack)]
@@ -96,11 +109,13 @@ def remove_leftovers(
                 spared = needed()
             except TensorferryError as e:
                 logger.warning("the files that killed saves have left in %s are not removed: %s", folder, e)
-                return
-            remove(folder, [name for name in dead if name not in spared])
+                return freed
+            freed += remove(folder, [name for name in dead if name not in spared])
+    return freed
 
 
-def _may_be_left(name: str, rank: int | None) -> bool:
+def may_be_left(name: str, rank: int | None) -> bool:
+    """Whether a file of this name may be a leftover: one of a save, of this rank only if it is given, and no index."""
     found = ours(name)
     if found is None or (name.startswith("index") and not name.endswith(".partial")):
         return False

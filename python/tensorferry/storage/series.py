@@ -139,18 +139,38 @@ def keep_last(count: int, newest: Path) -> None:
                     _remove_remains(folder, now)
 
 
+def remains_beside(newest: Path) -> list[Path]:
+    """Returns the other folders of the series of ``newest`` in which nothing is but files of saves without an index.
+
+    It raises nothing: none are returned where they cannot be listed.
+    """
+    series, found = _series(newest), []
+    with contextlib.suppress(OSError):
+        for entry in os.scandir(newest.parent) if series != newest.name else ():
+            folder = Path(entry.path)
+            if entry.is_dir(follow_symlinks=False) and folder != newest and _series(folder) == series:
+                with contextlib.suppress(OSError):
+                    if _is_remains(os.listdir(folder)):
+                        found.append(folder)
+    return found
+
+
 def _series(folder: Path) -> str:
     return re.sub(r"[0-9]+", "#", folder.name)
 
 
 def _remove_remains(folder: Path, now: float) -> None:
-    """Removes a folder in which nothing is but files of saves that were killed.
-
-    Ranks that saved with ``torch.distributed.checkpoint`` and without a coordinator have an index each.
-    """
-    names = os.listdir(folder)
-    has_index = any(name.startswith("index") and name.endswith(".safetensors") for name in names)
-    if not has_index and names and all(commits.is_ours(name) for name in names):
+    """Removes a folder in which nothing is but files of saves that were killed."""
+    if _is_remains(os.listdir(folder)):
         leftovers.remove_leftovers(folder, now, None, set(), lambda: set())
         with contextlib.suppress(OSError):
             folder.rmdir()
+
+
+def _is_remains(names: list[str]) -> bool:
+    """Whether a folder holds nothing but files of saves, and no index, by the names in it.
+
+    Ranks that saved with ``torch.distributed.checkpoint`` and without a coordinator have an index each.
+    """
+    has_index = any(name.startswith("index") and name.endswith(".safetensors") for name in names)
+    return not has_index and names != [] and all(commits.is_ours(name) for name in names)

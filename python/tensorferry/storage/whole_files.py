@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import stat
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from ..errors import ProtocolError, SystemRefused
 FEW = 1 << 20
 #: The most bytes of an index that torch has pickled.
 INDEX_BYTES = 1 << 30
+#: How the engine writes the number of an error of the system into its message.
+_CODE = re.compile(r"\(os error (\d{1,6})\)")
 
 
 def is_file(path: Path) -> bool:
@@ -28,6 +31,17 @@ def is_file(path: Path) -> bool:
         return False
     except OSError as e:
         raise SystemRefused(e.errno, f"{path} cannot be examined: {e.strerror}") from e
+
+
+def system_code(error: BaseException) -> int | None:
+    """Returns the number of the system's error that ``error`` reports, one of ``errno``; ``None`` if it names none.
+
+    The engine has it in the message only.
+    """
+    if isinstance(error, OSError) and error.errno is not None:
+        return error.errno
+    found = _CODE.search(str(error))
+    return None if found is None else int(found[1])
 
 
 def read_whole(path: Path, most: int | None) -> bytes:

@@ -32,14 +32,19 @@ def listings(
 
     Raises:
         TensorferryError: it cannot be read
+        SourceChanged: saves have replaced it again and again meanwhile
         InvalidArgument: several files were given
     """
-    place = places.find(given[0])
-    if place.kind is Kind.PEERS:
-        return _of_peers(Peers.of(given, trust), step, receiving, trust, digests=digests)
-    if len(given) > 1:
-        raise InvalidArgument(f"this command takes one file or folder, not {len(given)}: run it for each")
-    return [*_of_place(place, digests=digests)]
+
+    def listed() -> list[tuple[str, Listing]]:
+        place = places.find(given[0])
+        if place.kind is Kind.PEERS:
+            return _of_peers(Peers.of(given, trust), step, receiving, trust, digests=digests)
+        if len(given) > 1:
+            raise InvalidArgument(f"this command takes one file or folder, not {len(given)}: run it for each")
+        return [*_of_place(place, digests=digests)]
+
+    return places.settled(listed, given[0])
 
 
 def _of_peers(

@@ -54,25 +54,17 @@ def convert(
     """
     from .. import places
 
-    place = places.find(source)
-    to = to or _SUFFIXES.get(output.suffix)
-    if to is None:
-        raise InvalidArgument(f"{output} does not say what to write: name a format with --to")
-    if place.kind is places.Kind.PEERS:
-        raise InvalidArgument("pull first, then convert: a running peer may change its state meanwhile")
-    if to in _WRITTEN:
-        suffixes.warn(output, _WRITTEN[to])
-    if place.kind is places.Kind.MEGATRON:
-        told = _megatron(place.path, output, to)
-    else:
-        from ..conversion import Conversion
-
-        told = Conversion(place, rank, step, verify=not unverified, drop_objects=drop_objects).write(output, to)
+    # Once only: a conversion may take long, and what it was to convert has gone.
+    format_, told = places.settled(
+        lambda: _converted(source, output, to, rank, step, drop_objects=drop_objects, verify=not unverified),
+        source,
+        attempts=1,
+    )
     if json:
-        console.out_json({"output": str(output), "format": to, **told})
+        console.out_json({"output": str(output), "format": format_, **told})
     else:
         others = "" if told.get("dropped") else f" and {told['objects']} other leaves"
-        console.out(f"{output}: {told['tensors']} tensors{others}, as {to}")
+        console.out(f"{output}: {told['tensors']} tensors{others}, as {format_}")
     if dropped := told.get("dropped"):
         console.note(
             f"tensorferry: warning: {len(dropped)} leaves are not tensors, and were left out: {_some(dropped)}"
@@ -83,6 +75,27 @@ def convert(
             f"in the output: those of {_some(texts)}"
         )
     return exits.OK
+
+
+def _converted(
+    source: str, output: Path, to: str | None, rank: int, step: int | None, *, drop_objects: bool, verify: bool
+) -> tuple[str, dict[str, Any]]:
+    """Converts ``source``; returns the format, and how much there was."""
+    from .. import places
+
+    place = places.find(source)
+    to = to or _SUFFIXES.get(output.suffix)
+    if to is None:
+        raise InvalidArgument(f"{output} does not say what to write: name a format with --to")
+    if place.kind is places.Kind.PEERS:
+        raise InvalidArgument("pull first, then convert: a running peer may change its state meanwhile")
+    if to in _WRITTEN:
+        suffixes.warn(output, _WRITTEN[to])
+    if place.kind is places.Kind.MEGATRON:
+        return to, _megatron(place.path, output, to)
+    from ..conversion import Conversion
+
+    return to, Conversion(place, rank, step, verify=verify, drop_objects=drop_objects).write(output, to)
 
 
 def _some(names: list[str]) -> str:

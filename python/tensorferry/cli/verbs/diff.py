@@ -33,9 +33,11 @@ def diff(
         receiving: the deadline and the connections, for peers
         trust: what peers have to prove
     """
+    from .. import places
     from ..leaves.comparison import Comparison
 
-    found = Comparison(a, b, step, receiving, trust).run()
+    # Values are read after the listings: both must be of one save.
+    found = places.settled(lambda: Comparison(a, b, step, receiving, trust).run(), a, b, still=True)
     if json:
         console.out_json(found)
     else:

@@ -49,7 +49,7 @@ def serve(
     from ...net.serve import start
     from .. import places
 
-    place = places.find(path)
+    place = places.settled(lambda: places.find(path), path)
     # The index of torch's own backend does not have the common state, without which Megatron loads nothing.
     kind = place.layout if place.layout is places.Kind.DISTRIBUTED else place.kind
     options = serving.options(trust)
@@ -62,7 +62,7 @@ def serve(
     try:
         # It holds the shelves, which serve for as long as they are there.
         publisher = Publisher(server, host, step, unverified)
-        published = publishers()[kind](publisher, place.path)
+        published = places.settled(lambda: publishers()[kind](publisher, place.path), path, attempts=1)
         if json:
             console.out_json(published)
         else:

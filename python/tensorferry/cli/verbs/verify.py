@@ -29,10 +29,13 @@ def verify(path: str, /, *, json: Json = False) -> int:
     """
     from .. import places
 
-    place = places.find(path)
-    if place.kind is places.Kind.PEERS:
-        raise InvalidArgument("what comes from a peer is verified while it is pulled")
-    files = [_checked(file, archive) for file, archive in _files(place)]
+    def checked() -> list[dict[str, Any]]:
+        place = places.find(path)
+        if place.kind is places.Kind.PEERS:
+            raise InvalidArgument("what comes from a peer is verified while it is pulled")
+        return [_checked(file, archive) for file, archive in _files(place)]
+
+    files = places.settled(checked, path)
     verified = all(one["checksums"] and not one["damaged"] and not one["error"] for one in files)
     if json:
         console.out_json({"path": path, "verified": verified, "files": files})

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..._native import _check_machine_has
+from ...errors import SystemRefused
 from ...memory.tensors import scratch, takes_bytes, view_as
 from ...storage.slices import contiguous_strides
 from ...storage.whole_files import read_whole
@@ -179,6 +180,8 @@ def decompressed(array: ZarrArray, chunk: Sequence[int]) -> Tensor:
             content = _by_package(array, chunk, data)
         if len(content) != length:
             raise ValueError(f"it holds {len(content)} bytes")
+    except SystemRefused:  # The file is as it should be.
+        raise
     except (ValueError, EOFError, OSError, RuntimeError, zlib.error) as e:
         raise CheckpointingException(
             f"{path} is damaged: {length} bytes compressed with {kind} are expected in it, and {e}. Restore the file, "

@@ -1,0 +1,94 @@
+"""Reads of a folder in which saves may replace the checkpoint, or remove it, at any moment.
+
+A file that has gone says nothing by itself: a save has replaced the checkpoint, then the read begins again or ends with
+``SourceChanged``; somebody has removed the checkpoint, then there is none; or the system refuses. The index tells.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from ..errors import CorruptCheckpoint, IncompleteCheckpoint, SourceChanged, SystemRefused, TensorferryError
+from . import commits
+from .commits import Commit
+from .folder import INDEX
+from .whole_files import is_file, system_code
+
+#: How often a read begins again because a save has replaced the checkpoint meanwhile.
+ATTEMPTS = 5
+#: How the system says that a file has gone; an error without a number may be one.
+_GONE = frozenset({None, errno.ENOENT, errno.ESTALE})
+
+_T = TypeVar("_T")
+
+
+def is_outdated(folder: Path, seen: Commit | None, error: Exception) -> bool:
+    """Whether a read of the checkpoint in ``folder`` has failed because a save has replaced the checkpoint meanwhile.
+
+    Args:
+        folder: the folder; or a single file, which is never replaced by a commit
+        seen: the commit of the index as it was before; ``None`` if there was none
+        error: how the read has failed
+
+    Raises:
+        IncompleteCheckpoint: files are gone because the checkpoint was removed meanwhile
+    """
+    refused = isinstance(error, OSError) and not isinstance(error, IncompleteCheckpoint)
+    if refused and system_code(error) not in _GONE:
+        return False
+    now = committed_in(folder)
+    if now is not None and now != seen:
+        return True
+    if refused and _is_gone(folder, seen):
+        raise IncompleteCheckpoint(f"{folder} was removed while it was read: {error}") from error
+    return False
+
+
+def committed_in(folder: Path) -> Commit | None:
+    """Returns the commit of the index in ``folder``; ``None`` without a valid one."""
+    with contextlib.suppress(TensorferryError):
+        if is_file(folder / INDEX):
+            return commits.files_of(folder / INDEX)
+    return None
+
+
+def read_settled(read: Callable[[], _T], *folders: Path, attempts: int = ATTEMPTS, still: bool = False) -> _T:
+    """Reads checkpoints; begins again if a save has replaced one of them meanwhile.
+
+    Args:
+        read: reads them; it may be called several times
+        folders: their folders; or single files
+        attempts: how often it is called at most
+        still: the read opens the index more than once, so that what it returns counts only if none was replaced
+
+    Raises:
+        SourceChanged: saves have replaced a checkpoint during each attempt
+        IncompleteCheckpoint: one was removed meanwhile
+        TensorferryError: whatever ``read`` raises
+    """
+    changed = folders[0]
+    for _ in range(attempts):
+        seen = {folder: committed_in(folder) for folder in folders}
+        try:
+            found = read()
+        except (IncompleteCheckpoint, CorruptCheckpoint, SystemRefused, FileNotFoundError, SourceChanged) as e:
+            outdated = [folder for folder in folders if is_outdated(folder, seen[folder], e)]
+            if not outdated:
+                raise
+        else:
+            outdated = [folder for folder in folders if still and committed_in(folder) != seen[folder]]
+            if not outdated:
+                return found
+        changed = outdated[0]
+    raise SourceChanged(f"{changed}: a save has replaced the checkpoint while it was being read: try again")
+
+
+def _is_gone(folder: Path, seen: Commit | None) -> bool:
+    if seen is None:
+        return not os.path.lexists(folder)
+    return not is_file(folder / INDEX) or any(not is_file(folder / name) for name in seen.files)

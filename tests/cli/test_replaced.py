@@ -1,0 +1,210 @@
+"""Saves replace a checkpoint, or removals take it away, in the middle of a command that reads it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from tensorferry.checkpointing import SyncCheckpointer
+from tensorferry.cli import conversion, exits, places
+from tensorferry.cli.leaves import comparison, distributed, listing
+from tensorferry.dcp import FileWriter
+from tensorferry.errors import IncompleteCheckpoint, SourceChanged, SystemRefused
+from tensorferry.storage import folder as folders
+from tensorferry.storage import series
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+pytestmark = [
+    pytest.mark.beyond_torchft,
+    pytest.mark.filterwarnings("ignore:torch.distributed is", "ignore:TypedStorage is", "ignore::FutureWarning"),
+]
+
+
+def save(path: Path, value: float) -> None:
+    SyncCheckpointer().save(path, {"w": torch.full((100,), value)}, step=int(value))
+
+
+def save_distributed(path: Path, value: float) -> None:
+    dcp.save({"w": torch.full((100,), value)}, storage_writer=FileWriter(path), no_dist=True)
+
+
+def remove(path: Path) -> None:
+    series.remove_checkpoint(path, folders.read_index(path))
+
+
+@pytest.fixture
+def before(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[int]]:
+    """Has something done before each of the first calls of a function; returns how often it was called."""
+
+    def patch(owner: Any, name: str, *done: Callable[[], object]) -> list[int]:
+        called, left, real = [], [*done], getattr(owner, name)
+
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            called.append(len(called))
+            if left:
+                left.pop(0)()
+            return real(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, wrapped)
+        return called
+
+    return patch
+
+
+#: The modules behind the verbs of the same names.
+verify, serve = (import_module(f"tensorferry.cli.verbs.{verb}") for verb in ("verify", "serve"))
+#: Of each command: its arguments before and after the folder, and the function before which the folder changes.
+COMMANDS = {
+    "inspect": (["inspect"], ["--json"], lambda: (listing, "of_file")),
+    "digests": (["inspect"], ["--json", "--digests"], lambda: (listing, "of_file")),
+    "verify": (["verify"], ["--json"], lambda: (verify, "_checked")),
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_that_shows_begins_again_when_a_save_has_replaced_the_checkpoint(
+    command: str, run: Callable[..., Any], before: Callable[..., Any], tmp_path: Path
+) -> None:
+    save(tmp_path, 1)
+    first, last, where = COMMANDS[command]
+    before(*where(), lambda: save(tmp_path, 2))
+    done = run(*first, tmp_path, *last)
+    assert done.status == exits.OK, done.err
+    if command == "verify":
+        assert json.loads(done.out)["verified"]
+    else:
+        assert json.loads(done.out)[0]["step"] == 2
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_says_that_saves_replace_the_checkpoint_again_and_again(
+    command: str, run: Callable[..., Any], before: Callable[..., Any], tmp_path: Path
+) -> None:
+    save(tmp_path, 1)
+    first, last, where = COMMANDS[command]
+    before(*where(), *[lambda: save(tmp_path, 2)] * 100)
+    done = run(*first, tmp_path, *last)
+    told = json.loads(done.err)
+    assert (done.status, told["error"]) == (exits.STATUS[SourceChanged], "SourceChanged"), done.err
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_says_that_the_checkpoint_was_removed(
+    command: str, run: Callable[..., Any], before: Callable[..., Any], tmp_path: Path
+) -> None:
+    save(tmp_path / "a", 1)
+    first, last, where = COMMANDS[command]
+    before(*where(), lambda: remove(tmp_path / "a"))
+    done = run(*first, tmp_path / "a", *last)
+    told = json.loads(done.err)
+    assert (done.status, told["error"]) == (exits.STATUS[IncompleteCheckpoint], "IncompleteCheckpoint"), done.err
+
+
+def test_a_refusal_by_the_system_stays_one_while_saves_replace_the_checkpoint(
+    run: Callable[..., Any], before: Callable[..., Any], tmp_path: Path
+) -> None:
+    save(tmp_path, 1)
+
+    def refuse() -> None:
+        save(tmp_path, 2)
+        raise SystemRefused("a file cannot be read: Input/output error (os error 5)")
+
+    before(listing, "of_file", refuse)
+    assert run("inspect", tmp_path).status == exits.STATUS[SystemRefused]
+
+
+def test_a_distributed_checkpoint_is_inspected_again(
+    run: Callable[..., Any], before: Callable[..., Any], tmp_path: Path
+) -> None:
+    save_distributed(tmp_path, 1)
+    before(distributed, "with_digests", lambda: save_distributed(tmp_path, 2))
+    done = run("inspect", tmp_path, "--digests", "--json")
+    assert done.status == exits.OK, done.err
+
+
+@pytest.mark.parametrize(
+    ("change", "error"), [(lambda path: save(path, 2), SourceChanged), (remove, IncompleteCheckpoint)]
+)
+def test_a_conversion_of_a_checkpoint_that_goes_leaves_nothing(
+    change: Callable[[Path], None], error: type, run: Callable[..., Any], before: Callable[..., Any], tmp_path: Path
+) -> None:
+    save(tmp_path / "a", 1)
+    before(conversion, "_file_damage", lambda: change(tmp_path / "a"))
+    done = run("convert", tmp_path / "a", tmp_path / "out.safetensors")
+    assert done.status == exits.STATUS[error], done.err
+    assert sorted(path.name for path in tmp_path.iterdir()) in (["a"], [])
+
+
+def test_diff_begins_again_and_compares_one_save(
+    run: Callable[..., Any], before: Callable[..., Any], tmp_path: Path
+) -> None:
+    save(tmp_path / "a", 1)
+    save(tmp_path / "b", 2)
+    before(listing, "of_file", lambda: save(tmp_path / "a", 2))
+    done = run("diff", tmp_path / "a", tmp_path / "b", "--json")
+    assert done.status == exits.OK, done.err
+    before(listing, "of_file", lambda: remove(tmp_path / "a"))
+    done = run("diff", tmp_path / "a", tmp_path / "b", "--json")
+    assert done.status == exits.STATUS[IncompleteCheckpoint], done.err
+
+
+def test_diff_mixes_no_two_saves(run: Callable[..., Any], before: Callable[..., Any], tmp_path: Path) -> None:
+    """The values of a leaf are read after the listings, when the index may be another one."""
+    save(tmp_path / "a", 1)
+    save(tmp_path / "b", 2)
+    called = before(comparison.Comparison, "_compare", lambda: save(tmp_path / "a", 2))
+    assert run("diff", tmp_path / "a", tmp_path / "b", "--json").status == exits.OK
+    assert len(called) == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "error"), [(lambda path: save(path, 2), SourceChanged), (remove, IncompleteCheckpoint)]
+)
+def test_serve_says_that_its_checkpoint_has_gone(
+    change: Callable[[Path], None], error: type, run: Callable[..., Any], before: Callable[..., Any], tmp_path: Path
+) -> None:
+    save(tmp_path / "a", 1)
+    before(serve.Publisher, "_publish", lambda: change(tmp_path / "a"))
+    assert run("serve", tmp_path / "a", "--interface", "127.0.0.1").status == exits.STATUS[error]
+
+
+def test_what_is_removed_while_its_kind_is_looked_up_is_no_checkpoint(
+    run: Callable[..., Any], before: Callable[..., Any], tmp_path: Path
+) -> None:
+    for verb in ("inspect", "verify"):
+        save(tmp_path / "a", 1)
+        before(places, "_file_entries", lambda: shutil.rmtree(tmp_path / "a"))
+        done = run(verb, tmp_path / "a")
+        assert done.status == exits.STATUS[IncompleteCheckpoint], done.err
+        assert "None" not in done.err
+
+
+def test_a_typed_refusal_is_not_wrapped_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path, 1)
+    refusal = SystemRefused("the index cannot be read: Input/output error (os error 5)")
+
+    def refuse(*_: Any) -> None:
+        raise refusal
+
+    monkeypatch.setattr(places, "_file_entries", refuse)
+    with pytest.raises(SystemRefused) as raised:
+        places.find(str(tmp_path))
+    assert raised.value is refusal
+
+
+def test_a_single_file_that_has_gone_is_no_checkpoint(
+    run: Callable[..., Any], before: Callable[..., Any], tmp_path: Path
+) -> None:
+    save(tmp_path / "a", 1)
+    file = next((tmp_path / "a").glob("rank*"))
+    before(listing, "of_file", file.unlink)
+    assert run("inspect", file).status == exits.STATUS[IncompleteCheckpoint]
