@@ -53,6 +53,7 @@ def test_state_on_an_accelerator_is_copied_in_the_background_as_it_was_when_save
     assert (found["w"] == 1).all()
     assert (found["host"] == 1).all()
     assert device.outside == ["aten::fill_"], "that of the trainer, and nothing of ours"
+    device.outside.clear()
     saver.close()
 
 

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from .._gc import gc_paused
 from .._native import FilePages, Stored, _check_machine_has
 from ..dcp.failures import own_errors
 from ..dcp.file_reader import FileReader
@@ -66,10 +67,11 @@ def of_container(path: Path, pages: list[FilePages] | None = None) -> Any:
     if stored.manifest is None or stored.tree is None:
         found = {}
         columns = zip(stored.names, stored.dtypes, stored.shapes, sizes, strict=True)
-        for number, (name, dtype, shape, size) in enumerate(columns):
-            if name != DIGESTS:
-                buffer, offset = memory(number) if size else (None, 0)
-                found[name] = over(buffer, offset, DTYPES[dtype], shape, size)
+        with gc_paused():
+            for number, (name, dtype, shape, size) in enumerate(columns):
+                if name != DIGESTS:
+                    buffer, offset = memory(number) if size else (None, 0)
+                    found[name] = over(buffer, offset, DTYPES[dtype], shape, size)
         return found
     builder = StateBuilder(Manifest(stored.manifest, stored.tree), stored, stored.plain)
     for k, storage in builder.scattered.items():

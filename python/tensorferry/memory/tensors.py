@@ -30,6 +30,7 @@ _UNTYPED = torch.storage._new_dtypes()
 _MAPPED = 1 << 20
 
 _strided = torch.strided
+_CPU = torch.device("cpu")
 
 
 def no_rows(native: bool = False) -> Rows:
@@ -90,7 +91,7 @@ def is_plain(value: Tensor) -> bool:
         and value.storage_offset() == 0
         and not value.is_conj()
         and not value.is_neg()
-        and value.device.type != "meta"
+        and not value.is_meta
         and not value.__dict__
         and not value._backward_hooks
         and value.nbytes == value.untyped_storage().nbytes()
@@ -101,6 +102,8 @@ def is_plain(value: Tensor) -> bool:
 
 def _has_default_strides(shape: torch.Size, value: Tensor) -> bool:
     """Whether a contiguous tensor has the strides that its shape implies; with sizes of 0 or 1 it may have others."""
+    if len(shape) == 1:
+        return bool(value.stride(0) == 1)
     if 1 not in shape and 0 not in shape:
         return True
     expected, step = [], 1
@@ -186,7 +189,7 @@ def as_bytes(storage: torch.UntypedStorage) -> Tensor:
 def over(buffer: Any, offset: int, dtype: torch.dtype, shape: tuple[int, ...], nbytes: int) -> Tensor:
     """Returns a tensor over ``nbytes`` bytes of ``buffer``, from byte ``offset``; its storage is just these bytes."""
     if nbytes == 0:
-        return torch.empty(shape, dtype=dtype, device="cpu")
+        return torch.empty(shape, dtype=dtype, device=_CPU)
     flat = torch.frombuffer(buffer, dtype=dtype, count=nbytes // dtype.itemsize, offset=offset)
     return flat if len(shape) == 1 else flat.view(shape)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ..._gc import gc_paused
 from ...dcp import torch_folder
 from ...dcp.marker import NAME
 from ...dcp.torch_folder import TorchFolderSource, with_stand_ins
@@ -67,14 +68,15 @@ def leaves_of(state: Any, *, digests: bool) -> list[Leaf]:
 
 def values_of(state: Any) -> dict[str, Any]:
     """Returns the leaves of a state in memory by their paths, as a container of it names them."""
-    flat = tree.flatten(state)
-    names = flat.rows.names
     found: dict[str, Any] = {}
     unique = UniqueNames(found)
-    for path, number in walk(json.loads(flat.tree)):
-        # A leaf that stands in several places has its own name in the first of them.
-        name = names[number] if number >= 0 and names[number] not in found else path
-        found[unique.of(name)] = flat.leaf(number)
+    with gc_paused():
+        flat = tree.flatten(state)
+        names = flat.rows.names
+        for path, number in walk(json.loads(flat.tree)):
+            # A leaf that stands in several places has its own name in the first of them.
+            name = names[number] if number >= 0 and names[number] not in found else path
+            found[unique.of(name)] = flat.leaf(number)
     return found
 
 
