@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from pathlib import Path
 
 import pytest
@@ -104,6 +104,14 @@ def test_every_message_is_in_a_table(name: str):
     patterns = [pattern(message) for message in LISTED.get(name, [])]
     missing = [message for of, message in RAISED if of == name and not any(one.search(message) for one in patterns)]
     assert missing == []
+
+
+def test_no_message_is_listed_twice_for_a_class():
+    twice = {
+        name: [message for message, times in Counter(messages).items() if times > 1]
+        for name, messages in LISTED.items()
+    }
+    assert {name: messages for name, messages in twice.items() if messages} == {}
 
 
 def test_every_listed_message_exists():

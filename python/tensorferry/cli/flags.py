@@ -71,7 +71,7 @@ class Serving:
 
     Attributes:
         interface: listen only on this interface, address or network (default: all)
-        port: listen on this port, or on the first free one of a range like 29500-29599 (default: any)
+        port: listen on this port, or on the first free one of a range like 29600-29699 (default: any)
         metrics_port: serve /metrics and a status page, and nothing else, on this port too, to everybody
         advertise: the name or address by which peers reach this host
         max_bandwidth: bytes per second for all receivers together, such as 500M

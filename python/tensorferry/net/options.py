@@ -104,7 +104,7 @@ def port_range(name: str, given: int | str | None, variable: str) -> tuple[int, 
 
     Args:
         name: the name of the argument, for messages
-        given: a port, 0 for any, or a range like ``"29500-29599"``, both ends included; ``None`` takes the value of the
+        given: a port, 0 for any, or a range like ``"29600-29699"``, both ends included; ``None`` takes the value of the
             environment variable
         variable: the name of that variable
 
@@ -117,14 +117,14 @@ def port_range(name: str, given: int | str | None, variable: str) -> tuple[int, 
         return None
     if isinstance(given, bool) or not isinstance(given, (int, str)):
         raise InvalidArgument(
-            f'{name} must be a port number or a range like "29500-29599", not {_validate.brief(given)}'
+            f'{name} must be a port number or a range like "29600-29699", not {_validate.brief(given)}'
         )
     found = _PORTS.fullmatch(str(given))
     first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, _MOST_PORT + 1)
     # A range that begins with "any port" means nothing.
     if not first <= last <= _MOST_PORT or (first == 0 and last != 0):
         raise InvalidArgument(
-            f'{name} must be a number from 1 to {_MOST_PORT}, 0 for any port, or a range like "29500-29599", not '
+            f'{name} must be a number from 1 to {_MOST_PORT}, 0 for any port, or a range like "29600-29699", not '
             f"{_validate.brief(given)}"
         )
     return first, last

@@ -92,7 +92,7 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
             ``TENSORFERRY_ADVERTISE``; by default the address listened on, the host's name if it resolves to an address
             that other hosts can use, or the address of the interface with the default route.
         max_bandwidth: bytes per second that all receivers together may take from here; ``None`` means no limit
-        port: listen on this port, or on the first free one of a range like ``"29500-29599"``, so that a firewall can
+        port: listen on this port, or on the first free one of a range like ``"29600-29699"``, so that a firewall can
             let peers in. ``None`` takes ``TENSORFERRY_PORT``; by default any free port.
         metrics_port: serve ``/metrics`` and the status page, and nothing else, on this port too, so that the address
             can be written into a scraper's configuration: a port, or a range of which each transport takes the first

@@ -32,7 +32,7 @@ fn remedy(hint: Hint) -> &'static str {
         Hint::SecretForSource => "Give the source the same secret: secret=, or TENSORFERRY_SECRET",
         Hint::OtherProgram => "It may be a stock torchft server",
         Hint::ChoosePort => {
-            "Choose another port with port= or TENSORFERRY_PORT, or a range such as \"29500-29599\", from which the first \
+            "Choose another port with port= or TENSORFERRY_PORT, or a range such as \"29600-29699\", from which the first \
              free port is taken"
         }
         Hint::ChooseMetricsPort => {

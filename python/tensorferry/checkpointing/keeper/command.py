@@ -94,7 +94,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--generations", type=int, default=2, metavar="N", help="snapshots of each job and rank (default: %(default)s)")
     add("--idle", type=float, default=0.0, metavar="SECONDS", help="end after so long without clients (default: never)")
     add("--interface", metavar="NAME", help="listen on this interface, address or network only (default: all)")
-    add("--port", default="0", help="listen on this port, or on the first free one of a range like 29500-29599")
+    add("--port", default="0", help="listen on this port, or on the first free one of a range like 29600-29699")
     add("--metrics-port", help="serve /metrics and a status page, and nothing else, on this port too, to everybody")
     add("--advertise", metavar="HOST", help="name or address by which other nodes reach this one")
     add("--tls", action="store_true", help="encrypt what goes over the network")
