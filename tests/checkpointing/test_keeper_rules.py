@@ -5,12 +5,15 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import random
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from tensorferry.checkpointing.keeper import limits
 from tensorferry.checkpointing.keeper.choice import choose
 from tensorferry.checkpointing.keeper.generations import Generations, KeeperFull
+from tensorferry.checkpointing.keeper.partners import Partner
 from tensorferry.checkpointing.keeper.place import SocketPlace, find_socket
 from tensorferry.checkpointing.keeper.snapshot import LOCAL, Snapshot, peer_metadata, snapshot
 from tensorferry.errors import InvalidArgument, ProtocolError, SystemRefused
@@ -235,6 +238,24 @@ def test_a_reader_is_sent_to_what_is_here():
     for known in ([own, lie], [lie, own]):
         assert "own" in peer_metadata(known)
         assert "lie" not in peer_metadata(known)
+
+
+def test_what_a_partner_has_copied_of_others_does_not_count(monkeypatch):
+    """A list names the trainers' snapshots and the copies, and of one series there may be both."""
+    held = Generations[str](limit=1000, most=2)
+    keeper = SimpleNamespace(
+        options=SimpleNamespace(generations=2), keeping=SimpleNamespace(generations=held), run_soon=lambda call: call()
+    )
+    tried: list[str] = []
+    monkeypatch.setattr(Partner, "_try", lambda _, snapshot: tried.append(snapshot.save_id))
+    partner = Partner("http://127.0.0.1:1/list/", cast(Any, keeper))
+    own = [about(number, metadata="http://127.0.0.1:1/a/checkpoint/") for number in (1, 2, 3)]
+    copy = dataclasses.replace(own[0], save_id="copied", origin="other")
+    for listed in itertools.permutations([*own[1:], copy]):
+        partner.listed = [own[0], *listed]
+        tried.clear()
+        partner._copy()
+        assert sorted(tried) == ["s2", "s3"], listed
 
 
 def test_amounts_of_memory(monkeypatch):

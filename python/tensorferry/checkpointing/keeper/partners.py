@@ -171,8 +171,11 @@ class Partner(threading.Thread):
         most, seen = self._keeper.options.generations, dict[tuple[str, str, int], int]()
         self._tries.forget_all_but({about.key for about in self.listed})
         for about in reversed(self.listed):
+            if about.origin != LOCAL or not about.metadata:
+                continue
+            # Its copies of other keepers' snapshots, which may be of the same series, are counted apart there, too.
             seen[about.series] = seen.get(about.series, 0) + 1
-            if about.origin != LOCAL or not about.metadata or seen[about.series] > most:
+            if seen[about.series] > most:
                 continue
             if self._stopped.is_set():
                 return
