@@ -61,10 +61,12 @@ def test_a_killed_trainer_loses_no_accepted_save(tmp_path, pytestconfig) -> None
         assert trainer.stdout.readline() == "ready\n"
         writers = children(trainer.pid)
         assert len(writers) == 1
+        # Every other one has saved once, however slow the machine is.
+        first = trainer.stdout.readline() if kill % 4 in (0, 3) else ""
         time.sleep(moments.random() * 0.6)
         trainer.kill()
         trainer.wait(WAIT_S)
-        accepted = [int(line) for line in trainer.stdout.read().split()]
+        accepted = [int(line) for line in (first + trainer.stdout.read()).split()]
         trainer.stdout.close()
         wait_for_end(writers)
         accepted_in_all += len(accepted)
