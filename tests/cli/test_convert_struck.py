@@ -147,7 +147,10 @@ def test_two_pulls_into_one_file(publish: Callable[..., str], run: Callable[...,
     output = tmp_path / "a"
     with command("pull", metadata, "-o", output, "--no-same-host", "--quiet") as first:
         until(lambda: any(size_of(partial) > 12 << 20 for partial in incomplete(output)), first)
+        # It stands still meanwhile: the other one may start slowly.
+        first.send_signal(signal.SIGSTOP)
         told = run("pull", metadata, "-o", output, "--no-same-host", "--timeout", "10")
+        first.send_signal(signal.SIGCONT)
         assert told.status == exits.USAGE
         assert "another process is downloading" in told.err
         assert first.wait(timeout=110) == 0

@@ -106,23 +106,14 @@ class RankFile:
             snapshot.warn_of_refusals(allowed)
         # A random entry in the header, so that the checksum of the header, which the index records, is unique.
         about = [*ABOUT, ("tensorferry.file", secrets.token_hex(16))]
-        container = Container(snapshot.rows, snapshot.owner, snapshot.private, about=about)
-        partial = self.path.with_name(f"{self.path.name}.partial")
-
-        def put() -> Written:
-            return container.write(
-                self.path, partial=partial, threads=self.threads, cached=self.cached, progress=progress
-            )
-
         with making_room(self.path.parent):
-            try:
-                written = put()
-            except SystemRefused:
-                if self.path.parent.is_dir():
-                    raise
-                # Another rank has failed, and has removed the folder that it had made: its error is the one to report.
-                make_folder(self.path.parent)
-                written = put()
+            written = Container(snapshot.rows, snapshot.owner, snapshot.private, about=about).write(
+                self.path,
+                partial=self.path.with_name(f"{self.path.name}.partial"),
+                threads=self.threads,
+                cached=self.cached,
+                progress=progress,
+            )
         return written, snapshot.results(self.path.name, written.header)
 
 
