@@ -21,3 +21,15 @@ def host(request, hosts):
         hosts[request.param] = Host(request.param)
     yield hosts[request.param]
     hosts[request.param].end_jobs()
+
+
+@pytest.fixture
+def ranks(host):
+    """Two ranks of one job."""
+    return host.job(2)
+
+
+@pytest.fixture
+def alone(host):
+    """A job of one rank."""
+    return host.job(1)

@@ -24,16 +24,6 @@ PACKED = WRITTEN.parent / "torch_dist-0.15.tar.gz"
 
 
 @pytest.fixture
-def ranks(host):
-    return host.job(2)
-
-
-@pytest.fixture
-def alone(host):
-    return host.job(1)
-
-
-@pytest.fixture
 def torch_dist(tmp_path):
     with tarfile.open(PACKED) as packed:
         packed.extractall(tmp_path, filter="data")

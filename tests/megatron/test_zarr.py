@@ -25,16 +25,6 @@ def folder(tmp_path):
     return Path(shutil.copytree(WRITTEN, tmp_path / "checkpoint"))
 
 
-@pytest.fixture
-def ranks(host):
-    return host.job(2)
-
-
-@pytest.fixture
-def alone(host):
-    return host.job(1)
-
-
 def rank_and_world():
     return torch.distributed.get_rank(), torch.distributed.get_world_size()
 

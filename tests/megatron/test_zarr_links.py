@@ -14,16 +14,6 @@ SECRET = b"somebody else's"
 
 
 @pytest.fixture
-def ranks(host):
-    return host.job(2)
-
-
-@pytest.fixture
-def alone(host):
-    return host.job(1)
-
-
-@pytest.fixture
 def outside(tmp_path):
     """A folder beside the checkpoint, with a file that nobody may change."""
     folder = tmp_path / "outside"

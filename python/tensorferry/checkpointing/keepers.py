@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from .handover import Handover
 
@@ -42,5 +42,5 @@ class LoadingKeeper(StateKeeper, Protocol):
     def below(self, root: Path, rank: int, world_size: int) -> list[Snapshot]:
         """Returns the snapshots of ``rank`` of the checkpoints in ``root``."""
 
-    def prefer(self, path: str, rank: int, world_size: int, agreed: Any = None) -> Stored | None:
+    def prefer(self, path: str, rank: int, world_size: int, agreed: str | None = None) -> Stored | None:
         """Returns the checkpoint at ``path`` out of memory, ``None`` if it is to be loaded from the disk."""

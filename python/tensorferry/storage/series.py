@@ -132,9 +132,8 @@ def keep_last(count: int, newest: Path) -> None:
         remove_checkpoint(folder, in_series[folder])
     with contextlib.suppress(OSError):
         now = os.stat(newest / INDEX).st_mtime
-        for entry in list(os.scandir(newest.parent)):
-            folder = Path(entry.path)
-            if entry.is_dir(follow_symlinks=False) and folder not in in_series and _series(folder) == series:
+        for folder in _folders_in_series(newest):
+            if folder not in in_series:
                 with contextlib.suppress(OSError):
                     _remove_remains(folder, now)
 
@@ -144,15 +143,26 @@ def remains_beside(newest: Path) -> list[Path]:
 
     It raises nothing: none are returned where they cannot be listed.
     """
-    series, found = _series(newest), []
+    found = []
     with contextlib.suppress(OSError):
-        for entry in os.scandir(newest.parent) if series != newest.name else ():
-            folder = Path(entry.path)
-            if entry.is_dir(follow_symlinks=False) and folder != newest and _series(folder) == series:
-                with contextlib.suppress(OSError):
-                    if _is_remains(os.listdir(folder)):
-                        found.append(folder)
+        for folder in _folders_in_series(newest):
+            with contextlib.suppress(OSError):
+                if folder != newest and _is_remains(os.listdir(folder)):
+                    found.append(folder)
     return found
+
+
+def _folders_in_series(newest: Path) -> list[Path]:
+    """Returns the folders of the series of ``newest``, that one among them; none without a number in its name.
+
+    Raises:
+        OSError: they cannot be listed
+    """
+    series = _series(newest)
+    if series == newest.name:
+        return []
+    beside = [Path(entry.path) for entry in os.scandir(newest.parent) if entry.is_dir(follow_symlinks=False)]
+    return [folder for folder in beside if _series(folder) == series]
 
 
 def _series(folder: Path) -> str:
