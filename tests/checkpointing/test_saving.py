@@ -574,6 +574,62 @@ for n in range(3):
     assert [is_whole(tmp_path / str(n), n) for n in range(3)] == [True] * 3
 
 
+@pytest.mark.parametrize("waits", [False, True], ids=["between saves", "waiting for its turn"])
+def test_a_daemon_thread_cannot_begin_a_save_that_an_exiting_interpreter_would_not_finish(tmp_path, waits) -> None:
+    """What has begun is finished before the interpreter ends; what would begin is refused, on any checkpointer."""
+    script = """
+import atexit, os, signal, sys, threading
+refused, saves, waits = [], [], sys.argv[2] == "True"
+told = threading.Event()
+
+def at_the_very_end():
+    # It was registered first, so it is called last.
+    assert told.wait(60), "no save was refused"
+    assert ["interpreter is exiting" in text for text in refused] == [True, True], refused
+    for future in saves:
+        assert future.done() and future.exception() is None, future
+    print(len(saves), flush=True)
+
+atexit.register(at_the_very_end)
+import torch
+from tensorferry.checkpointing import AsyncCheckpointer
+from tensorferry.errors import TransportClosed
+checkpointer = AsyncCheckpointer(keep_last=2)
+state = {"w": torch.full((1 << 20,), 1.0)}
+begun = threading.Event()
+
+def save():
+    while True:
+        try:
+            if len(saves) == 2:
+                begun.set()
+            saves.append(checkpointer.save(f"{sys.argv[1]}/step-{len(saves)}", state)[1])
+        except TransportClosed as e:
+            refused.append(str(e))
+            break
+    try:
+        AsyncCheckpointer().save(f"{sys.argv[1]}/late", state)
+    except TransportClosed as e:
+        refused.append(str(e))
+    told.set()
+
+if waits:
+    os.kill(checkpointer._saver.writer.pid, signal.SIGSTOP)
+    end = checkpointer._saver._turns.end
+    def and_go_on():
+        end()
+        os.kill(checkpointer._saver.writer.pid, signal.SIGCONT)
+    checkpointer._saver._turns.end = and_go_on
+threading.Thread(target=save, daemon=True).start()
+assert begun.wait(60)
+"""
+    done = run(script, tmp_path, str(waits))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert int(done.stdout) >= 2
+    assert sum(is_whole(tmp_path / f"step-{n}", 1) for n in range(int(done.stdout))) == 2
+    assert not (tmp_path / "late").exists()
+
+
 def test_a_forked_child_cannot_save_and_does_not_keep_the_writer_alive(tmp_path) -> None:
     script = """
 import os, sys, time, torch

@@ -63,6 +63,8 @@ class Saver:
         self._saving = CallLock("save() or close()")
         self._is_open = True
         self._warned = False
+        if _exits.is_set():
+            self._turns.end()
         self._writer.start()
         weakref.finalize(self, self._writer.close, 0).atexit = False
         _savers.add(self)
@@ -80,7 +82,7 @@ class Saver:
             accepted it; and for when the checkpoint is on the disk and committed.
 
         Raises:
-            TransportClosed: it was closed
+            TransportClosed: it was closed, or the interpreter is exiting
             InvalidArgument: a signal handler, a ``__del__`` or a callback calls it in the middle of a save of the same
                 thread; or a callback of a future calls it that would have to wait
             TensorferryError: the state cannot be copied; or an earlier save has failed and nobody has looked at its
@@ -103,6 +105,7 @@ class Saver:
         self._writer.check_process()
         if not self._is_open:
             raise TransportClosed("this checkpointer was closed: make a new one")
+        self._turns.check()
         folder = place_of(path)
         step = None if step is None else _validate.step_number(step)
         with self._alone():
@@ -263,7 +266,11 @@ class Saver:
             raise errors[0]
 
     def finish_at_exit(self, deadline: float) -> None:
-        """Waits for saves until ``deadline``, and leaves those that take longer to the process that writes."""
+        """Waits for saves until ``deadline``, and leaves those that take longer to the process that writes.
+
+        Threads that the interpreter does not wait for may still save: nothing would hear how that went, or pass it on.
+        """
+        self._turns.end()
         if not self._turns.wait_for_all(max(deadline - time.monotonic(), 0.0)):
             logger.warning("the trainer ends before its last checkpoint is written; the process that writes goes on")
         try:
@@ -309,10 +316,13 @@ class _Save:
 
 
 _savers: weakref.WeakSet[Saver] = weakref.WeakSet()
+#: Set when the interpreter exits.
+_exits = threading.Event()
 
 
 @atexit.register
 def _finish_at_exit() -> None:
+    _exits.set()
     deadline = time.monotonic() + _EXIT_WAIT_S
     for saver in list(_savers):
         if saver.writer.is_own:

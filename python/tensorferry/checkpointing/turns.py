@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from ..errors import InvalidArgument
+from ..errors import InvalidArgument, TransportClosed
 
 #: How many saves may be unfinished: one is written while the next is copied.
 GENERATIONS = 2
@@ -21,17 +21,38 @@ class Turns:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._count = 0
+        self._is_ending = False
+
+    def end(self) -> None:
+        """From now on no save begins, also none that waits for its turn: the interpreter exits."""
+        with self._changed:
+            self._is_ending = True
+            self._changed.notify_all()
+
+    def check(self) -> None:
+        """Raises where a save cannot begin any more.
+
+        Raises:
+            TransportClosed: the interpreter exits
+        """
+        if self._is_ending:
+            raise TransportClosed(
+                "the interpreter is exiting, and would not finish this save: end threads that save, or wait for them, "
+                "before the program ends"
+            )
 
     def take(self, may_wait: bool) -> None:
         """Waits until another save may begin.
 
         Raises:
             InvalidArgument: it would have to wait, and may not
+            TransportClosed: the interpreter exits
         """
         with self._changed:
             if not may_wait and self._count >= GENERATIONS:
                 raise InvalidArgument(IN_CALLBACK.format("a save that has to wait for an earlier one"))
-            self._changed.wait_for(lambda: self._count < GENERATIONS)
+            self._changed.wait_for(lambda: self._count < GENERATIONS or self._is_ending)
+            self.check()
             self._count += 1
 
     def give(self) -> None:

@@ -14,6 +14,7 @@ from ..errors import InvalidArgument, TensorferryError
 from ..net.options import wants_same_host
 from ..net.secret import shared_secret
 from ..pickles.allowlist import Allowed
+from ..pickles.deadline import Deadline
 from ..storage.peers import SCHEME, PeerSource, parse_publication
 from ..storage.source import Progress
 from . import index
@@ -96,6 +97,7 @@ class PeerReader(SliceReader):
             raise self._load.failed
         try:
             step, urls = self._publication()
+            allowed = self._load.allowed = self._allowed.until(Deadline(self._seconds))
             source = PeerSource(
                 step,
                 urls,
@@ -105,7 +107,7 @@ class PeerReader(SliceReader):
                 secret=self._secret,
             )
             if source.serves_states:
-                states = States(source, self._allowed)
+                states = States(source, allowed)
                 self._read_from(source, states.values)
                 metadata = states.metadata()
             else:

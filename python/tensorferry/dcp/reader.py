@@ -34,6 +34,7 @@ class Load(threading.local):
         report: what it has read
         digest: identifies the index of all ranks, if there is one
         failed: why the index could not be read
+        allowed: the globals that its pickles may name, until its deadline; ``None`` if it has none
     """
 
     def __init__(self) -> None:
@@ -45,6 +46,7 @@ class Load(threading.local):
         self.report: dict[str, int] = {}
         self.digest: str | None = None
         self.failed: Exception | None = None
+        self.allowed: Allowed | None = None
 
 
 def _loading() -> CallMark:
@@ -102,7 +104,7 @@ class SliceReader(StorageReader):  # type: ignore[misc]  # mypy does not follow 
         Raises:
             TensorferryError: as for :meth:`Source.read_index` and :func:`index.decode`
         """
-        return index.decode(self._begin(source), name, self._allowed)
+        return index.decode(self._begin(source), name, self._load.allowed or self._allowed)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Keeps the metadata from the index."""
@@ -139,7 +141,9 @@ class SliceReader(StorageReader):  # type: ignore[misc]  # mypy does not follow 
         if load.coordinates:
             warn_of_missing(plan, load.metadata)
         with self._loading.held():
-            Reading(load.metadata, planner, self._read, self._allowed, load.values, self._progress).run(plan)
+            Reading(load.metadata, planner, self._read, load.allowed or self._allowed, load.values, self._progress).run(
+                plan
+            )
         done: Future[None] = Future()
         done.set_result(None)
         return done

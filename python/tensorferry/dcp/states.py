@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from .._gc import gc_paused
 from .._native import Remote
-from ..errors import InvalidArgument, ProtocolError, TensorferryError, UnsafePickle
+from ..errors import FetchTimeout, InvalidArgument, ProtocolError, TensorferryError, UnsafePickle
 from ..memory.tensors import is_spread, why_not_writable
 from ..pickles.allowlist import Allowed
 from ..state import tree
@@ -139,7 +139,7 @@ class _State:
             self._values: dict[str, Any] = {}
             try:
                 self._begin()
-            except UnsafePickle:
+            except (UnsafePickle, FetchTimeout):
                 raise
             except TensorferryError:
                 # Some objects cannot be built before the bytes of their tensors are here: sparse tensors check their

@@ -10,13 +10,14 @@ import _compat_pickle
 import collections
 import copy
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import _weights_only_unpickler
 
 from .._validate import boolean, brief, items
 from ..errors import InvalidArgument, UnsafePickle
+from .deadline import Deadline
 from .globals import table
 from .globals.kinds import Refused, kind_of
 
@@ -50,6 +51,14 @@ class Allowed:
         self._users = {id(value) for value in self._extra.values()}
         #: Whether a ShardedTensor of another job is made, which belongs to no process group; otherwise it is refused.
         self.detaches = False
+        #: Raises when the time for the pickles is over; ``None`` if they have all the time they need, as those of files.
+        self.check_time: Callable[[], None] | None = None
+
+    def until(self, deadline: Deadline) -> Allowed:
+        """Returns the same list, for the pickles of a receive that ends at ``deadline``."""
+        made = copy.copy(self)
+        made.check_time = deadline.check
+        return made
 
     def detached(self) -> Allowed:
         """Returns the same list, by which ShardedTensors of other jobs are made, for one who takes their shards."""

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from .._native import _check_machine_has
-from ..errors import ProtocolError, SystemRefused, UnsafePickle
+from ..errors import FetchTimeout, ProtocolError, SystemRefused, UnsafePickle
 from .allowlist import Allowed
 from .sharing import check_sharing
 from .unpickler import pickle_module
@@ -213,7 +213,7 @@ def _load(archive: _Archive, name: str, allowed: Allowed, map_location: Any) -> 
         # archive once more, and it runs the code of a TorchScript archive. Only one reader may search the archive for
         # its directory: two readers may find different ones.
         return torch.serialization._load(archive, map_location, module, encoding="utf-8")
-    except (UnsafePickle, SystemRefused):
+    except (UnsafePickle, SystemRefused, FetchTimeout):
         raise
     except Exception as e:
         raise ProtocolError(f"{name} cannot be read ({type(e).__name__}: {e})") from e

@@ -35,6 +35,8 @@ _DICTS = (dict, OrderedDict, defaultdict, Counter)
 _CUT_OFF = "an instruction that is cut off"
 #: A pickle can have an instruction in each of these bytes, which then take a few hundredths of a second.
 _TURN = 1 << 16
+#: After so many keys of one instruction the time is looked at, too.
+_KEYS = 256
 
 
 class Unpickler(Limits):
@@ -380,8 +382,12 @@ class Unpickler(Limits):
             self._require_user_listed(value, "items")
         if type(value) is defaultdict:
             self.check_nesting(value, items[1::2])
-        for key, item in zip(keys, items[1::2], strict=True):
-            value[key] = item
+        # Keys can be chosen so that each one takes the longer, the more there are.
+        for start in range(0, len(keys), _KEYS):
+            if self.check_time is not None:
+                self.check_time()
+            for key, item in zip(keys[start : start + _KEYS], items[2 * start + 1 :: 2], strict=False):
+                value[key] = item
 
     def _add(self, value: Any, items: list[Any]) -> None:
         for item in items:
@@ -404,29 +410,24 @@ class _Trusting(pickle.Unpickler):
         return super().find_class(*FORMER.get((module, name), (module, name)))
 
 
-def unpickler(
-    allowed: Allowed, needs: Callable[[str], Any] | None = None, check_time: Callable[[], None] | None = None
-) -> type[Any]:
+def unpickler(allowed: Allowed, needs: Callable[[str], Any] | None = None) -> type[Any]:
     """Returns the unpickler class for ``allowed``: a subclass of :class:`Unpickler`, or Python's with ``trust_pickle``.
 
     Args:
-        allowed: the globals that a pickle may name
+        allowed: the globals that a pickle may name, and its deadline, at which Python's reader does not look
         needs: takes a global as ``"module.name"``, and returns the path of a leaf that needs it, for messages
-        check_time: raises when the time for the pickle is over; Python's does not call it
     """
     if allowed.trusts:
         return _Trusting
     found = {"allowed": allowed, "needs": staticmethod(needs or (lambda _: None))}
-    if check_time is not None:
-        found["check_time"] = staticmethod(check_time)
+    if allowed.check_time is not None:
+        found["check_time"] = staticmethod(allowed.check_time)
     return type("Unpickler", (Unpickler,), found)
 
 
-def pickle_module(
-    allowed: Allowed, needs: Callable[[str], Any] | None = None, check_time: Callable[[], None] | None = None
-) -> Any:
+def pickle_module(allowed: Allowed, needs: Callable[[str], Any] | None = None) -> Any:
     """Returns that class as the ``pickle_module`` that ``torch.load`` takes."""
-    return types.SimpleNamespace(Unpickler=unpickler(allowed, needs, check_time), __name__=__name__)
+    return types.SimpleNamespace(Unpickler=unpickler(allowed, needs), __name__=__name__)
 
 
 def _is_name(value: Any) -> bool:

@@ -11,7 +11,6 @@ import contextlib
 import io
 import pickle
 import pickletools
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from http import HTTPStatus
@@ -26,6 +25,7 @@ from .._native import HostView, HttpAnswer, _check_machine_has
 from ..errors import ConnectError, FetchTimeout, ProtocolError, SourceRefused, TensorferryError, message_of
 from ..memory.tensors import scratch
 from ..pickles.allowlist import Allowed
+from ..pickles.deadline import Deadline
 from ..pickles.unpickler import pickle_module, unpickler
 
 _PROTOCOL = 2
@@ -127,13 +127,7 @@ class _Exact(io.BufferedReader):
     def __init__(self, raw: io.RawIOBase, given: float) -> None:
         """Reads ``raw``, for at most ``given`` seconds from now."""
         super().__init__(raw, _READ)
-        self._given = given
-        self._deadline = time.monotonic() + given
-
-    def check_time(self) -> None:
-        """Raises ``FetchTimeout`` after the deadline: few bytes that were read in time can take much longer."""
-        if time.monotonic() > self._deadline:
-            raise FetchTimeout(f"timed out: the whole receive was given {self._given:.3f} s, which its pickles exceed")
+        self.deadline = Deadline(given)
 
     def readline(self, size: int | None = -1, /) -> bytes:
         del size
@@ -167,7 +161,7 @@ class _Exact(io.BufferedReader):
         self._announced += size
         self._reads += 1
         if self._reads % _READS == 0:
-            self.check_time()
+            self.deadline.check()
         _check_machine_has(min(self._announced, _MOST), "what the source announced")
 
     def _check_whole(self, size: int, read: int) -> None:
@@ -181,14 +175,14 @@ def _records(stream: _Exact) -> list[tuple[str, bool, int]]:
     Types are checked before a value is used at all, even in a message: instead of the list, a hostile source may send a
     tensor of a billion elements, and instead of a number a tuple whose text is endless.
     """
-    listed = Allowed([_serialization._Entry])
-    entries = unpickler(listed, check_time=stream.check_time)(io.BytesIO(_pickled(stream))).load()
+    listed = Allowed([_serialization._Entry]).until(stream.deadline)
+    entries = unpickler(listed)(io.BytesIO(_pickled(stream))).load()
     if type(entries) is not list:
         raise ProtocolError("the source's list of records is not a list")
     records = []
     for number, entry in enumerate(entries):
         if number % _READS == 0:
-            stream.check_time()
+            stream.deadline.check()
         fields = vars(entry) if type(entry) is _serialization._Entry else {}
         key, is_storage, length = fields.get("key"), fields.get("is_storage"), fields.get("length")
         if type(key) is not str or type(is_storage) is not bool or type(length) is not int or not 0 <= length <= _MOST:
@@ -236,7 +230,7 @@ def _load(stream: _Exact, allowed: Allowed) -> Any:
     # (pytorch#180481).
     for key, is_storage, length in _records(stream):
         file.records[key] = (stream.storage(length) if is_storage else stream.read(length), length)
-    module = pickle_module(allowed, check_time=stream.check_time)
+    module = pickle_module(allowed.until(stream.deadline))
     if not allowed.trusts:
         module.Unpickler = _checking(module.Unpickler, file.records)
     return torch.serialization._load(file, "cpu", module, encoding="utf-8")

@@ -25,6 +25,7 @@ from ..net.report import InPlace, ReceiveReport, in_place, log_receive
 from ..net.serve import metrics_url, serve, withdraw
 from ..net.tracing import Span
 from ..pickles.allowlist import Allowed, RefusalWarnings
+from ..pickles.deadline import Deadline
 from ..state.in_place import InPlaceTargets
 from ..state.load import receive
 from ..state.snapshot import SnapshotMode, StateSnapshot, snapshot_mode
@@ -312,6 +313,7 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
         self, sources: list[str], step: int, timeout: float, underway: Receive
     ) -> tuple[Any, Report, InPlace | None]:
         """Fetches a state; returns it with the transfer's report and, with ``state_dict=``, how the live state fit."""
+        allowed = self._allowed.until(Deadline(timeout))
         with Span("open"):
             remote = Remote.open(
                 sources,
@@ -327,7 +329,7 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
         # With several sources it may turn out only at the end that one of them served another snapshot.
         live = None if self._state_dict is None else lambda: self._targets(may_stage=len(sources) == 1)
         with contextlib.closing(remote):
-            return receive(remote, self._allowed, live, self._bounce)
+            return receive(remote, allowed, live, self._bounce)
 
     def allow_checkpoint(self, step: int) -> None:
         """Serves the published state as ``step``, and answers the requests that are waiting for it.

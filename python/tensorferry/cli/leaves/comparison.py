@@ -113,6 +113,7 @@ class _Side:
         from ...memory.accelerator import ACCELERATOR
         from ...memory.bounce import BounceBuffers
         from ...pickles.allowlist import Allowed
+        from ...pickles.deadline import Deadline
         from ...state.load import receive
         from ..sources import Peers, open_source
 
@@ -123,9 +124,10 @@ class _Side:
                 "a folder, and compare that"
             )
         step = self.listings[number][1].about["step"]
+        allowed = Allowed().until(Deadline(self._receiving.timeout))
         remote, _ = open_source(found.urls, step, self._trust, self._receiving)
         with contextlib.closing(remote):
-            return receive(remote, Allowed(), None, BounceBuffers(ACCELERATOR))[0]
+            return receive(remote, allowed, None, BounceBuffers(ACCELERATOR))[0]
 
 
 class Comparison:
