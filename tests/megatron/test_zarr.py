@@ -240,6 +240,41 @@ def array(folder, key, data, chunks, **fields):
     return path
 
 
+def read_without_memory(kept, folder, refused_by):
+    """Reads a compressed chunk for which the machine has no memory, and a damaged one; returns class and text."""
+    from tensorferry.errors import SystemRefused
+    from tensorferry.megatron.formats import zarr_chunks
+    from tensorferry.megatron.formats.zarr_arrays import open_array
+
+    del kept
+
+    def refuse(*_):
+        raise SystemRefused("all memory of this machine is 5")
+
+    told = []
+    replaced = {"before": "_check_machine_has", "in the file": "read_whole"}.get(refused_by, "nothing")
+    with unittest.mock.patch.object(zarr_chunks, replaced, refuse, create=True):
+        try:
+            zarr_chunks.decompressed(open_array(Path(folder), "key"), (0, 0))
+        except Exception as e:
+            told.append((type(e).__name__, str(e)))
+    return told
+
+
+@pytest.mark.parametrize("refused_by", ["before", "in the file", "nobody"])
+def test_a_refusal_of_memory_for_a_compressed_chunk_is_not_called_damage(alone, tmp_path, refused_by):
+    """A user who is told of damage deletes a checkpoint that is whole."""
+    path = array(tmp_path, "key", torch.ones(4, 4), [4, 4], compressor={"id": "zlib", "level": 1})
+    (path / "0.0").write_bytes(b"no zlib")
+    [[(kind, text)]] = alone.run(read_without_memory, str(tmp_path), refused_by)
+    if refused_by == "nobody":
+        assert kind == "CheckpointingException"
+        assert "is damaged" in text
+    else:
+        assert (kind, "all memory of this machine is 5" in text) == ("SystemRefused", True)
+        assert "damaged" not in text
+
+
 DATA = torch.arange(1000 * 700, dtype=torch.float32).reshape(1000, 700)
 
 

@@ -22,13 +22,16 @@ from ..release import (
 
 
 def arrays_of(folder: Path) -> Iterator[ZarrArray]:
-    """Yields the arrays of a checkpoint, in the order of their names.
+    """Yields the arrays of a checkpoint, in the order of their names. Links are followed.
 
     Raises:
-        CheckpointingException: the metadata of one of them cannot be used
+        CheckpointingException: the metadata of one of them cannot be used, a link leads nowhere or back to a folder
+            above it, or a folder cannot be read: an array there would be left out
     """
-    for above, names, _ in os.walk(folder):
+    for above, names, others in os.walk(folder, onerror=_unreadable, followlinks=True):
         names.sort()
+        for name in (*names, *others):
+            _check_link(Path(above) / name)
         for name in names.copy():
             path = Path(above) / name
             if path.suffix == ".sync":
@@ -36,6 +39,21 @@ def arrays_of(folder: Path) -> Iterator[ZarrArray]:
             elif (path / ARRAY).exists():
                 names.remove(name)
                 yield open_array(folder, path.relative_to(folder).as_posix())
+
+
+def _unreadable(error: OSError) -> None:
+    raise CheckpointingException(f"{error.filename} cannot be read: {error.strerror}") from error
+
+
+def _check_link(path: Path) -> None:
+    """Refuses links behind which a part of the checkpoint cannot be found."""
+    if path.is_symlink():
+        try:
+            target = path.resolve(strict=True)
+        except (OSError, RuntimeError) as e:  # Some versions of Python raise the latter for a loop.
+            raise CheckpointingException(f"{path} is a link that leads nowhere: restore what it led to") from e
+        if path.parent.resolve().is_relative_to(target):
+            raise CheckpointingException(f"{path} is a link to a folder in which it lies itself: remove it")
 
 
 def objects_of(folder: Path) -> list[tuple[Any, Path]]:
