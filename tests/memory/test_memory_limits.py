@@ -7,11 +7,15 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from datetime import timedelta
 
 import pytest
+import torch
 
 from cgroups import limited
+from tensorferry import HTTPTransport
 from tensorferry._native import _available_memory, _check_machine_has, _memory_limit
+from tensorferry.checkpointing import SyncCheckpointer
 from tensorferry.errors import SystemRefused
 
 MIB = 1 << 20
@@ -32,6 +36,34 @@ def refused(nbytes):
     except SystemRefused as e:
         return str(e)
     return ""
+"""
+
+
+IN_GROUP = """
+import sys
+from datetime import timedelta
+open(sys.argv[1], "w").write("0")
+verb, metadata, path = sys.argv[2:]
+import torch
+from tensorferry import HTTPTransport
+from tensorferry.checkpointing import SyncCheckpointer, load_file
+from tensorferry.cli.app import run
+from tensorferry.errors import SystemRefused
+live = {"small": torch.zeros(3)}
+patience = timedelta(seconds=60)
+try:
+    if verb.startswith("receive"):
+        into = (lambda: live) if verb.endswith("place") else None
+        target = HTTPTransport(patience, interface="127.0.0.1", same_host=False, state_dict=into)
+        target.recv_checkpoint(0, metadata, 1, patience)
+    elif verb == "load":
+        SyncCheckpointer().load(path)
+    elif verb == "load_file":
+        load_file(path)
+    else:
+        print("done", run([verb, path] + [path] * (verb == "diff")))
+except SystemRefused as e:
+    print("SystemRefused", e)
 """
 
 
@@ -69,6 +101,37 @@ print("through")
 """
     with limited(GROUP) as processes:
         run(code, str(processes))
+
+
+@pytest.mark.parametrize("verb", ["receive", "receive in place", "load", "load_file", "inspect", "diff"])
+def test_a_state_that_is_larger_than_the_control_group_is_refused_and_not_killed(verb, tmp_path) -> None:
+    """The kernel would end the process, without a word: what has to fit is compared before it is allocated."""
+    large = {"w": torch.zeros((GROUP + 64 * MIB) // 4), "small": torch.ones(3)}
+    source: HTTPTransport[object] = HTTPTransport(timedelta(seconds=60), interface="127.0.0.1")
+    try:
+        if verb in ("receive", "receive in place"):
+            source.send_checkpoint([1], 1, large, timedelta(seconds=60))
+        elif verb in ("load", "inspect", "diff"):
+            SyncCheckpointer().save(tmp_path / "c", large)
+        else:
+            torch.save(large, tmp_path / "c")
+        with limited(GROUP) as processes:
+            arguments = [str(processes), verb, source.metadata(), str(tmp_path / "c")]
+            done = subprocess.run(
+                [sys.executable, "-W", "ignore", "-c", IN_GROUP, *arguments],
+                capture_output=True,
+                text=True,
+                timeout=200,
+                check=False,
+            )
+        assert done.returncode == 0, (done.returncode, done.stdout, done.stderr[-2000:])
+        # A mapping of a file costs the group nothing that it cannot take back.
+        expected = {"inspect": "done 0", "diff": "done 0"}.get(verb, "SystemRefused")
+        assert done.stdout.splitlines()[-1].startswith(expected), done.stdout
+        if expected == "SystemRefused":
+            assert "the control group of this process may have" in done.stdout
+    finally:
+        source.shutdown()
 
 
 def test_a_process_with_a_limited_address_space_can_have_no_more_than_that() -> None:

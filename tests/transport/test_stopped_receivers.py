@@ -67,4 +67,3 @@ def test_a_stopped_receiver(open_transport: Any, child: Any, snapshot: str, same
     said = process.stdout.readline()
     assert said in ("received [1]\n", *(f"failed {kind}\n" for kind in ("SourceChanged", "WrongStep", "ConnectError")))
     assert process.wait(60) == 0
-

@@ -51,7 +51,7 @@ class Allowed:
         self._users = {id(value) for value in self._extra.values()}
         #: Whether a ShardedTensor of another job is made, which belongs to no process group; otherwise it is refused.
         self.detaches = False
-        #: Raises when the time for the pickles is over; ``None`` for pickles that have no deadline, such as those of files.
+        #: Raises when the time for the pickles is over; ``None`` if they have no deadline, as those of files.
         self.check_time: Callable[[], None] | None = None
 
     def until(self, deadline: Deadline) -> Allowed:
