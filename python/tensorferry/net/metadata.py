@@ -35,7 +35,7 @@ def join_metadata(metadata: Iterable[str]) -> str:
         if not _METADATA.fullmatch(url) or is_stock(url):
             raise InvalidArgument(f"{_validate.brief(url)} is not the metadata of a tensorferry transport")
     if not urls:
-        raise InvalidArgument("metadata to join is empty")
+        raise InvalidArgument("metadata is empty: pass what metadata() of a source has returned")
     return " ".join(dict.fromkeys(urls))
 
 
