@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.timeout(90)
 
+#: What a peer with another ``num_chunks`` is told, in words that are also what its log shows.
+OTHER_CHUNKS = "The transport that serves this step has another num_chunks than the one that asks: give both the same"
+
 
 class Site:
     """One connection to one transport, kept alive over all requests."""
@@ -229,7 +232,7 @@ class TestHTTP:
 
     def test_formats_are_refused_in_their_own_words(self, site: Site) -> None:
         for name, words in (
-            ("99", "list index out of range: there is no chunk 99"),
+            ("99", f"list index out of range: there is no chunk 99. {OTHER_CHUNKS}"),
             ("dcp/x", "there is no file x here"),
         ):
             response, _ = site("GET", f"1/{name}")

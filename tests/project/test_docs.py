@@ -431,8 +431,14 @@ def test_the_table_of_the_readme_can_be_checked_by_eye():
 
 def test_the_log_line_of_a_receive_is_the_one_that_is_explained():
     [shown] = re.findall(r"^received step .*$", (ROOT / "docs/guides/slow-heal.md").read_text(), re.MULTILINE)
-    [written] = re.findall(r'"(received step .*%s)"', (ROOT / "python/tensorferry/net/report.py").read_text())
-    shown = shown.replace("HERE <- THERE", "ROUTES").replace(", FOUND of OFFERED tensors in place", "")
+    source = re.sub(r'"\n +"', "", (ROOT / "python/tensorferry/net/report.py").read_text())
+    [written] = re.findall(r'"(received step .*%s)"', source)
+    shown = (
+        shown.replace("HERE <- THERE", "ROUTES")
+        .replace("WITHOUT", "with")
+        .replace(", FOUND of OFFERED tensors in place", "")
+    )
+    written = written.replace("%s TLS, %s a secret", "with TLS, with a secret")
     assert re.sub(r"\b[A-Z]{4,}\b", "%", shown) == re.sub(r"%[.\d]*[df]|%s(?!\Z)", "%", written).removesuffix("%s")
 
 

@@ -5,7 +5,7 @@
     rooms      state
                pickles
                storage -> net      memory
-    ground     errors  _validate  _native  _fork  _reentry  _gc  _rebuild  _first_use
+    ground     errors  _validate  _native  _fork  _reentry  _gc  _rebuild  _first_use  _settings
 
     crates     wire <- core <- py
     engine     server  client  file
@@ -39,7 +39,9 @@ if TYPE_CHECKING:
 
 RUST = Path(__file__).resolve().parents[2] / "rust"
 
-GROUND = frozenset({"errors", "_validate", "_native", "_fork", "_reentry", "_gc", "_rebuild", "_first_use"})
+GROUND = frozenset(
+    {"errors", "_validate", "_native", "_fork", "_reentry", "_gc", "_rebuild", "_first_use", "_settings"}
+)
 ROOMS: dict[str, frozenset[str]] = {
     "net": GROUND,
     "memory": GROUND,

@@ -72,7 +72,7 @@ def test_the_log_of_a_heal_is_one_line(pair, caplog):
     level, message = loud[0]
     assert level == logging.INFO
     assert message.startswith("received step 3: ")
-    assert message.endswith("0 retries, 1 of 1 tensors in place")
+    assert message.endswith("0 retries, without TLS, without a secret, 1 of 1 tensors in place")
     token = source.metadata().split("/")[3]
     assert not [message for _, message in lines if token in message], "a log line gives access to the state"
 

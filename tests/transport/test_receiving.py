@@ -49,6 +49,28 @@ def test_bytes_go_around_the_network_if_both_sides_want_it(open_transport, caplo
     assert (" <- " in line.getMessage()) != (source_wants and receiver_wants)
 
 
+@pytest.mark.parametrize("tls", [True, False])
+@pytest.mark.parametrize("secret", ["0123456789abcdef", None])
+def test_the_line_of_a_receive_says_what_protected_it(open_transport, caplog, tls, secret):
+    source = open_transport(tls=tls, secret=secret)
+    with caplog.at_level(logging.INFO, "tensorferry"):
+        open_transport(secret=secret).recv_checkpoint(0, send(source, {"w": torch.ones(9)}), 3, TIMEOUT)
+    (line,) = logged(caplog, "received step 3")
+    words = f", {'with' if tls else 'without'} TLS, {'with' if secret else 'without'} a secret"
+    assert line.getMessage().endswith(words)
+    assert "0123456789abcdef" not in line.getMessage()
+
+
+def test_a_receive_from_several_sources_is_with_tls_only_if_all_are(open_transport, caplog):
+    state = {"w": torch.ones(9)}
+    sources = [open_transport(tls=tls) for tls in (True, False)]
+    metadata = join_metadata([send(source, state) for source in sources])
+    with caplog.at_level(logging.INFO, "tensorferry"):
+        open_transport().recv_checkpoint(0, metadata, 3, TIMEOUT)
+    (line,) = logged(caplog, "received step 3")
+    assert ", without TLS, without a secret" in line.getMessage()
+
+
 def test_a_receive_of_one_answer_reports_the_route_of_its_one_connection(open_transport, caplog):
     source, receiver = open_transport(advertise="127.0.0.1"), open_transport(advertise="127.0.0.1")
     with caplog.at_level(logging.INFO, "tensorferry"):

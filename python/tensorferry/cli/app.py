@@ -18,6 +18,7 @@ from typing import Any
 
 from cyclopts import App, CycloptsError, Parameter, UnusedCliTokensError
 
+from .._settings import TRACEBACK, setting
 from ..errors import SystemRefused, TensorferryError, message_of
 from . import exits
 from .output import console, reflow
@@ -30,9 +31,6 @@ _SYNONYMS = {"version": "--version", "-v": "--version", "-V": "--version"}
 _HELP = """Moves, shows, compares, verifies and converts checkpoints of tensorferry, safetensors and torch.
 
 METADATA is the string that metadata() of a running transport returns, or that `tensorferry serve` prints."""
-
-#: Set to 1, an error shows where it was raised.
-_TRACEBACK = "TENSORFERRY_TRACEBACK"
 
 
 def installed_version() -> str:
@@ -149,9 +147,9 @@ class _Warnings(logging.Handler):
 
 
 def _fail_with(error: Exception, as_json: bool) -> int:
-    if os.environ.get(_TRACEBACK) == "1":
+    if setting(TRACEBACK) == "1":
         traceback.print_exc()
-    mistake = f"{error} (please report this; {_TRACEBACK}=1 shows where)"
+    mistake = f"{error} (please report this; {TRACEBACK}=1 shows where)"
     what = message_of(error) if isinstance(error, TensorferryError) else mistake
     return _fail(type(error).__name__, what, exits.status_of(error), as_json)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import ipaddress
 import logging
-import os
 import re
 import socket
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import TypeAlias
 
 from .. import _validate
 from .._native import _interfaces, _resolve
+from .._settings import ADVERTISE, INTERFACE, setting
 from ..errors import ConnectError, FetchTimeout, InvalidArgument, SystemRefused
 
 logger = logging.getLogger("tensorferry")
@@ -37,7 +37,7 @@ def listening_address(interface: str | None) -> str | None:
     Raises:
         InvalidArgument: this host has no such address
     """
-    chosen = _validate.string("interface", interface or os.environ.get("TENSORFERRY_INTERFACE") or "")
+    chosen = _validate.string("interface", interface or setting(INTERFACE) or "")
     return None if not chosen else _own_address(chosen)
 
 
@@ -58,7 +58,7 @@ def advertised_host(advertise: str | None, listening: str | None) -> str:
         it resolves within a second to an address that other hosts can use; the address of the interface with the
         default route.
     """
-    chosen = _validate.string("advertise", advertise or os.environ.get("TENSORFERRY_ADVERTISE") or "")
+    chosen = _validate.string("advertise", advertise or setting(ADVERTISE) or "")
     if chosen:
         if _NETWORK.fullmatch(chosen) or any(name == chosen for name, _ in interfaces()):
             return _own_address(chosen)

@@ -35,7 +35,7 @@ def join_metadata(metadata: Iterable[str]) -> str:
         if not _METADATA.fullmatch(url) or is_stock(url):
             raise InvalidArgument(f"{_validate.brief(url)} is not the metadata of a tensorferry transport")
     if not urls:
-        raise InvalidArgument("metadata to join is empty")
+        raise InvalidArgument("metadata is empty: pass what metadata() of a source has returned")
     return " ".join(dict.fromkeys(urls))
 
 
@@ -51,13 +51,18 @@ def is_stock(metadata: str) -> bool:
         return False
 
 
+def is_encrypted(source: str) -> bool:
+    """Whether the connections to ``source``, one of the URLs in a metadata string, use TLS."""
+    return source.startswith("https://")
+
+
 def encrypted(sources: list[str]) -> list[str]:
     """Returns the sources that encrypt, and logs a warning for each of the others.
 
     Raises:
         UnprovenSource: there are sources, and none of them encrypts
     """
-    plain = [source for source in sources if not source.startswith("https://")]
+    plain = [source for source in sources if not is_encrypted(source)]
     if plain and len(plain) == len(sources):
         raise UnprovenSource(
             f"{_host(plain[0])} does not encrypt, and a transport with tls=True fetches only from sources that do: "

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import functools
 import inspect
-import os
 import re
 from collections.abc import Callable
 from typing import Any, TypedDict, TypeVar, Unpack, cast
 
-from .. import _validate
+from .. import _settings, _validate
 from ..errors import InvalidArgument
 from .addresses import listening_address
 from .secret import shared_secret
@@ -69,8 +68,8 @@ class ServerOptions:
         self.max_bandwidth = None if limit is None else _validate.integer("max_bandwidth (bytes per second)", limit, 1)
         self.listening = listening_address(given.get("interface"))
         self.advertise = given.get("advertise")
-        self.ports = port_range("port", given.get("port"), "TENSORFERRY_PORT") or (0, 0)
-        self.metrics_ports = port_range("metrics_port", given.get("metrics_port"), "TENSORFERRY_METRICS_PORT")
+        self.ports = port_range("port", given.get("port"), _settings.PORT) or (0, 0)
+        self.metrics_ports = port_range("metrics_port", given.get("metrics_port"), _settings.METRICS_PORT)
 
 
 def takes_server_arguments(init: Init) -> Init:
@@ -112,7 +111,7 @@ def port_range(name: str, given: int | str | None, variable: str) -> tuple[int, 
         InvalidArgument: ``given`` is neither, or a range that ends before it begins
     """
     if given is None:
-        name, given = variable, os.environ.get(variable) or None
+        name, given = variable, _settings.setting(variable) or None
     if given is None:
         return None
     if isinstance(given, bool) or not isinstance(given, (int, str)):
@@ -142,7 +141,7 @@ def wants_same_host(asked: bool | None) -> bool:
     """
     if asked is not None:
         return _validate.boolean("same_host", asked)
-    value = os.environ.get("TENSORFERRY_SAME_HOST", "")
+    value = _settings.setting(_settings.SAME_HOST) or ""
     if value not in ("", "0", "1"):
-        raise InvalidArgument(f"TENSORFERRY_SAME_HOST must be 0 or 1, not {_validate.brief(value)}")
+        raise InvalidArgument(f"{_settings.SAME_HOST} must be 0 or 1, not {_validate.brief(value)}")
     return value != "0"

@@ -105,8 +105,14 @@ def in_place(fit: InPlace | None) -> str:
     return "" if fit is None else f", {fit.matched} of {fit.offered} tensors in place"
 
 
-def log_receive(report: ReceiveReport) -> None:
-    """Logs a receive: trouble with sources, its routes and its speed, and a warning if it was too slow."""
+def log_receive(report: ReceiveReport, *, tls: bool, secret: bool) -> None:
+    """Logs a receive: trouble with sources, its routes, protection and speed, and a warning if it was too slow.
+
+    Args:
+        report: the receive
+        tls: whether the connections to all sources were encrypted
+        secret: whether the sources and this process have proven to each other that they know a shared secret
+    """
     for source, trouble in report.troubles.items():
         logger.warning("step %d: ranges of %s were fetched over other connections: %s", report.step, source, trouble)
     rate = report.bytes_per_second
@@ -114,7 +120,8 @@ def log_receive(report: ReceiveReport) -> None:
     if report.same_host:
         routes.append("shared memory")
     log_heal(
-        "received step %d: %d bytes in %.3f s (%.2f GB/s; open %.3f s, fetch %.3f s), %d lanes over %s, %d retries%s",
+        "received step %d: %d bytes in %.3f s (%.2f GB/s; open %.3f s, fetch %.3f s), %d lanes over %s, %d retries, "
+        "%s TLS, %s a secret%s",
         report.step,
         report.bytes,
         report.seconds,
@@ -124,6 +131,8 @@ def log_receive(report: ReceiveReport) -> None:
         report.lanes,
         ", ".join(routes) or "a connection that was closed",
         report.retries,
+        "with" if tls else "without",
+        "with" if secret else "without",
         in_place(report.in_place),
     )
     # A short receive says nothing about a link.

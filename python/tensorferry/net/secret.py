@@ -6,10 +6,8 @@ import os
 from pathlib import Path
 
 from .._native import Secret
+from .._settings import SECRET, SECRET_FILE, setting
 from ..errors import InvalidArgument
-
-_VARIABLE = "TENSORFERRY_SECRET"
-_FILE_VARIABLE = "TENSORFERRY_SECRET_FILE"
 
 
 def shared_secret(secret: str | bytes | None) -> Secret | None:
@@ -41,9 +39,9 @@ def shared_secret(secret: str | bytes | None) -> Secret | None:
 
 
 def _from_environment() -> bytes | None:
-    value, path = os.environ.get(_VARIABLE), os.environ.get(_FILE_VARIABLE)
+    value, path = setting(SECRET), setting(SECRET_FILE)
     if value is not None and path is not None:
-        raise InvalidArgument(f"{_VARIABLE} and {_FILE_VARIABLE} are both set: set only one of them")
+        raise InvalidArgument(f"{SECRET} and {SECRET_FILE} are both set: set only one of them")
     if value is not None:
         return os.fsencode(value)
     if path is None:
@@ -51,4 +49,4 @@ def _from_environment() -> bytes | None:
     try:
         return Path(path).read_bytes().removesuffix(b"\n").removesuffix(b"\r")
     except OSError as e:
-        raise InvalidArgument(f"{_FILE_VARIABLE} names a file that cannot be read: {e}") from e
+        raise InvalidArgument(f"{SECRET_FILE} names a file that cannot be read: {e}") from e

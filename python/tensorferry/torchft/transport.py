@@ -19,7 +19,7 @@ from ..memory.bounce import BounceBuffers
 from ..memory.host_pool import HostMemory
 from ..memory.staging import HostStager
 from ..net.heals import log_heal
-from ..net.metadata import encrypted, is_stock
+from ..net.metadata import encrypted, is_encrypted, is_stock
 from ..net.options import ServerArguments, ServerOptions, takes_server_arguments
 from ..net.report import InPlace, ReceiveReport, in_place, log_receive
 from ..net.serve import metrics_url, serve, withdraw
@@ -281,7 +281,8 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
             receive.end(seconds, native)
             self._last_report = report = ReceiveReport.of(step, native, fit, seconds)
             span.set(bytes=report.bytes, lanes=report.lanes, retries=report.retries)
-            log_receive(report)
+            encrypts = all(is_encrypted(source) for source in sources)
+            log_receive(report, tls=encrypts, secret=self._options.secret is not None)
             self._warn_of_misses(fit)
             return cast(T, state)
 

@@ -15,6 +15,7 @@ import stat
 from pathlib import Path
 
 from ... import _validate
+from ..._settings import KEEPER_DIR, setting
 from ...errors import InvalidArgument, SystemRefused
 
 #: The keeper that is meant where no name is given.
@@ -22,7 +23,6 @@ DEFAULT_NAME = "default"
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
 #: The longest path of a socket that the system takes.
 _LONGEST = 107
-_VARIABLE = "TENSORFERRY_KEEPER_DIR"
 
 
 def keeper_name(name: str) -> str:
@@ -45,7 +45,7 @@ def folders() -> list[Path]:
     It is the one that ``TENSORFERRY_KEEPER_DIR`` names, alone, if that is set. Otherwise the user's own
     ``$XDG_RUNTIME_DIR/tensorferry``, which a service or a container may not have, and ``/tmp/tensorferry-<uid>``.
     """
-    if chosen := os.environ.get(_VARIABLE):
+    if chosen := setting(KEEPER_DIR):
         return [Path(chosen).absolute()]
     session = os.environ.get("XDG_RUNTIME_DIR")
     at_session = [Path(session, "tensorferry")] if session and Path(session).is_dir() else []
@@ -92,12 +92,12 @@ class SocketPlace:
         if len(os.fsencode(self.socket)) > _LONGEST:
             raise InvalidArgument(
                 f"{self.socket} is too long for a socket, which may have {_LONGEST} bytes: choose another folder with "
-                f"{_VARIABLE}"
+                f"{KEEPER_DIR}"
             )
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as e:
-            raise SystemRefused(f"no folder for the keeper's socket: {e}. Choose one with {_VARIABLE}") from e
+            raise SystemRefused(f"no folder for the keeper's socket: {e}. Choose one with {KEEPER_DIR}") from e
         _check_private(folder)
         self._file = _locked(self._lock, name)
         os.ftruncate(self._file, 0)
@@ -154,5 +154,5 @@ def _check_private(folder: Path) -> None:
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
         raise SystemRefused(
             f"{folder} must be a folder of this user that nobody else can enter (mode 0700): sockets of keepers lie in "
-            f"it. Remove it, or choose another one with {_VARIABLE}"
+            f"it. Remove it, or choose another one with {KEEPER_DIR}"
         )

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..._native import _available_memory, _memory_limit
+from ..._settings import ADVERTISE, METRICS_PORT, PORT, setting
 from ...errors import ConnectError, FetchTimeout, InvalidArgument, TensorferryError, message_of
 from ...net import addresses
 from ...net.options import port_range
@@ -127,7 +128,7 @@ def _address() -> Iterator[Finding]:
     listening = addresses.listening_address(None)
     where = f"only on {listening}, as TENSORFERRY_INTERFACE asks" if listening else "on all addresses"
     yield Finding("listens", _GOOD, where)
-    name, given = socket.gethostname(), os.environ.get("TENSORFERRY_ADVERTISE")
+    name, given = socket.gethostname(), setting(ADVERTISE)
     started = time.perf_counter()
     try:
         found = addresses.resolved(name)
@@ -175,7 +176,7 @@ def _ports() -> Iterator[Finding]:
         low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
     except (OSError, ValueError):
         low, high = 1, 0
-    for variable in ("TENSORFERRY_PORT", "TENSORFERRY_METRICS_PORT"):
+    for variable in (PORT, METRICS_PORT):
         try:
             ports = port_range("port", None, variable)
         except InvalidArgument as e:

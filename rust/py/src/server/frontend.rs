@@ -37,8 +37,11 @@ impl Frontend for PythonFrontend {
         match name.split_once('/') {
             Some((_, "")) => "there is no folder here".to_owned(),
             Some((_, file)) => format!("there is no file {file} here"),
-            // As Python says it to torchft's own server.
-            None => format!("list index out of range: there is no chunk {name}"),
+            // It begins as Python says it to torchft's own server.
+            None => format!(
+                "list index out of range: there is no chunk {name}. The transport that serves this step has another \
+                 num_chunks than the one that asks: give both the same"
+            ),
         }
     }
 

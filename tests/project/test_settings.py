@@ -1,0 +1,141 @@
+"""The environment variables: one list, which the docs repeat, and a warning about misspelt ones."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tensorferry import _settings
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "python/tensorferry"
+
+#: Reads settings three times: two transports, and the folder of a keeper.
+READS = """
+import logging
+from datetime import timedelta
+from tensorferry import HTTPTransport
+from tensorferry.checkpointing.keeper.place import folders
+
+for _ in range(2):
+    HTTPTransport(timedelta(seconds=5)).shutdown()
+folders()
+print("trains on")
+"""
+
+
+@pytest.fixture
+def unread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a process that has read no setting yet, and whose environment has none."""
+    for name in list(os.environ):
+        if "TENSORFERRY" in name.upper():
+            monkeypatch.delenv(name)
+    monkeypatch.setattr(_settings, "_first", iter((True,)))
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    with caplog.at_level(logging.WARNING, "tensorferry"):
+        for _ in range(2):
+            _settings.setting(_settings.SECRET)
+    return [record.getMessage() for record in caplog.records if record.name == "tensorferry"]
+
+
+def test_the_table_in_the_docs_is_the_list() -> None:
+    page = (ROOT / "docs/reference/api.md").read_text()
+    section = page.partition("## Environment variables")[2].partition(":::")[0]
+    named = [
+        name
+        for line in section.splitlines()
+        if line.startswith("| `")
+        for name in re.findall(r"`(\w+)`", line.split("|")[1])
+    ]
+    assert named == list(_settings.SETTINGS)
+
+
+def test_no_other_module_reads_a_setting() -> None:
+    # Whoever reads one needs its name: as text, or in a variable that has the text. Messages have it in the middle.
+    literal = re.compile(r"""["']TENSORFERRY_[A-Z_]+["']""")
+    found = [
+        f"{path.relative_to(PACKAGE)}: {line.strip()}"
+        for path in PACKAGE.rglob("*.py")
+        for line in path.read_text().splitlines()
+        if literal.search(line) and path.name != "_settings.py"
+    ]
+    # It sets one, for the process that it is.
+    assert found == [
+        'testing/matrix/workers.py: os.environ["TENSORFERRY_SAME_HOST"] = "0"  # shared memory would bypass the proxy'
+    ]
+
+
+@pytest.mark.usefixtures("unread")
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("TENSORFERRY_SECRTE", "TENSORFERRY_SECRET"),
+        ("TENSORFERRY_SECRETFILE", "TENSORFERRY_SECRET_FILE"),
+        ("TENSORFERRY_SAMEHOST", "TENSORFERRY_SAME_HOST"),
+        ("TENSORFERRY_ADVERTIZE", "TENSORFERRY_ADVERTISE"),
+        ("TENSORFERRY_PORTS", "TENSORFERRY_PORT"),
+        ("TENSORFERRY_METRIC_PORT", "TENSORFERRY_METRICS_PORT"),
+        ("tensorferry_port", "TENSORFERRY_PORT"),
+    ],
+)
+def test_a_misspelt_setting_is_named_once_with_what_was_meant(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str, meant: str
+) -> None:
+    monkeypatch.setenv(name, "the value, which may be a secret")
+    assert warnings_of(caplog) == [
+        f"the environment variable {name!r} is ignored: tensorferry has no such setting; did you mean {meant}?"
+    ]
+
+
+@pytest.mark.usefixtures("unread")
+def test_a_setting_that_there_is_not_is_told_all_settings(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("TENSORFERRY_TLS", "1")
+    (warning,) = warnings_of(caplog)
+    assert warning.endswith("no such setting; its settings are " + ", ".join(_settings.SETTINGS))
+
+
+@pytest.mark.usefixtures("unread")
+@pytest.mark.parametrize(
+    "name",
+    [
+        *_settings.SETTINGS,
+        "OTHER_PORT",
+        "TENSORFERRY_SERVICE_HOST",
+        "TENSORFERRY_SERVICE_PORT_METRICS",
+        "TENSORFERRY_PORT_9400_TCP",
+        "TENSORFERRY_PORT_9400_TCP_ADDR",
+    ],
+)
+def test_what_is_right_or_not_ours_is_not_warned_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    monkeypatch.setenv(name, "x")
+    assert warnings_of(caplog) == []
+
+
+def test_a_trainer_with_misspelt_settings_trains_on_and_shows_one_warning_for_each(tmp_path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if "TENSORFERRY" not in name.upper()}
+    environment |= {"TENSORFERRY_SECRTE": "0123456789abcdef", "TENSORFERRY_KEEPERDIR": str(tmp_path)}
+    # A name need not be text.
+    raw = {os.fsencode(name): os.fsencode(value) for name, value in environment.items()} | {b"TENSORFERRY_\xff": b"1"}
+    done = subprocess.run(
+        [sys.executable, "-c", READS], env=raw, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=True
+    )
+    assert done.stdout == "trains on\n"
+    lines = [line for line in done.stderr.splitlines() if "no such setting" in line]
+    assert [line.split("'")[1] for line in lines] == [
+        "TENSORFERRY_KEEPERDIR",
+        "TENSORFERRY_SECRTE",
+        "TENSORFERRY_\\udcff",
+    ]
+    assert "0123456789abcdef" not in done.stderr
