@@ -140,9 +140,26 @@ def wants_same_host(asked: bool | None) -> bool:
     Raises:
         InvalidArgument: ``asked`` is not a ``bool``, or the variable neither ``0`` nor ``1``
     """
+    return _switch("same_host", asked, "TENSORFERRY_SAME_HOST")
+
+
+def wants_relay(asked: bool | None) -> bool:
+    """Whether a transport takes part in bringing receivers what other receivers have.
+
+    Args:
+        asked: the user's choice; ``None`` reads ``TENSORFERRY_RELAY`` (``0`` means no, ``1`` or unset means yes)
+
+    Raises:
+        InvalidArgument: ``asked`` is not a ``bool``, or the variable neither ``0`` nor ``1``
+    """
+    return _switch("relay", asked, "TENSORFERRY_RELAY")
+
+
+def _switch(name: str, asked: bool | None, variable: str) -> bool:
+    """Returns what the argument ``name`` says or, if it is ``None``, whether the environment does not say no."""
     if asked is not None:
-        return _validate.boolean("same_host", asked)
-    value = os.environ.get("TENSORFERRY_SAME_HOST", "")
+        return _validate.boolean(name, asked)
+    value = os.environ.get(variable, "")
     if value not in ("", "0", "1"):
-        raise InvalidArgument(f"TENSORFERRY_SAME_HOST must be 0 or 1, not {_validate.brief(value)}")
+        raise InvalidArgument(f"{variable} must be 0 or 1, not {_validate.brief(value)}")
     return value != "0"

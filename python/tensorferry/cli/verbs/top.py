@@ -74,7 +74,8 @@ def _does(peer: Peer) -> str:
     phases = [phase for phase in ("open", "fetch", "build") if peer.value("receiving_phase", phase) > 0]
     doing = [f"heals ({', '.join(phases)})"] if phases else []
     if peer.value("receivers"):
-        doing.append("sends")
+        members = peer.value("swarm_members")
+        doing.append(f"sends (swarm of {members:.0f})" if members > 1 else "sends")
     if peer.value("waiting_requests"):
         doing.append(f"{peer.value('waiting_requests'):.0f} wait")
     return ", ".join(doing) or "-"

@@ -90,6 +90,7 @@ impl Remote {
                 report.bytes += 8 * fetch.held.iter().map(|(a, b)| b - a).sum::<u64>();
             }
             let runs = self.differing_blocks(fetch, &mut all)?;
+            report.refused += fetch.received.take_refused();
             report.retries += runs.len() as u64;
             report.troubles.append(&mut fetch.received.take_troubles());
             differing.push(runs);
@@ -132,7 +133,10 @@ impl Remote {
                         source.give_up_same_host();
                         source.url.authority().to_owned()
                     }
-                    None => received.relay(origin).unwrap_or_default(),
+                    None => {
+                        received.note_refused();
+                        received.relay(origin).unwrap_or_default()
+                    }
                 };
                 let message = format!(
                     "block {block} of its bytes did not match the checksum: damaged on the way, of another snapshot, \
