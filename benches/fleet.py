@@ -1,8 +1,8 @@
-"""How long several receivers of one source take on links of equal speed: torchft's transport, ours, and ours with relays.
+"""How long several receivers of one source take on equal links: torchft's transport, ours, and ours with relays.
 
-Each host is a network namespace of this machine with a link of its own to one switch; `tc` limits both directions. Times
-are in copies: what one receiver alone takes for the state. `sent` is what the counter of the source's link says, also in
-copies. The three transports take turns within a scenario. It needs root, `ip` and `tc`.
+Each host is a network namespace of this machine with a link of its own to one switch; `tc` limits both directions.
+Times are in copies: what one receiver alone takes for the state. `sent` is what the counter of the source's link says,
+also in copies. The three transports take turns within a scenario. It needs root, `ip` and `tc`.
 """
 
 from __future__ import annotations
@@ -73,7 +73,21 @@ class Host:
         self.process: subprocess.Popen[str] | None = None
         port, shape = f"p{number}", ("tbf", "rate", f"{network.mbit}mbit", "burst", "64kb", "latency", "100ms")
         network.add(self.name)
-        run("ip", "-n", self.name, "link", "add", "uplink", "type", "veth", "peer", "name", port, "netns", network.switch)
+        run(
+            "ip",
+            "-n",
+            self.name,
+            "link",
+            "add",
+            "uplink",
+            "type",
+            "veth",
+            "peer",
+            "name",
+            port,
+            "netns",
+            network.switch,
+        )
         run("ip", "-n", self.name, "address", "add", f"{self.address}/24", "dev", "uplink")
         run("ip", "-n", self.name, "link", "set", "uplink", "up")
         run("ip", "-n", network.switch, "link", "set", port, "master", "switch", "up")
@@ -190,7 +204,9 @@ class Bench:
             result = Result(scenario, kind, count, good, max(in_copies), mean, sent / self.copy_bytes)
             self.results.append(result)
             row = f"{result.finished} of {count - killed}"
-            print(f"{scenario:34} {KINDS[kind]:26} {row:>8} {result.last:8.2f} {mean:8.2f} {result.sent:8.2f}", flush=True)
+            print(
+                f"{scenario:34} {KINDS[kind]:26} {row:>8} {result.last:8.2f} {mean:8.2f} {result.sent:8.2f}", flush=True
+            )
         for host in dying:
             host.start(self.mib)
         for host in dying:
@@ -202,7 +218,9 @@ class Bench:
         # The first connection of a process loads code.
         for kind in KINDS:
             self.round("warm-up", kind, 1)
-        self.copy_s, self.copy_bytes = map(min, zip(*(self.round("one copy", "ours", 1) for _ in range(2)), strict=True))
+        self.copy_s, self.copy_bytes = map(
+            min, zip(*(self.round("one copy", "ours", 1) for _ in range(2)), strict=True)
+        )
         print(f"one copy takes {self.copy_s:.2f} s, and {self.copy_bytes / 1e6:.1f} MB on the link")
         print(f"{'scenario':34} {'transport':26} {'right':>8} {'last':>8} {'mean':>8} {'sent':>8}")
         for _ in range(rounds):

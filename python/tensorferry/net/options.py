@@ -140,26 +140,28 @@ def wants_same_host(asked: bool | None) -> bool:
     Raises:
         InvalidArgument: ``asked`` is not a ``bool``, or the variable neither ``0`` nor ``1``
     """
-    return _switch("same_host", asked, "TENSORFERRY_SAME_HOST")
+    return _switch("same_host", asked, "TENSORFERRY_SAME_HOST", True)
 
 
-def wants_relay(asked: bool | None) -> bool:
-    """Whether a transport takes part in bringing receivers what other receivers have.
+def wants_relay(asked: bool | None, tls: bool) -> bool:
+    """Whether a transport takes part where receivers bring each other what they have.
 
     Args:
-        asked: the user's choice; ``None`` reads ``TENSORFERRY_RELAY`` (``0`` means no, ``1`` or unset means yes)
+        asked: the user's choice; ``None`` reads ``TENSORFERRY_RELAY`` (``0`` means no, ``1`` yes)
+        tls: whether the transport encrypts. Then it takes part only if it was asked to: what receivers send is believed
+            without the proof that a certificate gives
 
     Raises:
         InvalidArgument: ``asked`` is not a ``bool``, or the variable neither ``0`` nor ``1``
     """
-    return _switch("relay", asked, "TENSORFERRY_RELAY")
+    return _switch("relay", asked, "TENSORFERRY_RELAY", not tls)
 
 
-def _switch(name: str, asked: bool | None, variable: str) -> bool:
-    """Returns what the argument ``name`` says or, if it is ``None``, whether the environment does not say no."""
+def _switch(name: str, asked: bool | None, variable: str, default: bool) -> bool:
+    """Returns what the argument ``name`` says or, if it is ``None``, the variable or, without one, the default."""
     if asked is not None:
         return _validate.boolean(name, asked)
     value = os.environ.get(variable, "")
     if value not in ("", "0", "1"):
         raise InvalidArgument(f"{variable} must be 0 or 1, not {_validate.brief(value)}")
-    return value != "0"
+    return value == "1" if value else default

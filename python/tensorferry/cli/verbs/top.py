@@ -74,8 +74,9 @@ def _does(peer: Peer) -> str:
     phases = [phase for phase in ("open", "fetch", "build") if peer.value("receiving_phase", phase) > 0]
     doing = [f"heals ({', '.join(phases)})"] if phases else []
     if peer.value("receivers"):
-        members = peer.value("swarm_members")
-        doing.append(f"sends (swarm of {members:.0f})" if members > 1 else "sends")
+        doing.append("sends")
+    if peer.value("swarm_members"):
+        doing.append(f"swarm of {peer.value('swarm_members'):.0f}")
     if peer.value("waiting_requests"):
         doing.append(f"{peer.value('waiting_requests'):.0f} wait")
     return ", ".join(doing) or "-"
