@@ -127,7 +127,7 @@ def log_receive(report: ReceiveReport) -> None:
         own = max(report.bytes - report.relayed_bytes, 0)
         relayed = f", {own} bytes from the source and {report.relayed_bytes} from {report.relays} other receivers"
     log_heal(
-        "received step %d: %d bytes in %.3f s (%.2f GB/s; open %.3f s, fetch %.3f s), %d lanes over %s, %d retries%s%s",
+        "received step %d: %d bytes in %.3f s (%.2f GB/s; open %.3f s, fetch %.3f s), %d lanes over %s, %d retries%s",
         report.step,
         report.bytes,
         report.seconds,
@@ -137,8 +137,7 @@ def log_receive(report: ReceiveReport) -> None:
         report.lanes,
         ", ".join(routes) or "a connection that was closed",
         report.retries,
-        relayed,
-        in_place(report.in_place),
+        relayed + in_place(report.in_place),
     )
     # A short receive says nothing about a link.
     if report.same_host or report.fetch_seconds < _LONG_S:
