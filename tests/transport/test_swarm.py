@@ -28,7 +28,7 @@ BLOCK = 1 << 20
 BLOCKS = 48
 SLOW = 16 * BLOCK
 TIMEOUT = timedelta(seconds=100)
-OPTIONS: dict[str, Any] = {"interface": "127.0.0.1", "same_host": False}
+OPTIONS: dict[str, Any] = {"interface": "127.0.0.1", "same_host": False, "relay": True}
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.beyond_torchft]
 
@@ -41,7 +41,7 @@ def progress(done, total):
     if done >= total // 3 and not half:
         half.append(done)
         print(json.dumps({"third": True}), flush=True)
-transport = HTTPTransport(LONG, 2, interface="127.0.0.1", same_host=False, progress=progress)
+transport = HTTPTransport(LONG, 2, interface="127.0.0.1", same_host=False, relay=True, progress=progress)
 print(json.dumps({"ready": True}), flush=True)
 sys.stdin.readline()
 try:
@@ -248,12 +248,14 @@ def test_the_source_shows_its_members(open_transport: Any, capsys: pytest.Captur
     assert figure(figures(source), "swarm_members") == 0
 
 
-@pytest.mark.parametrize("who", ["source", "receiver", "both by the environment"])
-def test_either_side_can_opt_out(who: str, open_transport: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("who", ["source", "receiver", "both", "both by the environment"])
+def test_both_sides_have_to_agree(who: str, open_transport: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     if who == "both by the environment":
         monkeypatch.setenv("TENSORFERRY_RELAY", "0")
-    source = open_transport(**OPTIONS, **({"relay": False} if who == "source" else {}))
-    healing = open_transport(**OPTIONS, **({"relay": False} if who == "receiver" else {}))
+    # Without a word it is off.
+    off = OPTIONS | {"relay": False if who in ("source", "receiver") else None}
+    source = open_transport(**(OPTIONS if who == "receiver" else off))
+    healing = open_transport(**(OPTIONS if who == "source" else off))
     values = state()
     source.send_checkpoint([1], 7, values, TIMEOUT)
     assert torch.equal(healing.recv_checkpoint(0, source.metadata(), 7, TIMEOUT)["w"], values["w"])
@@ -266,19 +268,18 @@ def test_either_side_can_opt_out(who: str, open_transport: Any, monkeypatch: pyt
 @pytest.mark.parametrize(
     ("options", "given"),
     [
-        ({"secret": "at least sixteen bytes"}, "relay"),
-        ({"tls": True}, "nothing"),
-        ({"same_host": True}, "nothing"),
-        ({}, "nothing, and little to fetch"),
+        ({"secret": "at least sixteen bytes"}, "much"),
+        ({"same_host": True}, "much"),
+        ({}, "little"),
     ],
-    ids=["a secret", "encrypted", "shared memory", "a small state"],
+    ids=["a secret", "shared memory", "a small state"],
 )
 def test_what_takes_no_part_says_nothing(
     options: dict[str, Any], given: str, open_transport: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    chosen = OPTIONS | options | ({"relay": True} if given == "relay" else {})
+    chosen = OPTIONS | options
     source, healing = open_transport(**chosen), open_transport(**chosen)
-    values = {"w": torch.arange(1000.0)} if "little" in given else state()
+    values = {"w": torch.arange(1000.0)} if given == "little" else state()
     source.send_checkpoint([1], 7, values, TIMEOUT)
     with caplog.at_level("WARNING"):
         assert torch.equal(healing.recv_checkpoint(0, source.metadata(), 7, TIMEOUT)["w"], values["w"])
@@ -287,8 +288,8 @@ def test_what_takes_no_part_says_nothing(
     assert healing.last_report.relays == 0
 
 
-def test_encrypted_members_take_part_if_asked_to(open_transport: Any) -> None:
-    source, healing = (open_transport(**OPTIONS, tls=True, relay=True) for _ in range(2))
+def test_encrypted_members_take_part(open_transport: Any) -> None:
+    source, healing = (open_transport(**OPTIONS, tls=True) for _ in range(2))
     source.send_checkpoint([1], 7, state(), TIMEOUT)
     healing.recv_checkpoint(0, source.metadata(), 7, TIMEOUT)
     assert figure(figures(source), "swarm_members") == 1

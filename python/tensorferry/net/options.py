@@ -143,18 +143,16 @@ def wants_same_host(asked: bool | None) -> bool:
     return _switch("same_host", asked, "TENSORFERRY_SAME_HOST", True)
 
 
-def wants_relay(asked: bool | None, tls: bool) -> bool:
+def wants_relay(asked: bool | None) -> bool:
     """Whether a transport takes part where receivers bring each other what they have.
 
     Args:
-        asked: the user's choice; ``None`` reads ``TENSORFERRY_RELAY`` (``0`` means no, ``1`` yes)
-        tls: whether the transport encrypts. Then it takes part only if it was asked to: what receivers send is believed
-            without the proof that a certificate gives
+        asked: the user's choice; ``None`` reads ``TENSORFERRY_RELAY`` (``1`` means yes, ``0`` or unset means no)
 
     Raises:
         InvalidArgument: ``asked`` is not a ``bool``, or the variable neither ``0`` nor ``1``
     """
-    return _switch("relay", asked, "TENSORFERRY_RELAY", not tls)
+    return _switch("relay", asked, "TENSORFERRY_RELAY", False)
 
 
 def _switch(name: str, asked: bool | None, variable: str, default: bool) -> bool:

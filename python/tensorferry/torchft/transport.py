@@ -106,7 +106,7 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
             receivers of one another, and where it receives, its own server serves on what has come, until
             ``recv_checkpoint`` returns. Both sides must agree. Not with a shared secret, for states of less than 8 MiB,
             for receives to an accelerator, from several sources or through shared memory. ``None`` takes
-            ``TENSORFERRY_RELAY`` (``0`` or ``1``), by default yes, and with ``tls`` no; docs/guides/swarm.md says more.
+            ``TENSORFERRY_RELAY`` (``0`` or ``1``), by default no; docs/guides/swarm.md says when it helps.
         progress: called with the number of bytes received and the number of all bytes, a few times a second during a
             receive and once at its end; an exception from it ends the receive
 
@@ -150,7 +150,7 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
         self._last_report: ReceiveReport | None = None
         self._pool = ArenaPool(reuse_bytes, HostMemory(ACCELERATOR).make_pinned) if reuse_bytes else None
         self._progress = _validate.function("progress", progress)
-        self._relay = wants_relay(relay, self._options.tls)
+        self._relay = wants_relay(relay)
         self._server, self._address = serve(timeout, self._options, self._relay)
         self._checkpoint_lock = _Gate(self)
 
