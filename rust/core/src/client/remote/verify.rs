@@ -127,16 +127,13 @@ impl Remote {
                     continue;
                 }
                 let origin = received.source_of(block);
-                let from = match self.sources.get(origin) {
-                    Some(source) => {
-                        // Whatever the cause: the network is the route that has to work.
-                        source.give_up_same_host();
-                        source.url.authority().to_owned()
-                    }
-                    None => {
-                        received.note_refused();
-                        received.relay(origin).unwrap_or_default()
-                    }
+                let from = if let Some(source) = self.sources.get(origin) {
+                    // Whatever the cause: the network is the route that has to work.
+                    source.give_up_same_host();
+                    source.url.authority().to_owned()
+                } else {
+                    received.note_refused();
+                    received.relay(origin).unwrap_or_default()
                 };
                 let message = format!(
                     "block {block} of its bytes did not match the checksum: damaged on the way, of another snapshot, \
