@@ -186,6 +186,11 @@ BENCH_ARGS ?=
 bench: build ## side by side against torchft's transports: one table, JSON and plot; BENCH_ARGS=--full for all there is
 	$(BIN)/python benches/side_by_side.py --json build/bench/results.json --plot docs/bench.png $(BENCH_ARGS)
 
+.PHONY: bench-fleet
+BENCH_FLEET_ARGS ?=
+bench-fleet: build ## one source and up to 8 receivers on shaped links, beside torchft's transport: table and JSON; needs root
+	$(BIN)/python benches/fleet.py --json build/bench/fleet.json $(BENCH_FLEET_ARGS)
+
 .PHONY: bench-dcp
 BENCH_DCP_ARGS ?=
 bench-dcp: build ## checkpoints beside torch's, Hugging Face's and torch.save, interleaved: table and JSON

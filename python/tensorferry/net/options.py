@@ -139,9 +139,26 @@ def wants_same_host(asked: bool | None) -> bool:
     Raises:
         InvalidArgument: ``asked`` is not a ``bool``, or the variable neither ``0`` nor ``1``
     """
+    return _switch("same_host", asked, _settings.SAME_HOST, True)
+
+
+def wants_relay(asked: bool | None) -> bool:
+    """Whether a transport takes part where receivers bring each other what they have.
+
+    Args:
+        asked: the user's choice; ``None`` reads ``TENSORFERRY_RELAY`` (``1`` means yes, ``0`` or unset means no)
+
+    Raises:
+        InvalidArgument: ``asked`` is not a ``bool``, or the variable neither ``0`` nor ``1``
+    """
+    return _switch("relay", asked, _settings.RELAY, False)
+
+
+def _switch(name: str, asked: bool | None, variable: str, default: bool) -> bool:
+    """Returns what the argument ``name`` says or, if it is ``None``, the variable or, without one, the default."""
     if asked is not None:
-        return _validate.boolean("same_host", asked)
-    value = _settings.setting(_settings.SAME_HOST) or ""
+        return _validate.boolean(name, asked)
+    value = _settings.setting(variable) or ""
     if value not in ("", "0", "1"):
-        raise InvalidArgument(f"{_settings.SAME_HOST} must be 0 or 1, not {_validate.brief(value)}")
-    return value != "0"
+        raise InvalidArgument(f"{variable} must be 0 or 1, not {_validate.brief(value)}")
+    return value == "1" if value else default

@@ -52,6 +52,9 @@ class ReceiveReport:
         routes: the routes that bytes took over the network: the address here, and the source's
         troubles: for each source that a range had to be taken from, by its host and port, the last reason
         in_place: how the live state matched; ``None`` without one
+        relayed_bytes: the part of ``bytes`` that other receivers have sent
+        relays: how many other receivers have sent them
+        refused_blocks: blocks of 1 MiB from other receivers that were not the source's, and were fetched again
     """
 
     step: int
@@ -67,6 +70,9 @@ class ReceiveReport:
     routes: tuple[tuple[str, str], ...]
     troubles: dict[str, str]
     in_place: InPlace | None
+    relayed_bytes: int = 0
+    relays: int = 0
+    refused_blocks: int = 0
 
     @property
     def bytes_per_second(self) -> float:
@@ -97,6 +103,9 @@ class ReceiveReport:
             routes=tuple(report.routes),
             troubles=report.troubles,
             in_place=fit,
+            relayed_bytes=report.relayed,
+            relays=report.relays,
+            refused_blocks=report.refused,
         )
 
 
@@ -119,6 +128,10 @@ def log_receive(report: ReceiveReport, *, tls: bool, secret: bool) -> None:
     routes = [f"{here} <- {there}" for here, there in report.routes]
     if report.same_host:
         routes.append("shared memory")
+    relayed = ""
+    if report.relays:
+        own = max(report.bytes - report.relayed_bytes, 0)
+        relayed = f", {own} bytes from the source and {report.relayed_bytes} from {report.relays} other receivers"
     log_heal(
         "received step %d: %d bytes in %.3f s (%.2f GB/s; open %.3f s, fetch %.3f s), %d lanes over %s, %d retries, "
         "%s TLS, %s a secret%s",
@@ -133,13 +146,15 @@ def log_receive(report: ReceiveReport, *, tls: bool, secret: bool) -> None:
         report.retries,
         "with" if tls else "without",
         "with" if secret else "without",
-        in_place(report.in_place),
+        relayed + in_place(report.in_place),
     )
     # A short receive says nothing about a link.
     if report.same_host or report.fetch_seconds < _LONG_S:
         return
-    for here, there in report.routes:
+    # The rate is that of all routes: one line for each address here.
+    for here in dict.fromkeys(here for here, _ in report.routes):
         interface = interface_speed(here)
+        there = ", ".join(there for own, there in report.routes if own == here)
         if interface is not None and rate < interface[1] * _SLOW:
             logger.warning(
                 "step %d came at %.3f GB/s from %s, though %s here is rated at %.3f GB/s: check the network between "

@@ -15,12 +15,13 @@ from .options import ServerOptions
 logger = logging.getLogger("tensorferry")
 
 
-def start(patience: float, options: ServerOptions) -> tuple[Server, str]:
+def start(patience: float, options: ServerOptions, swarm: bool = False) -> tuple[Server, str]:
     """Starts a server that serves nothing yet; returns it and the host that peers reach it by.
 
     Args:
         patience: seconds for which a request waits until something is served
         options: where the server listens, the host that peers are given and what protects it
+        swarm: tell receivers of one another, so that they bring each other what is published
 
     Raises:
         SystemRefused: no port can be opened
@@ -37,22 +38,24 @@ def start(patience: float, options: ServerOptions) -> tuple[Server, str]:
         max_bandwidth=options.max_bandwidth,
         secret=options.secret,
         tls=options.tls,
+        swarm=swarm,
     )
     return server, host
 
 
-def serve(timeout: timedelta, options: ServerOptions) -> tuple[Server, str]:
+def serve(timeout: timedelta, options: ServerOptions, swarm: bool = False) -> tuple[Server, str]:
     """Starts a server that serves nothing yet; returns it and its URL for peers.
 
     Args:
         timeout: how long a request waits until something is served
         options: as for :func:`start`
+        swarm: as for :func:`start`
 
     Raises:
         SystemRefused: no port can be opened
         InvalidArgument: ``timeout`` is not a time to wait, or ``options.advertise`` cannot be used on this host
     """
-    server, host = start(_validate.patience("timeout", timeout), options)
+    server, host = start(_validate.patience("timeout", timeout), options, swarm)
     return server, server.url(host)
 
 

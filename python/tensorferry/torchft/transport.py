@@ -20,7 +20,7 @@ from ..memory.host_pool import HostMemory
 from ..memory.staging import HostStager
 from ..net.heals import log_heal
 from ..net.metadata import encrypted, is_encrypted, is_stock
-from ..net.options import ServerArguments, ServerOptions, takes_server_arguments
+from ..net.options import ServerArguments, ServerOptions, takes_server_arguments, wants_relay
 from ..net.report import InPlace, ReceiveReport, in_place, log_receive
 from ..net.serve import metrics_url, serve, withdraw
 from ..net.tracing import Span
@@ -103,6 +103,11 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
             gone: fresh memory costs page faults, which take longer than the transfer. With an accelerator the memory is
             page-locked, so that copies from it run at full speed. Forked children cannot read it then, and copies from
             it with ``non_blocking=True`` must have ended before its tensors are deleted
+        relay: several receivers of one state bring each other what they have: where this transport sends, it tells its
+            receivers of one another, and where it receives, its own server serves on what has come, until
+            ``recv_checkpoint`` returns. Both sides must agree. Not with a shared secret, for states of less than 8 MiB,
+            for receives to an accelerator, from several sources or through shared memory. ``None`` takes
+            ``TENSORFERRY_RELAY`` (``0`` or ``1``), by default no; docs/guides/swarm.md says when it helps.
         progress: called with the number of bytes received and the number of all bytes, a few times a second during a
             receive and once at its end; an exception from it ends the receive
 
@@ -123,6 +128,7 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
         safe_globals: Iterable[Any] = (),
         trust_pickle: bool = False,
         reuse_bytes: int = 0,
+        relay: bool | None = None,
         progress: Callable[[int, int], object] | None = None,
         **server: Unpack[ServerArguments],
     ) -> None:
@@ -145,7 +151,8 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
         self._last_report: ReceiveReport | None = None
         self._pool = ArenaPool(reuse_bytes, HostMemory(ACCELERATOR).make_pinned) if reuse_bytes else None
         self._progress = _validate.function("progress", progress)
-        self._server, self._address = serve(timeout, self._options)
+        self._relay = wants_relay(relay)
+        self._server, self._address = serve(timeout, self._options, self._relay)
         self._checkpoint_lock = _Gate(self)
 
     def address(self) -> str:
@@ -325,6 +332,7 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
                 pool=self._pool,
                 progress=self._progress,
                 secret=self._options.secret,
+                relay=self._server if self._relay else None,
             )
         underway.opened(remote)
         # With several sources it may turn out only at the end that one of them served another snapshot.

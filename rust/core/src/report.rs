@@ -16,6 +16,10 @@ pub struct Report {
     pub bytes: u64,
     /// The part of them that other receivers have sent.
     pub relayed: u64,
+    /// The receivers that these came from.
+    pub relays: usize,
+    /// Blocks from other receivers that did not match the source's digests, and were fetched again.
+    pub refused: u64,
     /// Bytes that had a destination, where only slices were asked for.
     pub wanted: u64,
     /// Connections used for them.
@@ -51,6 +55,8 @@ impl Report {
     pub(crate) fn add(&mut self, other: Self) {
         self.bytes += other.bytes;
         self.relayed += other.relayed;
+        self.relays += other.relays;
+        self.refused += other.refused;
         self.wanted += other.wanted;
         self.lanes += other.lanes;
         self.same_host |= other.same_host;

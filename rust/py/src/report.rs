@@ -28,6 +28,24 @@ impl PyReport {
         self.0.bytes
     }
 
+    /// The part of `bytes` that other receivers have sent.
+    #[getter]
+    fn relayed(&self) -> u64 {
+        self.0.relayed
+    }
+
+    /// How many other receivers have sent them.
+    #[getter]
+    fn relays(&self) -> usize {
+        self.0.relays
+    }
+
+    /// Blocks from other receivers that did not match the source's digests.
+    #[getter]
+    fn refused(&self) -> u64 {
+        self.0.refused
+    }
+
     #[getter]
     fn wanted(&self) -> u64 {
         self.0.wanted

@@ -75,6 +75,8 @@ def _does(peer: Peer) -> str:
     doing = [f"heals ({', '.join(phases)})"] if phases else []
     if peer.value("receivers"):
         doing.append("sends")
+    if peer.value("swarm_members"):
+        doing.append(f"swarm of {peer.value('swarm_members'):.0f}")
     if peer.value("waiting_requests"):
         doing.append(f"{peer.value('waiting_requests'):.0f} wait")
     return ", ".join(doing) or "-"

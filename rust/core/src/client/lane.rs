@@ -291,15 +291,12 @@ impl Transfer<'_> {
         let old = connection.take();
         let connection = connection.insert(match old {
             Some(ours) if source.may_reuse(&ours) => ours,
-            _old => {
-                let connection = source.connect(limits)?;
-                if connection.is_same_host() {
-                    // The trainer over there needs these cores.
-                    crate::priority::lower_priority();
-                }
-                connection
-            }
+            _old => source.connect(limits)?,
         });
+        if connection.is_same_host() {
+            // The trainer over there needs these cores.
+            crate::priority::lower_priority();
+        }
         self.received.note_route(connection.route(), connection.is_same_host());
         self.watch.begin(index, end, connection.socket());
         let etag = self.etag(source, connection)?;

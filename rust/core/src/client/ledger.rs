@@ -25,6 +25,8 @@ pub(super) struct BlockLedger {
     sources: Vec<AtomicUsize>,
     bytes: AtomicU64,
     retries: AtomicU64,
+    /// Blocks of relays that did not match the source's digests.
+    refused: AtomicU64,
     same_host: AtomicBool,
     /// All bytes of the receive so far, for a thread that reports progress.
     progress: Arc<AtomicU64>,
@@ -58,6 +60,7 @@ impl BlockLedger {
             sources,
             bytes: AtomicU64::new(0),
             retries: AtomicU64::new(0),
+            refused: AtomicU64::new(0),
             same_host: AtomicBool::new(false),
             progress,
             routes: Mutex::default(),
@@ -115,6 +118,14 @@ impl BlockLedger {
 
     pub(super) fn note_retry(&self) {
         self.retries.fetch_add(1, Ordering::Relaxed);
+    }
+
+    pub(super) fn note_refused(&self) {
+        self.refused.fetch_add(1, Ordering::Relaxed);
+    }
+
+    pub(super) fn take_refused(&self) -> u64 {
+        self.refused.swap(0, Ordering::Relaxed)
     }
 
     /// A range is about to come between the two addresses of `route`, or by shared memory of the same host.

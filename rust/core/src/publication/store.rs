@@ -13,6 +13,7 @@
 //! Publications are dropped outside the lock, since dropping runs the owner's code.
 
 use std::collections::VecDeque;
+use std::net::SocketAddr;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
@@ -301,6 +302,11 @@ impl Store {
     /// The size of the container that is served, header included; `None` if there is none.
     pub(crate) fn published_len(&self) -> Option<u64> {
         self.state().current.as_ref().map(|current| current.total_len())
+    }
+
+    /// The receivers that bring each other what is published, and how long ago each asked the tracker.
+    pub(crate) fn members(&self) -> Vec<(SocketAddr, Duration)> {
+        self.state().current.as_ref().map(|current| current.members()).unwrap_or_default()
     }
 
     /// Transfers running now, withdrawn snapshots included.

@@ -1,8 +1,9 @@
 //! The tracker of a publication: it exists from the first question of a member on.
 
 use std::fmt;
+use std::net::SocketAddr;
 use std::sync::{Mutex, PoisonError};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use tensorferry_wire::digest::BLOCK_SIZE;
 use tensorferry_wire::swarm::Answer;
@@ -22,6 +23,13 @@ impl fmt::Debug for Tracker {
 }
 
 impl Publication {
+    /// The members that are known, and how long ago each has asked.
+    pub(crate) fn members(&self) -> Vec<(SocketAddr, Duration)> {
+        let tracker = self.tracker.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some((began, handout)) = &*tracker else { return Vec::new() };
+        handout.present(began.elapsed()).map(|(member, ago)| ((member.ip, member.relay.port).into(), ago)).collect()
+    }
+
     /// Answers `member`, which needs the blocks in `need`.
     ///
     /// # Errors

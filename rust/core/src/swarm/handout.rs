@@ -104,6 +104,12 @@ impl Handout {
         (self.given.len() as u64 / shares).clamp(1, MOST_GRANTED)
     }
 
+    /// The members that are not gone at the time `now`, and how long ago each has asked.
+    pub(crate) fn present(&self, now: Duration) -> impl Iterator<Item = (&Member, Duration)> {
+        let known = self.members.iter().map(move |known| (&known.member, now.saturating_sub(known.asked)));
+        known.filter(|(_, ago)| *ago < SILENCE)
+    }
+
     /// How many members there are.
     #[cfg(test)]
     pub(crate) fn members(&self) -> usize {

@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyString};
-use tensorferry_core::{ArenaPool, Arrived, Cancel, Destination, Error, FetchOptions, Remote};
+use tensorferry_core::{ArenaPool, Arrived, Cancel, Destination, Error, FetchOptions, Remote, Server};
 use tensorferry_wire::container::{self, Header};
 
 use crate::errors;
@@ -19,6 +19,7 @@ use crate::memory::{PyArena, given, pool_with_allocator};
 use crate::report::{PyReport, seconds};
 use crate::runtime::{self, OnTick, Process};
 use crate::secret::PySecret;
+use crate::server::PyServer;
 
 /// A checkpoint whose header is here and whose payload is still at its source.
 #[pyclass(name = "Remote", module = "tensorferry._native", extends = PyEntries, frozen)]
@@ -107,14 +108,15 @@ impl PyRemote {
     ///
     /// `timeout` seconds is the one deadline of the receive, fetching included. `lanes` is the number of connections,
     /// `pool` provides memory, `progress` is called with the bytes here and the bytes in all, `secret` signs requests.
-    /// A source that announces more than `most_described` bytes of header and control entries is refused.
+    /// A source that announces more than `most_described` bytes of header and control entries is refused. `relay` is a
+    /// server of this process: it serves on what is received while it is, where the source has a swarm.
     ///
     /// # Errors
     /// The engine's errors as exceptions, `ProtocolError` for a manifest that is not valid among them.
     #[staticmethod]
     #[allow(clippy::too_many_arguments, reason = "keywords in Python")]
     #[pyo3(signature = (urls, step, *, timeout, lanes = None, same_host = true, pool = None, progress = None,
-                        secret = None, most_described = None))]
+                        secret = None, most_described = None, relay = None))]
     fn open(
         py: Python<'_>,
         urls: Vec<String>,
@@ -126,6 +128,7 @@ impl PyRemote {
         progress: Option<Py<PyAny>>,
         secret: Option<&PySecret>,
         most_described: Option<u64>,
+        relay: Option<&PyServer>,
     ) -> PyResult<Py<Self>> {
         let timeout = seconds(py, timeout.max(0.0))?;
         let cancel = Cancel::new();
@@ -138,6 +141,7 @@ impl PyRemote {
             pool: pool.map(|p| Arc::clone(&p.0)),
             progress: Arc::clone(&received),
             cancel: cancel.clone(),
+            relay: relay.map(|server| server.server(py).map(Server::relay_host)).transpose()?,
             ..FetchOptions::within(timeout)
         };
         let (remote, tree) = runtime::run(py, &cancel, None, move || {

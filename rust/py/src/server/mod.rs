@@ -36,7 +36,7 @@ pub(crate) struct PyServer {
 }
 
 impl PyServer {
-    fn server(&self, py: Python<'_>) -> PyResult<&Server> {
+    pub(crate) fn server(&self, py: Python<'_>) -> PyResult<&Server> {
         self.process.check(py)?;
         self.inner.as_ref().ok_or_else(|| errors::invalid(py, "this server is gone"))
     }
@@ -47,13 +47,13 @@ impl PyServer {
     /// Listens on the address `bind` (every interface by default), on the first free one of `ports` (first and last of
     /// them; 0 is any), and starts to serve; the gate is closed. On one of `metrics_ports` counters alone are served, to
     /// everybody. `patience` seconds is how long a request waits for the gate, `max_bandwidth` the limit in bytes per
-    /// second.
+    /// second. With `swarm`, receivers are told of one another, so that they bring each other what is published.
     ///
     /// # Errors
     /// `InvalidArgument` for an address that cannot be parsed, `SystemRefused` when it cannot be listened on.
     #[new]
     #[pyo3(signature = (*, patience, bind = None, ports = (0, 0), metrics_ports = None, same_host = true,
-                        max_bandwidth = None, secret = None, tls = false))]
+                        max_bandwidth = None, secret = None, tls = false, swarm = false))]
     #[allow(clippy::too_many_arguments, reason = "keywords in Python")]
     fn new(
         py: Python<'_>,
@@ -65,6 +65,7 @@ impl PyServer {
         max_bandwidth: Option<u64>,
         secret: Option<&PySecret>,
         tls: bool,
+        swarm: bool,
     ) -> PyResult<Self> {
         let bind = bind
             .map(str::parse)
@@ -83,6 +84,7 @@ impl PyServer {
             max_bandwidth,
             secret,
             tls,
+            swarm,
             frontend,
             ..ServerConfig::default()
         };

@@ -130,7 +130,8 @@ impl Remote {
         self.choose_route(plan.held(&missing));
         self.copy_prefix(&plan)?;
         let fetch = PlannedFetch { plan: &plan, missing: &missing, held: &self.blocks(), received: &received };
-        let relay = self.relay_host().and_then(|host| OpenRelay::open(&*host, &self, &plan, &missing));
+        let host = if missing.is_empty() { None } else { self.relay_host() };
+        let relay = host.and_then(|host| OpenRelay::open(&*host, &self, &plan, &missing));
         if missing.is_empty() && !is_small {
             // Nothing is to be fetched, but what is here may have been at the source at different moments.
             self.settle(&[fetch], None, &mut report)?;
@@ -146,10 +147,19 @@ impl Remote {
     }
 
     /// What serves on what is received, if this takes part in a swarm. Grants are of one source, and so are the digests
-    /// that relays' blocks are compared with; with a secret these are too short for members that do harm.
-    fn relay_host(&self) -> Option<Arc<dyn RelayHost>> {
+    /// that relays' blocks are compared with; with a secret these are too short for members that do harm. Shared memory
+    /// brings everything sooner than other receivers could.
+    fn relay_host(&mut self) -> Option<Arc<dyn RelayHost>> {
         let [source] = &self.sources[..] else { return None };
-        self.relay.clone().filter(|_| source.offers_swarm() && source.url.secret().is_none())
+        let host = self.relay.clone().filter(|_| source.offers_swarm() && source.url.secret().is_none())?;
+        if source.same_host().is_some()
+            && let Ok(connection) = source.connect(&self.limits)
+        {
+            let is_local = connection.is_same_host();
+            self.connections.push(connection);
+            return (!is_local).then_some(host);
+        }
+        Some(host)
     }
 
     /// Whether it comes encrypted.

@@ -3,6 +3,8 @@
 //! How many lanes and how large their requests are follows from the number of cores and blocks; both are measured
 //! choices.
 
+use std::collections::BTreeSet;
+
 use tensorferry_wire::digest::BLOCK_SIZE;
 
 use super::Remote;
@@ -50,7 +52,9 @@ impl Remote {
             let ranges = if joined { &fetch.plan.wanted_blocks(JOIN_GAP)[..] } else { fetch.missing };
             self.run_lanes(fetch.plan, ranges, (true, relay.as_ref()), fetch.received, report)?;
             if relay.is_some() {
-                report.relayed += self.relayed(fetch);
+                let (bytes, relays) = self.relayed(fetch);
+                report.relayed += bytes;
+                report.relays += relays;
             }
         }
         self.settle(fetches, relay, report)
@@ -78,11 +82,18 @@ impl Remote {
         }
     }
 
-    /// Bytes that came from relays.
-    fn relayed(&self, fetch: &PlannedFetch<'_>) -> u64 {
-        let blocks = fetch.missing.iter().flat_map(|&(first, end)| first..end);
-        let relayed = blocks.filter(|&block| fetch.received.source_of(block) >= self.sources.len());
-        relayed.map(|block| fetch.plan.block_bounds(block)).map(|(start, end)| end - start).sum()
+    /// Bytes that came from relays, and how many relays brought them.
+    fn relayed(&self, fetch: &PlannedFetch<'_>) -> (u64, usize) {
+        let (mut bytes, mut relays) = (0, BTreeSet::new());
+        for block in fetch.missing.iter().flat_map(|&(first, end)| first..end) {
+            let origin = fetch.received.source_of(block);
+            if origin >= self.sources.len() {
+                let (start, end) = fetch.plan.block_bounds(block);
+                bytes += end - start;
+                relays.insert(origin);
+            }
+        }
+        (bytes, relays.len())
     }
 
     fn run_lanes(

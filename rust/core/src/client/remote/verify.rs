@@ -90,6 +90,7 @@ impl Remote {
                 report.bytes += 8 * fetch.held.iter().map(|(a, b)| b - a).sum::<u64>();
             }
             let runs = self.differing_blocks(fetch, &mut all)?;
+            report.refused += fetch.received.take_refused();
             report.retries += runs.len() as u64;
             report.troubles.append(&mut fetch.received.take_troubles());
             differing.push(runs);
@@ -126,13 +127,13 @@ impl Remote {
                     continue;
                 }
                 let origin = received.source_of(block);
-                let from = match self.sources.get(origin) {
-                    Some(source) => {
-                        // Whatever the cause: the network is the route that has to work.
-                        source.give_up_same_host();
-                        source.url.authority().to_owned()
-                    }
-                    None => received.relay(origin).unwrap_or_default(),
+                let from = if let Some(source) = self.sources.get(origin) {
+                    // Whatever the cause: the network is the route that has to work.
+                    source.give_up_same_host();
+                    source.url.authority().to_owned()
+                } else {
+                    received.note_refused();
+                    received.relay(origin).unwrap_or_default()
                 };
                 let message = format!(
                     "block {block} of its bytes did not match the checksum: damaged on the way, of another snapshot, \

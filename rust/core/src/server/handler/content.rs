@@ -143,6 +143,7 @@ fn body(
     connection.open.fetch_add(1, Ordering::Relaxed);
     let snapshot = Snapshot { step, etag: &etag, total: content.len() };
     connection.shared.transfers.begin(connection.number, connection.slot.peer, &snapshot, &connection.progress[0]);
+    let relayed = lease.publication().block_map().is_some();
     let filling = digest && !lease.publication().is_ready(end);
     let mut answer = Response::new(ServedBody::Memory(Box::new(MemoryBody {
         content,
@@ -156,7 +157,7 @@ fn body(
         throttle: connection.shared.throttle.clone(),
         wait: None,
         filling: None,
-        _open: Box::new(OpenAnswer(Arc::clone(connection), Sending::new(connection, total))),
+        _open: Box::new(OpenAnswer(Arc::clone(connection), Sending::new(connection, total, relayed))),
     })));
     let headers = answer.headers_mut();
     headers.insert(header::CONTENT_TYPE, HeaderValue::from_static(OCTETS));

@@ -40,6 +40,8 @@ pub(in crate::server) fn render(figures: &Figures) -> String {
     page.row("bodies_total", "end=\"cut\"", bodies.cut);
     let seconds = bodies.time.as_secs_f64();
     page.one("sending_seconds_total", "counter", "Time those bodies took, added up.", seconds);
+    page.one("swarm_members", "gauge", "Receivers that bring each other what is served.", figures.members.len());
+    page.one("relayed_bytes_total", "counter", "The part of the sent bytes that was being received.", figures.relayed);
     receives(&mut page, &figures.receives);
     page.0
 }
@@ -61,6 +63,19 @@ fn receives(page: &mut Exposition, figures: &ReceiveFigures) {
     page.row("receives_total", "end=\"failed\"", sums.failed);
     page.one("received_bytes_total", "counter", "Bytes of payload those that healed received.", sums.bytes);
     page.one("receive_retries_total", "counter", "Ranges that had to be fetched again in them.", sums.retries);
+    let (relayed, refused) = (sums.relayed, sums.refused);
+    page.one(
+        "received_relayed_bytes_total",
+        "counter",
+        "The part of the received bytes from other receivers.",
+        relayed,
+    );
+    page.one(
+        "receive_refused_blocks_total",
+        "counter",
+        "Blocks of other receivers that were not the source's.",
+        refused,
+    );
     page.about("receive_seconds_total", "counter", "Time they took, by what it went to.");
     page.phases("receive_seconds_total", sums.phases);
     let verify = sums.phases.verify.as_secs_f64();
@@ -71,6 +86,8 @@ fn receives(page: &mut Exposition, figures: &ReceiveFigures) {
     let since = ended.at.duration_since(SystemTime::UNIX_EPOCH).unwrap_or(Duration::ZERO).as_secs_f64();
     page.one("last_receive_timestamp_seconds", "gauge", "When the last one ended.", since);
     page.one("last_receive_bytes", "gauge", "Bytes of payload of the last one.", report.bytes);
+    page.one("last_receive_relayed_bytes", "gauge", "The part of them from other receivers.", report.relayed);
+    page.one("last_receive_relays", "gauge", "Those other receivers.", report.relays);
     page.one("last_receive_lanes", "gauge", "Connections of the last one.", report.lanes);
     page.about("last_receive_seconds", "gauge", "Time of the last one, by what it went to.");
     page.phases("last_receive_seconds", *phases);

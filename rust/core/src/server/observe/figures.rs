@@ -1,5 +1,6 @@
 //! All that counters and status page show, taken at one moment: both say the same.
 
+use std::net::SocketAddr;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, SystemTime};
 
@@ -29,6 +30,10 @@ pub(in crate::server) struct Figures {
     pub(in crate::server) tallies: Tallies,
     pub(in crate::server) transfers: Vec<Transfer>,
     pub(in crate::server) receives: ReceiveFigures,
+    /// Bytes that were served on while this process received them.
+    pub(in crate::server) relayed: u64,
+    /// The receivers that bring each other what is served, and how long ago each of them asked.
+    pub(in crate::server) members: Vec<(SocketAddr, Duration)>,
 }
 
 impl Figures {
@@ -53,6 +58,8 @@ impl Figures {
             tallies: shared.metrics.look(),
             transfers: shared.transfers.now(),
             receives: shared.receives.figures(),
+            relayed: load(&shared.metrics.relayed),
+            members: shared.store.members(),
         }
     }
 }

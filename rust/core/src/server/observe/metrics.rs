@@ -16,6 +16,8 @@ const SHOWN: usize = 240;
 #[derive(Debug, Default)]
 pub(in crate::server) struct Metrics {
     pub(in crate::server) waiting: AtomicU64,
+    /// Bytes that were served on while this process received them.
+    pub(in crate::server) relayed: AtomicU64,
     tallies: Mutex<Tallies>,
 }
 
@@ -62,18 +64,23 @@ pub(in crate::server) struct Sending {
     since: Instant,
     /// How many bytes of bodies the connection had sent before this answer, and will have sent after it.
     bounds: (u64, u64),
+    /// Whether it is of a container that this process receives.
+    relayed: bool,
 }
 
 impl Sending {
-    pub(in crate::server) fn new(connection: &ConnectionContext, len: u64) -> Self {
+    pub(in crate::server) fn new(connection: &ConnectionContext, len: u64, relayed: bool) -> Self {
         let before = connection.progress[0].bytes.load(Ordering::Relaxed);
-        Self { since: Instant::now(), bounds: (before, before + len) }
+        Self { since: Instant::now(), bounds: (before, before + len), relayed }
     }
 
     /// The body is gone. One of which nothing was sent, as in the answer to HEAD, does not count.
     pub(in crate::server) fn end(&self, connection: &ConnectionContext) {
         let sent = connection.progress[0].bytes.load(Ordering::Relaxed);
         if sent > self.bounds.0 {
+            if self.relayed {
+                connection.shared.metrics.relayed.fetch_add(sent - self.bounds.0, Ordering::Relaxed);
+            }
             connection.shared.metrics.note_body(sent >= self.bounds.1, self.since.elapsed());
         }
     }

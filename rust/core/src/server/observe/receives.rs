@@ -50,6 +50,9 @@ pub(in crate::server) struct Sums {
     pub(in crate::server) healed: u64,
     pub(in crate::server) failed: u64,
     pub(in crate::server) bytes: u64,
+    /// The part of the bytes that other receivers have sent, and their blocks that were not the source's.
+    pub(in crate::server) relayed: u64,
+    pub(in crate::server) refused: u64,
     pub(in crate::server) retries: u64,
     pub(in crate::server) phases: Phases,
 }
@@ -166,6 +169,8 @@ impl Receive {
                 sums.healed += 1;
                 sums.bytes += report.bytes;
                 sums.retries += report.retries;
+                sums.relayed += report.relayed;
+                sums.refused += report.refused;
                 sums.phases.open += open;
                 sums.phases.fetch += fetch;
                 sums.phases.build += build;

@@ -100,6 +100,16 @@ fn sending(page: &mut String, figures: &Figures) {
         row.number(Rate(*bytes_per_second));
         row.number(Time(*took));
     });
+    if figures.relayed > 0 {
+        let _ = writeln!(page, "<p class=\"dim\">{} of it was being received here</p>", Bytes(figures.relayed as f64));
+    }
+    if !figures.members.is_empty() {
+        page.push_str("<h2>Receivers that bring each other what is served</h2>\n");
+        table(page, "swarm", &["at", "#last asked"], "", &figures.members, |row, (at, ago)| {
+            row.cell(at);
+            row.number(format_args!("{} ago", Time(*ago)));
+        });
+    }
 }
 
 fn receiving(page: &mut String, running: &[Underway]) {
@@ -150,6 +160,9 @@ fn received(page: &mut String, figures: &Figures) {
         let mut routes: Vec<_> = report.routes.iter().map(|(here, there)| format!("{here} from {there}")).collect();
         if report.same_host {
             routes.push("shared memory".to_owned());
+        }
+        if report.relays > 0 {
+            routes.push(format!("{} from {} other receivers", Bytes(report.relayed as f64), report.relays));
         }
         row.cell(format_args!("{} connections, {}", report.lanes, routes.join(", ")));
     });

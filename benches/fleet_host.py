@@ -1,0 +1,84 @@
+"""The program of a host of `fleet.py`: it sends a state, or receives one, as lines of JSON tell it to."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+from datetime import timedelta
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch
+from torchft.checkpointing.http_transport import HTTPTransport as Torchft
+
+from tensorferry import HTTPTransport
+
+TIMEOUT = timedelta(seconds=300)
+LAYERS = 8
+
+
+def say(**what: Any) -> None:
+    """Prints an answer."""
+    print(json.dumps(what), flush=True)
+
+
+def state_of(step: int, mib: int) -> dict[str, torch.Tensor]:
+    """Returns the state of a step, the same in every process."""
+    torch.manual_seed(step)
+    return {f"layer{i}": torch.randint(0, 255, ((mib << 20) // LAYERS,), dtype=torch.uint8) for i in range(LAYERS)}
+
+
+def transport_of(kind: str, address: str) -> Any:
+    """Returns a new transport."""
+    if kind == "torchft":
+        return Torchft(TIMEOUT, 0)
+    return HTTPTransport(TIMEOUT, advertise=address, relay=kind == "relay")
+
+
+def metadata_of(transport: Any, address: str) -> str:
+    """Returns the transport's metadata with an address that other hosts can reach."""
+    given = urlsplit(transport.metadata())
+    return given._replace(netloc=f"{address}:{given.port}").geturl()
+
+
+def receive(address: str, mib: int, order: dict[str, Any]) -> None:
+    """Receives at the time that was ordered, and says how long it took and whether the state is right."""
+    transport = transport_of(order["kind"], address)
+    expected = state_of(order["step"], mib)
+    time.sleep(max(order["at"] - time.monotonic(), 0))
+    try:
+        state = transport.recv_checkpoint(0, order["metadata"], order["step"], TIMEOUT)
+    except Exception as error:
+        print(f"{address}: {error}", file=sys.stderr)
+        state = {}
+    seconds = time.monotonic() - order["at"]
+    equal = state.keys() == expected.keys() and all(torch.equal(state[name], expected[name]) for name in expected)
+    say(seconds=seconds, equal=equal)
+    transport.shutdown(wait=False)
+
+
+def main(address: str, mib: int) -> None:
+    """Does what the lines of the standard input say."""
+    torch.set_num_threads(1)
+    # The links are slow on purpose.
+    logging.getLogger("tensorferry").setLevel(logging.ERROR)
+    sending = None
+    say(ready=True)
+    for line in sys.stdin:
+        order = json.loads(line)
+        if order["do"] == "receive":
+            receive(address, mib, order)
+        elif order["do"] == "send":
+            sending = transport_of(order["kind"], address)
+            sending.send_checkpoint([1], order["step"], state_of(order["step"], mib), TIMEOUT)
+            say(metadata=metadata_of(sending, address))
+        elif sending is not None:
+            sending.disallow_checkpoint()
+            sending.shutdown(wait=False)
+            say(stopped=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))
