@@ -146,15 +146,20 @@ impl Remote {
     }
 
     /// What serves on what is received, if this takes part in a swarm. Grants are of one source, and so are the digests
-    /// that relays' blocks are compared with; with a secret these are too short for members that do harm.
+    /// that relays' blocks are compared with.
     fn relay_host(&self) -> Option<Arc<dyn RelayHost>> {
         let [source] = &self.sources[..] else { return None };
-        self.relay.clone().filter(|_| source.offers_swarm() && source.url.secret().is_none())
+        self.relay.clone().filter(|_| source.offers_swarm())
     }
 
     /// Whether it comes encrypted.
     pub(super) fn is_encrypted(&self) -> bool {
         self.sources.iter().any(|source| source.url.tls().is_some())
+    }
+
+    /// Whether only those who share a secret may have it.
+    pub(super) fn is_guarded(&self) -> bool {
+        self.sources.iter().any(|source| source.url.secret().is_some())
     }
 
     /// The entity tag of what is received.
@@ -190,8 +195,11 @@ impl Remote {
 
     /// A ledger of all blocks in which those that came with the header are marked as received.
     pub(super) fn received(&self) -> Result<BlockLedger, Error> {
-        let received = BlockLedger::new(&self.blocks(), Arc::clone(&self.progress))?;
-        for (block, digest) in (0..).zip(self.prefix_digests()) {
+        let mut received = BlockLedger::new(&self.blocks(), Arc::clone(&self.progress))?;
+        if self.relay_host().is_some() {
+            received.keep_long()?;
+        }
+        for (block, digest) in (0..).zip(self.long_prefix_digests()) {
             received.note(block, digest, self.opener);
         }
         Ok(received)
