@@ -42,6 +42,17 @@ pub(crate) enum FromSource {
     Wait(Duration),
 }
 
+/// What the source is asked for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Rule {
+    /// What its tracker grants.
+    Swarm,
+    /// Everything, since there is no tracker any more: as by a receiver without a swarm.
+    Alone,
+    /// Nothing: it is to go, or is gone.
+    Free,
+}
+
 /// The state of one receive in a swarm. Times count from its beginning.
 #[derive(Debug)]
 pub(crate) struct Receiver {
@@ -59,12 +70,9 @@ pub(crate) struct Receiver {
     bytes: u64,
     fed: Duration,
     unoffered: Duration,
-    /// Whether there is no tracker any more: the source is asked for everything, as by a receiver without a swarm.
-    alone: bool,
+    rule: Rule,
     /// Whether the digests of all blocks are here, so that blocks can be verified without the source.
     has_table: bool,
-    /// Whether the source is left alone: it is to go, or is gone.
-    free: bool,
     /// How often in a row the tracker has not answered.
     unanswered: u32,
 }
@@ -86,9 +94,8 @@ impl Receiver {
             bytes: 0,
             fed: never,
             unoffered: never,
-            alone: false,
+            rule: Rule::Swarm,
             has_table: false,
-            free: false,
             unanswered: 0,
         }
     }
@@ -140,16 +147,16 @@ impl Receiver {
     }
 
     fn decide(&mut self, now: Duration, waiting: &[(u64, u64)]) -> FromSource {
-        let silent = !self.asking && !self.alone && !self.free && now.saturating_sub(self.asked) >= self.heartbeat;
+        let silent = !self.asking && self.rule == Rule::Swarm && now.saturating_sub(self.asked) >= self.heartbeat;
         if silent && (!self.granted.is_empty() || waiting.is_empty()) {
             self.asking = true;
             return FromSource::Ask(Vec::new());
         }
         let Some(&first) = waiting.first() else { return FromSource::Wait(LOOK) };
-        if self.alone || self.is_starved(now) {
+        if self.rule == Rule::Alone || self.is_starved(now) {
             return FromSource::Take(0, first);
         }
-        if self.free {
+        if self.rule == Rule::Free {
             return FromSource::Wait(LOOK);
         }
         if self.relays > 0 && self.fetching >= LANES_BESIDE_RELAYS {
@@ -175,10 +182,10 @@ impl Receiver {
 
     /// Whether no byte has come for so long that the source is asked for whatever is lacking.
     fn is_starved(&self, now: Duration) -> bool {
-        let patience = match (self.relays, self.free) {
+        let patience = match (self.relays, self.rule) {
             (0, _) => STARVED_ALONE,
-            (_, false) => STARVED,
-            (_, true) => STARVED_FREE,
+            (_, Rule::Free) => STARVED_FREE,
+            _ => STARVED,
         };
         now.saturating_sub(self.fed) >= patience
     }
@@ -196,13 +203,13 @@ impl Receiver {
 
     /// The tracker wants the source to be left alone.
     pub(crate) fn note_free(&mut self) {
-        self.free = true;
+        self.rule = Rule::Free;
         self.granted.clear();
     }
 
     /// Whether the source is left alone.
     pub(crate) fn is_free(&self) -> bool {
-        self.free
+        self.rule == Rule::Free
     }
 
     /// The source brings nothing any more; returns whether the receive may end well even so. It does from then on without
@@ -247,7 +254,7 @@ impl Receiver {
     /// asked for everything; with them, it may be gone.
     pub(crate) fn note_no_tracker(&mut self, now: Duration) {
         if !self.has_table || self.relays == 0 {
-            self.alone = true;
+            self.rule = Rule::Alone;
             return;
         }
         self.unanswered += 1;
