@@ -22,6 +22,7 @@ mod slices;
 mod sources;
 mod staged;
 mod swarm;
+mod swarm_parting;
 mod tls;
 mod withdraw;
 

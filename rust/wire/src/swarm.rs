@@ -2,9 +2,12 @@
 //!
 //! ```text
 //! GET {step}/swarm?port=4000&token=0f..&need=0-16,20-21      a member says how it is reached and what it lacks
+//!                 &table=1&covered=1&leave=1&zone=eu         and how it stands ([`Standing`])
 //!
 //! grant 0-4                                                  blocks it may fetch from the source
 //! wait 250                                                   milliseconds after which to ask again
+//! table 1                                                    the digests of all blocks can be fetched
+//! free 1                                                     the source is needed no more, and should be let go
 //! peer http://10.0.0.7:4000/0f../checkpoint/                 a member that relays
 //! ```
 //!
@@ -17,6 +20,8 @@ use crate::request::MAX_RUNS;
 
 /// The header field of a source that has a tracker.
 pub const SWARM_HEADER: &str = "tensorferry-swarm";
+/// The query of a request for the [`crate::digest::WideTable`] of a source that has a tracker: `{step}/digests?long=1`.
+pub const LONG_QUERY: &str = "long=1";
 /// The length of the path segment below which a member relays, in hex digits.
 pub const TOKEN_LEN: usize = 32;
 /// The length of a certificate's fingerprint, in hex digits.
@@ -25,6 +30,8 @@ pub const FINGERPRINT_LEN: usize = 64;
 pub const MAX_PEERS: usize = 64;
 /// The longest URL of a member.
 const MAX_URL: usize = 256;
+/// The longest name of a zone.
+pub const MAX_ZONE: usize = 64;
 
 /// How a member's relay is reached: everything but its host, which is where the request comes from.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -37,6 +44,17 @@ pub struct RelayAddress {
     pub fingerprint: Option<String>,
 }
 
+/// How far a member has come, as it says itself.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Standing {
+    /// Whether it has the digests of all blocks.
+    pub has_table: bool,
+    /// Whether relays that it reaches have every block that it lacks.
+    pub is_covered: bool,
+    /// Whether it has everything, and relays no more once it is answered.
+    pub leaves: bool,
+}
+
 /// What a member asks its tracker.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Ask {
@@ -44,6 +62,10 @@ pub struct Ask {
     pub relay: RelayAddress,
     /// Ascending runs of blocks that it lacks and that no relay offers it.
     pub need: Vec<(u64, u64)>,
+    /// How far it has come.
+    pub standing: Standing,
+    /// The zone in which it runs, at most [`MAX_ZONE`] letters, digits and `-_.`; `None` where it knows of none.
+    pub zone: Option<String>,
 }
 
 /// What a tracker answers.
@@ -53,6 +75,10 @@ pub struct Answer {
     pub grant: Vec<(u64, u64)>,
     /// When to ask again, in milliseconds.
     pub wait_ms: u64,
+    /// Whether the digests of all blocks can be fetched.
+    pub has_table: bool,
+    /// Whether the source should be left alone: the member finishes from others.
+    pub is_free: bool,
     /// URLs of members that relay.
     pub peers: Vec<String>,
 }
@@ -68,6 +94,13 @@ impl Ask {
         if !self.need.is_empty() {
             let _ = write!(query, "&need={}", Runs(&self.need));
         }
+        let Standing { has_table, is_covered, leaves } = self.standing;
+        for (name, _) in [("table", has_table), ("covered", is_covered), ("leave", leaves)].iter().filter(|it| it.1) {
+            let _ = write!(query, "&{name}=1");
+        }
+        if let Some(zone) = self.zone.as_deref().and_then(zone) {
+            let _ = write!(query, "&zone={zone}");
+        }
         query
     }
 
@@ -77,23 +110,30 @@ impl Ask {
     /// use tensorferry_wire::swarm::{Ask, RelayAddress};
     ///
     /// let relay = RelayAddress { port: 4000, token: "0f".repeat(16), fingerprint: None };
-    /// let ask = Ask { relay, need: vec![(0, 16), (20, 21)] };
+    /// let need = vec![(0, 16), (20, 21)];
+    /// let ask = Ask { relay, need, standing: Default::default(), zone: Some("eu-1".to_owned()) };
     /// assert_eq!(Ask::parse(&ask.query()), Some(ask));
     /// assert_eq!(Ask::parse("port=4000&token=../healthz"), None);
     /// ```
     #[must_use]
     pub fn parse(query: &str) -> Option<Self> {
         let (mut port, mut token, mut fingerprint, mut need) = (None, None, None, Vec::new());
+        let (mut standing, mut place) = (Standing::default(), None);
         for field in query.split('&') {
             match field.split_once('=')? {
                 ("port", value) => port = Some(value.parse().ok().filter(|&port| port > 0)?),
                 ("token", value) => token = Some(hex(value, TOKEN_LEN)?),
                 ("tls", value) => fingerprint = Some(hex(value, FINGERPRINT_LEN)?),
                 ("need", value) => need = parse_runs(value)?,
+                ("table", value) => standing.has_table = value == "1",
+                ("covered", value) => standing.is_covered = value == "1",
+                ("leave", value) => standing.leaves = value == "1",
+                ("zone", value) => place = Some(zone(value)?),
                 _ => {}
             }
         }
-        Some(Self { relay: RelayAddress { port: port?, token: token?, fingerprint }, need })
+        let relay = RelayAddress { port: port?, token: token?, fingerprint };
+        Some(Self { relay, need, standing, zone: place })
     }
 }
 
@@ -106,6 +146,9 @@ impl Answer {
             let _ = writeln!(text, "grant {}", Runs(&self.grant));
         }
         let _ = writeln!(text, "wait {}", self.wait_ms);
+        for (name, _) in [("table", self.has_table), ("free", self.is_free)].iter().filter(|it| it.1) {
+            let _ = writeln!(text, "{name} 1");
+        }
         for peer in self.peers.iter().take(MAX_PEERS) {
             let _ = writeln!(text, "peer {peer}");
         }
@@ -121,6 +164,8 @@ impl Answer {
             match line.split_once(' ')? {
                 ("grant", runs) => answer.grant = parse_runs(runs).filter(|runs| last(runs) <= blocks)?,
                 ("wait", millis) => answer.wait_ms = millis.parse().ok()?,
+                ("table", value) => answer.has_table = value == "1",
+                ("free", value) => answer.is_free = value == "1",
                 ("peer", url) if answer.peers.len() < MAX_PEERS && url.len() <= MAX_URL => {
                     answer.peers.push(url.to_owned());
                 }
@@ -153,6 +198,13 @@ fn parse_runs(text: &str) -> Option<Vec<(u64, u64)>> {
     crate::request::parse_runs(&format!("blocks={text}")).map(|(runs, _)| runs)
 }
 
+/// `text` if it may name a zone.
+fn zone(text: &str) -> Option<String> {
+    let allowed = |b: u8| b.is_ascii_alphanumeric() || matches!(b, b'-' | b'_' | b'.');
+    let valid = !text.is_empty() && text.len() <= MAX_ZONE && text.bytes().all(allowed);
+    valid.then(|| text.to_owned())
+}
+
 fn hex(text: &str, len: usize) -> Option<String> {
     let valid = text.len() == len && text.bytes().all(|b| matches!(b, b'0'..=b'9' | b'a'..=b'f'));
     valid.then(|| text.to_owned())
@@ -164,7 +216,7 @@ mod tests {
 
     fn ask(need: &[(u64, u64)]) -> Ask {
         let relay = RelayAddress { port: 1, token: "a0".repeat(16), fingerprint: Some("0".repeat(FINGERPRINT_LEN)) };
-        Ask { relay, need: need.to_vec() }
+        Ask { relay, need: need.to_vec(), standing: Standing::default(), zone: None }
     }
 
     #[test]
@@ -172,12 +224,26 @@ mod tests {
         for need in [&[][..], &[(0, 1)], &[(0, 4), (4, 9), (11, u64::MAX)]] {
             assert_eq!(Ask::parse(&ask(need).query()), Some(ask(need)));
         }
-        let answer = Answer { grant: vec![(3, 5), (9, 10)], wait_ms: 20, peers: vec!["http://h:1/".into(); 3] };
-        assert_eq!(Answer::decode(&answer.encode(), 10), Some(answer));
+        let (grant, peers) = (vec![(3, 5), (9, 10)], vec!["http://h:1/".to_owned(); 3]);
+        for (has_table, is_free) in [(false, false), (true, false), (false, true)] {
+            let (grant, peers) = (grant.clone(), peers.clone());
+            let answer = Answer { grant, wait_ms: 20, has_table, is_free, peers };
+            assert_eq!(Answer::decode(&answer.encode(), 10), Some(answer));
+        }
+        for said in 0..8 {
+            let standing = Standing { has_table: said & 1 > 0, is_covered: said & 2 > 0, leaves: said & 4 > 0 };
+            let ask = Ask { standing, zone: Some("eu-1.b_2".to_owned()), ..ask(&[(0, 1)]) };
+            assert_eq!(Ask::parse(&ask.query()), Some(ask));
+        }
+        assert_eq!(Ask { zone: Some("a&leave=1".to_owned()), ..ask(&[]) }.query(), ask(&[]).query());
         assert_eq!(Answer::decode(&Answer::default().encode(), 0), Some(Answer::default()));
-        let later = "grant 0-1\nwait 1\nzone a b\npeer u\n";
+        let later = "grant 0-1\nwait 1\nlater a b\npeer u\n";
         assert_eq!(Answer::decode(later, 1).map(|a| a.peers), Some(vec!["u".to_owned()]));
-        assert_eq!(Ask::parse(&format!("{}&zone=a", ask(&[]).query())), Some(ask(&[])));
+        assert_eq!(
+            Ask::parse(&format!("{}&zone=a", ask(&[]).query())),
+            Some(Ask { zone: Some("a".to_owned()), ..ask(&[]) })
+        );
+        assert_eq!(Ask::parse(&format!("{}&later=a", ask(&[]).query())), Some(ask(&[])));
     }
 
     #[test]
@@ -203,6 +269,8 @@ mod tests {
             "port=1&token=T&need=",
             "port=1&token=T&&",
             "port=1&token=T/../../x",
+            "port=1&token=T&zone=",
+            "port=1&token=T&zone=a/b",
         ] {
             assert_eq!(Ask::parse(&bad.replace('T', &token)), None, "{bad}");
         }

@@ -3,7 +3,8 @@
 //! A source can send anything. These checks run before a byte of the body is used: of the status, that a range or the
 //! blocks are those requested, that a digest table has the right length, and that it is proven if there is a secret.
 
-use tensorferry_wire::digest::{BLOCK_SIZE, DigestTable};
+use tensorferry_wire::digest::{BLOCK_SIZE, DigestTable, WideTable, wide_table_len};
+use tensorferry_wire::swarm::LONG_QUERY;
 
 use super::blocks::format_runs;
 use super::connection::{Connection, Head};
@@ -38,6 +39,25 @@ pub(super) fn read_digests(
         return Err(Error::new(ErrorKind::Protocol, "the source sent digests of other blocks than asked for"));
     }
     Ok((table, head))
+}
+
+/// The long digests of all `blocks` blocks of the checkpoint `key`, which are those of one moment.
+pub(super) fn read_long_digests(
+    connection: &mut Connection,
+    key: &str,
+    etag: Option<&str>,
+    blocks: u64,
+) -> Result<WideTable, Error> {
+    let head = connection.get(&format!("{key}/digests?{LONG_QUERY}"), None, etag, None)?;
+    if head.status != 200 {
+        return Err(connection.refuse(&head));
+    }
+    let body = connection.body(&head, wide_table_len(blocks))?;
+    let algorithm = secret::algorithm(connection.url().secret());
+    let table = WideTable::decode(&body, &algorithm)
+        .map_err(|e| Error::caused(ErrorKind::Protocol, "the digests of the source are not valid", e))?;
+    connection.check_proof(&head, &body)?;
+    Ok(table)
 }
 
 /// Checks that `head` announces parts of the payload, `len` bytes of them in all.

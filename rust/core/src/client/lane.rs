@@ -114,7 +114,7 @@ impl Transfer<'_> {
                 return None;
             }
         };
-        while let Some(mut range) = self.take(scope) {
+        while let Some(mut range) = self.take(scope, &mut connection) {
             let first = range.at;
             // After a failure the lane tries the next source, and stays there.
             let origin = (self.primary + turn) % self.sources.len();
@@ -149,6 +149,13 @@ impl Transfer<'_> {
             failures = if range.at > first || slow.is_some() || filling { 1 } else { failures + 1 };
             let elsewhere = (self.sources.len() > 1 || around_the_network) && error.kind() != ErrorKind::Cancelled;
             let over = self.limits.left().is_err();
+            let fatal = !(error.is_transient() || elsewhere) || failures >= MAX_FAILURES;
+            let can_go_on = |swarm: &Swarm<'_>| swarm.receiver().note_source_lost(swarm.now());
+            if fatal && !over && self.swarm.is_some_and(can_go_on) {
+                self.received.note_trouble(source.url.authority(), &error);
+                failures = 0;
+                continue;
+            }
             if over || !(error.is_transient() || elsewhere) {
                 self.queue.fail(error);
                 break;
@@ -172,7 +179,11 @@ impl Transfer<'_> {
 
     /// What a lane to a source fetches next: anything, or in a swarm, what is left to the source. Starts lanes to relays
     /// that the tracker names.
-    fn take<'scope>(&'scope self, scope: &'scope Scope<'scope, '_>) -> Option<Taken<'scope>> {
+    fn take<'scope>(
+        &'scope self,
+        scope: &'scope Scope<'scope, '_>,
+        connection: &mut Option<Connection>,
+    ) -> Option<Taken<'scope>> {
         let Some(swarm) = self.swarm else { return self.queue.take(|| self.watch.cut_slow()) };
         let mut looked = Instant::now();
         loop {
@@ -201,6 +212,10 @@ impl Transfer<'_> {
                     self.queue.wake();
                 }
                 (Next::Later, wait) => {
+                    if connection.is_some() && swarm.receiver().is_free() {
+                        // A source that is to go waits for connections to end.
+                        *connection = None;
+                    }
                     let Some(FromSource::Wait(wait)) = wait else { continue };
                     self.queue.wait(wait);
                     if looked.elapsed() >= IDLE {
@@ -220,7 +235,7 @@ impl Transfer<'_> {
         if let Err(error) = self.fetch_from(swarm, relay, index) {
             let slow = self.watch.end(index);
             // It may leave when it likes, and a connection that is cut at the end is no trouble.
-            if slow.is_some() && !swarm.limits.cancel.is_cancelled() {
+            if (slow.is_some() || error.kind() == ErrorKind::Corrupt) && !swarm.limits.cancel.is_cancelled() {
                 self.received.note_trouble(source.url.authority(), &error);
             }
         }
@@ -354,10 +369,11 @@ impl Transfer<'_> {
                 checksums.update(bytes);
             };
             self.plan.with_slices(start, stop, sink, |slices| connection.fill(slices, received))?;
-            for (block, digest) in (*at..next).zip(checksums.finish()) {
+            for (block, digest) in (*at..next).zip(checksums.finish_wide()) {
                 self.received.note(block, digest, origin);
                 if let Some(swarm) = self.swarm {
-                    swarm.note_block(block);
+                    swarm.note_block(block, digest, origin >= self.sources.len())?;
+                    *at = block + 1;
                 }
             }
             *at = next;

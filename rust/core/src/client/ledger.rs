@@ -21,6 +21,8 @@ pub(super) struct BlockLedger {
     /// Runs of blocks that are to come, and how many blocks come before each.
     runs: Vec<(u64, u64, usize)>,
     digests: Vec<AtomicU64>,
+    /// The high halves of long checksums, where they are kept.
+    high: Vec<AtomicU64>,
     /// The number of the source that each block came from.
     sources: Vec<AtomicUsize>,
     bytes: AtomicU64,
@@ -57,6 +59,7 @@ impl BlockLedger {
         Ok(Self {
             runs,
             digests,
+            high: Vec::new(),
             sources,
             bytes: AtomicU64::new(0),
             retries: AtomicU64::new(0),
@@ -67,6 +70,13 @@ impl BlockLedger {
             relays: Mutex::default(),
             troubles: Mutex::default(),
         })
+    }
+
+    /// Keeps long checksums, for blocks that members of a swarm bring.
+    pub(super) fn keep_long(&mut self) -> Result<(), Error> {
+        make_room(&mut self.high, self.digests.len())?;
+        self.high.resize_with(self.digests.len(), AtomicU64::default);
+        Ok(())
     }
 
     /// The runs that lie in `[at, end)`, as many as one request may ask for.
@@ -82,12 +92,24 @@ impl BlockLedger {
         (block < end).then_some(before + usize::try_from(block - first).ok()?)
     }
 
-    pub(super) fn note(&self, block: u64, digest: u64, source: usize) {
+    /// Notes that `block` has come, with this long checksum.
+    #[allow(clippy::cast_possible_truncation, reason = "each half is stored where it belongs")]
+    pub(super) fn note(&self, block: u64, digest: u128, source: usize) {
         let Some(index) = self.index(block) else { return };
         if let (Some(known), Some(from)) = (self.digests.get(index), self.sources.get(index)) {
-            known.store(digest, Ordering::Relaxed);
+            known.store(digest as u64, Ordering::Relaxed);
             from.store(source, Ordering::Relaxed);
         }
+        if let Some(high) = self.high.get(index) {
+            high.store((digest >> 64) as u64, Ordering::Relaxed);
+        }
+    }
+
+    /// The long checksum of `block`; `None` where they are not kept.
+    pub(super) fn long_digest(&self, block: u64) -> Option<u128> {
+        let index = self.index(block)?;
+        let half = |of: &[AtomicU64]| of.get(index).map(|half| u128::from(half.load(Ordering::Relaxed)));
+        Some(half(&self.high)? << 64 | half(&self.digests)?)
     }
 
     pub(super) fn digest(&self, block: u64) -> Option<u64> {

@@ -17,8 +17,8 @@
 //!
 //! Invariants:
 //!
-//! * nothing is handed out as received before it matches the digests of the source, asked for after the last byte has
-//!   come;
+//! * nothing is handed out as received before it matches digests of the source that are of one moment: asked for after
+//!   the last byte has come, or, in a swarm, proven by the source;
 //! * a receive ends at its deadline, whatever a source, a resolver or a handshake does;
 //! * lengths that a source announces take no memory before bytes arrive.
 
@@ -96,7 +96,7 @@ pub struct FetchOptions {
     /// Ends the transfer from another thread.
     pub cancel: Cancel,
     /// A server of this process that serves on what is received, while it is: the receive then takes part in a swarm, if
-    /// its source, which must be the only one, has a tracker, and there is no secret. `None` fetches from the sources
+    /// its source, which must be the only one, has a tracker. Where a secret is shared, that server must have it. `None` fetches from the sources
     /// alone.
     pub relay: Option<Arc<dyn RelayHost>>,
 }

@@ -5,16 +5,21 @@
 
 use std::marker::PhantomData;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use tensorferry_wire::swarm::RelayAddress;
 
+use super::limits::Limits;
 use super::remote::Remote;
 use crate::payload::Plan;
-use crate::swarm::{BlockMap, RelayHost, Relayed, Relaying};
+use crate::swarm::{BlockMap, Parting, RelayHost, Relayed, Relaying};
 
 /// With fewer blocks to fetch, a receive takes no part in a swarm: it would be over before others knew of it.
 const LEAST_BLOCKS: u64 = 8;
+
+/// How often a member that stays for others looks whether it is still asked.
+const LOOK: Duration = Duration::from_millis(20);
 
 /// A relay of what is being received into the destinations of a plan.
 pub(super) struct OpenRelay<'p> {
@@ -26,12 +31,13 @@ pub(super) struct OpenRelay<'p> {
 impl<'p> OpenRelay<'p> {
     /// Opens a relay at `host` of what `remote` receives as `plan` says, all but the blocks in `missing` being there
     /// already. `None` where there is too little to fetch, or nothing that could be served on, or what comes encrypted
-    /// would leave in the clear.
+    /// would leave in the clear, or what a secret guards would be open.
     pub(super) fn open(host: &dyn RelayHost, remote: &Remote, plan: &'p Plan, missing: &[(u64, u64)]) -> Option<Self> {
         if missing.iter().map(|(first, end)| end - first).sum::<u64>() < LEAST_BLOCKS {
             return None;
         }
-        if remote.is_encrypted() && !host.is_encrypted() {
+        // What only some may see is shown to no others.
+        if (remote.is_encrypted() && !host.is_encrypted()) || (remote.is_guarded() && !host.is_guarded()) {
             return None;
         }
         let [(_, total)] = remote.blocks();
@@ -59,6 +65,23 @@ impl<'p> OpenRelay<'p> {
     /// `block` is complete, and is not written to any more.
     pub(super) fn note_complete(&self, block: u64) {
         self.blocks.set(block);
+    }
+
+    /// The blocks that are not complete.
+    pub(super) fn lacking(&self) -> impl Iterator<Item = u64> {
+        (0..self.blocks.len()).filter(|&block| !self.blocks.has(block, block + 1))
+    }
+
+    /// Goes on relaying while others ask for something, everything having come in the time of `took`.
+    pub(super) fn stay(&self, took: Duration, limits: &Limits) {
+        let (began, mut parting) = (Instant::now(), Parting::new(took, self.blocks.questions().0));
+        loop {
+            let (questions, answering) = self.blocks.questions();
+            let busy = answering || self.relaying.readers() > 0;
+            if !parting.stays(began.elapsed(), questions, busy) || !limits.pause(LOOK, || false) {
+                return;
+            }
+        }
     }
 
     /// How other members reach it.

@@ -50,7 +50,7 @@ impl Remote {
         let report = self.begin();
         self.choose_route(self.header().payload_len());
         Ok(StagedFetch {
-            received: self.received()?,
+            received: self.received(false)?,
             settled: self.came_with_header(),
             remote: self,
             waves,

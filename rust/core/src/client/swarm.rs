@@ -5,12 +5,14 @@
 //! way is set aside, and what it was to bring goes back into the queue: relays cannot fail a transfer.
 
 use std::net::IpAddr;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
-use tensorferry_wire::swarm::{Answer, Ask};
+use tensorferry_wire::digest::WideTable;
+use tensorferry_wire::swarm::{Answer, Ask, Standing};
 
 use super::Source;
+use super::answers::read_long_digests;
 use super::connection::Connection;
 use super::limits::Limits;
 use super::relaying::OpenRelay;
@@ -45,6 +47,11 @@ pub(super) struct Swarm<'a> {
     began: Instant,
     receiver: Mutex<Receiver>,
     tracker: Mutex<Option<Connection>>,
+    /// The digests of all blocks, once they are here.
+    table: OnceLock<Arc<WideTable>>,
+    /// What these have to be of: the checksum of the header, and the length of the payload.
+    header_digest: u64,
+    payload_len: u64,
     relays: Mutex<Relays>,
     /// Those of relays: their lanes end with the others.
     pub(super) limits: Limits,
@@ -57,6 +64,15 @@ struct Relays {
     /// The lanes that are free, if each of the first [`MOST_RELAYS`] was used.
     free: Vec<usize>,
     lanes: usize,
+}
+
+/// What is left of a swarm when all blocks have come.
+pub(super) struct SwarmEnd {
+    /// The digests of all blocks, if they have come.
+    pub(super) table: Option<Arc<WideTable>>,
+    /// Whether the source is to go, or is gone.
+    is_free: bool,
+    tracker: Option<Connection>,
 }
 
 /// A relay that a lane begins to fetch from.
@@ -74,6 +90,7 @@ impl<'a> Swarm<'a> {
         source: &'a Source,
         key: &'a str,
         plan: &Plan,
+        (header_digest, payload_len): (u64, u64),
         limits: &Limits,
     ) -> Result<Option<Self>, Error> {
         let Some(etag) = source.etag.get() else { return Ok(None) };
@@ -91,6 +108,9 @@ impl<'a> Swarm<'a> {
             began: Instant::now(),
             receiver: Mutex::new(Receiver::new(count, seed)),
             tracker: Mutex::default(),
+            table: OnceLock::new(),
+            header_digest,
+            payload_len,
             relays: Mutex::default(),
             limits,
         }))
@@ -106,48 +126,77 @@ impl<'a> Swarm<'a> {
         self.began.elapsed()
     }
 
-    /// `block` is complete.
-    pub(super) fn note_block(&self, block: u64) {
-        self.relay.note_complete(block);
+    /// `block` has come, with this long checksum, from a relay or from the source. Returns an error where a relay has made
+    /// it up: it is passed on to nobody then, and has to come again.
+    pub(super) fn note_block(&self, block: u64, digest: u128, from_relay: bool) -> Result<(), Error> {
+        let expected = self.table.get().and_then(|table| table.blocks.get(usize::try_from(block).ok()?));
+        if expected.is_none_or(|&expected| expected == digest) {
+            self.relay.note_complete(block);
+            return Ok(());
+        }
+        if from_relay {
+            return Err(Error::new(ErrorKind::Corrupt, format!("block {block} is not the one that the source has")));
+        }
+        // The source has changed it since. All blocks are compared when they are here.
+        Ok(())
     }
 
     /// Asks the tracker for the blocks in `need`; returns relays to be fetched from.
     pub(super) fn ask(&self, need: Vec<(u64, u64)>) -> Vec<NewRelay> {
-        let ask = Ask { relay: self.relay.address(), need };
-        let Ok(Answer { grant, wait_ms, peers }) = self.answer(&ask) else {
-            self.receiver().note_no_tracker();
+        let standing = self.receiver().standing(self.relay.lacking());
+        let ask = Ask { relay: self.relay.address(), need, standing, zone: None };
+        // One lane asks at a time, as `Receiver` has it.
+        let mut tracker = self.tracker.lock().unwrap_or_else(PoisonError::into_inner);
+        let Ok(Answer { grant, wait_ms, peers, has_table, is_free }) = self.answer(&mut tracker, &ask) else {
+            *tracker = None;
+            self.receiver().note_no_tracker(self.now());
             return Vec::new();
         };
-        self.receiver().note_answer(self.now(), grant, Duration::from_millis(wait_ms));
+        if has_table && self.table.get().is_none() {
+            self.fetch_table(&mut tracker);
+        }
+        let mut receiver = self.receiver();
+        receiver.note_answer(self.now(), grant, Duration::from_millis(wait_ms));
+        if is_free {
+            // The source waits for connections to end.
+            *tracker = None;
+            receiver.note_free();
+        }
+        drop(receiver);
         peers.into_iter().filter_map(|url| self.begin_relay(url)).collect()
     }
 
-    fn answer(&self, ask: &Ask) -> Result<Answer, Error> {
-        // One lane asks at a time, as `Receiver` has it.
-        let mut tracker = self.tracker.lock().unwrap_or_else(PoisonError::into_inner);
-        let path = format!("{}/swarm?{}", self.key, ask.query());
-        match self.request(&mut tracker, &path) {
-            // The connection may have been given to somebody else since the last answer.
-            Err(e) if e.kind() == ErrorKind::Connect => {
-                *tracker = None;
-                self.request(&mut tracker, &path)
-            }
-            answer => answer,
+    /// Fetches the digests of all blocks. Without them it goes on as before.
+    fn fetch_table(&self, tracker: &mut Option<Connection>) {
+        let Some(connection) = tracker else { return };
+        let Ok(table) = read_long_digests(connection, self.key, Some(self.etag), self.blocks) else {
+            *tracker = None;
+            return;
+        };
+        if table.header == self.header_digest && table.payload_len == self.payload_len {
+            let _ = self.table.set(Arc::new(table));
+            self.receiver().note_table();
         }
     }
 
-    fn request(&self, tracker: &mut Option<Connection>, path: &str) -> Result<Answer, Error> {
-        let connection = match tracker {
-            Some(connection) => connection,
-            none => none.insert(Connection::open(&self.source.url, &self.limits)?),
-        };
-        let head = connection.get(path, None, Some(self.etag), None)?;
-        if head.status != 200 {
-            return Err(connection.refuse(&head));
+    /// What is left when all blocks have come.
+    pub(super) fn end(self) -> SwarmEnd {
+        let is_free = self.receiver().is_free();
+        let tracker = self.tracker.into_inner().unwrap_or_else(PoisonError::into_inner);
+        SwarmEnd { table: self.table.into_inner(), is_free, tracker }
+    }
+
+    fn answer(&self, tracker: &mut Option<Connection>, ask: &Ask) -> Result<Answer, Error> {
+        let path = format!("{}/swarm?{}", self.key, ask.query());
+        let of = (self.source, self.etag, self.blocks);
+        match request(tracker, of, &self.limits, &path) {
+            // The connection may have been given to somebody else since the last answer.
+            Err(e) if e.kind() == ErrorKind::Connect => {
+                *tracker = None;
+                request(tracker, of, &self.limits, &path)
+            }
+            answer => answer,
         }
-        let body = connection.body(&head, MAX_ANSWER)?;
-        let answer = std::str::from_utf8(&body).ok().and_then(|text| Answer::decode(text, self.blocks));
-        answer.ok_or_else(|| Error::new(ErrorKind::Protocol, "the source answered with what no tracker says"))
     }
 
     /// The relay at `url`, if it is new and there is room for one more.
@@ -164,7 +213,7 @@ impl<'a> Swarm<'a> {
             }
             None => return None,
         };
-        let source = Source::parse(&url, self.source.wants_same_host, None).ok();
+        let source = Source::parse(&url, self.source.wants_same_host, self.source.url.secret()).ok();
         relays.tried.push(url);
         // The tracker names addresses, so that nobody is asked for a name. What comes encrypted from the source does so
         // from relays.
@@ -189,6 +238,52 @@ impl<'a> Swarm<'a> {
     pub(super) fn close(&self) {
         self.limits.cancel.cancel();
     }
+}
+
+impl SwarmEnd {
+    /// Parts from the swarm, everything being here and verified: tells the tracker, and stays for the others if the
+    /// source is to go or is gone. `started` is when the receive began.
+    pub(super) fn part(
+        mut self,
+        relay: &OpenRelay<'_>,
+        (source, key, blocks): (&Source, &str, u64),
+        started: Instant,
+        limits: &Limits,
+    ) {
+        if !self.is_free {
+            let standing = Standing { has_table: self.table.is_some(), is_covered: true, leaves: true };
+            let ask = Ask { relay: relay.address(), need: Vec::new(), standing, zone: None };
+            let path = format!("{key}/swarm?{}", ask.query());
+            let etag = source.etag.get().map_or("", String::as_str);
+            let limits = limits.at_most(RELAY_STALL);
+            let answer = request(&mut self.tracker, (source, etag, blocks), &limits, &path);
+            if answer.is_ok_and(|answer| !answer.is_free) {
+                return;
+            }
+        }
+        drop(self.tracker.take());
+        relay.stay(started.elapsed(), limits);
+    }
+}
+
+/// Asks the tracker of a source by the connection in `tracker`, or by a new one.
+fn request(
+    tracker: &mut Option<Connection>,
+    (source, etag, blocks): (&Source, &str, u64),
+    limits: &Limits,
+    path: &str,
+) -> Result<Answer, Error> {
+    let connection = match tracker {
+        Some(connection) => connection,
+        none => none.insert(Connection::open(&source.url, limits)?),
+    };
+    let head = connection.get(path, None, Some(etag), None)?;
+    if head.status != 200 {
+        return Err(connection.refuse(&head));
+    }
+    let body = connection.body(&head, MAX_ANSWER)?;
+    let answer = std::str::from_utf8(&body).ok().and_then(|text| Answer::decode(text, blocks));
+    answer.ok_or_else(|| Error::new(ErrorKind::Protocol, "the source answered with what no tracker says"))
 }
 
 /// What is known of one relay.

@@ -12,6 +12,8 @@ pub(crate) struct Checksums<'a> {
     algorithm: &'a Algorithm,
     block_size: usize,
     digests: Vec<u64>,
+    /// The high halves of long checksums, where they have some.
+    high: Vec<u64>,
     open: Hasher,
     filled: usize,
 }
@@ -20,7 +22,7 @@ impl<'a> Checksums<'a> {
     pub(crate) fn new(algorithm: &'a Algorithm, block_size: u64) -> Self {
         // A block has at most 1 MiB.
         let block_size = usize::try_from(block_size).unwrap_or(usize::MAX);
-        Self { algorithm, block_size, digests: Vec::new(), open: algorithm.hasher(), filled: 0 }
+        Self { algorithm, block_size, digests: Vec::new(), high: Vec::new(), open: algorithm.hasher(), filled: 0 }
     }
 
     /// Takes the next bytes. Whole blocks are checksummed in one call each, without the state of an unfinished one.
@@ -38,24 +40,44 @@ impl<'a> Checksums<'a> {
             let (part, rest) = bytes.split_at(bytes.len().min(self.block_size - self.filled));
             bytes = rest;
             if part.len() == self.block_size {
-                self.digests.push(self.algorithm.checksum(part));
+                self.push(self.algorithm.wide_checksum(part));
                 continue;
             }
             self.open.update(part);
             self.filled += part.len();
             if self.filled == self.block_size {
-                self.digests.push(std::mem::replace(&mut self.open, self.algorithm.hasher()).finish());
+                let open = std::mem::replace(&mut self.open, self.algorithm.hasher());
+                self.push(open.finish_wide());
                 self.filled = 0;
             }
         }
     }
 
+    #[allow(clippy::cast_possible_truncation, reason = "each half is stored where it belongs")]
+    fn push(&mut self, digest: u128) {
+        self.digests.push(digest as u64);
+        if matches!(self.algorithm, Algorithm::Keyed(_)) {
+            self.high.push((digest >> 64) as u64);
+        }
+    }
+
+    fn close(&mut self) {
+        if self.filled > 0 {
+            self.push(self.open.finish_wide());
+        }
+    }
+
     /// The checksums; the last one is of the remaining bytes if they are less than a whole block.
     pub(crate) fn finish(mut self) -> Vec<u64> {
-        if self.filled > 0 {
-            self.digests.push(self.open.finish());
-        }
+        self.close();
         self.digests
+    }
+
+    /// The same as long checksums ([`Algorithm::wide_checksum`]).
+    pub(crate) fn finish_wide(mut self) -> impl Iterator<Item = u128> {
+        self.close();
+        let high = self.high.into_iter().chain(std::iter::repeat(0));
+        self.digests.into_iter().zip(high).map(|(low, high)| u128::from(high) << 64 | u128::from(low))
     }
 }
 
@@ -81,6 +103,9 @@ mod tests {
             let expected: Vec<_> = bytes.chunks(4096).map(|block| algorithm.checksum(block)).collect();
             for cut in [1, 100, 4095, 4096, 4097, 9000, 20_000] {
                 assert_eq!(checksum_blocks(&algorithm, bytes.chunks(cut), 4096), expected, "{cut}");
+                let mut wide = Checksums::new(&algorithm, 4096);
+                bytes.chunks(cut).for_each(|part| wide.update(part));
+                assert!(wide.finish_wide().eq(bytes.chunks(4096).map(|block| algorithm.wide_checksum(block))), "{cut}");
             }
         }
         assert!(checksum_blocks(&Algorithm::Crc64, [&[][..], &[]], 4096).is_empty());

@@ -9,6 +9,7 @@
 //! | `reading` | the bytes behind a lease |
 //! | `readiness` | [`Readiness`]: how much of a publication's memory is final |
 //! | `digests` | checksums of blocks, computed once or on demand |
+//! | `proof` | the one digest table that serves all members of a swarm |
 //! | `relayed` | publications of what is being received, block by block |
 //! | `tracker` | which blocks receivers of a publication fetch, and from whom |
 //! | `alternate` | bodies in other formats, built when they are first asked for |
@@ -24,6 +25,7 @@ mod alternate;
 mod connection;
 mod digests;
 mod lease;
+mod proof;
 mod readiness;
 mod reading;
 mod relayed;
@@ -44,6 +46,8 @@ pub(crate) use self::connection::{ConnectionHandle, LOOK};
 use self::digests::BlockDigest;
 use self::lease::Readers;
 pub(crate) use self::lease::{LINGER, Lease};
+pub(crate) use self::proof::Asked as ProofAsked;
+use self::proof::Proof;
 pub(crate) use self::readiness::Abandoned;
 pub use self::readiness::Readiness;
 use self::readiness::ReadinessWatch;
@@ -96,6 +100,7 @@ pub struct Publication {
     /// Which blocks may be read, where it is received while it is served.
     relayed: Option<Arc<BlockMap>>,
     tracker: Tracker,
+    proof: Proof,
     alternate: Option<Box<dyn Alternate>>,
     rendered: Mutex<HashMap<String, RenderedBody>>,
     readers: Mutex<Readers>,
@@ -189,6 +194,7 @@ impl Publication {
             backing: None,
             relayed: None,
             tracker: Tracker::default(),
+            proof: Proof::default(),
             alternate: None,
             rendered: Mutex::default(),
             readers: Mutex::default(),

@@ -6,6 +6,7 @@ use std::sync::{Arc, Condvar, Mutex};
 use bytes::Bytes;
 use tensorferry_wire::digest::Algorithm;
 
+use super::proof::Proof;
 use super::tracker::Tracker;
 use super::{Publication, Stability};
 use crate::memory::Memory;
@@ -32,6 +33,7 @@ impl Publication {
             backing: None,
             relayed: Some(blocks),
             tracker: Tracker::default(),
+            proof: Proof::default(),
             alternate: None,
             rendered: Mutex::new(HashMap::new()),
             readers: Mutex::default(),

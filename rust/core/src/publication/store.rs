@@ -219,6 +219,7 @@ impl Store {
         let gone = match state.current.take() {
             Some(current) if current.stability() == Stability::Borrowed => {
                 let step = state.step;
+                current.note_wanted_back();
                 state.remember(&current);
                 state.draining.push(Former { step, publication: current });
                 None

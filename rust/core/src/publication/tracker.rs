@@ -6,7 +6,7 @@ use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use tensorferry_wire::digest::BLOCK_SIZE;
-use tensorferry_wire::swarm::Answer;
+use tensorferry_wire::swarm::{Answer, Ask};
 
 use super::Publication;
 use crate::error::Error;
@@ -30,24 +30,35 @@ impl Publication {
         handout.present(began.elapsed()).map(|(member, ago)| ((member.ip, member.relay.port).into(), ago)).collect()
     }
 
-    /// Answers `member`, which needs the blocks in `need`.
+    /// Answers what `member` asks; says too whether the digests of all blocks should be computed for it and others. A
+    /// receiver without others compares as if there were no swarm.
     ///
     /// # Errors
     /// When there is no memory to keep track.
     pub(crate) fn track(
         &self,
         member: &Member,
-        need: &[(u64, u64)],
+        ask: &Ask,
         url: impl Fn(&Member) -> String,
-    ) -> Result<Answer, Error> {
+    ) -> Result<(Answer, bool), Error> {
         let mut tracker = self.tracker.0.lock().unwrap_or_else(PoisonError::into_inner);
         let (began, handout) = match &mut *tracker {
             Some(known) => known,
             None => tracker.insert((Instant::now(), Handout::new(self.payload_len().div_ceil(BLOCK_SIZE))?)),
         };
+        let (now, wanted_back) = (began.elapsed(), self.is_wanted_back());
+        if ask.standing.leaves {
+            let is_free = handout.leave(now, member, wanted_back);
+            return Ok((Answer { is_free, ..Answer::default() }, false));
+        }
         let most = handout.most();
-        let told = handout.ask(began.elapsed(), member, need, most);
+        let told = handout.ask(now, member, &ask.need, most);
         let wait_ms = u64::try_from(told.wait.as_millis()).unwrap_or(u64::MAX);
-        Ok(Answer { peers: told.neighbours.into_iter().map(url).collect(), grant: told.grant, wait_ms })
+        let peers = told.neighbours.into_iter().map(url).collect();
+        let mut answer = Answer { peers, grant: told.grant, wait_ms, ..Answer::default() };
+        answer.is_free = handout.stand(now, member, ask.standing, wanted_back);
+        answer.has_table = self.proven().is_some();
+        let wants_table = !answer.has_table && handout.members() > 1;
+        Ok((answer, wants_table))
     }
 }

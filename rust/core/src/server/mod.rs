@@ -364,10 +364,9 @@ impl Shared {
         format!("{scheme}{host}:{}{slash}{token}/checkpoint/", self.address.port())
     }
 
-    /// Whether there is a tracker for what is served here. Digests are too short to tell what a member with the secret
-    /// has forged from what the source has.
+    /// Whether there is a tracker for what is served here.
     fn offers_swarm(&self) -> bool {
-        self.swarm && self.auth.is_none()
+        self.swarm
     }
 
     /// Refuses every request from now on, for whatever is served here, and ends all transfers.

@@ -32,6 +32,10 @@ impl RelayHost for Host {
         self.shared.identity.is_some()
     }
 
+    fn is_guarded(&self) -> bool {
+        self.shared.auth.is_some()
+    }
+
     fn open(&self, relayed: Relayed) -> Result<Box<dyn Relaying>, Error> {
         if self.shared.store.is_closed() {
             return Err(Error::new(ErrorKind::Status(503), "this server is shut down"));
@@ -48,6 +52,10 @@ impl RelayHost for Host {
 impl Relaying for Relay {
     fn address(&self) -> RelayAddress {
         self.address.clone()
+    }
+
+    fn readers(&self) -> usize {
+        self.shelf.store().active()
     }
 }
 

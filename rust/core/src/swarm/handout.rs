@@ -49,12 +49,14 @@ pub(crate) struct Member {
 }
 
 #[derive(Debug)]
-struct Known {
-    member: Member,
+pub(super) struct Known {
+    pub(super) member: Member,
     number: u32,
-    asked: Duration,
+    pub(super) asked: Duration,
     /// When it was granted blocks, if it has not asked since.
     granted: Option<Duration>,
+    /// Whether it could finish without the source when it last asked.
+    pub(super) ready: bool,
 }
 
 /// The last time that a block was handed out, in milliseconds, and the number of the member it went to.
@@ -81,11 +83,13 @@ pub(crate) struct Handout {
     /// Blocks that were never handed out.
     fresh: BlockSet,
     given: Vec<Given>,
-    members: Vec<Known>,
+    pub(super) members: Vec<Known>,
     /// Numbers that members were given.
     numbers: u32,
     /// Questions so far.
     asked: u64,
+    /// Whether members have been told to do without the source.
+    pub(super) freed: bool,
 }
 
 impl Handout {
@@ -95,7 +99,7 @@ impl Handout {
         let count = usize::try_from(blocks).unwrap_or(usize::MAX);
         make_room(&mut given, count)?;
         given.resize(count, Given::default());
-        Ok(Self { fresh: BlockSet::all(blocks)?, given, members: Vec::new(), numbers: 0, asked: 0 })
+        Ok(Self { fresh: BlockSet::all(blocks)?, given, members: Vec::new(), numbers: 0, asked: 0, freed: false })
     }
 
     /// How many blocks one answer should hand out: few enough that all members soon have something to pass on.
@@ -111,7 +115,6 @@ impl Handout {
     }
 
     /// How many members there are.
-    #[cfg(test)]
     pub(crate) fn members(&self) -> usize {
         self.members.len()
     }
@@ -151,7 +154,13 @@ impl Handout {
         }
         // Ascending, so that a member is found by its number.
         self.numbers = self.numbers.checked_add(1)?;
-        self.members.push(Known { member: member.clone(), number: self.numbers, asked: now, granted: None });
+        self.members.push(Known {
+            member: member.clone(),
+            number: self.numbers,
+            asked: now,
+            granted: None,
+            ready: false,
+        });
         Some(self.numbers)
     }
 

@@ -6,6 +6,7 @@
 //! | `block_map` | [`BlockMap`]: which blocks a receiver has; [`BlockSet`]: the same as another member has learned it |
 //! | `handout` | [`Handout`]: which of its own blocks a source hands out to whom, and the members |
 //! | `picker` | [`Picker`]: which block a receiver fetches from which relay |
+//! | `parting` | when members do without the source, and how long one that is through stays |
 //! | `receiver` | [`Receiver`]: whether a receiver fetches from the source, asks the tracker, or waits |
 //! | `relay` | [`RelayHost`]: what a server does for a receiver of its process |
 //! | `model` | the simulator (tests) |
@@ -20,11 +21,13 @@ mod handout;
     reason = "blocks are few, and the model is one loop"
 )]
 mod model;
+mod parting;
 mod picker;
 mod receiver;
 mod relay;
 
 pub(crate) use self::block_map::{BlockMap, BlockSet};
 pub(crate) use self::handout::{Handout, Member};
+pub(crate) use self::parting::Parting;
 pub(crate) use self::receiver::{FromSource, Receiver};
 pub use self::relay::{RelayHost, Relayed, Relaying};

@@ -7,13 +7,18 @@
 use std::time::Duration;
 
 use tensorferry_wire::request::MAX_RUNS;
+use tensorferry_wire::swarm::Standing;
 
 use super::BlockSet;
 use super::picker::Picker;
 
 /// Without a new byte for so long, the receiver fetches from the source whatever it lacks, whether or not there are relays.
 pub(crate) const STARVED: Duration = Duration::from_secs(5);
-/// The same where no relay is left.
+/// The same where the source is to go, or is gone.
+const STARVED_FREE: Duration = Duration::from_secs(10);
+/// Questions to the tracker without an answer after which the source counts as gone.
+const MOST_UNANSWERED: u32 = 2;
+/// The same as [`STARVED`] where no relay is left.
 const STARVED_ALONE: Duration = Duration::from_millis(500);
 /// Lanes to the source that find nothing but what relays offer wait for so long, then they ask for that.
 const PATIENCE: Duration = Duration::from_millis(250);
@@ -37,6 +42,17 @@ pub(crate) enum FromSource {
     Wait(Duration),
 }
 
+/// What the source is asked for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Rule {
+    /// What its tracker grants.
+    Swarm,
+    /// Everything, since there is no tracker any more: as by a receiver without a swarm.
+    Alone,
+    /// Nothing: it is to go, or is gone.
+    Free,
+}
+
 /// The state of one receive in a swarm. Times count from its beginning.
 #[derive(Debug)]
 pub(crate) struct Receiver {
@@ -54,8 +70,11 @@ pub(crate) struct Receiver {
     bytes: u64,
     fed: Duration,
     unoffered: Duration,
-    /// Whether there is no tracker any more: the source is asked for everything, as by a receiver without a swarm.
-    alone: bool,
+    rule: Rule,
+    /// Whether the digests of all blocks are here, so that blocks can be verified without the source.
+    has_table: bool,
+    /// How often in a row the tracker has not answered.
+    unanswered: u32,
 }
 
 impl Receiver {
@@ -75,7 +94,9 @@ impl Receiver {
             bytes: 0,
             fed: never,
             unoffered: never,
-            alone: false,
+            rule: Rule::Swarm,
+            has_table: false,
+            unanswered: 0,
         }
     }
 
@@ -126,15 +147,17 @@ impl Receiver {
     }
 
     fn decide(&mut self, now: Duration, waiting: &[(u64, u64)]) -> FromSource {
-        let silent = !self.asking && !self.alone && now.saturating_sub(self.asked) >= self.heartbeat;
+        let silent = !self.asking && self.rule == Rule::Swarm && now.saturating_sub(self.asked) >= self.heartbeat;
         if silent && (!self.granted.is_empty() || waiting.is_empty()) {
             self.asking = true;
             return FromSource::Ask(Vec::new());
         }
         let Some(&first) = waiting.first() else { return FromSource::Wait(LOOK) };
-        let starved = if self.relays > 0 { STARVED } else { STARVED_ALONE };
-        if self.alone || now.saturating_sub(self.fed) >= starved {
+        if self.rule == Rule::Alone || self.is_starved(now) {
             return FromSource::Take(0, first);
+        }
+        if self.rule == Rule::Free {
+            return FromSource::Wait(LOOK);
         }
         if self.relays > 0 && self.fetching >= LANES_BESIDE_RELAYS {
             return FromSource::Wait(LOOK);
@@ -157,6 +180,48 @@ impl Receiver {
         FromSource::Ask(need)
     }
 
+    /// Whether no byte has come for so long that the source is asked for whatever is lacking.
+    fn is_starved(&self, now: Duration) -> bool {
+        let patience = match (self.relays, self.rule) {
+            (0, _) => STARVED_ALONE,
+            (_, Rule::Free) => STARVED_FREE,
+            _ => STARVED,
+        };
+        now.saturating_sub(self.fed) >= patience
+    }
+
+    /// How the member stands that lacks the blocks in `lacks`.
+    pub(crate) fn standing(&self, mut lacks: impl Iterator<Item = u64>) -> Standing {
+        let is_covered = lacks.all(|block| !self.picker.is_unoffered(block));
+        Standing { has_table: self.has_table, is_covered, leaves: false }
+    }
+
+    /// The digests of all blocks are here.
+    pub(crate) fn note_table(&mut self) {
+        self.has_table = true;
+    }
+
+    /// The tracker wants the source to be left alone.
+    pub(crate) fn note_free(&mut self) {
+        self.rule = Rule::Free;
+        self.granted.clear();
+    }
+
+    /// Whether the source is left alone.
+    pub(crate) fn is_free(&self) -> bool {
+        self.rule == Rule::Free
+    }
+
+    /// The source brings nothing any more; returns whether the receive may end well even so. It does from then on without
+    /// the source, as long as relays bring something.
+    pub(crate) fn note_source_lost(&mut self, now: Duration) -> bool {
+        let goes_on = self.has_table && self.relays > 0 && !self.is_starved(now);
+        if goes_on {
+            self.note_free();
+        }
+        goes_on
+    }
+
     /// The part of a granted run that is still waiting, and the number of its range. What a relay has brought or brings
     /// is no longer granted.
     fn take_granted(&mut self, waiting: &[(u64, u64)]) -> Option<(usize, (u64, u64))> {
@@ -177,7 +242,7 @@ impl Receiver {
 
     /// The tracker has granted blocks, or none, and wants to be asked again after `wait`.
     pub(crate) fn note_answer(&mut self, now: Duration, mut grant: Vec<(u64, u64)>, wait: Duration) {
-        (self.asking, self.asked) = (false, now);
+        (self.asking, self.asked, self.unanswered) = (false, now, 0);
         self.heartbeat = (2 * self.heartbeat).min(HEARTBEAT);
         self.ask_at = if grant.is_empty() { now.saturating_add(wait) } else { now };
         grant.reverse();
@@ -185,9 +250,18 @@ impl Receiver {
         self.granted = grant;
     }
 
-    /// The tracker does not answer, or nothing that makes sense.
-    pub(crate) fn note_no_tracker(&mut self) {
-        self.alone = true;
+    /// The tracker does not answer, or nothing that makes sense. Without the digests, the source must be there, and is
+    /// asked for everything; with them, it may be gone.
+    pub(crate) fn note_no_tracker(&mut self, now: Duration) {
+        if !self.has_table || self.relays == 0 {
+            self.rule = Rule::Alone;
+            return;
+        }
+        self.unanswered += 1;
+        (self.asking, self.asked, self.ask_at) = (false, now, now.saturating_add(HEARTBEAT));
+        if self.unanswered >= MOST_UNANSWERED {
+            self.note_free();
+        }
     }
 }
 
@@ -291,8 +365,65 @@ mod tests {
             assert_eq!(receiver.next_from_source(at(now), &[]), FromSource::Ask(vec![]));
             assert!(matches!(receiver.next_from_source(at(now), &[]), FromSource::Wait(_)), "one lane asks");
         }
-        receiver.note_no_tracker();
+        receiver.note_no_tracker(at(1000));
         assert!(matches!(receiver.next_from_source(at(9000), &[]), FromSource::Wait(_)));
+    }
+
+    /// A receiver that has the digests, and a relay with everything.
+    fn independent() -> (Receiver, usize) {
+        let mut receiver = Receiver::new(64, 1);
+        let relay = receiver.add_relay();
+        receiver.learn(relay, set(0..64));
+        receiver.note_table();
+        (receiver, relay)
+    }
+
+    #[test]
+    fn a_source_that_is_let_go_is_asked_for_nothing_until_the_receiver_starves() {
+        let (mut receiver, relay) = independent();
+        receiver.note_answer(at(0), vec![(0, 4)], at(1));
+        receiver.note_free();
+        for millis in [0, 1500, 9999] {
+            assert!(matches!(receiver.next_from_source(at(millis), &[(0, 4)]), FromSource::Wait(_)), "{millis}");
+            assert!(matches!(receiver.next_from_source(at(millis), &[]), FromSource::Wait(_)), "{millis}");
+        }
+        assert_eq!(receiver.next_from_source(at(10_000), &[(0, 4)]), FromSource::Take(0, (0, 4)));
+        assert!(!receiver.note_source_lost(at(10_000)), "that was the last hope");
+        receiver.note_bytes(at(11_000), 1);
+        receiver.set_aside(relay);
+        assert!(matches!(receiver.next_from_source(at(11_500), &[(0, 4)]), FromSource::Take(..)));
+    }
+
+    #[test]
+    fn a_receiver_says_how_it_stands() {
+        let (mut receiver, relay) = independent();
+        let all = Standing { has_table: true, is_covered: true, leaves: false };
+        assert_eq!(receiver.standing(3..9), all);
+        receiver.learn(relay, set(4..64));
+        assert_eq!(receiver.standing(3..9), Standing { is_covered: false, ..all });
+        assert_eq!(receiver.standing(4..9), all);
+        assert_eq!(Receiver::new(64, 1).standing(0..1), Standing::default());
+        assert_eq!(Receiver::new(64, 1).standing(0..0), Standing { is_covered: true, ..Standing::default() });
+    }
+
+    #[test]
+    fn a_source_that_is_gone_is_done_without_by_who_has_the_digests_and_relays() {
+        let (mut receiver, relay) = independent();
+        assert!(receiver.note_source_lost(at(1)));
+        assert!(receiver.is_free());
+        let (mut receiver, _) = independent();
+        receiver.note_no_tracker(at(1));
+        assert!(!receiver.is_free() && !matches!(receiver.next_from_source(at(1), &[(0, 4)]), FromSource::Take(..)));
+        receiver.note_no_tracker(at(1001));
+        assert!(receiver.is_free());
+        let (mut receiver, _) = independent();
+        receiver.set_aside(relay);
+        assert!(!receiver.note_source_lost(at(1)) && !receiver.is_free());
+        let mut receiver = Receiver::new(64, 1);
+        receiver.add_relay();
+        assert!(!receiver.note_source_lost(at(1)), "without the digests nothing could be verified");
+        receiver.note_no_tracker(at(1));
+        assert!(matches!(receiver.next_from_source(at(1), &[(0, 4)]), FromSource::Take(..)));
     }
 
     #[test]
@@ -305,7 +436,7 @@ mod tests {
         receiver.note_bytes(at(900), 1);
         assert!(matches!(receiver.next_from_source(at(999), &[(3, 5)]), FromSource::Wait(_)));
         receiver.note_bytes(at(1000), 2);
-        receiver.note_no_tracker();
+        receiver.note_no_tracker(at(1000));
         assert_eq!(receiver.next_from_source(at(1001), &[(3, 5)]), FromSource::Take(0, (3, 5)));
         // A relay that lives is waited for, and one that is set aside is not.
         let mut receiver = Receiver::new(64, 1);

@@ -37,6 +37,11 @@ pub trait RelayHost: fmt::Debug + Send + Sync {
     /// Whether what it serves is encrypted on its way.
     fn is_encrypted(&self) -> bool;
 
+    /// Whether it serves only those who share a secret.
+    fn is_guarded(&self) -> bool {
+        false
+    }
+
     /// Serves `relayed` until what is returned is dropped.
     ///
     /// # Errors
@@ -49,4 +54,9 @@ pub trait RelayHost: fmt::Debug + Send + Sync {
 pub trait Relaying: Send + Sync {
     /// How other members reach it.
     fn address(&self) -> RelayAddress;
+
+    /// How many readers there are at this moment.
+    fn readers(&self) -> usize {
+        0
+    }
 }

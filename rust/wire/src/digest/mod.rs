@@ -5,6 +5,9 @@
 //! the key can only guess, with one chance in 2^64 for each block that is tried against a receiver. A keyed table
 //! proves nothing by itself: its answer carries a proof of full length ([`crate::proof`]).
 //!
+//! Members of a swarm ([`crate::swarm`]) have the key, and could try as often as they like. They compare with 128 bits,
+//! of which [`WideTable`]s are made.
+//!
 //! A receiver of slices requests the checksums of smaller blocks ([`BLOCK_SIZES`]), and a file carries those of the
 //! smallest ones ([`FILE_BLOCK_SIZE`]): to verify a slice, a reader has to read the blocks in which it begins and ends
 //! as a whole.
@@ -27,10 +30,12 @@
 //! more checksums than the payload has blocks, that the length is exact, and that the table's own checksum matches.
 
 mod table;
+mod wide;
 
 use crc_fast::CrcAlgorithm::Crc64Nvme;
 
 pub use self::table::{DigestTable, TableHead, block_count, table_len};
+pub use self::wide::{WideTable, wide_table_len};
 
 /// Bytes of payload per checksum; the last block may be shorter.
 pub const BLOCK_SIZE: u64 = 1 << 20;
@@ -111,6 +116,16 @@ impl Algorithm {
         match self {
             Self::Crc64 => checksum(bytes),
             Self::Keyed(key) => first_word(&blake3::keyed_hash(key, bytes)),
+        }
+    }
+
+    /// The checksum of `bytes` in the low half, and behind it as many more bits of the hash: of a keyed one, 128 bits in
+    /// all. CRC-64 has no more, and the high half is zero.
+    #[must_use]
+    pub fn wide_checksum(&self, bytes: &[u8]) -> u128 {
+        match self {
+            Self::Crc64 => checksum(bytes).into(),
+            Self::Keyed(key) => first_words(&blake3::keyed_hash(key, bytes)),
         }
     }
 
@@ -202,6 +217,10 @@ fn first_word(hash: &blake3::Hash) -> u64 {
     hash.as_bytes().first_chunk().map_or(0, |word| u64::from_le_bytes(*word))
 }
 
+fn first_words(hash: &blake3::Hash) -> u128 {
+    hash.as_bytes().first_chunk().map_or(0, |words| u128::from_le_bytes(*words))
+}
+
 /// Computes a checksum of bytes that come in pieces.
 #[derive(Debug, Clone)]
 pub struct Hasher(HasherState);
@@ -236,6 +255,15 @@ impl Hasher {
         match &self.0 {
             HasherState::Crc64(digest) => digest.finalize(),
             HasherState::Keyed(hasher) => first_word(&hasher.finalize()),
+        }
+    }
+
+    /// The same as [`Algorithm::wide_checksum`] of all bytes so far.
+    #[must_use]
+    pub fn finish_wide(&self) -> u128 {
+        match &self.0 {
+            HasherState::Crc64(digest) => digest.finalize().into(),
+            HasherState::Keyed(hasher) => first_words(&hasher.finalize()),
         }
     }
 }

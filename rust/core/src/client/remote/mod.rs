@@ -121,16 +121,16 @@ impl Remote {
         let memory = self.prepare_memory(destination.addresses().as_deref(), &[])?;
         let (plan, arena, offsets) = memory.plan(self.header.payload_len())?;
         let mut report = self.begin();
-        let received = self.received()?;
         let mut missing = self.missing(&plan);
         let is_small = missing.is_empty();
+        let host = if is_small { None } else { self.relay_host() };
+        let received = self.received(host.is_some())?;
         if resume {
             missing = self.without_present(&plan, &missing, &received)?;
         }
         self.choose_route(plan.held(&missing));
         self.copy_prefix(&plan)?;
         let fetch = PlannedFetch { plan: &plan, missing: &missing, held: &self.blocks(), received: &received };
-        let host = if missing.is_empty() { None } else { self.relay_host() };
         let relay = host.and_then(|host| OpenRelay::open(&*host, &self, &plan, &missing));
         if missing.is_empty() && !is_small {
             // Nothing is to be fetched, but what is here may have been at the source at different moments.
@@ -147,11 +147,10 @@ impl Remote {
     }
 
     /// What serves on what is received, if this takes part in a swarm. Grants are of one source, and so are the digests
-    /// that relays' blocks are compared with; with a secret these are too short for members that do harm. Shared memory
-    /// brings everything sooner than other receivers could.
+    /// that relays' blocks are compared with. Shared memory brings everything sooner than other receivers could.
     fn relay_host(&mut self) -> Option<Arc<dyn RelayHost>> {
         let [source] = &self.sources[..] else { return None };
-        let host = self.relay.clone().filter(|_| source.offers_swarm() && source.url.secret().is_none())?;
+        let host = self.relay.clone().filter(|_| source.offers_swarm())?;
         if source.same_host().is_some()
             && let Ok(connection) = source.connect(&self.limits)
         {
@@ -165,6 +164,11 @@ impl Remote {
     /// Whether it comes encrypted.
     pub(super) fn is_encrypted(&self) -> bool {
         self.sources.iter().any(|source| source.url.tls().is_some())
+    }
+
+    /// Whether only those who share a secret may have it.
+    pub(super) fn is_guarded(&self) -> bool {
+        self.sources.iter().any(|source| source.url.secret().is_some())
     }
 
     /// The entity tag of what is received.
@@ -198,10 +202,14 @@ impl Remote {
         [(0, self.header.payload_len().div_ceil(BLOCK_SIZE))]
     }
 
-    /// A ledger of all blocks in which those that came with the header are marked as received.
-    pub(super) fn received(&self) -> Result<BlockLedger, Error> {
-        let received = BlockLedger::new(&self.blocks(), Arc::clone(&self.progress))?;
-        for (block, digest) in (0..).zip(self.prefix_digests()) {
+    /// A ledger of all blocks in which those that came with the header are marked as received; with
+    /// `long` checksums, which a swarm compares.
+    pub(super) fn received(&self, long: bool) -> Result<BlockLedger, Error> {
+        let mut received = BlockLedger::new(&self.blocks(), Arc::clone(&self.progress))?;
+        if long {
+            received.keep_long()?;
+        }
+        for (block, digest) in (0..).zip(self.long_prefix_digests()) {
             received.note(block, digest, self.opener);
         }
         Ok(received)

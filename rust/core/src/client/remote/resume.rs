@@ -1,6 +1,7 @@
 //! Going on with a receive that was interrupted: which blocks are in their places already.
 
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use tensorferry_wire::digest::BLOCK_SIZE;
 
@@ -26,8 +27,8 @@ impl Remote {
             let table = self.digests(&asked, BLOCK_SIZE)?;
             let blocks: Vec<u64> = asked.iter().flat_map(|&(first, end)| first..end).collect();
             let present = self.present(plan, &blocks, &table.blocks)?;
-            for ((&block, &digest), present) in blocks.iter().zip(&table.blocks).zip(present) {
-                if present {
+            for (&block, present) in blocks.iter().zip(present) {
+                if let Some(digest) = present {
                     received.note(block, digest, self.primary);
                     let (start, end) = plan.block_bounds(block);
                     self.progress.fetch_add(end - start, Ordering::Relaxed);
@@ -42,9 +43,10 @@ impl Remote {
         Ok(left)
     }
 
-    /// For each of `blocks`, whether the bytes at its destination have the checksum in `digests`.
-    fn present(&self, plan: &Plan, blocks: &[u64], digests: &[u64]) -> Result<Vec<bool>, Error> {
-        let found: Vec<AtomicBool> = blocks.iter().map(|_| AtomicBool::new(false)).collect();
+    /// For each of `blocks` the long checksum of the bytes at its destination, if they have the checksum in `digests`.
+    #[allow(clippy::cast_possible_truncation, reason = "the low half is the checksum of 64 bits")]
+    fn present(&self, plan: &Plan, blocks: &[u64], digests: &[u64]) -> Result<Vec<Option<u128>>, Error> {
+        let found: Vec<OnceLock<u128>> = blocks.iter().map(|_| OnceLock::new()).collect();
         let next = AtomicUsize::new(0);
         let work = || -> Result<(), Error> {
             let mut sink = zeroed(block_len())?;
@@ -58,9 +60,11 @@ impl Remote {
                     for slice in slices.iter() {
                         hasher.update(slice);
                     }
-                    hasher.finish()
+                    hasher.finish_wide()
                 });
-                found[index].store(ours == digest, Ordering::Relaxed);
+                if ours as u64 == digest {
+                    let _ = found[index].set(ours);
+                }
             }
         };
         std::thread::scope(|scope| {
@@ -71,6 +75,6 @@ impl Remote {
             }
             work()
         })?;
-        Ok(found.into_iter().map(AtomicBool::into_inner).collect())
+        Ok(found.into_iter().map(OnceLock::into_inner).collect())
     }
 }

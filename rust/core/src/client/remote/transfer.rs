@@ -4,6 +4,7 @@
 //! choices.
 
 use std::collections::BTreeSet;
+use std::sync::Arc;
 
 use tensorferry_wire::digest::BLOCK_SIZE;
 
@@ -13,7 +14,7 @@ use crate::client::lane;
 use crate::client::ledger::BlockLedger;
 use crate::client::relaying::OpenRelay;
 use crate::client::stragglers::StragglerMonitor;
-use crate::client::swarm::{MOST_RELAYS, Swarm};
+use crate::client::swarm::{MOST_RELAYS, Swarm, SwarmEnd};
 use crate::error::Error;
 use crate::payload::{Plan, Queue};
 use crate::report::Report;
@@ -23,6 +24,8 @@ const MAX_RANGE_BLOCKS: u64 = 16;
 /// Where there are more runs of blocks than this, those with few bytes between them are asked for at once.
 const MANY_RUNS: usize = 64;
 const JOIN_GAP: u64 = 1 << 20;
+/// How often blocks that relays have made up are fetched from the source before they are held against what it has now.
+const LONG_RETRIES: u32 = 3;
 
 /// What a transfer is to do for one plan.
 #[derive(Clone, Copy)]
@@ -47,17 +50,71 @@ impl Remote {
         if fetches.iter().all(|fetch| fetch.missing.is_empty()) {
             return Ok(());
         }
+        let mut end = None;
         for fetch in fetches {
             let joined = fetch.missing.len() > MANY_RUNS && fetch.plan.block_size() < BLOCK_SIZE;
             let ranges = if joined { &fetch.plan.wanted_blocks(JOIN_GAP)[..] } else { fetch.missing };
-            self.run_lanes(fetch.plan, ranges, (true, relay.as_ref()), fetch.received, report)?;
+            end = self.run_lanes(fetch.plan, ranges, (true, relay.as_ref()), fetch.received, report)?;
             if relay.is_some() {
                 let (bytes, relays) = self.relayed(fetch);
                 report.relayed += bytes;
                 report.relays += relays;
             }
         }
-        self.settle(fetches, relay, report)
+        match (relay, end) {
+            (Some(relay), Some(end)) => self.settle_in_swarm(fetches, relay, end, report),
+            (relay, _) => self.settle(fetches, relay, report),
+        }
+    }
+
+    /// Settles after a swarm: by the digests of all blocks that have come already, or by those of the source now.
+    fn settle_in_swarm(
+        &mut self,
+        fetches: &[PlannedFetch<'_>],
+        relay: OpenRelay<'_>,
+        mut end: SwarmEnd,
+        report: &mut Report,
+    ) -> Result<(), Error> {
+        let mut relay = Some(relay);
+        // With a secret, digests of 64 bits are too short for what members have brought.
+        let long_only = self.sources[self.primary].url.secret().is_some() && report.relayed > 0;
+        if long_only && end.table.is_none() {
+            end.table = self.long_digests().ok().map(Arc::new);
+        }
+        let Some(table) = end.table.clone() else {
+            for fetch in fetches.iter().filter(|_| long_only) {
+                drop(relay.take());
+                let runs = self.relayed_runs(fetch);
+                self.run_lanes(fetch.plan, &runs, (false, None), fetch.received, report)?;
+            }
+            return self.settle(fetches, relay, report);
+        };
+        for _ in 0..=LONG_RETRIES {
+            let mut whole = true;
+            for fetch in fetches {
+                let (differing, of_source) = self.differing_from(&table, fetch);
+                report.troubles.append(&mut fetch.received.take_troubles());
+                if differing.is_empty() {
+                    continue;
+                }
+                whole = false;
+                report.retries += differing.len() as u64;
+                drop(relay.take());
+                self.run_lanes(fetch.plan, &differing, (false, None), fetch.received, report)?;
+                if of_source {
+                    // It has changed what it serves: what it has now decides.
+                    return self.settle(fetches, None, report);
+                }
+            }
+            if whole {
+                if let Some(relay) = relay {
+                    let of = (&self.sources[self.primary], &*self.key, table.blocks.len() as u64);
+                    end.part(&relay, of, self.limits.started, &self.limits);
+                }
+                return Ok(());
+            }
+        }
+        self.settle(fetches, None, report)
     }
 
     /// Compares the digests of all blocks held, and fetches those that differ again, until all match at one moment.
@@ -82,18 +139,27 @@ impl Remote {
         }
     }
 
-    /// Bytes that came from relays, and how many relays brought them.
-    fn relayed(&self, fetch: &PlannedFetch<'_>) -> (u64, usize) {
-        let (mut bytes, mut relays) = (0, BTreeSet::new());
-        for block in fetch.missing.iter().flat_map(|&(first, end)| first..end) {
-            let origin = fetch.received.source_of(block);
-            if origin >= self.sources.len() {
-                let (start, end) = fetch.plan.block_bounds(block);
-                bytes += end - start;
-                relays.insert(origin);
+    /// Runs of blocks that came from relays.
+    fn relayed_runs(&self, fetch: &PlannedFetch<'_>) -> Vec<(u64, u64)> {
+        let mut runs: Vec<(u64, u64)> = Vec::new();
+        let blocks = fetch.missing.iter().flat_map(|&(first, end)| first..end);
+        for block in blocks.filter(|&block| fetch.received.source_of(block) >= self.sources.len()) {
+            match runs.last_mut() {
+                Some(run) if run.1 == block => run.1 += 1,
+                _ => runs.push((block, block + 1)),
             }
         }
-        (bytes, relays.len())
+        runs
+    }
+
+    /// Bytes that came from relays, and how many relays brought them.
+    fn relayed(&self, fetch: &PlannedFetch<'_>) -> (u64, usize) {
+        let runs = self.relayed_runs(fetch);
+        let bytes =
+            runs.iter().map(|&(first, end)| fetch.plan.block_bounds(end - 1).1 - fetch.plan.block_bounds(first).0);
+        let blocks = runs.iter().flat_map(|&(first, end)| first..end);
+        let relays: BTreeSet<_> = blocks.map(|block| fetch.received.source_of(block)).collect();
+        (bytes.sum(), relays.len())
     }
 
     fn run_lanes(
@@ -103,7 +169,7 @@ impl Remote {
         (spread, relay): (bool, Option<&OpenRelay<'_>>),
         received: &BlockLedger,
         report: &mut Report,
-    ) -> Result<(), Error> {
+    ) -> Result<Option<SwarmEnd>, Error> {
         let blocks: u64 = runs.iter().map(|(a, b)| b - a).sum();
         let wanted = self.lanes.unwrap_or_else(|| self.default_lanes()).clamp(1, 64) as u64;
         let most = MAX_RANGE_BLOCKS * plan.stride();
@@ -112,7 +178,10 @@ impl Remote {
         let lanes = usize::try_from(wanted.min(blocks.div_ceil(per_range))).unwrap_or(1).max(1);
         report.lanes = report.lanes.max(lanes);
         let swarm = match relay {
-            Some(relay) => Swarm::new(relay, &self.sources[self.primary], &self.key, plan, &self.limits)?,
+            Some(relay) => {
+                let of = (self.header_digest, self.header.payload_len());
+                Swarm::new(relay, &self.sources[self.primary], &self.key, plan, of, &self.limits)?
+            }
             None => None,
         };
         let transfer = lane::Transfer {
@@ -139,7 +208,9 @@ impl Remote {
         report.same_host |= received.came_same_host();
         report.troubles.append(&mut received.take_troubles());
         report.routes.append(&mut received.take_routes());
-        queue.finish()
+        drop(transfer);
+        queue.finish()?;
+        Ok(swarm.map(Swarm::end))
     }
 
     /// On one machine each lane has a thread on either side that copies: more of them than cores are in each other's

@@ -8,11 +8,11 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use tensorferry_wire::container::Header;
-use tensorferry_wire::digest::{BLOCK_SIZE, DigestTable, Hasher};
+use tensorferry_wire::digest::{BLOCK_SIZE, DigestTable, Hasher, WideTable};
 
 use super::Remote;
 use super::transfer::PlannedFetch;
-use crate::client::answers::{changed, read_digests};
+use crate::client::answers::{changed, read_digests, read_long_digests};
 use crate::client::blocks::{block_len, requests};
 use crate::client::connection::Connection;
 use crate::error::{Error, ErrorKind, Hint};
@@ -148,6 +148,47 @@ impl Remote {
             }
         }
         Ok(differ)
+    }
+
+    /// The long digests of all blocks, of one moment.
+    pub(super) fn long_digests(&mut self) -> Result<WideTable, Error> {
+        let source = &self.sources[self.primary];
+        let mut connection = Connection::open(&source.url, &self.limits)?;
+        let [(_, blocks)] = self.blocks();
+        let table = read_long_digests(&mut connection, &self.key, source.etag.get().map(String::as_str), blocks)?;
+        self.connections.push(connection);
+        if table.header != self.header_digest || table.payload_len != self.header.payload_len() {
+            return Err(changed());
+        }
+        Ok(table)
+    }
+
+    /// The runs of blocks held whose long checksums are not those of `table`, and whether the source sent one of them.
+    pub(super) fn differing_from(&self, table: &WideTable, fetch: &PlannedFetch<'_>) -> (Vec<(u64, u64)>, bool) {
+        let (mut differ, mut of_source): (Vec<(u64, u64)>, bool) = (Vec::new(), false);
+        for block in fetch.held.iter().flat_map(|&(first, end)| first..end) {
+            let expected = usize::try_from(block).ok().and_then(|index| table.blocks.get(index)).copied();
+            if expected.is_some() && fetch.received.long_digest(block) == expected {
+                continue;
+            }
+            let origin = fetch.received.source_of(block);
+            let from =
+                fetch.received.relay(origin).unwrap_or_else(|| self.sources[self.primary].url.authority().into());
+            of_source |= origin < self.sources.len();
+            let message = format!("block {block} of its bytes is not the one that the source had");
+            let error = Error::new(ErrorKind::Corrupt, message).hinting(Hint::WithdrawBeforeChange);
+            fetch.received.note_trouble(&from, &error);
+            match differ.last_mut() {
+                Some(run) if run.1 == block => run.1 += 1,
+                _ => differ.push((block, block + 1)),
+            }
+        }
+        (differ, of_source)
+    }
+
+    /// The long checksums of the blocks that came along with the header.
+    pub(super) fn long_prefix_digests(&self) -> impl Iterator<Item = u128> + '_ {
+        self.prefix.chunks(block_len()).map(|block| self.algorithm.wide_checksum(block))
     }
 
     /// The checksums of the blocks that came along with the header.

@@ -11,12 +11,13 @@ use http::{Request, StatusCode};
 use tensorferry_wire::digest::{Algorithm, BLOCK_SIZE};
 use tensorferry_wire::proof::{self, Nonce};
 use tensorferry_wire::request;
+use tensorferry_wire::swarm::LONG_QUERY;
 
 use super::content::{conditional, no_such_blocks};
 use super::messages::{GONE, bytes, insert, text};
 use super::waiting::runs_filled;
 use super::{ConnectionContext, ServedResponse};
-use crate::publication::Lease;
+use crate::publication::{Lease, ProofAsked as Asked};
 
 /// Digests of blocks below 1 MiB that one request may ask for: computing them holds up a thread.
 const MAX_FINE_DIGESTS: u64 = 1 << 20;
@@ -31,6 +32,9 @@ pub(super) async fn digests<B>(
     let etag = lease.publication().etag().to_owned();
     if let Some(refused) = conditional(asked.headers(), &etag) {
         return refused;
+    }
+    if asked.uri().query() == Some(LONG_QUERY) {
+        return long_digests(connection, lease, asked, nonce).await;
     }
     let (runs, block_size) = match asked.uri().query().filter(|q| q.starts_with("blocks=")) {
         None => (vec![(0, lease.block_count(BLOCK_SIZE))], BLOCK_SIZE),
@@ -64,17 +68,51 @@ pub(super) async fn digests<B>(
     let Some(table) = table else {
         return text(StatusCode::PRECONDITION_FAILED, GONE);
     };
+    let encode = |algorithm: &Algorithm| table.encode_with_block_size(algorithm, block_size);
+    proven(connection, &etag, encode, asked, nonce)
+}
+
+/// The table with which members of a swarm compare. It is computed for the first who asks, and others wait for that.
+async fn long_digests<B>(
+    connection: &ConnectionContext,
+    lease: Arc<Lease>,
+    asked: &Request<B>,
+    nonce: Option<&Nonce>,
+) -> ServedResponse {
+    let publication = lease.publication_arc();
+    match publication.ask_for_proof() {
+        Asked::Proven | Asked::Never => {}
+        Asked::Compute => drop(tokio::task::spawn_blocking(move || lease.prove()).await),
+        Asked::Running => {
+            drop(lease);
+            let _ = tokio::time::timeout(connection.shared.patience, publication.proof_ended()).await;
+        }
+    }
+    match publication.proven() {
+        Some(table) => proven(connection, publication.etag(), |algorithm| table.encode(algorithm), asked, nonce),
+        None => text(StatusCode::NOT_FOUND, "there are no digests of one moment of this"),
+    }
+}
+
+/// An answer with what `encode` makes of a table, and a proof of it where there is a secret.
+fn proven<B>(
+    connection: &ConnectionContext,
+    etag: &str,
+    encode: impl Fn(&Algorithm) -> Vec<u8>,
+    asked: &Request<B>,
+    nonce: Option<&Nonce>,
+) -> ServedResponse {
     let (Some(auth), Some(nonce)) = (&connection.shared.auth, nonce) else {
-        let mut found = bytes(Bytes::from(table.encode_with_block_size(&Algorithm::Crc64, block_size)));
-        insert(found.headers_mut(), header::ETAG, &etag);
+        let mut found = bytes(Bytes::from(encode(&Algorithm::Crc64)));
+        insert(found.headers_mut(), header::ETAG, etag);
         return found;
     };
     let key = auth.secret().key();
-    let body = table.encode_with_block_size(key.digests(), block_size);
+    let body = encode(key.digests());
     let path = asked.uri().path_and_query().map_or("", |p| p.as_str());
-    let proof = key.sign_answer(&proof::SignedAnswer { nonce, path, etag: &etag, body: &body });
+    let proof = key.sign_answer(&proof::SignedAnswer { nonce, path, etag, body: &body });
     let mut found = bytes(Bytes::from(body));
-    insert(found.headers_mut(), header::ETAG, &etag);
+    insert(found.headers_mut(), header::ETAG, etag);
     insert(found.headers_mut(), HeaderName::from_static(proof::PROOF_HEADER), &proof);
     found
 }

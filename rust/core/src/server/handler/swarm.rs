@@ -13,7 +13,7 @@ use tensorferry_wire::swarm::{Ask, RelayAddress};
 use super::content::{conditional, memory};
 use super::messages::{bytes, insert, joined, text};
 use super::{ConnectionContext, ServedResponse};
-use crate::publication::Lease;
+use crate::publication::{Lease, ProofAsked};
 use crate::server::connection_slots::Peer;
 use crate::swarm::{BlockMap, Member};
 
@@ -21,7 +21,7 @@ use crate::swarm::{BlockMap, Member};
 const NEWS_PATIENCE: Duration = Duration::from_secs(1);
 
 /// The answer of the tracker of what `lease` is for.
-pub(super) fn track<B>(connection: &ConnectionContext, lease: &Lease, asked: &Request<B>) -> ServedResponse {
+pub(super) fn track<B>(connection: &ConnectionContext, lease: &Arc<Lease>, asked: &Request<B>) -> ServedResponse {
     let etag = lease.publication().etag().to_owned();
     if let Some(refused) = conditional(asked.headers(), &etag) {
         return refused;
@@ -30,11 +30,19 @@ pub(super) fn track<B>(connection: &ConnectionContext, lease: &Lease, asked: &Re
     let Peer::Address(ip) = connection.slot.peer else {
         return text(StatusCode::BAD_REQUEST, "a swarm is for those that ask over the network");
     };
-    let Some(Ask { relay, need }) = asked.uri().query().and_then(Ask::parse) else {
+    let Some(ask) = asked.uri().query().and_then(Ask::parse) else {
         return text(StatusCode::BAD_REQUEST, "this is no question to a tracker");
     };
-    match lease.publication().track(&Member { ip, relay }, &need, relay_url) {
-        Ok(answer) => {
+    match lease.publication().track(&Member { ip, relay: ask.relay.clone() }, &ask, relay_url) {
+        Ok((answer, wants_table)) => {
+            if wants_table && matches!(lease.publication().ask_for_proof(), ProofAsked::Compute) {
+                let lease = Arc::clone(lease);
+                tokio::task::spawn_blocking(move || lease.prove());
+            }
+            if answer.is_free || ask.standing.leaves {
+                // The member asks for nothing more.
+                lease.note_last();
+            }
             let mut found = bytes(Bytes::from(answer.encode()));
             insert(found.headers_mut(), header::ETAG, &etag);
             found
@@ -77,11 +85,13 @@ pub(super) async fn relayed<B>(
             if start < first || !blocks.has((start - first) / BLOCK_SIZE, (end - first).div_ceil(BLOCK_SIZE)) {
                 return missing();
             }
+            drop(blocks.begin_question());
             memory(connection, lease.content(), step, false, asked)
         }
         Resource::Have(_) => {
             // The bits outlive the memory: nobody waits for this answer to end.
             drop(lease);
+            let _asker = blocks.begin_question();
             let since = asked.uri().query().and_then(|query| query.strip_prefix("since=")?.parse().ok());
             if let Some(since) = since {
                 let _ = tokio::time::timeout(NEWS_PATIENCE, blocks.more_than(since)).await;
