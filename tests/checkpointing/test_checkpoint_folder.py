@@ -24,11 +24,12 @@ from tensorferry.errors import (
     TensorferryError,
 )
 from tensorferry.memory.tensors import no_rows
-from tensorferry.storage import commits, folder, leftovers, reserved
+from tensorferry.storage import folder, leftovers, reserved
 from tensorferry.storage.commits import Commit
 from tensorferry.storage.container import Container
 from tensorferry.storage.folder import read_index
 from tensorferry.storage.folder_save import FolderSave, SaveId, abandon
+from tensorferry.storage.names import machine
 from tensorferry.storage.series import checkpoints, keep_last
 
 pytestmark = pytest.mark.timeout(120)
@@ -213,8 +214,8 @@ def test_a_save_that_began_later_and_finished_earlier_wins(tmp_path) -> None:
 
 def test_what_killed_saves_have_left_is_removed_by_a_later_save(tmp_path) -> None:
     write(tmp_path, 1)
-    dead = [f"rank00000-{commits.machine()}0123456789ab.safetensors{end}" for end in ("", ".partial", ".failed")]
-    young = f"rank00001-{commits.machine()}0123456789ac.safetensors.partial"
+    dead = [f"rank00000-{machine()}0123456789ab.safetensors{end}" for end in ("", ".partial", ".failed")]
+    young = f"rank00001-{machine()}0123456789ac.safetensors.partial"
     foreign = "rank00001-000000000123456789ac.safetensors"
     for name in (*dead, young, foreign, "notes.txt"):
         (tmp_path / name).write_text("")

@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 
 import tensorferry
 from tensorferry.dcp import FileReader, FileWriter, marker
-from tensorferry.storage import commits
+from tensorferry.storage.names import new_id
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:torch.distributed is", "ignore:TypedStorage is", "ignore::FutureWarning", "ignore::DeprecationWarning"
@@ -159,7 +159,7 @@ def test_a_marker_that_cannot_be_written_is_an_error_and_the_checkpoint_is_there
 
 
 def test_a_marker_that_was_left_half_written_is_removed(tmp_path):
-    left = tmp_path / f".metadata.{commits.new_id()}.partial"
+    left = tmp_path / f".metadata.{new_id()}.partial"
     left.write_text("L")
     os.utime(left, (1, 1))
     save(tmp_path, 1)

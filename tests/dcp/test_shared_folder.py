@@ -26,6 +26,7 @@ from tensorferry.dcp.save_plan import ABOUT
 from tensorferry.memory.tensors import no_rows
 from tensorferry.storage import commits, leftovers, reserved
 from tensorferry.storage.container import Container
+from tensorferry.storage.names import new_id
 
 pytestmark = [
     pytest.mark.timeout(120),
@@ -100,7 +101,7 @@ def test_two_jobs_that_save_into_one_folder_leave_one_of_their_states_whole(tmp_
 
 def test_leftovers_go_when_their_writer_is_dead(tmp_path):
     save(tmp_path, 1)
-    here, elsewhere = commits.new_id(), f"{'0' * 8}{'1' * 12}"
+    here, elsewhere = new_id(), f"{'0' * 8}{'1' * 12}"
     old = [
         f"rank00003-{elsewhere}.safetensors",
         "rank00003-0123456789ab.safetensors.partial",
@@ -112,8 +113,8 @@ def test_leftovers_go_when_their_writer_is_dead(tmp_path):
         f"index.safetensors.{here}.partial",
     ]
     foreign = ["model.safetensors", "rank.txt", "rank00001-notes.safetensors", f"index.safetensors.{here}"]
-    locked = f"rank00004-{commits.new_id()}.safetensors.partial"
-    young = f"rank00005-{commits.new_id()}.safetensors.partial"
+    locked = f"rank00004-{new_id()}.safetensors.partial"
+    young = f"rank00005-{new_id()}.safetensors.partial"
     for name in (*old, *dead, *foreign, locked, young):
         (tmp_path / name).write_text(name)
         age(tmp_path / name, 0 if name == young else 120)
@@ -135,7 +136,7 @@ def test_leftovers_go_when_their_writer_is_dead(tmp_path):
 
 
 def test_nothing_is_removed_while_the_index_cannot_be_read(tmp_path, monkeypatch):
-    left = f"rank00001-{commits.new_id()}.safetensors"
+    left = f"rank00001-{new_id()}.safetensors"
     (tmp_path / left).write_text("x")
     age(tmp_path / left, 120)
 
@@ -155,7 +156,7 @@ def test_where_there_are_no_locks_only_age_counts(tmp_path, monkeypatch):
         raise OSError(errno.ENOLCK, "no locks here")
 
     monkeypatch.setattr(fcntl, "flock", refuse)
-    left = [f"rank0000{n}-{commits.new_id()}.safetensors.partial" for n in range(2)]
+    left = [f"rank0000{n}-{new_id()}.safetensors.partial" for n in range(2)]
     for name, seconds in zip(left, (3600, 25 * 3600), strict=True):
         (tmp_path / name).write_text("x")
         age(tmp_path / name, seconds)

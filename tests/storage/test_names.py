@@ -20,6 +20,7 @@ from tensorferry.errors import ProtocolError, TensorferryError
 from tensorferry.memory.tensors import no_rows
 from tensorferry.storage import commits, folder, names, reserved
 from tensorferry.storage.container import Container
+from tensorferry.storage.names import new_id
 
 pytestmark = [
     pytest.mark.timeout(120),
@@ -151,7 +152,7 @@ def test_links_are_removed_and_what_they_lead_to_stays(tmp_path, outside) -> Non
     (old,) = where.glob("rank*")
     old.unlink()
     old.symlink_to(outside / "victim")
-    left = where / f"rank00001-{commits.new_id()}.safetensors.partial"
+    left = where / f"rank00001-{new_id()}.safetensors.partial"
     left.symlink_to(outside / "victim")
     os.utime(left, (1, 1), follow_symlinks=False)
     (where / "index-rank00007.safetensors").symlink_to(outside / "victim")

@@ -12,7 +12,7 @@ import pytest
 
 from tensorferry.errors import InvalidArgument, SystemRefused
 from tensorferry.storage import pending as home
-from tensorferry.storage.commits import machine, new_id
+from tensorferry.storage.names import machine, new_id
 from tensorferry.storage.pending import pending, rename_new
 
 pytestmark = pytest.mark.beyond_torchft

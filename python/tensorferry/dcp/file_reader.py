@@ -14,8 +14,8 @@ from torch.distributed.checkpoint.planner import LoadPlan
 from .. import _validate
 from ..errors import IncompleteCheckpoint, InvalidArgument
 from ..pickles.allowlist import Allowed
-from ..storage import commits
 from ..storage.folder import INDEX
+from ..storage.names import is_ours
 from ..storage.places import place_of
 from ..storage.source import FolderSource, Progress, replaced
 from ..storage.whole_files import is_file
@@ -164,7 +164,7 @@ def _incomplete(folder: Path) -> IncompleteCheckpoint:
         return IncompleteCheckpoint(
             f"there is no checkpoint in {folder}: it has no {INDEX}, and cannot be listed ({e})"
         )
-    left = [name for name in names if commits.is_ours(name)]
+    left = [name for name in names if is_ours(name)]
     if left:
         return IncompleteCheckpoint(
             f"{folder} holds an incomplete checkpoint: the save that wrote {left[0]} ended before it wrote "

@@ -42,10 +42,7 @@ from ..errors import IncompleteCheckpoint, ProtocolError, SourceChanged, SystemR
 from . import leftovers
 from .container import Container
 from .folder_lock import alone_in
-from .names import checked_files
-from .names import is_ours as is_ours
-from .names import machine as machine
-from .names import new_id as new_id
+from .names import checked_files, new_id
 from .reserved import INDEX, INDEX_FILES
 from .whole_files import is_file, sync_folder
 

@@ -6,7 +6,7 @@ What is where, in a checkpoint of ``N`` ranks:
     ...                                 up to rank N - 1
     index.safetensors                   written last, by a rename: it makes the folder a checkpoint
 
-``<id>`` is the machine's id and the save's (``commits.new_id``, ``storage/commits.py`` says why). The index has two
+``<id>`` is the machine's id and the save's (``names.new_id``, ``storage/commits.py`` says why). The index has two
 entries: ``INDEX_FILES``, the commit with name and checksum of each file, and ``CHECKPOINT``, JSON with
 
     version      of this entry
@@ -29,6 +29,7 @@ from .._native import _file_entries
 from ..errors import IncompleteCheckpoint, InvalidArgument, ProtocolError, SystemRefused, TensorferryError
 from . import commits, reserved
 from .commits import Commit
+from .names import is_ours
 from .whole_files import is_file
 
 #: The file that makes a folder a checkpoint.
@@ -124,7 +125,7 @@ def _left_in(folder: Path) -> str:
         return f" ({e.strerror or e})"
     if INDEX in names:
         return " that is a file"
-    count = sum(1 for name in names if commits.is_ours(name))
+    count = sum(1 for name in names if is_ours(name))
     return f", only files of saves that have not finished ({count})" if count else ""
 
 

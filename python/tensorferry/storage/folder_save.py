@@ -24,6 +24,7 @@ from . import commits, leftovers, reserved
 from .commits import Commit
 from .container import Container
 from .folder import ABOUT, INDEX, add_shards, committed_save, encode_index
+from .names import machine
 from .whole_files import make_folder, sync_folder, write_whole
 
 #: The files of torch's own checkpointer, which a save into their folder replaces.
@@ -255,7 +256,7 @@ class FolderSave:
 
 
 def _file_of(save: SaveId) -> str:
-    return f"rank{save.rank:05d}-{commits.machine()}{save.save}.safetensors"
+    return f"rank{save.rank:05d}-{machine()}{save.save}.safetensors"
 
 
 def abandon(folder: Path, save: SaveId, reason: str) -> None:

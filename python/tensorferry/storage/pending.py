@@ -3,7 +3,7 @@
 Every verb that writes a new file or folder goes through this module. Four rules keep what belongs to others:
 
 - Until it is complete, an output lies in a folder of its own, ``.NAME.<id>.partial`` beside its final name, which only
-  ``mkdir`` makes. ``<id>`` is that of ``commits.new_id``: the machine's 8 hexadecimal digits and 12 random ones.
+  ``mkdir`` makes. ``<id>`` is that of ``names.new_id``: the machine's 8 hexadecimal digits and 12 random ones.
 - The process that made the folder keeps it locked (``flock``) for as long as it lives.
 - What a killed process has left is removed only if its name has this machine's id, it is a folder of this user, and its
   lock is free. Nothing else is ever removed.
@@ -24,7 +24,7 @@ from pathlib import Path
 
 from .._native import _rename_new
 from ..errors import InvalidArgument, SystemRefused, TensorferryError
-from .commits import machine, new_id
+from .names import machine, new_id
 from .whole_files import sync_folder
 
 #: The longest name of an output that its pending folder's name repeats, in bytes; of longer ones it has a digest.

@@ -11,6 +11,7 @@ from pathlib import Path
 from ..errors import SystemRefused, TensorferryError
 from . import commits, leftovers
 from .folder import INDEX, Index, read_index
+from .names import is_ours
 
 logger = logging.getLogger("tensorferry")
 
@@ -183,4 +184,4 @@ def _is_remains(names: list[str]) -> bool:
     Ranks that saved with ``torch.distributed.checkpoint`` and without a coordinator have an index each.
     """
     has_index = any(name.startswith("index") and name.endswith(".safetensors") for name in names)
-    return not has_index and names != [] and all(commits.is_ours(name) for name in names)
+    return not has_index and names != [] and all(is_ours(name) for name in names)

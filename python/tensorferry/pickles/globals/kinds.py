@@ -87,8 +87,8 @@ class Pending:
         raise TypeError("an object without its state cannot be pickled or copied")
 
 
-#: Rows of the table: module, name, and what stands behind the name.
-Rows: TypeAlias = dict[str, dict[str, Callable[..., Any]]]
+#: A part of the table of globals: module, name, and what stands behind the name.
+Globals: TypeAlias = dict[str, dict[str, Callable[..., Any]]]
 
 _kinds: dict[int, Kind] = {}
 

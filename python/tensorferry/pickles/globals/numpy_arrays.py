@@ -6,7 +6,7 @@ import math
 import re
 from typing import TYPE_CHECKING, Any
 
-from .kinds import Kind, Pending, Refused, Rows, all_are, as_value, checked_sizes, require
+from .kinds import Globals, Kind, Pending, Refused, all_are, as_value, checked_sizes, require
 
 if TYPE_CHECKING:
     from ..unpickler import Unpickler
@@ -151,11 +151,11 @@ def _scalar(_: Unpickler, dtype: Any, data: Any) -> Any:
 
 
 #: The classes: module, name, and the function that creates the ``Kind`` of the class.
-CLASSES: Rows = {
+CLASSES: Globals = {
     "numpy": {"dtype": _dtype, "ndarray": as_value},
 }
 
 #: The functions: module, name, and the checked function that runs in place of the named one.
-FUNCTIONS: Rows = {
+FUNCTIONS: Globals = {
     "numpy._core.multiarray": {"_reconstruct": _reconstruct, "scalar": _scalar},
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from .kinds import Kind, Pending, Rows, all_are, as_value, register, require
+from .kinds import Globals, Kind, Pending, all_are, as_value, register, require
 
 if TYPE_CHECKING:
     from ..unpickler import Unpickler
@@ -172,7 +172,7 @@ def _make_seed_sequence(unpickler: Unpickler, state: Any) -> Any:
 
 
 #: The classes: module, name, and the function that creates the ``Kind`` of the class.
-CLASSES: Rows = {
+CLASSES: Globals = {
     "numpy.random": {
         **dict.fromkeys(_GENERATORS, _bit_generator),
         **dict.fromkeys(("Generator", "RandomState"), _generator_state),
@@ -181,7 +181,7 @@ CLASSES: Rows = {
 }
 
 #: The functions: module, name, and the checked function that runs in place of the named one.
-FUNCTIONS: Rows = {
+FUNCTIONS: Globals = {
     "numpy.random._pickle": {
         "__bit_generator_ctor": _new_bit_generator,
         "__generator_ctor": _new_generator,

@@ -12,9 +12,9 @@ import types
 from typing import TYPE_CHECKING, Any
 
 from .kinds import (
+    Globals,
     Kind,
     Refused,
-    Rows,
     all_are,
     as_value,
     attributes_of,
@@ -272,7 +272,7 @@ def _newobj_ex(unpickler: Unpickler, cls: Any, args: Any, named: Any) -> Any:
 
 
 #: The classes: module, name, and the function that creates the ``Kind`` of the class.
-CLASSES: Rows = {
+CLASSES: Globals = {
     "builtins": {
         **dict.fromkeys(("bool", "float", "int", "str"), as_value),
         **dict.fromkeys(("bytes", "dict", "list", "object", "tuple"), _empty),
@@ -304,7 +304,7 @@ CLASSES: Rows = {
 }
 
 #: The functions: module, name, and the checked function that runs in place of the named one.
-FUNCTIONS: Rows = {
+FUNCTIONS: Globals = {
     "_codecs": {"encode": _encode},
     "copyreg": {"__newobj__": _newobj, "__newobj_ex__": _newobj_ex},
 }

@@ -20,15 +20,15 @@ import torch
 
 from ... import _rebuild
 from . import numpy_arrays, numpy_random, stdlib, torch_classes, torch_tensors, torch_wrappers
-from .kinds import Function, Rows, register
+from .kinds import Function, Globals, register
 
 #: One module for each kind of globals, with the checks and the rows of its own.
 _PARTS: tuple[Any, ...] = (stdlib, numpy_arrays, numpy_random, torch_classes, torch_tensors, torch_wrappers)
 
 
-def _merged(parts: Iterator[Rows]) -> Rows:
+def _merged(parts: Iterator[Globals]) -> Globals:
     """Returns the rows of several tables as one."""
-    rows: Rows = {}
+    rows: Globals = {}
     for part in parts:
         for module, own in part.items():
             rows.setdefault(module, {}).update(own)

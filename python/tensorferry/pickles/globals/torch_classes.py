@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from .kinds import (
+    Globals,
     Kind,
     Pending,
-    Rows,
     all_are,
     attributes_of,
     named_tuple,
@@ -164,7 +164,7 @@ def structseqs() -> dict[str, Any]:
 
 
 #: The classes: module, name, and the function that creates the ``Kind`` of the class.
-CLASSES: Rows = {
+CLASSES: Globals = {
     "torch": {"Size": _size, "device": _device, "Generator": _generator},
     "torch.distributed.tensor._dtensor_spec": {
         "DTensorSpec": record,
@@ -195,6 +195,6 @@ CLASSES: Rows = {
 }
 
 #: The functions: module, name, and the checked function that runs in place of the named one.
-FUNCTIONS: Rows = {
+FUNCTIONS: Globals = {
     "torch.serialization": {"_get_layout": _layout},
 }

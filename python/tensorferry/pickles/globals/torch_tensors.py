@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.storage import TypedStorage
 
-from .kinds import Kind, Refused, Rows, all_are, as_value, build_attributes, checked_sizes, require, set_attributes
+from .kinds import Globals, Kind, Refused, all_are, as_value, build_attributes, checked_sizes, require, set_attributes
 
 if TYPE_CHECKING:
     from ..unpickler import Unpickler
@@ -291,7 +291,7 @@ def _tensor(cls: Any) -> Kind:
 
 
 #: The classes: module, name, and the function that creates the ``Kind`` of the class.
-CLASSES: Rows = {
+CLASSES: Globals = {
     "torch": {"Tensor": _tensor},
     "torch.storage": {"TypedStorage": as_value, "UntypedStorage": as_value},
     "torch.nn.parameter": {
@@ -303,7 +303,7 @@ CLASSES: Rows = {
 }
 
 #: The functions: module, name, and the checked function that runs in place of the named one.
-FUNCTIONS: Rows = {
+FUNCTIONS: Globals = {
     "torch._utils": {
         "_rebuild_device_tensor_from_cpu_tensor": _rebuild_on_device,
         "_rebuild_meta_tensor_no_storage": _rebuild_meta_tensor,

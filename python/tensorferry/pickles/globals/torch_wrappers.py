@@ -10,7 +10,7 @@ from torch.nn import Parameter
 
 from ... import _rebuild
 from . import torch_tensors
-from .kinds import Function, Rows, as_value, attributes_of, checked_sizes, kind_of, require, set_attributes
+from .kinds import Function, Globals, as_value, attributes_of, checked_sizes, kind_of, require, set_attributes
 from .torch_tensors import JAGGED, is_dense, rebuild_jagged, rebuild_parameter_with_state
 
 if TYPE_CHECKING:
@@ -143,14 +143,14 @@ def _rebuild_dtensor(_: Unpickler, local: Any, spec: Any, grad: Any) -> Tensor:
 
 
 #: The classes: module, name, and the function that creates the ``Kind`` of the class.
-CLASSES: Rows = {
+CLASSES: Globals = {
     "torch.distributed.tensor": {"DTensor": as_value},
     "torch.distributed._shard.sharded_tensor.api": {"ShardedTensor": as_value},
     "torch.masked.maskedtensor.core": {"MaskedTensor": as_value},
 }
 
 #: The functions: module, name, and the checked function that runs in place of the named one.
-FUNCTIONS: Rows = {
+FUNCTIONS: Globals = {
     "torch._utils": {"_rebuild_wrapper_subclass": _rebuild_wrapper},
     "torch._tensor": {"_rebuild_from_type_v2": _rebuild_from_type},
     "tensorferry._rebuild": {"rebuild_dtensor": _rebuild_dtensor, "with_grad": _with_grad},
