@@ -62,11 +62,11 @@ class Resharding:
         path: the checkpoint's folder
         index: its index
         rank: the rank of this process
-        world_size: how many ranks load
+        world_size: how many ranks load; ``None`` for a process that takes everything whole
         threads: threads that read; ``None`` chooses by the number of cores
     """
 
-    def __init__(self, path: Path, index: Index, rank: int, world_size: int, threads: int | None) -> None:
+    def __init__(self, path: Path, index: Index, rank: int, world_size: int | None, threads: int | None) -> None:
         self._path, self._index, self._threads = path, index, threads
         self._rank, self._is_same = rank, world_size == index.world_size
         self._boxes: list[_Box] = []

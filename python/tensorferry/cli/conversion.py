@@ -28,13 +28,13 @@ from ..errors import (
 )
 from ..memory.accelerator import ACCELERATOR
 from ..memory.staging import HostStager
-from ..memory.tensors import DTYPES
+from ..memory.tensors import DTYPES, is_spread
 from ..state.snapshot import StateSnapshot
 from ..storage.folder import Index, missing_files, read_index
 from ..storage.folder_save import FolderSave, SaveId
 from ..storage.pending import pending
 from ..storage.reserved import is_reserved
-from . import mapped_states, numbers
+from . import mapped_states, numbers, whole_states
 from .leaves.torch_leaves import values_of
 from .leaves.values import has_elements, whole
 from .places import Kind, Place
@@ -62,6 +62,8 @@ class Conversion:
         #: Those in which tensors of the source lie.
         self._pages: list[FilePages] = []
         self._nbytes = 0
+        #: How many ranks saved what is converted, if they have their own values.
+        self._ranks = 1
 
     def write(self, output: Path, to: str) -> dict[str, Any]:
         """Writes the checkpoint to ``output``; returns how much there was.
@@ -90,12 +92,16 @@ class Conversion:
         if self._place.kind in (Kind.DISTRIBUTED, Kind.TORCH_DISTRIBUTED):
             # The formats of a distributed checkpoint have all keys as text in any case.
             told["numbers"] = [] if to in ("dcp", "torch-dcp") else numbers.in_text(state)
+        if to not in ("tensorferry", "checkpoint") and any(map(is_spread, values_of(state).values())):
+            state = whole_states.without_ranks(state, self._place.text)
         values = values_of(state)
         tensors = sum(isinstance(value, torch.Tensor) for value in values.values())
         self._nbytes = sum(
             value.numel() * value.element_size() for value in values.values() if isinstance(value, torch.Tensor)
         )
         told |= {"tensors": tensors, "objects": len(values) - tensors}
+        if self._ranks > 1:
+            told |= {"rank": self._rank, "ranks": self._ranks}
         match to:
             case "tensorferry":
                 packed = StateSnapshot(state, HostStager(ACCELERATOR), "borrow")
@@ -118,17 +124,19 @@ class Conversion:
         path = self._place.path
         match self._place.kind:
             case Kind.CONTAINER:
-                return mapped_states.of_container(self._verified(path), self._pages)
+                with whole_states.without_groups():
+                    return mapped_states.of_container(self._verified(path), self._pages)
             case Kind.ARCHIVE:
                 return mapped_states.of_archive(path, self._pages)
             case Kind.SHARDS:
                 return mapped_states.of_shards(path, self._pages)
             case Kind.CHECKPOINT:
-                return mapped_states.of_container(self._verified(self._file_of_rank(path)), self._pages)
+                return self._of_ranks(path)
             case _:
                 return mapped_states.of_distributed(path, scratch)
 
-    def _file_of_rank(self, folder: Path) -> Path:
+    def _of_ranks(self, folder: Path) -> Any:
+        """Returns the state of a rank, with whole tensors in place of those that are spread over ranks."""
         index: Index = read_index(folder)
         if missing := missing_files(folder, index):
             raise IncompleteCheckpoint(f"{folder} is incomplete: {', '.join(missing)} is missing")
@@ -136,7 +144,11 @@ class Conversion:
             raise InvalidArgument(f"--rank must be between 0 and {index.world_size - 1}, not {self._rank}")
         if self._step is None:
             self._step = index.step
-        return folder / index.files[self._rank][0]
+        self._ranks = index.world_size
+        # Of the other ranks' files, only parts of tensors are read, each with its checksums.
+        with whole_states.without_groups():
+            state = mapped_states.of_container(self._verified(folder / index.files[self._rank][0]), self._pages)
+            return whole_states.put_together(folder, index, self._rank, state)
 
     def _verified(self, path: Path) -> Path:
         if self._verify and (damaged := _file_damage(path)):

@@ -81,7 +81,7 @@ def of_container(path: Path, pages: list[FilePages] | None = None) -> Any:
                 buffer, offset = memory(entry)
                 part = torch.frombuffer(buffer, dtype=torch.uint8, count=sizes[entry], offset=offset)
                 whole[lo : lo + sizes[entry]].copy_(part)
-    return builder.build(stored.pickle or b"", Allowed(), memory)
+    return builder.build(stored.pickle or b"", Allowed().detached(), memory)
 
 
 def of_shards(folder: Path, pages: list[FilePages] | None = None) -> dict[str, Any]:

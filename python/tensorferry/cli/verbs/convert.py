@@ -41,12 +41,16 @@ def convert(
     AsyncCheckpointer.load), dcp (a folder for FileReader), torch-dcp (a folder for torch's FileSystemReader, and so for
     tools such as torch's format_utils and accelerate merge-weights). The output appears when it is complete.
 
+    Of a checkpointer's folder that several ranks saved, tensors that are spread over the ranks (FSDP2, DTensor) become
+    whole, in memory. All other values are those of one rank.
+
     Args:
         source: a safetensors or torch.save file, a curled container, or a folder of a checkpoint; one of Megatron is
             converted by tensorferry.megatron, to dcp or torch-dcp
         output: a file or folder that does not exist
         to: the format
-        rank: of a checkpointer's folder with several ranks, the rank whose state is converted
+        rank: of a checkpointer's folder that several ranks saved, the rank whose values are taken where they are not
+            spread over the ranks
         step: the step number in a checkpoint (default: that of the source)
         drop_objects: leave out what safetensors cannot hold, instead of refusing it
         unverified: do not compare the source with its checksums first
@@ -68,6 +72,11 @@ def convert(
     if dropped := told.get("dropped"):
         console.note(
             f"tensorferry: warning: {len(dropped)} leaves are not tensors, and were left out: {_some(dropped)}"
+        )
+    if told.get("ranks"):
+        console.note(
+            f"tensorferry: tensors that are spread over the {told['ranks']} ranks are whole in the output; all other "
+            f"values are those of rank {told['rank']} (--rank takes another one)"
         )
     if texts := told.get("numbers"):
         console.note(

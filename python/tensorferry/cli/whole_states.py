@@ -1,0 +1,69 @@
+"""States of jobs of several ranks, made whole for formats that know of no ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from ..checkpointing.resharding import Resharding
+from ..errors import UnsupportedLeaf
+from ..memory.tensors import is_spread
+from ..state import tree
+from ..storage.folder import Index
+from .leaves.values import whole_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def put_together(folder: Path, index: Index, rank: int, state: Any) -> Any:
+    """Returns ``state`` with a whole tensor on the CPU in place of each that is spread over ranks.
+
+    Args:
+        folder: the folder of a checkpointer
+        index: its index
+        rank: whose state it is
+        state: what the file of this rank holds
+
+    Raises:
+        TensorferryError: the files of other ranks cannot be read, or there is no memory for the tensors
+    """
+    return Resharding(folder, index, rank, None, None).gathered(state)
+
+
+def without_ranks(state: Any, place: str) -> Any:
+    """Returns ``state`` with a plain tensor in place of each DTensor or ShardedTensor of which all is there.
+
+    Raises:
+        UnsupportedLeaf: of one there is only a part
+    """
+    flat = tree.flatten(state)
+    for number, (value, path) in enumerate(zip(flat.objects, flat.object_paths, strict=True)):
+        if is_spread(value):
+            flat.objects[number] = _whole(value, f"{place}: {path}")
+    return tree.unflatten(flat.tree, flat.plain, flat.objects)
+
+
+def _whole(value: Any, name: str) -> Tensor:
+    whole = whole_of(value)
+    if is_spread(whole):
+        raise UnsupportedLeaf(
+            f"{name} is a part of a tensor that is spread over ranks, {list(value.size())} in all, and the other parts "
+            "are not there: convert a checkpoint that has those of all ranks, or keep the format with --to tensorferry"
+        )
+    return cast("Tensor", whole.detach())
+
+
+@contextlib.contextmanager
+def without_groups() -> Iterator[None]:
+    """Keeps torch from warning that the meshes of DTensors are read without their process groups."""
+    logger = logging.getLogger("torch.distributed.device_mesh")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
