@@ -268,11 +268,10 @@ def test_both_sides_have_to_agree(who: str, open_transport: Any, monkeypatch: py
 @pytest.mark.parametrize(
     ("options", "given"),
     [
-        ({"secret": "at least sixteen bytes"}, "much"),
         ({"same_host": True}, "much"),
         ({}, "little"),
     ],
-    ids=["a secret", "shared memory", "a small state"],
+    ids=["shared memory", "a small state"],
 )
 def test_what_takes_no_part_says_nothing(
     options: dict[str, Any], given: str, open_transport: Any, caplog: pytest.LogCaptureFixture
@@ -288,8 +287,9 @@ def test_what_takes_no_part_says_nothing(
     assert healing.last_report.relays == 0
 
 
-def test_encrypted_members_take_part(open_transport: Any) -> None:
-    source, healing = (open_transport(**OPTIONS, tls=True) for _ in range(2))
+@pytest.mark.parametrize("options", [{"tls": True}, {"secret": "at least sixteen bytes"}], ids=["TLS", "a secret"])
+def test_guarded_members_take_part(options: dict[str, Any], open_transport: Any) -> None:
+    source, healing = (open_transport(**OPTIONS, **options) for _ in range(2))
     source.send_checkpoint([1], 7, state(), TIMEOUT)
     healing.recv_checkpoint(0, source.metadata(), 7, TIMEOUT)
     assert figure(figures(source), "swarm_members") == 1
