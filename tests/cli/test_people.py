@@ -103,9 +103,14 @@ class TestDoctor:
         monkeypatch.setattr(addresses, "interface_speed", lambda _: ("eth0", 1e3))
         _, lines, _ = run("doctor", "--quick", source.metadata())
         assert "eth0 here is rated at 1.0 kB/s" in "\n".join(lines)
+        source.disallow_checkpoint()
+        status, lines, _ = run("doctor", "--quick", source.metadata(), "--timeout", "2")
+        assert any(line.startswith("look  peer") and "publishes nothing now" in line for line in lines), lines
+        assert "so this is normal there" in "\n".join(lines)
         source.shutdown()
         status, lines, _ = run("doctor", "--quick", source.metadata(), "--timeout", "2")
         assert status == 1
+        assert "docs/guides/ports.md" in "\n".join(lines)
         assert any(line.startswith("bad   peer") and "ConnectError" in line for line in lines)
 
     @pytest.mark.parametrize(

@@ -82,6 +82,16 @@ def test_a_distributed_checkpoint_is_pulled_into_a_folder(run: Callable[..., Any
     assert sorted(name[:4] for name in os.listdir(tmp_path / "d")) == [".met", "inde", "rank"]
 
 
+def test_states_of_a_keepers_ranks_are_no_distributed_checkpoint(
+    run: Callable[..., Any], publish: Any, tmp_path: Path
+) -> None:
+    urls = " ".join(publish(make_state()) for _ in range(2))
+    done = run("pull", f"tensorferry-dcp/1 5 {urls}", "--into-folder", tmp_path / "d")
+    assert done.status == exits.STATUS[ProtocolError]
+    assert "pull each URL by itself, with -o FILE" in done.err
+    assert not list((tmp_path / "d").iterdir())
+
+
 @pytest.mark.parametrize("same_host", ["--same-host", "--no-same-host"])
 def test_what_is_there_is_not_fetched_again(
     same_host: str, run: Callable[..., Any], publish: Any, tmp_path: Path

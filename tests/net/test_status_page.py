@@ -101,7 +101,7 @@ def test_the_page_is_whole_and_loads_nothing(busy):
 
 def test_the_gate_is_shown_closed(busy):
     busy.disallow_checkpoint()
-    assert "the gate is closed: requests wait" in read(busy.status_url())[1]
+    assert "the gate is closed: nothing is published now" in read(busy.status_url())[1]
 
 
 def test_what_peers_say_is_text_and_ascii(busy):

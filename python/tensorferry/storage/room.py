@@ -61,8 +61,8 @@ def _removed(folder: Path, *, in_series: bool) -> str:
     text = f". {freed} bytes that killed saves had left were removed: save again" if freed else ""
     if left:
         text += (
-            f". {sum(left.values())} bytes are taken by saves that have not finished, in "
-            f"{', '.join(map(str, left))}: if no save is running there, remove their files"
+            f". {sum(left.values())} bytes are taken by saves that have not finished, this one among them, in "
+            f"{', '.join(map(str, left))}: if files of theirs are left when no save is running, remove them"
         )
     return text
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from ..._native import _available_memory, _memory_limit
 from ..._settings import ADVERTISE, METRICS_PORT, PORT, setting
-from ...errors import ConnectError, FetchTimeout, InvalidArgument, TensorferryError, message_of
+from ...errors import ConnectError, FetchTimeout, InvalidArgument, TensorferryError, UnprovenSource, message_of
 from ...net import addresses
 from ...net.options import port_range
 from .. import exits
@@ -26,6 +26,15 @@ _SLOW_LOOKUP_S = 0.2
 _BAD_SHARE, _LOW_SHARE = 0.1, 0.5
 _STATE = 64 << 20
 _ROUNDS = 3
+#: What a source says, or is said of it, that runs and has published nothing, or not any more.
+_NOTHING_NOW = re.compile("has withdrawn what it published|has published nothing|for a checkpoint to be allowed")
+_DOCS = "https://github.com/tensorferry/tensorferry/blob/main/docs"
+#: The page that helps, by the class of the error.
+_PAGES: dict[type[TensorferryError], str] = {
+    ConnectError: "guides/ports.md",
+    FetchTimeout: "guides/ports.md",
+    UnprovenSource: "reference/security.md",
+}
 _GOOD, _LOOK, _BAD = "ok", "look", "bad"
 
 
@@ -253,6 +262,16 @@ def _rates() -> Iterator[Finding]:
         yield Finding(what, _GOOD, text)
 
 
+def _failed(error: TensorferryError) -> Finding:
+    """Returns what a failed receive from a peer says."""
+    text = message_of(error)
+    if _NOTHING_NOW.search(text):
+        remedy = "it is reached; a torchft job publishes its state only while a replica heals, so this is normal there"
+        return Finding("peer", _LOOK, f"publishes nothing now: {text}", remedy)
+    page = next((page for kind, page in _PAGES.items() if isinstance(error, kind)), "reference/errors.md")
+    return Finding("peer", _BAD, f"{type(error).__name__}: {text}", f"see {_DOCS}/{page}")
+
+
 def _peer(metadata: tuple[str, ...], trust: Trust, receiving: Receiving) -> Iterator[Finding]:
     from ..._native import _check_machine_has
     from ..sources import Peers, open_source
@@ -268,7 +287,7 @@ def _peer(metadata: tuple[str, ...], trust: Trust, receiving: Receiving) -> Iter
         finally:
             remote.close()
     except TensorferryError as e:
-        yield Finding("peer", _BAD, f"{type(e).__name__}: {message_of(e)}", "see docs/guides/observability.md")
+        yield _failed(e)
         return
     slow = opened > 1.0
     remedy = "the source was not ready, or its name took long to resolve" if slow else ""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from ...errors import InvalidArgument, SystemRefused
+from ...errors import InvalidArgument, ProtocolError, SystemRefused
 from .. import exits
 from ..flags import Json, Receiving, Switch, Trust
 from ..output import console, suffixes
@@ -196,7 +196,7 @@ class _Pull:
 
     def ranks(self, urls: list[str], folder: Path) -> None:
         """Pulls a distributed checkpoint, a file for each rank, and commits it by its index."""
-        from ...storage import commits
+        from ...storage import commits, reserved
         from ...storage.download import Download
         from ...storage.folder import INDEX
         from ...storage.names import new_id
@@ -213,6 +213,11 @@ class _Pull:
             name = f"rank{rank:05d}-{save_id}.safetensors"
 
             def begin(remote: Remote, step: int, url: str = url, name: str = name) -> tuple[_Target, Download]:
+                if url == urls[0] and reserved.INDEX not in remote.names:
+                    raise ProtocolError(
+                        "the first rank serves no index of a distributed checkpoint, but a state of its own, as a "
+                        "keeper's ranks do: pull each URL by itself, with -o FILE"
+                    )
                 partial = folder / _partial_name([url], step)
                 return _Target(folder / name), Download(remote, partial, step=step, unique=True)
 

@@ -59,7 +59,7 @@ fn summary(page: &mut String, figures: &Figures, title: &str) {
     let (class, gate) = if figures.allowed {
         ("open", "the gate is open: a checkpoint may be fetched")
     } else {
-        ("shut", "the gate is closed: requests wait")
+        ("shut", "the gate is closed: nothing is published now, and requests wait (normal between two heals)")
     };
     let size = figures.published.map_or(String::new(), |len| format!(" ({})", Bytes(len as f64)));
     let modes = match (figures.encrypted, figures.secret) {
