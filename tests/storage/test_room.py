@@ -95,7 +95,8 @@ file = os.open(locked, os.O_RDONLY)
 fcntl.flock(file, fcntl.LOCK_EX)
 text = refused(save, run, state)
 assert new.exists() and locked.exists() and foreign.exists()
-assert f"{2 * MIB} bytes are taken by saves that have not finished, this one among them, in {run}: if files" in text, text
+assert f"{2 * MIB} bytes are taken by saves that have not finished" in text, text
+assert f"this one among them, in {run}: if files of theirs are left" in text, text
 assert "were removed" not in text, text
 """
 
