@@ -7,6 +7,7 @@ the class we replace. Tests of what we do beyond it carry the mark `beyond_torch
 from __future__ import annotations
 
 import contextlib
+import signal
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -51,6 +52,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # A shell that starts the tests in the background ignores these, and so would every process that a test interrupts.
+    for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, handler)
     config.addinivalue_line("markers", "beyond_torchft: torchft's HTTPTransport does not do this")
     config.pluginmanager.register(ProcessMarks(config.rootpath / "tests", config.rootpath / "examples"))
     if config.getoption("--again-alone") and not hasattr(config, "workerinput"):
