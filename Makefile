@@ -87,6 +87,10 @@ pythons: wheel ## the wheel for a release, installed and tested under each of PY
 demo: build ## heal a real torchft job, first with torchft's transport, then with ours
 	$(BIN)/python examples/heal/story.py
 
+.PHONY: demo-fleet
+demo-fleet: build ## five replicas of a torchft job start, two are killed: who sends how much to whom
+	$(BIN)/python examples/heal/fleet_story.py
+
 .PHONY: demo-reshard
 demo-reshard: build ## a job of four ranks feeds a job of two, live, with the optimizer
 	$(BIN)/python examples/reshard/live_reshard.py
@@ -190,6 +194,16 @@ bench: build ## side by side against torchft's transports: one table, JSON and p
 BENCH_FLEET_ARGS ?=
 bench-fleet: build ## one source and up to 8 receivers on shaped links, beside torchft's transport: table and JSON; needs root
 	$(BIN)/python benches/fleet.py --json build/bench/fleet.json $(BENCH_FLEET_ARGS)
+	$(BIN)/python benches/fleet_zones.py --json build/bench/fleet_zones.json
+
+.PHONY: bench-replicas
+bench-replicas: build ## a heal that every healthy replica sends to, beside one source, on shaped links: table and JSON; needs root
+	$(BIN)/python benches/replicas.py --json build/bench/replicas.json $(BENCH_REPLICAS_ARGS)
+
+.PHONY: bench-rails
+BENCH_RAILS_ARGS ?=
+bench-rails: build ## one receive over several links between two hosts, one of which may be cut: share of what they carry; needs root
+	$(BIN)/python benches/rails.py $(BENCH_RAILS_ARGS)
 
 .PHONY: bench-dcp
 BENCH_DCP_ARGS ?=

@@ -70,8 +70,10 @@ class Host:
 
     def __init__(self, network: Network, number: int) -> None:
         self.name, self.address = f"{network.prefix}h{number}", f"10.78.0.{number + 1}"
+        self.agent = network.agent
         self.process: subprocess.Popen[str] | None = None
-        port, shape = f"p{number}", ("tbf", "rate", f"{network.mbit}mbit", "burst", "64kb", "latency", "100ms")
+        port = self._port = f"p{number}"
+        self._switch = network.switch
         network.add(self.name)
         run(
             "ip",
@@ -91,12 +93,17 @@ class Host:
         run("ip", "-n", self.name, "address", "add", f"{self.address}/24", "dev", "uplink")
         run("ip", "-n", self.name, "link", "set", "uplink", "up")
         run("ip", "-n", network.switch, "link", "set", port, "master", "switch", "up")
-        run("tc", "-n", self.name, "qdisc", "add", "dev", "uplink", "root", *shape)
-        run("tc", "-n", network.switch, "qdisc", "add", "dev", port, "root", *shape)
+        self.shape(network.mbit)
+
+    def shape(self, mbit: int) -> None:
+        """Limits both directions of the link."""
+        shape = ("root", "tbf", "rate", f"{mbit}mbit", "burst", "64kb", "latency", "100ms")
+        run("tc", "-n", self.name, "qdisc", "replace", "dev", "uplink", *shape)
+        run("tc", "-n", self._switch, "qdisc", "replace", "dev", self._port, *shape)
 
     def start(self, mib: int) -> None:
         """Starts the host's process."""
-        command = ["ip", "netns", "exec", self.name, sys.executable, str(AGENT), self.address, str(mib)]
+        command = ["ip", "netns", "exec", self.name, sys.executable, str(self.agent), self.address, str(mib)]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def order(self, **what: Any) -> None:
@@ -128,12 +135,12 @@ class Host:
 
 
 class Network:
-    """A switch, and hosts at it."""
+    """A switch, and hosts at it, each of which runs the program `agent`."""
 
-    def __init__(self, mbit: int) -> None:
+    def __init__(self, mbit: int, agent: Path = AGENT) -> None:
         if not shutil.which("ip") or not shutil.which("tc"):
             raise NotPermitted("ip or tc is not installed")
-        self.prefix, self.mbit = f"tf{os.getpid()}", mbit
+        self.prefix, self.mbit, self.agent = f"tf{os.getpid()}", mbit, agent
         self.switch = f"{self.prefix}sw"
         self.hosts: list[Host] = []
         self._made: list[str] = []

@@ -34,7 +34,7 @@ def transport_of(kind: str, address: str) -> Any:
     """Returns a new transport."""
     if kind == "torchft":
         return Torchft(TIMEOUT, 0)
-    return HTTPTransport(TIMEOUT, advertise=address, relay=kind == "relay")
+    return HTTPTransport(TIMEOUT, advertise=None if kind == "rails" else address, relay=kind == "relay")
 
 
 def metadata_of(transport: Any, address: str) -> str:

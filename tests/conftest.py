@@ -140,7 +140,7 @@ def child() -> Iterator[Child]:
 
 @pytest.fixture
 def forked_child() -> Iterator[Child]:
-    """A child for scripts that ask nothing of a young interpreter: it starts in a third of the time."""
+    """A child for scripts that ask nothing of a young interpreter: it takes a tenth of the time."""
     started = Child(forks=True)
     yield started
     started.end()

@@ -6,8 +6,8 @@
 In a second and a third terminal (torchft logs several lines for each step to standard error):
 
     export TORCHFT_LIGHTHOUSE=http://localhost:29510
-    REPLICA=0 torchrun --nproc-per-node 1 --master-port 29600 torchft_diloco.py 2>replica0.log
-    REPLICA=1 torchrun --nproc-per-node 1 --master-port 29601 torchft_diloco.py 2>replica1.log
+    REPLICA=0 torchrun --nproc-per-node 1 --master-port 29500 torchft_diloco.py 2>replica0.log
+    REPLICA=1 torchrun --nproc-per-node 1 --master-port 29501 torchft_diloco.py 2>replica1.log
 
 Stop the second replica with Ctrl-C and start it again: it prints ``healed`` and goes on with the loss of the first.
 """

@@ -19,6 +19,7 @@ import threading
 import time
 from datetime import timedelta
 from typing import Any
+from urllib.parse import urlsplit
 
 TIMEOUT = timedelta(seconds=30)
 
@@ -79,6 +80,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--pad-mib", type=int, default=0)
     parser.add_argument("--sync-quorum", action="store_true")
+    parser.add_argument("--fleet", action="store_true", help="tensorferry's Manager: every healthy replica sends")
     return parser.parse_args()
 
 
@@ -95,10 +97,14 @@ def main() -> None:
     import torch
     import torch.distributed as dist
     from language_model import Trainee
-    from recorded import RecordedTransport
+    from recorded import recorded
     from state_digest import state_digest
-    from torchft.manager import Manager
     from torchft.process_group import ProcessGroupGloo
+
+    if args.fleet:
+        from tensorferry import Manager
+    else:
+        from torchft.manager import Manager
 
     torch.set_num_threads(1)
     trainee = Trainee(args.seed, args.width, args.pad_mib)
@@ -107,7 +113,9 @@ def main() -> None:
     wire.emit("loaded", pid=os.getpid(), store=store and store.port, weights=state_digest(trainee.model.state_dict()))
 
     start = wire.order("start")
-    transport = RecordedTransport(cls(timeout=TIMEOUT, num_chunks=args.chunks), wire.emit)
+    # Each replica of a fleet is a host of its own, without memory that it could share with the others.
+    options = {"same_host": False, "relay": True} if args.fleet else {}
+    transport = recorded(cls)(wire.emit, timeout=TIMEOUT, num_chunks=args.chunks, **options)
     manager = Manager(
         pg=ProcessGroupGloo(timeout=TIMEOUT),
         load_state_dict=trainee.load_state_dict,
@@ -124,7 +132,7 @@ def main() -> None:
         hostname="localhost",
         checkpoint_transport=transport,
     )
-    wire.emit("ready")
+    wire.emit("ready", port=urlsplit(transport.metadata()).port)
     # With fewer processors than replicas, training (this thread) gives way to a replica that starts.
     os.nice(10)
 

@@ -32,6 +32,7 @@ class Scenario:
         pad_mib: size of the ring of past weights, on top of model and optimizer
         kill_at_step: the step the victims have committed when they are killed
         settle_steps: how many steps the healed replicas train before the job is ended
+        fleet: with tensorferry's Manager and relays, so that more than the assigned replica sends
         deadline: seconds for all of it
         path: folders that ``transport`` may be imported from
 
@@ -48,6 +49,7 @@ class Scenario:
     pad_mib: int = 0
     kill_at_step: int = 20
     settle_steps: int = 5
+    fleet: bool = False
     deadline: float = 240.0
     path: list[str] = field(default_factory=list)
 
@@ -135,7 +137,9 @@ class Director:
     def direct(self) -> None:
         """Run the whole story."""
         scenario = self.scenario
-        self.lighthouse = self.spawn("lighthouse", ["lighthouse.py", str(scenario.min_replicas)])
+        # The survivors of a fleet may find out late that others were killed, and are to be there when these heal.
+        join_seconds = 60 if scenario.fleet else 10
+        self.lighthouse = self.spawn("lighthouse", ["lighthouse.py", str(scenario.min_replicas), str(join_seconds)])
         everyone = [rank for replica in range(scenario.replicas) for rank in self.start_replica(replica, life=0)]
         self.connect(everyone)
         self.allow_steps(LEASE)
@@ -238,6 +242,7 @@ class Director:
             command += ["--seed", str(1 + replica + 100 * rank + 1000 * life), "--width", str(scenario.width)]
             command += ["--pad-mib", str(scenario.pad_mib)]
             command += ["--sync-quorum"] if scenario.sync_quorum else []
+            command += ["--fleet"] if scenario.fleet else []
             self.living[started] = self.spawn(str(started), command)
             self.names[self.living[started]] = started
             self.history[started] = []

@@ -42,6 +42,18 @@ def show(path: Path) -> str:
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
+def knows_its_name() -> bool:
+    """Return whether this machine's own name resolves, and say so if it does not."""
+    try:
+        socket.getaddrinfo(socket.gethostname(), None)
+    except socket.gaierror:
+        print(
+            f"torchft needs this machine's own name to resolve, and {socket.gethostname()!r} does not", file=sys.stderr
+        )
+        return False
+    return True
+
+
 def perform(args: argparse.Namespace, transport: str) -> Outcome:
     """Run the job once and print its course."""
     directory = args.logs / transport
@@ -100,12 +112,7 @@ def main() -> int:
     args = arguments()
     # A killed demo must take its replicas with it: SystemExit runs the cleanup.
     signal.signal(signal.SIGTERM, lambda _signal, _frame: sys.exit(143))
-    try:
-        socket.getaddrinfo(socket.gethostname(), None)
-    except socket.gaierror:
-        print(
-            f"torchft needs this machine's own name to resolve, and {socket.gethostname()!r} does not", file=sys.stderr
-        )
+    if not knows_its_name():
         return 1
     print(__doc__.split("\n\n")[1])
     try:

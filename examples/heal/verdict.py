@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -21,7 +21,11 @@ class Rank:
 
 @dataclass(frozen=True)
 class Heal:
-    """A state that went from one process to another."""
+    """A state that a process has received.
+
+    ``source`` is the one that was assigned, and ``senders`` says how many bytes came from whom: by the name of the
+    replica, or by host and port where no replica of the job listens there; empty if the transport does not say.
+    """
 
     receiver: Rank
     source: Rank | None
@@ -32,6 +36,7 @@ class Heal:
     held_up_cpu_seconds: float
     sent_digest: str | None
     received_digest: str
+    senders: dict[str, int] = field(default_factory=dict)
 
     @property
     def intact(self) -> bool:
@@ -50,6 +55,13 @@ def heals_of(log: Log) -> list[Heal]:
         for event in events
         if event["event"] == "sent"
     }
+    # All replicas run on this machine, so their ports tell them apart.
+    listening = {
+        str(event["port"]): f"replica {rank.replica}"
+        for rank, events in log.items()
+        for event in events
+        if event["event"] == "ready" and "port" in event
+    }
     heals = []
     for receiver, events in log.items():
         for event in events:
@@ -67,6 +79,10 @@ def heals_of(log: Log) -> list[Heal]:
                     held_up_cpu_seconds=sent.get("cpu_seconds", 0.0),
                     sent_digest=sent.get("digest"),
                     received_digest=event["digest"],
+                    senders={
+                        listening.get(sender.rpartition(":")[2], sender): sent_bytes
+                        for sender, sent_bytes in event.get("senders", {}).items()
+                    },
                 )
             )
     return heals

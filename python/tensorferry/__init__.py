@@ -6,6 +6,7 @@ are imported on first use.
 
 from typing import TYPE_CHECKING
 
+from . import _log as _log
 from ._first_use import on_first_use
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from .frameworks.installing import install
     from .net.metadata import join_metadata
     from .net.report import ReceiveReport
+    from .torchft.manager import Manager
     from .torchft.transport import HTTPTransport
 
 __all__ = [
@@ -44,6 +46,7 @@ __all__ = [
     "HTTPTransport",
     "IncompleteCheckpoint",
     "InvalidArgument",
+    "Manager",
     "ProtocolError",
     "ReceiveReport",
     "SourceChanged",
@@ -71,6 +74,7 @@ if not TYPE_CHECKING:  # With a module __getattr__, a type checker would accept 
         dict.fromkeys(__all__, ".errors")
         | {
             "HTTPTransport": ".torchft.transport",
+            "Manager": ".torchft.manager",
             "ReceiveReport": ".net.report",
             "install": ".frameworks.installing",
             "join_metadata": ".net.metadata",

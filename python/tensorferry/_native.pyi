@@ -9,6 +9,7 @@ __all__ = [
     "Arena",
     "ArenaPart",
     "ArenaPool",
+    "Certificate",
     "Entries",
     "FilePages",
     "HostView",
@@ -106,6 +107,14 @@ class Secret:
     def __new__(cls, secret: bytes) -> Secret: ...
 
 @final
+class Certificate:
+    def __new__(cls, certificate: bytes, key: bytes) -> Certificate: ...
+    @property
+    def fingerprint(self) -> str: ...
+    @staticmethod
+    def fingerprint_of(certificate: bytes) -> str: ...
+
+@final
 class FilePages:
     def __new__(cls, path: str | PathLike[str]) -> FilePages: ...
     @staticmethod
@@ -145,7 +154,10 @@ class Server:
         max_bandwidth: int | None = None,
         secret: Secret | None = None,
         tls: bool = False,
+        certificate: Certificate | None = None,
         swarm: bool = False,
+        rails: list[tuple[str, int]] = ...,
+        zone: str | None = None,
     ) -> Server: ...
     @property
     def step(self) -> int | None: ...
@@ -179,7 +191,7 @@ class Server:
 @final
 class Receive:
     def opened(self, remote: Remote) -> None: ...
-    def end(self, took: float, report: Report | None = None, failed: str = "") -> None: ...
+    def end(self, took: float, report: Report | None = None, failed: str = "", counted_as: str = ...) -> None: ...
 
 @final
 class Shelf:
@@ -213,6 +225,8 @@ class Report:
     @property
     def refused(self) -> int: ...
     @property
+    def senders(self) -> dict[str, int]: ...
+    @property
     def wanted(self) -> int: ...
     @property
     def lanes(self) -> int: ...
@@ -222,6 +236,8 @@ class Report:
     def same_host(self) -> bool: ...
     @property
     def routes(self) -> list[tuple[str, str]]: ...
+    @property
+    def route_bytes(self) -> list[int]: ...
     @property
     def troubles(self) -> dict[str, str]: ...
     @property

@@ -157,6 +157,12 @@ class TransferCancelled(TensorferryError, RuntimeError):
     """The transfer was cancelled."""
 
 
+def class_of(error: BaseException) -> str:
+    """Returns the name of the class of this module that ``error`` belongs to; ``"other"`` if that is none."""
+    ours = (kind.__name__ for kind in type(error).__mro__ if kind.__module__ == __name__ and kind.__name__ in __all__)
+    return next(ours, "other")
+
+
 def message_of(error: BaseException) -> str:
     """Returns the message of an error, without what the classes of ``urllib`` write around it."""
     return str(error.reason if isinstance(error, URLError) else error)

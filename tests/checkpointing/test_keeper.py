@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import tensorferry
 from keepers import PATIENCE, KeeperAtWork, Told, eventually, loaded, offered, staged
 from tensorferry import HTTPTransport
 from tensorferry._native import _copy_memory
@@ -280,6 +281,8 @@ def test_a_signal_ends_it_and_nothing_is_left(folder, by):
         told = offered(keeper, state_of(0))
         source = keeper.open(keeper.held()[0])
         assert process.end(by) == 0
+        # A log that ends without this line is that of a keeper that was killed.
+        assert process.said().splitlines()[-1].endswith(f"the keeper default ends: {signal.Signals(by).name}")
         eventually("the trainer is told", lambda: told.times == 1)
         # Who has begun to read has the memory.
         assert source.fetch()
@@ -366,6 +369,11 @@ def test_it_ends_when_nobody_has_used_it_for_long_enough(folder):
         (["--buddy", "node2:7000"], "without a shared secret the path is random"),
         (["--buddy", "http://node2:7000/checkpoint/"], "is not the address of a keeper"),
         (["--buddy", "http://node2:7000/aa/checkpoint/", "--tls"], "does not encrypt"),
+        (["--buddy", "node2:7000", "--tls"], "without a shared secret the path is random"),
+        (["--buddy", "https://node2:7000"], "comes without the fingerprint of its certificate"),
+        (["--certificate", "/nowhere.pem"], "--certificate and --key go together"),
+        (["--certificate", "/nowhere.pem", "--key", "/nowhere.key"], "cannot be read"),
+        (["--fingerprint", "/nowhere.pem"], "cannot be read"),
         (["--json"], "--json goes with --status"),
         (["--frobnicate"], "unrecognized arguments"),
     ],
@@ -391,6 +399,17 @@ def test_wrong_options_are_named(folder, options, words):
     assert ended.value.code == 2
     assert words in Stderr.text
     assert not folder.exists() or os.listdir(folder) == []
+
+
+@pytest.mark.parametrize("option", ["--version", "--help", "-h"])
+def test_what_people_try_first(option, capsys):
+    from tensorferry.checkpointing.keeper.command import main
+
+    with pytest.raises(SystemExit) as ended:
+        main([option])
+    assert ended.value.code == 0
+    told = capsys.readouterr().out
+    assert told == f"{tensorferry.__version__}\n" if option == "--version" else "--certificate FILE" in told
 
 
 def test_a_port_that_is_taken_and_a_folder_that_others_can_enter_are_refused(folder):

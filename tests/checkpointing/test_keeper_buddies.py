@@ -11,9 +11,11 @@ import pytest
 import torch
 
 from keepers import KeeperAtWork, eventually, loaded, offered
+from secured import make_certificate
 from tensorferry import HTTPTransport
 from tensorferry.checkpointing.keeper import client, partners
 from tensorferry.checkpointing.keeper.client import Keeper
+from tensorferry.checkpointing.keeper.command import main
 from tensorferry.errors import InvalidArgument
 
 SECRET = "a secret of more than sixteen bytes"
@@ -91,6 +93,43 @@ def test_without_a_secret_trainers_tell_their_keepers_of_one_another(folder, opt
             one.set_buddies(["ftp://x"])
         one.set_buddies([])
         assert one.status()["buddies"] == []
+
+
+def test_two_keepers_with_tls_are_buddies_by_the_options_of_their_units_alone(folder, monkeypatch, capsys):
+    """A certificate on disk has a fingerprint before the keeper starts, and the same one after each start."""
+    monkeypatch.setenv("TENSORFERRY_SECRET", SECRET)
+    ports = [str(free_port()) for _ in range(2)]
+    files = [make_certificate(folder.parent, f"node{i}") for i in range(2)]
+    pins = []
+    for certificate, _ in files:
+        assert main(["--fingerprint", str(certificate)]) == 0
+        pins.append(capsys.readouterr().out.strip())
+    assert pins[0] != pins[1]
+    options = [
+        f"--port={ports[i]} --certificate={files[i][0]} --key={files[i][1]} "
+        f"--buddy=https://{pins[1 - i]}@127.0.0.1:{ports[1 - i]}".split()
+        for i in range(2)
+    ]
+    with KeeperAtWork(folder, *options[0], name="one", secret=SECRET), Keeper("one") as one, Keeper("two") as two:
+        with KeeperAtWork(folder, *options[1], name="two", secret=SECRET) as lost:
+            assert two.address() == f"https://{pins[1]}@127.0.0.1:{ports[1]}/keeper/checkpoint/"
+            offered(one, state_of(1), "/ckpt/run/step-1")
+            offered(two, state_of(2), "/ckpt/other/step-1")
+            assert_same(loaded(one, copied(one, 1)[0]), state_of(2))
+            assert_same(loaded(two, copied(two, 1)[0]), state_of(1))
+            lost.kill()
+        # The same unit, started again: nobody has told either of the other's new address.
+        with KeeperAtWork(folder, *options[1], name="two", secret=SECRET):
+            assert_same(loaded(two, copied(two, 1)[0]), state_of(1))
+    # Who answers there with another certificate is no buddy.
+    wrong = ["--buddy", f"https://{pins[0]}@127.0.0.1:{ports[1]}"]
+    with (
+        KeeperAtWork(folder, *options[1], name="two", secret=SECRET),
+        KeeperAtWork(folder, *wrong, name="one", secret=SECRET),
+        Keeper("one") as one,
+    ):
+        error = eventually("the trouble is told", lambda: one.status()["buddies"][0]["error"])
+        assert "its certificate has the fingerprint" in error
 
 
 def test_a_buddy_that_is_away_holds_nobody_up_and_is_found_again(folder, monkeypatch):

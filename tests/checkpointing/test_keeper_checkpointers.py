@@ -126,10 +126,11 @@ def test_a_healthy_save_and_load_log_no_warning(folder, tmp_path, caplog):
         checkpointer.close()
         assert keeper.end() == 0
         lines = keeper.said().splitlines()
-    assert len(lines) == 2, lines
+    assert len(lines) == 3, lines
     assert " INFO the keeper default holds up to " in lines[0]
     assert " INFO step 1 of rank 0 of " in lines[1]
     assert " is kept: " in lines[1]
+    assert " INFO the keeper default ends: SIGTERM" in lines[2]
     # Without a keeper, to files alone.
     plain = make_sync_checkpointer()
     plain.save(path, state_of(2))

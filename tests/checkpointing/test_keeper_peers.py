@@ -15,11 +15,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
+from checkpoint_loads import load_state
 from checkpoint_ranks import run
 from keepers import KeeperAtWork, eventually
 from rank_worker import SHARDED, TENSORS
-from tensorferry import HTTPTransport
-from tensorferry.checkpointing import Keeper, make_async_checkpointer, peer_metadata
+from tensorferry import HTTPTransport, cli
+from tensorferry.checkpointing import Keeper, load_file, make_async_checkpointer, peer_metadata
 from tensorferry.dcp import PeerReader
 from tensorferry.errors import IncompleteCheckpoint, UnsafePickle
 
@@ -58,6 +59,25 @@ def test_a_job_whose_trainers_were_killed_is_a_source_for_other_ranks(folder, tm
         scheme, step, first, _ = metadata.split()
         with pytest.raises(CheckpointException, match="must name all ranks"):
             dcp.load({"rows": torch.zeros(10, 7)}, storage_reader=PeerReader(f"{scheme} {step} {first}"))
+
+
+def test_a_job_of_several_ranks_is_backed_up_from_its_keeper_and_restored_when_all_is_gone(folder, tmp_path):
+    with KeeperAtWork(folder) as keeper:
+        run("keep", 2, tmp_path / "step-1", -signal.SIGKILL)
+        metadata = kept(2)
+        assert cli.main(["pull", metadata, "--into-folder", str(tmp_path / "backup"), "--quiet"]) == 0
+        keeper.kill()
+    assert cli.main(["verify", str(tmp_path / "backup")]) == 0
+    # By the ranks of a new job of the same size.
+    for rank in range(2):
+        state = load_state(tmp_path / "backup", rank=rank, world_size=2)
+        assert state.keys() >= TENSORS.keys()
+        assert state["note"] == rank
+    # And whole, for anybody.
+    assert cli.main(["convert", str(tmp_path / "backup"), str(tmp_path / "whole.safetensors")]) == 0
+    whole = load_file(tmp_path / "whole.safetensors")
+    for name, (value, *_) in TENSORS.items():
+        assert torch.equal(whole[name], value), name
 
 
 def odd_state() -> dict:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from typing import TYPE_CHECKING
 
 import pytest
@@ -13,6 +11,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file as load_safetensors
 
 from checkpoint_ranks import run
+from child import COMMAND, run_forked
 from rank_worker import SHARDED, TENSORS
 from tensorferry.checkpointing import SyncCheckpointer
 from tensorferry.cli import exits
@@ -20,6 +19,7 @@ from tensorferry.errors import UnsupportedLeaf
 from tensorferry.storage.folder import read_index
 
 if TYPE_CHECKING:
+    import subprocess
     from pathlib import Path
 
 pytestmark = [
@@ -42,8 +42,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def convert(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "tensorferry", "convert", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    return run_forked(COMMAND, "convert", *arguments, within=120)
 
 
 def same(found: dict, rank: int = 0) -> None:

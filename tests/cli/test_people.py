@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
+import re
 import socket
 import subprocess
 import sys
@@ -93,6 +95,13 @@ class TestDoctor:
     def test_a_port_that_the_system_gives_away_is_worth_a_look(self, run, monkeypatch):
         monkeypatch.setenv("TENSORFERRY_PORT", "1024-65535")
         assert self.found(run)[1]["ports"]["verdict"] == "look"
+
+    def test_a_peer_that_has_never_published_is_worth_a_look(self, run, open_transport):
+        transport = open_transport(interface="127.0.0.1", same_host=False)
+        _, found = self.found(run, transport.metadata(), "--timeout", "2")
+        assert "it has never published anything" in found["peer"]["text"]
+        assert found["peer"]["verdict"] == "look"
+        assert "so this is normal there" in found["peer"]["remedy"]
 
     def test_the_way_to_a_peer(self, run, source, monkeypatch):
         monkeypatch.setattr(addresses, "interface_speed", lambda _: ("eth0", 1e15))
@@ -226,9 +235,49 @@ class TestTop:
             gone, quiet = "127.0.0.1:1", f"127.0.0.1:{silent.getsockname()[1]}"
             status, lines, _ = run("top", "--once", gone, source.metadata(), quiet)
         assert status == 1
-        assert "refused" in lines[1]
+        assert "ConnectError: " in lines[1]
+        assert lines[1].endswith("Connection refused (os error 111)")
         assert lines[2].split()[1:3] == ["7", "open"]
-        assert "timed out" in lines[3]
+        # The class first, and the cause to its end; nobody has received anything.
+        cause = r"FetchTimeout: no answer within 0\.3 s: .*(accepts connections|has not begun to answer)"
+        assert re.search(cause, lines[3]), lines[3]
+        assert "receive" not in lines[3]
+
+    def test_the_error_of_who_does_not_answer_is_a_field_of_the_json(self, run):
+        status, lines, _ = run("top", "--once", "--json", "127.0.0.1:1")
+        assert status == 1
+        ((shown,),) = map(json.loads, lines)
+        assert shown["error"] == "ConnectError"
+        assert "refused" in shown["trouble"]
+
+    def test_failed_receives_are_shown_by_the_class_of_their_errors(self, run, source, open_transport):
+        healing = open_transport(interface="127.0.0.1", secret="a secret of thirty-two characters")
+        source.send_checkpoint([1], 7, {"w": torch.zeros(8)}, TIMEOUT)
+        for _ in range(2):
+            with pytest.raises(tensorferry.UnprovenSource):
+                healing.recv_checkpoint(0, source.metadata(), 7, TIMEOUT)
+        with pytest.raises(tensorferry.ConnectError):
+            healing.recv_checkpoint(0, "http://127.0.0.1:1/x/checkpoint/", 7, TIMEOUT)
+        _, lines, _ = run("top", "--once", healing.metadata())
+        assert lines[1].endswith("2 UnprovenSource, 1 ConnectError")
+        _, lines, _ = run("top", "--once", "--json", healing.metadata())
+        ((shown,),) = map(json.loads, lines)
+        assert shown["receive_failures_total{UnprovenSource}"] == 2
+        assert shown["receives_total{failed}"] == 3
+
+    def test_a_cause_is_whole_in_a_narrow_terminal(self):
+        from rich.console import Console
+
+        from tensorferry.cli.verbs import top
+
+        peer = fleet.Peer("127.0.0.1:29700", "http://127.0.0.1:29700/x/")
+        peer.error, peer.trouble = "FetchTimeout", " ".join(f"word{n}" for n in range(30))
+        console = Console(width=100, file=io.StringIO())
+        console.print(top._table([peer]))
+        told = console.file.getvalue().split()
+        assert "FetchTimeout" in told
+        cause = told[told.index("127.0.0.1:29700:") :]
+        assert cause == ["127.0.0.1:29700:", "FetchTimeout:", *(f"word{n}" for n in range(30))]
 
     def test_one_that_drips_is_given_up(self, run, monkeypatch):
         monkeypatch.setattr(fleet, "_PATIENCE_S", 0.3)
@@ -248,7 +297,7 @@ class TestTop:
             ended.set()
             thread.join(10)
         assert status == 1
-        assert "timed out" in lines[1]
+        assert lines[1].endswith("FetchTimeout: no answer within 0.3 s: has not sent all of its answer")
 
     def test_a_redirect_is_not_followed(self, run, source):
         class Elsewhere(BaseHTTPRequestHandler):

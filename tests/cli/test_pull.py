@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+from checkpoint_loads import load_state
 from commands import command, incomplete, make_state, until
 from equality import assert_same_state
 from tensorferry import join_metadata
@@ -21,7 +22,7 @@ from tensorferry.checkpointing import CheckpointReader, load_file
 from tensorferry.cli import exits
 from tensorferry.cli.output.progress import Progress
 from tensorferry.dcp import FileReader, PeerWriter
-from tensorferry.errors import InvalidArgument, ProtocolError, SystemRefused
+from tensorferry.errors import ConnectError, InvalidArgument, ProtocolError, SystemRefused
 from tensorferry.storage.download import Download, partial_of
 
 if TYPE_CHECKING:
@@ -82,14 +83,30 @@ def test_a_distributed_checkpoint_is_pulled_into_a_folder(run: Callable[..., Any
     assert sorted(name[:4] for name in os.listdir(tmp_path / "d")) == [".met", "inde", "rank"]
 
 
-def test_states_of_a_keepers_ranks_are_no_distributed_checkpoint(
+def test_the_states_of_several_ranks_become_a_checkpoint_of_as_many(
     run: Callable[..., Any], publish: Any, tmp_path: Path
 ) -> None:
-    urls = " ".join(publish(make_state()) for _ in range(2))
-    done = run("pull", f"tensorferry-dcp/1 5 {urls}", "--into-folder", tmp_path / "d")
-    assert done.status == exits.STATUS[ProtocolError]
-    assert "pull each URL by itself, with -o FILE" in done.err
-    assert not list((tmp_path / "d").iterdir())
+    states = [{"w": torch.full((1000,), float(rank)), "names": {f"rank {rank}"}} for rank in range(3)]
+    urls = [publish(state) for state in states]
+    for _ in range(2):  # The second replaces the first.
+        done = run("pull", f"tensorferry-dcp/1 5 {' '.join(urls)}", "--into-folder", tmp_path / "d", "--json")
+        assert (done.status, done.json["step"]) == (0, 5), done
+        for rank, state in enumerate(states):
+            assert_same_state(load_state(tmp_path / "d", rank=rank, world_size=3), state)
+        assert run("verify", tmp_path / "d").status == 0
+        assert sorted(name[:9] for name in os.listdir(tmp_path / "d") if name[0] != ".") == [
+            "index.saf",
+            *(f"rank0000{rank}" for rank in range(3)),
+        ]
+
+
+def test_a_rank_that_is_gone_leaves_nothing_that_looks_like_a_backup(
+    run: Callable[..., Any], publish: Any, tmp_path: Path
+) -> None:
+    first = publish(make_state())
+    done = run("pull", f"tensorferry-dcp/1 5 {first} http://127.0.0.1:1/x/checkpoint/", "--into-folder", tmp_path / "d")
+    assert done.status == exits.STATUS[ConnectError]
+    assert [name for name in os.listdir(tmp_path / "d") if name[0] != "."] == []
 
 
 @pytest.mark.parametrize("same_host", ["--same-host", "--no-same-host"])

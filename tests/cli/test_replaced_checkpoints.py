@@ -66,7 +66,7 @@ verify, serve = (import_module(f"tensorferry.cli.verbs.{verb}") for verb in ("ve
 COMMANDS = {
     "inspect": (["inspect"], ["--json"], lambda: (listing, "of_file")),
     "digests": (["inspect"], ["--json", "--digests"], lambda: (listing, "of_file")),
-    "verify": (["verify"], ["--json"], lambda: (verify, "_checked")),
+    "verify": (["verify"], ["--json"], lambda: (verify, "_verified")),
 }
 
 

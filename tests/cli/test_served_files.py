@@ -143,7 +143,7 @@ def test_a_change_in_the_middle_of_a_pull(change: str, tmp_path: Path) -> None:
     path, output = written(large(), tmp_path / "served"), tmp_path / "a"
     apply, changes = CHANGES[change]
     # A pull that is to fail may take long: this process must come to change the file before it ends.
-    limits = ["--interface", "127.0.0.1", "--max-bandwidth", "2M" if changes else "12M"]
+    limits = ["--interface", "127.0.0.1", "--max-bandwidth", "1M" if changes else "12M"]
     with command("serve", path, *limits) as server:
         assert server.stdout is not None
         metadata = server.stdout.readline().strip()

@@ -75,13 +75,13 @@ def delays(tmp_path):
     return library
 
 
-@pytest.mark.timeout(150)
+@pytest.mark.timeout(300)
 def test_two_jobs_that_save_into_one_folder_leave_one_of_their_states_whole(tmp_path, delays, pytestconfig):
     folder, log = tmp_path / "ck", tmp_path / "log"
     seconds = 2 * pytestconfig.getoption("--kills")
     command = [sys.executable, Path(__file__).parent / "two_jobs.py", folder, log, str(seconds)]
     done = subprocess.run(
-        command, env=os.environ | {"LD_PRELOAD": str(delays)}, capture_output=True, text=True, timeout=140, check=False
+        command, env=os.environ | {"LD_PRELOAD": str(delays)}, capture_output=True, text=True, timeout=280, check=False
     )
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)

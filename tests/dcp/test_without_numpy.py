@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from tensorferry.checkpointing.ranks import Ranks
-from tensorferry.dcp import FileReader, FileWriter, PeerWriter
+from tensorferry.dcp import FileReader, FileWriter, PeerReader, PeerWriter, failures
 from tensorferry.errors import InvalidArgument
 from tensorferry.state import ranks
 
@@ -25,12 +25,36 @@ def two_ranks_without_numpy(monkeypatch):
     monkeypatch.setattr(dist, "get_rank", lambda _=None: 0)
 
 
+@pytest.mark.parametrize("named", [{}, {"checkpoint_id": "elsewhere"}], ids=["", "checkpoint_id"])
+def test_what_to_do_is_said_once_by_each_save_and_load_of_torch(named, tmp_path, monkeypatch, caplog):
+    # torch goes its own way through writer and reader, without the collectives that would fail.
+    monkeypatch.setattr(failures, "lack_numpy", lambda: True)
+    monkeypatch.chdir(tmp_path)
+    state = {"w": torch.ones(3)}
+
+    def said(act, *arguments, **options):
+        caplog.clear()
+        with caplog.at_level(logging.ERROR, "tensorferry"):
+            act(state, *arguments, **options, **named, no_dist=True)
+        return [record.getMessage() for record in caplog.records].count(ranks.WITHOUT_NUMPY)
+
+    assert said(dcp.save, storage_writer=FileWriter(tmp_path / "c")) == 1
+    assert said(dcp.load, storage_reader=FileReader(tmp_path / "c")) == 1
+
+
 @pytest.mark.usefixtures("two_ranks_without_numpy")
-def test_what_to_do_is_said_before_torch_begins(tmp_path, caplog):
+def test_readers_and_writers_of_peers_say_it_too(caplog):
     with caplog.at_level(logging.ERROR, "tensorferry"):
-        for number, one in enumerate((FileWriter(tmp_path), FileReader(tmp_path), PeerWriter()), 1):
-            one.reset(tmp_path)
-            assert [record.getMessage() for record in caplog.records].count(ranks.WITHOUT_NUMPY) == number
+        PeerWriter().set_up_storage_writer(True, rank=0, use_collectives=True)
+        with pytest.raises(InvalidArgument):
+            PeerReader("no metadata").read_metadata()
+    assert [record.getMessage() for record in caplog.records].count(ranks.WITHOUT_NUMPY) == 2
+
+
+@pytest.mark.usefixtures("two_ranks_without_numpy")
+def test_a_save_without_collectives_needs_none(tmp_path, caplog):
+    FileWriter(tmp_path).set_up_storage_writer(False, rank=1, use_collectives=False)
+    assert ranks.WITHOUT_NUMPY not in caplog.text
 
 
 @pytest.mark.usefixtures("two_ranks_without_numpy")

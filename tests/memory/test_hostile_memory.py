@@ -122,10 +122,10 @@ def say(connection: socket.socket, answer: Iterator[bytes]) -> None:
 
 @pytest.mark.parametrize("name", ANSWERS)
 def test_a_receiver_allocates_for_what_came_not_for_what_is_announced(
-    name: str, answering: Callable[[Callable[[], Iterator[bytes]]], str], child: Child
+    name: str, answering: Callable[[Callable[[], Iterator[bytes]]], str], forked_child: Child
 ) -> None:
     script = RECEIVE.replace("METADATA", repr(answering(ANSWERS[name])))
-    for line in child.run(script, within=60).splitlines():
+    for line in forked_child.run(script, within=60).splitlines():
         grown, ended = line.split(" ", 1)
         assert not ended.startswith("healed")
         # A header may have 100 MB, and is in memory twice while it is read.
@@ -143,7 +143,7 @@ def test_a_receiver_allocates_for_what_came_not_for_what_is_announced(
     ],
 )
 def test_storages_that_are_only_announced_take_no_memory(
-    storages: list[Any], ending: str, child: Child, monkeypatch: pytest.MonkeyPatch
+    storages: list[Any], ending: str, forked_child: Child, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from tensorferry.state import snapshot
     from tensorferry.storage import reserved
@@ -156,7 +156,7 @@ def test_storages_that_are_only_announced_take_no_memory(
     source = tensorferry.HTTPTransport(timedelta(seconds=60))
     source.send_checkpoint([1], 1, {"w": torch.ones(3)}, timedelta(seconds=60))
     try:
-        for line in child.run(RECEIVE.replace("METADATA", repr(source.metadata())), within=60).splitlines():
+        for line in forked_child.run(RECEIVE.replace("METADATA", repr(source.metadata())), within=60).splitlines():
             grown, ended = line.split(" ", 1)
             assert ended.startswith(ending)
             assert int(grown) < 24, line
@@ -164,7 +164,7 @@ def test_storages_that_are_only_announced_take_no_memory(
         source.shutdown()
 
 
-def test_a_small_view_into_a_large_buffer_takes_little_memory(child: Child) -> None:
+def test_a_small_view_into_a_large_buffer_takes_little_memory(forked_child: Child) -> None:
     source = tensorferry.HTTPTransport(timedelta(seconds=60))
     # The zeros are in pages that neither process has touched.
     buffer = torch.frombuffer(mmap.mmap(-1, 2 << 30), dtype=torch.float32)
@@ -182,7 +182,7 @@ assert state["v"].untyped_storage().data_ptr() == state["t"][0].untyped_storage(
 print(peak() - before)
 """
         )
-        assert int(child.run(script)) < 24
+        assert int(forked_child.run(script)) < 24
     finally:
         source.shutdown()
 
@@ -206,7 +206,7 @@ STOCK = {
 
 
 @pytest.mark.parametrize("name", [*STOCK, "a name without end"])
-def test_a_stock_source_is_not_read_beyond_what_can_be(name: str, child: Child) -> None:
+def test_a_stock_source_is_not_read_beyond_what_can_be(name: str, forked_child: Child) -> None:
     body = pickle.dumps(STOCK[name], 2) if name in STOCK else b"\x80\x02c" + b"a" * 100_000
     endless = forever(bytes(1 << 20) if name in STOCK else b"a" * (1 << 20))
     answer = then(b"HTTP/1.0 200 OK\r\n\r\n" + body, endless)
@@ -224,13 +224,13 @@ except (tensorferry.ProtocolError, tensorferry.SystemRefused) as error:
     print(peak() - before)
 """
         )
-        assert int(child.run(script)) < 24
+        assert int(forked_child.run(script)) < 24
 
 
 @pytest.mark.parametrize("crowd", ["silent", "slow heads", "answers not read"])
-def test_a_source_holds_little_for_thousands_of_slow_connections(crowd: str, child: Child) -> None:
+def test_a_source_holds_little_for_thousands_of_slow_connections(crowd: str, forked_child: Child) -> None:
     state = {"w": torch.arange(float(4 * MIB))}
-    process = child.start(
+    process = forked_child.start(
         PEAK
         + """
 source, target = open_pair()
@@ -276,7 +276,7 @@ source.disallow_checkpoint()
         process.stdin.flush()
         grown = int(process.stdout.readline())
     target.shutdown()
-    child.finish(within=60)
+    forked_child.finish(within=60)
     assert grown < 128, f"{grown} MiB"
 
 
@@ -316,9 +316,9 @@ META = (
 
 
 @pytest.mark.parametrize("name", HANGS)
-def test_what_a_stock_source_sent_is_looked_at_before_it_is_shown(name: str, child: Child) -> None:
+def test_what_a_stock_source_sent_is_looked_at_before_it_is_shown(name: str, forked_child: Child) -> None:
     """It runs in a process of its own, since a failure would take unlimited time and memory."""
-    out = child.run(
+    out = forked_child.run(
         f"""
 import resource
 resource.setrlimit(resource.RLIMIT_AS, (12 << 30, 12 << 30))

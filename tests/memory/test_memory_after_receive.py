@@ -49,14 +49,14 @@ def optimizer_state() -> dict[str, Any]:
 
 
 @pytest.fixture
-def measure(open_transport: Callable[..., Any], child: Child) -> Callable[..., tuple[float, float]]:
+def measure(open_transport: Callable[..., Any], forked_child: Child) -> Callable[..., tuple[float, float]]:
     """Returns the MiB that a receive of ``state`` takes, and how many of them remain after ``keep`` has run."""
 
     def one(state: Any, keep: str, check: str, options: str = "{}") -> tuple[float, float]:
         source = open_transport()
         source.send_checkpoint([1], 1, state, TIMEOUT)
         script = RECEIVE.replace("OPTIONS", options).replace("KEEP", keep).replace("CHECK", check)
-        out = child.run(script.replace("METADATA", repr(source.metadata())))
+        out = forked_child.run(script.replace("METADATA", repr(source.metadata())))
         arrived, left = map(float, out.split())
         return arrived, left
 

@@ -94,6 +94,26 @@ def test_each_heal_is_one_line_where_logging_is_configured(tmp_path: Path):
     assert [line[:34] for line in lines] == [f"INFO:tensorferry:received step {step}: " for step in (3, 4)]
 
 
+def test_a_warning_says_whose_it_is(tmp_path: Path):
+    # Of a sender: it stands among the lines of the job's other packages.
+    code = """
+import logging
+{configured}
+from datetime import timedelta
+from tensorferry import HTTPTransport
+
+class Own:
+    pass
+
+with HTTPTransport(timedelta(seconds=30)) as source:
+    source.send_checkpoint([1], 1, {{"own": Own()}}, timedelta(seconds=30))
+"""
+    [line] = stderr_of(code.format(configured=""), tmp_path)
+    assert line.startswith("tensorferry: receivers will refuse this state")
+    [line] = stderr_of(code.format(configured="logging.basicConfig()"), tmp_path)
+    assert line.startswith("WARNING:tensorferry:receivers will refuse this state")
+
+
 def test_nothing_of_logging_is_changed(tmp_path: Path):
     code = f"""
 import logging

@@ -13,6 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
+import tensorferry
+from tensorferry import errors
+
 parser = pytest.importorskip("prometheus_client.parser")
 
 TIMEOUT = timedelta(seconds=30)
@@ -57,6 +60,40 @@ def test_a_scraper_reads_every_line(families):
     assert value["tensorferry_last_receive_bytes"] == value["tensorferry_received_bytes_total"] > 1 << 20
     seconds = {s.labels["phase"]: s.value for s in families["tensorferry_last_receive_seconds"].samples}
     assert 0 < value["tensorferry_receive_verify_seconds_total"] < seconds["fetch"]
+
+
+def failures(transport):
+    return {s.labels["error"]: s.value for s in scraped(transport)["tensorferry_receive_failures"].samples}
+
+
+def test_failed_receives_are_counted_by_the_classes_of_the_error_reference(open_transport):
+    class OfTheUser(Exception):
+        pass
+
+    class Special(tensorferry.SystemRefused):
+        pass
+
+    source = open_transport(interface="127.0.0.1")
+    source.send_checkpoint([1], 3, {"w": torch.zeros(1 << 18)}, TIMEOUT)
+    raised = [OfTheUser(), Special("no room"), KeyError("x")]
+
+    def progress(*_):
+        raise raised[0]
+
+    receiver = open_transport(interface="127.0.0.1", progress=progress)
+    assert failures(receiver) == {"other": 0}
+    while raised:
+        with pytest.raises(type(raised[0])):
+            receiver.recv_checkpoint(0, source.metadata(), 3, TIMEOUT)
+        raised.pop(0)
+    # Classes of users would be labels without end.
+    assert failures(receiver) == {"other": 2, "SystemRefused": 1}
+    with pytest.raises(tensorferry.WrongStep):
+        receiver.recv_checkpoint(0, source.metadata(), 4, TIMEOUT)
+    assert failures(receiver) == {"other": 2, "SystemRefused": 1, "WrongStep": 1}
+    assert failures(receiver).keys() <= {*errors.__all__, "other"}
+    with urllib.request.urlopen(receiver.status_url()) as answer:
+        assert "failed: OfTheUser" in answer.read().decode()
 
 
 def test_the_reference_names_every_series_and_no_other(families):

@@ -111,7 +111,7 @@ def test_addresses_without_a_fingerprint_are_refused(open_transport):
     for bad in ("https://host:80/00/checkpoint/", "https://me@host:80/00/checkpoint/"):
         with pytest.raises(InvalidArgument, match="fingerprint"):
             open_transport().recv_checkpoint(0, bad, 3, TIMEOUT)
-        with pytest.raises(InvalidArgument, match="not the metadata"):
+        with pytest.raises(InvalidArgument, match="fingerprint"):
             join_metadata([bad])
 
 

@@ -23,6 +23,7 @@ import pytest
 import torch
 
 import tensorferry
+from child import run_forked
 from tensorferry import errors
 from tensorferry.cli import app as cli_app
 from tensorferry.cli import exits
@@ -198,6 +199,15 @@ def run(python: Path | str, code: str, folder: Path) -> str:
     return done.stdout
 
 
+def run_block(python: Path | str, code: str, folder: Path) -> None:
+    """Runs code in a process that is forked from one which has imported torch and the package."""
+    if "__main__" in code or "multiprocessing" in code:
+        run(python, code, folder)  # Its children look for a script.
+        return
+    done = run_forked(f"import os\nos.chdir({str(folder)!r})\n{code}", python=(python, "-I"))
+    assert done.returncode == 0, done.stderr
+
+
 def make_environment(folder: Path, *packages: str) -> Path:
     """Makes an environment of the wheel, torch and its requirements, by links into uv's cache."""
     (wheel,) = (ROOT / "dist").glob("*.whl")
@@ -240,7 +250,7 @@ def test_the_bare_environment_has_no_numpy(bare: Path, tmp_path: Path):
 def test_every_block_of_python_runs(block: Block, bare: Path, tmp_path: Path):
     if block.kind == "needs":
         pytest.importorskip(block.name, reason=f"{block} needs {block.name}")
-    run(sys.executable if block.kind == "needs" else bare, block.whole(), tmp_path)
+    run_block(sys.executable if block.kind == "needs" else bare, block.whole(), tmp_path)
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
@@ -527,6 +537,9 @@ def test_what_console_blocks_run_exists():
                 case ["python" | "torchrun", *rest]:  # The page's own files, which its test runs.
                     names = [other.name for other in blocks("python") if other.document == block.document]
                     assert any(name and name in " ".join(rest).split() for name in names), line
+                # What they find there is held by the tests of the runbook.
+                case ["$", "curl", url]:
+                    assert re.fullmatch(r"http://node1:9400/(metrics)?", url), line
                 case ["$", "tensorferry", verb, *rest]:
                     assert verb in cli_app.VERBS, line
                     assert all(option in command_help(verb) for option in re.findall(r"--[a-z-]+", " ".join(rest))), (
@@ -584,8 +597,8 @@ def test_every_example_shows_what_is_logged():
         if "__main__" in path.read_text()
         and "tensorferry" in re.sub(r'""".*?"""', "", path.read_text(), flags=re.DOTALL)
     }
-    # The stories of make demo and make demo-restart start others, and tell what happens themselves.
-    assert begins - shows <= {"heal/story.py", "restart/story.py"}
+    # The stories of make demo, make demo-fleet and make demo-restart start others, and tell what happens themselves.
+    assert begins - shows <= {"heal/fleet_story.py", "heal/story.py", "restart/story.py"}
 
 
 @functools.cache

@@ -5,7 +5,7 @@
     rooms      state
                pickles
                storage -> net      memory
-    ground     errors  _validate  _native  _fork  _reentry  _gc  _rebuild  _first_use  _settings
+    ground     errors  _validate  _native  _fork  _reentry  _gc  _rebuild  _first_use  _settings  _log
 
     crates     wire <- core <- py
     engine     server  client  file
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 RUST = Path(__file__).resolve().parents[2] / "rust"
 
 GROUND = frozenset(
-    {"errors", "_validate", "_native", "_fork", "_reentry", "_gc", "_rebuild", "_first_use", "_settings"}
+    {"errors", "_validate", "_native", "_fork", "_reentry", "_gc", "_rebuild", "_first_use", "_settings", "_log"}
 )
 ROOMS: dict[str, frozenset[str]] = {
     "net": GROUND,

@@ -57,8 +57,14 @@ def run(folder: Path, tests: str, *options: str) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
-def last_line(output: str) -> str:
-    return output.strip().rpartition("\n")[2]
+def summary(output: str) -> str:
+    """Returns pytest's own last line, below which only the plugin of the second run prints."""
+    return [line for line in output.splitlines() if line.startswith("====") and " in " in line][-1]
+
+
+def below(output: str) -> list[str]:
+    """Returns what stands below it."""
+    return output.rpartition(summary(output))[2].split("\n")[1:-1]
 
 
 def test_both_results_of_a_test_that_passes_alone_are_printed_and_the_run_passes(tmp_path: Path):
@@ -79,7 +85,9 @@ def test_good(): pass
     for test, name in (("test_call", "call"), ("test_teardown", "teardown")):
         assert f"{second_run.TITLE}: test_it.py::{test}\n" in output
         assert f"the first result of {name}" in output
-    assert "3 passed, 2 rerun in " in last_line(output), output
+    named = [f"{second_run.TITLE}: test_it.py::{test}" for test in ("test_call", "test_teardown")]
+    assert below(output) == named, output
+    assert "3 passed, 2 rerun in " in summary(output), output
 
 
 def test_what_fails_alone_as_well_fails_the_run(tmp_path: Path):
@@ -87,29 +95,52 @@ def test_what_fails_alone_as_well_fails_the_run(tmp_path: Path):
     tests = "def test_once(): fails_while('once')\ndef test_ever(): raise OSError\n"
     status, output = run(tmp_path, tests, "--again-alone", "-n", "0")
     assert status == 1, output
-    assert "1 failed, 1 passed, 1 rerun in " in last_line(output), output
+    assert "1 failed, 1 passed, 1 rerun in " in summary(output), output
 
 
 @pytest.mark.parametrize(
-    "tests",
+    ("tests", "why"),
     [
-        pytest.param("def test_once(): fails_while('once')\ndef test_dies(): os._exit(3)\n", id="a worker that died"),
-        pytest.param("".join(f"def test_{n}(): fails_while('{n}')\n" for n in range(11)), id="many failures"),
+        pytest.param(
+            "def test_once(): fails_while('once')\ndef test_dies(): os._exit(3)\n",
+            "a worker died",
+            id="a worker that died",
+        ),
+        pytest.param(
+            "".join(f"def test_{n}(): fails_while('{n}')\n" for n in range(11)),
+            "11 tests failed, more than 10",
+            id="many failures",
+        ),
     ],
 )
-def test_what_is_no_matter_of_load_fails_at_once(tmp_path: Path, tests: str):
+def test_what_is_no_matter_of_load_fails_at_once_and_says_so(tmp_path: Path, tests: str, why: str):
     for name in ("once", *map(str, range(11))):
         (tmp_path / name).touch()
     status, output = run(tmp_path, tests, "--again-alone", "-n", "1")
     assert status == 1, output
     assert "runs again alone" not in output
-    assert "rerun" not in last_line(output)
+    assert "rerun" not in summary(output)
+    assert below(output) == [f"NOTHING RAN AGAIN ALONE: {why}"], output
 
 
-def test_a_file_that_cannot_be_collected_fails_at_once(tmp_path: Path):
-    status, output = run(tmp_path, "raise OSError('at the import')\n", "--again-alone", "-n", "1")
-    assert status != 0
-    assert "runs again alone" not in output
+@pytest.mark.parametrize("options", [["-n", "0", "--continue-on-collection-errors"], ["-n", "1"]], ids=" ".join)
+def test_a_file_that_cannot_be_collected_fails_the_run_and_tests_of_others_run_again(
+    tmp_path: Path, options: list[str]
+):
+    (tmp_path / "once").touch()
+    (tmp_path / "test_bad.py").write_text("raise OSError('at the import')\n")
+    status, output = run(tmp_path, "def test_once(): fails_while('once')\n", "--again-alone", *options)
+    assert status == 1, output
+    assert "1 passed, 1 error, 1 rerun in " in summary(output), output
+    assert below(output) == [f"{second_run.TITLE}: test_it.py::test_once"], output
+
+
+def test_a_run_that_was_interrupted_says_that_nothing_ran_again(tmp_path: Path):
+    """As one process does at once if it cannot collect a file."""
+    (tmp_path / "test_bad.py").write_text("raise OSError('at the import')\n")
+    status, output = run(tmp_path, "def test_good(): pass\n", "--again-alone", "-n", "0")
+    assert status == 2, output
+    assert below(output) == ["NOTHING RAN AGAIN ALONE: the run was interrupted"], output
 
 
 def test_a_command_beside_the_tests_is_printed_and_its_failure_is_one_of_the_run(tmp_path: Path):
@@ -120,7 +151,7 @@ def test_a_command_beside_the_tests_is_printed_and_its_failure_is_one_of_the_run
     )
     assert status == 1, output
     assert output.count("what it 2 says") == 1
-    assert "1 passed, 1 error, 1 rerun in " in last_line(output), output
+    assert "1 passed, 1 error, 1 rerun in " in summary(output), output
     status, output = run(
         tmp_path, tests, "-n", "0", "--beside", "read -r _ || echo what it $((1 + 1)) says at their end"
     )
@@ -132,7 +163,7 @@ def test_nothing_runs_again_unasked(tmp_path: Path):
     (tmp_path / "once").touch()
     status, output = run(tmp_path, "def test_once(): fails_while('once')\n", "-n", "0")
     assert status == 1, output
-    assert "rerun" not in last_line(output)
+    assert "rerun" not in summary(output)
 
 
 def test_a_test_that_starts_a_process_is_marked_or_fails(tmp_path: Path):
@@ -153,9 +184,9 @@ def test_without(): pass
 """
     status, output = run(tmp_path, tests, "-n", "0", "-m", "process or not process")
     assert status == 1, output
-    assert "6 passed, 3 errors in " in last_line(output), output
+    assert "6 passed, 3 errors in " in summary(output), output
     # Where pytest does not know the width of a terminal, or CI is set, its summary repeats each message.
     errors = output.partition(" short test summary info ")[0]
     assert errors.count("no mark: add @pytest.mark.process") == 3, output
     status, output = run(tmp_path, tests, "-n", "0", "-m", "not process", "--deselect", "test_it.py::test_unmarked")
-    assert "passed, 3 deselected, 2 errors in " in last_line(output), output
+    assert "passed, 3 deselected, 2 errors in " in summary(output), output

@@ -79,6 +79,7 @@ def test_a_relative_path_in_a_folder_that_is_gone_is_an_error_of_the_system(tmp_
 
 @pytest.mark.parametrize("path", ["run/../ckpt/step-1", "ckpt/step-1/", "run/../../elsewhere/run/step-1"])
 @pytest.mark.parametrize("kind", [SyncCheckpointer, AsyncCheckpointer])
+@pytest.mark.process
 def test_what_is_saved_to_a_path_is_what_every_reader_of_it_loads(kind, path, here) -> None:
     # What is at the place that the text would name without the link.
     decoy = Path(os.path.abspath(path))
@@ -115,6 +116,7 @@ def test_a_distributed_checkpoint_is_read_where_it_was_written(path) -> None:
     assert main(["verify", path]) == 0
 
 
+@pytest.mark.process
 def test_the_current_folder_may_change_once_save_has_returned(here, tmp_path, monkeypatch) -> None:
     held, go = threading.Event(), threading.Event()
 

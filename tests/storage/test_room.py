@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from child import run_forked
 
 pytestmark = [pytest.mark.beyond_torchft, pytest.mark.timeout(300)]
 
@@ -136,13 +136,7 @@ save(root / "step-3", state, keep_last=2)
 
 
 def on_a_small_disk(where: Path, door: str, script: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", SMALL_DISK + script, str(where), door],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
+    done = run_forked(SMALL_DISK + script, where, door, within=200)
     if done.returncode == 77:
         pytest.skip("this user may not mount a file system")
     assert done.returncode == 0, done.stderr[-3000:]

@@ -6,6 +6,7 @@ child to this one, which has asked for orphans until then.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import json
 import os
@@ -21,9 +22,15 @@ PR_SET_CHILD_SUBREAPER = 36
 #: Run in the process that the others are forked from. What stands behind the loop runs in each of them, at the top
 #: level, so that it ends like a script that the interpreter was given.
 TEMPLATE = """
-import json, os, socket, sys, time, types
+import atexit, gc, json, os, socket, sys, time, types
 import tensorferry, torch
 from tensorferry import HTTPTransport
+
+# The collector of a child leaves alone what was imported: it would write to, and so copy, every page of that.
+# The end of an interpreter collects it, all the same.
+gc.collect()
+gc.freeze()
+atexit.register(gc.unfreeze)
 
 def _next():
     orders = socket.socket(fileno=int(sys.argv.pop()))
@@ -57,6 +64,9 @@ def _next():
 _order = _next()
 os.environ.clear()
 os.environ.update(_order["environment"])
+# Those of the template may be of files, which can seek.
+sys.stdin, sys.stdout = open(0, closefd=False), open(1, "w", closefd=False)
+sys.stderr = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)
 sys.modules["__main__"] = types.ModuleType("__main__")
 exec(compile(_order["script"], "<string>", "exec"), sys.modules["__main__"].__dict__)
 """
@@ -76,16 +86,20 @@ class Forked(subprocess.Popen):
 class Template:
     """The process that others are forked from; it ends with this one."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, python: tuple[str | Path, ...]) -> None:
         self._orders, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", TEMPLATE, str(theirs.fileno())],
+                [*python, "-c", TEMPLATE, str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 cwd=folder,
                 env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"},
                 pass_fds=[theirs.fileno()],
             )
+
+    def end(self) -> None:
+        self._orders.close()
+        self._process.wait()
 
     def fork(self, script: str, environment: dict[str, str], listens: bool) -> Forked:
         reading, writing = os.pipe() if listens else (os.open(os.devnull, os.O_RDONLY), None)
@@ -109,11 +123,18 @@ class Template:
         return Forked(int.from_bytes(answer[:8], "big"), stdin, open(out), open(err))
 
 
-_TEMPLATES: dict[int, Template] = {}
+_TEMPLATES: dict[tuple[int, tuple[str | Path, ...]], Template] = {}
 
 
-def fork(script: str, environment: dict[str, Any], listens: bool = False) -> Forked:
-    """Returns a process that runs ``script``; the first call in a process starts the one it is forked from."""
-    if os.getpid() not in _TEMPLATES:
-        _TEMPLATES[os.getpid()] = Template(Path(__file__).parent)
-    return _TEMPLATES[os.getpid()].fork(script, environment, listens)
+def fork(
+    script: str,
+    environment: dict[str, Any],
+    listens: bool = False,
+    python: tuple[str | Path, ...] = (sys.executable,),
+) -> Forked:
+    """Returns a process that runs ``script``; the first call for an interpreter starts the one it is forked from."""
+    template = os.getpid(), python
+    if template not in _TEMPLATES:
+        _TEMPLATES[template] = started = Template(Path(__file__).parent, python)
+        atexit.register(lambda: started.end() if template[0] == os.getpid() else None)
+    return _TEMPLATES[template].fork(script, environment, listens)

@@ -1,7 +1,7 @@
 """What one rank of a job with DTensors does: :func:`main`.
 
-``save`` saves and loads; ``load`` loads; ``keep`` saves with a keeper, and kills itself; ``fetch`` loads with a
-``PeerReader`` what the environment variable ``KEPT`` names.
+``save`` saves and loads; ``save-below`` saves the same below the key ``model``; ``load`` loads; ``keep`` saves with a
+keeper, and kills itself; ``fetch`` loads with a ``PeerReader`` what the environment variable ``KEPT`` names.
 """
 
 from __future__ import annotations
@@ -109,7 +109,10 @@ def main(rank: int, what: str, world: int, folder: str) -> None:
         checkpointer.save(folder, state(0, mesh, False))
         dist.barrier()
         load(checkpointer, folder, state(0, mesh, True))
-    load(checkpointer, folder, state(1, mesh, True))
+    if what == "save-below":
+        checkpointer.save(folder, {"model": state(0, mesh, False), "rows": distribute_tensor(PLAIN, mesh, [Shard(0)])})
+    else:
+        load(checkpointer, folder, state(1, mesh, True))
     checkpointer.close()
     dist.barrier()
     dist.destroy_process_group()

@@ -1,7 +1,9 @@
 """What failed in a run of many tests runs once more, each test alone: the plugin behind ``--again-alone``.
 
 A test that passes then does not fail the run, but both results are printed, so that somebody mends what it waits for.
-A worker that died, a file that cannot be collected, or more than a few failures are no matter of load: the run fails.
+A file that cannot be collected fails the run, and keeps no test of the others from its second run. After the death of
+a worker, or more failures than :data:`MOST`, which are no matter of load, nothing runs again. The last lines of the
+output say which tests passed alone, or why none was tried.
 """
 
 from __future__ import annotations
@@ -23,14 +25,16 @@ PHASES = ("setup", "call", "teardown")
 TITLE = "FAILED UNDER LOAD, PASSED ALONE"
 
 
-def failed_tests(stats: dict[str, list[Any]]) -> dict[str, list[pytest.TestReport]]:
-    """Returns the reports of each test that failed, or nothing where a second run would prove nothing."""
+def failed_tests(stats: dict[str, list[Any]]) -> tuple[dict[str, list[pytest.TestReport]], str]:
+    """Returns the reports of each test that may run again, and otherwise the reason why none does."""
     tests: dict[str, list[pytest.TestReport]] = {}
     for report in [*stats.get("failed", ()), *stats.get("error", ())]:
-        if getattr(report, "when", None) not in PHASES:
-            return {}  # a file that cannot be collected, or the report that xdist makes of a worker that died
+        if isinstance(report, pytest.CollectReport):
+            continue
+        if report.when not in PHASES:
+            return {}, "a worker died"  # xdist makes this report of it
         tests.setdefault(report.nodeid, []).append(report)
-    return tests if len(tests) <= MOST else {}
+    return (tests, "") if len(tests) <= MOST else ({}, f"{len(tests)} tests failed, more than {MOST}")
 
 
 def settle(stats: dict[str, list[Any]], test: str, reports: list[pytest.TestReport]) -> None:
@@ -53,6 +57,7 @@ class SecondRun:
         self._config = config
         self._alone = alone or self._run
         self._settled: list[tuple[str, list[pytest.TestReport]]] = []
+        self._refused = ""
 
     def _run(self, test: str) -> tuple[bool, str]:
         """Returns whether a test passes in a process of its own, and what that printed."""
@@ -80,9 +85,13 @@ class SecondRun:
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         reporter: Any = self._config.pluginmanager.get_plugin("terminalreporter")
-        if session.exitstatus != pytest.ExitCode.TESTS_FAILED or reporter is None:
+        if reporter is None:
             return
-        tests = failed_tests(reporter.stats)
+        if session.exitstatus == pytest.ExitCode.INTERRUPTED and reporter.stats.get("error"):
+            self._refused = "the run was interrupted"  # as a file does that cannot be collected
+        if session.exitstatus != pytest.ExitCode.TESTS_FAILED:
+            return
+        tests, self._refused = failed_tests(reporter.stats)
         for test, reports in tests.items():
             reporter.write_line("")
             reporter.write_sep("=", f"{test} failed, and runs again alone")
@@ -91,7 +100,7 @@ class SecondRun:
             if passed:
                 settle(reporter.stats, test, reports)
                 self._settled.append((test, reports))
-        if tests and len(self._settled) == len(tests):
+        if self._settled and not reporter.stats.get("failed") and not reporter.stats.get("error"):
             session.exitstatus = pytest.ExitCode.OK
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
@@ -99,7 +108,14 @@ class SecondRun:
             terminalreporter.write_sep("=", f"{TITLE}: {test}", red=True, bold=True)
             for report in reports:
                 terminalreporter.write_line(report.longreprtext)
-        if self._settled:
-            terminalreporter.write_sep("=", TITLE, red=True, bold=True)
-            for test, _ in self._settled:
-                terminalreporter.write_line(f"{TITLE}: {test}", red=True)
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_unconfigure(self) -> None:
+        """Names the tests below everything else, where a reader looks first."""
+        reporter: Any = self._config.pluginmanager.get_plugin("terminalreporter")
+        if reporter is None:
+            return
+        for test, _ in self._settled:
+            reporter.write_line(f"{TITLE}: {test}", red=True)
+        if self._refused:
+            reporter.write_line(f"NOTHING RAN AGAIN ALONE: {self._refused}", red=True)

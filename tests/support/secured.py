@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,3 +22,17 @@ def send(source: Any, value: Any = None, step: int = 3) -> str:
     """Publishes `value`, or `state()`, at `source`, and returns its metadata."""
     source.send_checkpoint([1], step, state() if value is None else value, TIMEOUT)
     return source.metadata()
+
+
+def make_certificate(folder: Path, name: str = "own", kind: str = "ec") -> tuple[Path, Path]:
+    """Makes a certificate and its key in ``folder`` as the guide says, or with another kind of key."""
+    certificate, key = folder / f"{name}.pem", folder / f"{name}.key"
+    how = {"ec": ["ec", "-pkeyopt", "ec_paramgen_curve:prime256v1"], "rsa": ["rsa:2048"], "ed25519": ["ed25519"]}[kind]
+    named = ["-subj", "/CN=tensorferry", "-days", "3650", "-keyout", key, "-out", certificate]
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", *how, "-nodes", *named],
+        check=True,
+        capture_output=True,
+        timeout=60,
+    )
+    return certificate, key

@@ -30,7 +30,8 @@ from tensorferry.testing import (
 from tensorferry.testing.__main__ import main
 from tensorferry.testing.matrix.scenario import Beside
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.beyond_torchft]
+# The first test waits for the outcomes of all cells.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800), pytest.mark.beyond_torchft]
 
 LIMITS = Limits(nbytes=24 << 20, timeout=4.0, stall=8.0)
 
@@ -184,15 +185,19 @@ def test_what_torchfts_transport_does_is_seen(row: str, stock: dict[str, Outcome
         assert outcome.late or outcome.slow, outcome
 
 
+# What a transport that serves freed memory can come to. Where new tensors reuse that memory, it is unmapped for a
+# moment in between: a source that reads on in that moment, as it does on a busy machine, crashes as well.
+UNMAPPED = {("error", "crashed")}
+REUSED = {("wrong bytes", "fine")} | UNMAPPED
 # Transports that are broken on purpose, for the rows that torchft's transport passes.
 BROKEN = {
-    ("torchft_that_does_not_wait", "drain"): ("wrong bytes", "fine"),
-    ("ServesAddresses", "replace-data"): ("error", "crashed"),
-    ("ServesAddresses", "replace-set"): ("wrong bytes", "fine"),
-    ("ServesAddresses", "replace-half"): ("wrong bytes", "fine"),
-    ("ServesAddresses", "replace-data-local"): ("error", "crashed"),
-    ("ReceivesAtAddresses", "replace-target"): ("crashed", "fine"),
-    ("torchft_with_one_thread", "idle-crowd"): ("error", "fine"),
+    ("torchft_that_does_not_wait", "drain"): {("wrong bytes", "fine")},
+    ("ServesAddresses", "replace-data"): UNMAPPED,
+    ("ServesAddresses", "replace-set"): REUSED,
+    ("ServesAddresses", "replace-half"): REUSED,
+    ("ServesAddresses", "replace-data-local"): UNMAPPED,
+    ("ReceivesAtAddresses", "replace-target"): {("crashed", "fine")},
+    ("torchft_with_one_thread", "idle-crowd"): {("error", "fine")},
 }
 
 
@@ -210,7 +215,7 @@ def broken() -> dict[tuple[str, str], Outcome]:
 def test_rows_see_what_they_are_there_to_see(cell: tuple[str, str], broken: dict[tuple[str, str], Outcome]) -> None:
     outcome = broken[cell]
     assert outcome.struck, outcome
-    assert (outcome.outcome, outcome.source) == BROKEN[cell], outcome
+    assert (outcome.outcome, outcome.source) in BROKEN[cell], outcome
     assert broken_promises(outcome, SCENARIOS[cell[1]].expected)
 
 

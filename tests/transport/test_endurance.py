@@ -42,9 +42,9 @@ def settle(first, mib):
 """
 
 
-def test_two_thousand_transports_leave_nothing(child: Child) -> None:
+def test_two_thousand_transports_leave_nothing(forked_child: Child) -> None:
     """Each is used or not, and shut down or dropped; each kind has a secret, TLS or neither."""
-    child.run(
+    forked_child.run(
         USED
         + """
 kinds = [{}, {"secret": "shared by these two alone"}, {"tls": True}, {"snapshot": "copy", "same_host": True}]
@@ -72,8 +72,8 @@ settle(first, mib=32)
     )
 
 
-def test_three_thousand_connections_come_and_go_beside_good_receivers(child: Child) -> None:
-    child.run(
+def test_three_thousand_connections_come_and_go_beside_good_receivers(forked_child: Child) -> None:
+    forked_child.run(
         USED
         + """
 import socket, urllib.parse
@@ -107,9 +107,9 @@ settle(first, mib=32)
     )
 
 
-def test_a_source_without_descriptors_trains_on_and_serves_when_there_are_some(child: Child) -> None:
+def test_a_source_without_descriptors_trains_on_and_serves_when_there_are_some(forked_child: Child) -> None:
     """A lack of descriptors raises nothing into the trainer of the source."""
-    process = child.start(
+    process = forked_child.start(
         USED
         + """
 source = HTTPTransport(LONG)
@@ -176,7 +176,7 @@ source.shutdown()
     assert state["step"] == 5
     assert torch.equal(state["w"], torch.arange(1000.0))
     target.shutdown()
-    last = child.finish(within=60).split()
+    last = forked_child.finish(within=60).split()
     # Both counts include the descriptor of the directory that is listed.
     assert [int(count) for count in last] == [int(count) for count in first]
 

@@ -44,15 +44,15 @@ def end(pid: int) -> None:
     os.kill(pid, signal.SIGKILL)
 
 
-def next_line(child: Child) -> str:
-    assert child.process
-    assert child.process.stdout
-    return child.process.stdout.readline().strip()
+def next_line(forked_child: Child) -> str:
+    assert forked_child.process
+    assert forked_child.process.stdout
+    return forked_child.process.stdout.readline().strip()
 
 
 @pytest.mark.parametrize("same_host", [False, True])
-def test_a_receiver_notices_the_end_of_a_source_that_has_a_child(same_host: bool, child: Child) -> None:
-    child.start(
+def test_a_receiver_notices_the_end_of_a_source_that_has_a_child(same_host: bool, forked_child: Child) -> None:
+    forked_child.start(
         FORKED
         + """
     source = HTTPTransport(LONG, max_bandwidth=4 << 20)
@@ -64,8 +64,8 @@ def test_a_receiver_notices_the_end_of_a_source_that_has_a_child(same_host: bool
     """,
         listens=True,
     )
-    assert child.process
-    metadata = next_line(child)
+    assert forked_child.process
+    metadata = next_line(forked_child)
     ended: list[Any] = []
     target = tensorferry.HTTPTransport(timedelta(seconds=60), same_host=same_host)
 
@@ -78,13 +78,13 @@ def test_a_receiver_notices_the_end_of_a_source_that_has_a_child(same_host: bool
     thread = threading.Thread(target=receive)
     thread.start()
     time.sleep(1)
-    child.process.stdin.write("\n")
-    child.process.stdin.flush()
-    pid = int(next_line(child))
+    forked_child.process.stdin.write("\n")
+    forked_child.process.stdin.flush()
+    pid = int(next_line(forked_child))
     try:
         time.sleep(0.5)
-        child.process.kill()
-        child.process.wait()
+        forked_child.process.kill()
+        forked_child.process.wait()
         killed = time.monotonic()
         url = urllib.parse.urlsplit(metadata)
         with pytest.raises(ConnectionRefusedError):
@@ -98,9 +98,9 @@ def test_a_receiver_notices_the_end_of_a_source_that_has_a_child(same_host: bool
         target.shutdown()
 
 
-def test_a_child_has_no_socket_of_its_parent(child: Child) -> None:
+def test_a_child_has_no_socket_of_its_parent(forked_child: Child) -> None:
     """The child has no listening, accepted or connected socket, network or local, even during a receive."""
-    out = child.run(
+    out = forked_child.run(
         FORKED
         + """
     def sockets(pid):
@@ -145,9 +145,9 @@ def test_a_child_has_no_socket_of_its_parent(child: Child) -> None:
     assert "kept" in out
 
 
-def test_a_child_may_close_and_collect_what_it_inherits(child: Child) -> None:
+def test_a_child_may_close_and_collect_what_it_inherits(forked_child: Child) -> None:
     """Files that the child opens itself keep their descriptors meanwhile."""
-    child.run("""
+    forked_child.run("""
         source, target = open_pair()
         send_and_receive(source, target, 1)
         # At descriptors that sockets had before, some of them.
@@ -172,9 +172,9 @@ def test_a_child_may_close_and_collect_what_it_inherits(child: Child) -> None:
     """)
 
 
-def test_a_child_that_was_forked_in_the_middle_of_a_send(child: Child) -> None:
+def test_a_child_that_was_forked_in_the_middle_of_a_send(forked_child: Child) -> None:
     """The child's garbage collector runs, its parent's transport raises ForkedProcess, and a new transport works."""
-    out = child.run("""
+    out = forked_child.run("""
         from tensorferry import _gc
         inside, go_on = threading.Event(), threading.Event()
 
@@ -221,8 +221,8 @@ def test_a_child_that_was_forked_in_the_middle_of_a_send(child: Child) -> None:
     assert "paused: True" in out
 
 
-def test_a_child_that_is_forked_while_the_collector_is_paused(child: Child) -> None:
-    child.run("""
+def test_a_child_that_is_forked_while_the_collector_is_paused(forked_child: Child) -> None:
+    forked_child.run("""
         from tensorferry import _gc
         with _gc.gc_paused():
             pid = os.fork()
@@ -236,8 +236,8 @@ def test_a_child_that_is_forked_while_the_collector_is_paused(child: Child) -> N
     """)
 
 
-def test_a_child_is_not_held_up_by_a_lock_of_its_parents_threads(child: Child) -> None:
-    child.run("""
+def test_a_child_is_not_held_up_by_a_lock_of_its_parents_threads(forked_child: Child) -> None:
+    forked_child.run("""
         from tensorferry import _gc
         from tensorferry.memory import host_pool
         from tensorferry.storage import folder_lock
@@ -261,8 +261,8 @@ def test_a_child_is_not_held_up_by_a_lock_of_its_parents_threads(child: Child) -
     """)
 
 
-def test_a_child_keeps_no_connection_to_a_stock_source(child: Child) -> None:
-    child.run("""
+def test_a_child_keeps_no_connection_to_a_stock_source(forked_child: Child) -> None:
+    forked_child.run("""
         import socket
         listener = socket.create_server(("127.0.0.1", 0))
         target = HTTPTransport(LONG)

@@ -25,8 +25,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.beyond_tor
 # Fork
 
 
-def test_fork_after_use(child: Child) -> None:
-    out = child.run("""
+def test_fork_after_use(forked_child: Child) -> None:
+    out = forked_child.run("""
         source, target = open_pair()
         send_and_receive(source, target, 1)
 
@@ -56,9 +56,9 @@ def test_fork_after_use(child: Child) -> None:
     assert "parent goes on" in out
 
 
-def test_forked_child_may_clean_up_and_exit_as_any_process(child: Child) -> None:
+def test_forked_child_may_clean_up_and_exit_as_any_process(forked_child: Child) -> None:
     """Finalisers and exit handlers run in a child, too, but the threads of their objects do not exist there."""
-    out = child.run("""
+    out = forked_child.run("""
         source, target = open_pair()
         received = send_and_receive(source, target, 1)
         source.send_checkpoint([1], 2, STATE, LONG)
@@ -82,8 +82,8 @@ def test_forked_child_may_clean_up_and_exit_as_any_process(child: Child) -> None
     assert "parent goes on" in out
 
 
-def test_fork_in_the_middle_of_a_transfer(child: Child) -> None:
-    out = child.run("""
+def test_fork_in_the_middle_of_a_transfer(forked_child: Child) -> None:
+    out = forked_child.run("""
         source, target = open_pair()
         source.send_checkpoint([1], 1, {"w": torch.ones(64 << 20, dtype=torch.uint8)}, LONG)
         reader = stuck_reader(source)
@@ -95,9 +95,9 @@ def test_fork_in_the_middle_of_a_transfer(child: Child) -> None:
     assert "parent goes on" in out
 
 
-def test_data_loader_workers_beside_a_transport(child: Child) -> None:
+def test_data_loader_workers_beside_a_transport(forked_child: Child) -> None:
     """A data loader's workers are forked, and end by os._exit or by a signal."""
-    out = child.run("""
+    out = forked_child.run("""
         import torch.utils.data
         source, target = open_pair()
         send_and_receive(source, target, 1)
@@ -118,9 +118,10 @@ def test_data_loader_workers_beside_a_transport(child: Child) -> None:
 
 @pytest.mark.parametrize("way", ["os._exit(0)", "sys.exit(0)", "pass", "os.kill(os.getpid(), signal.SIGTERM)"])
 @pytest.mark.parametrize("busy", ["receiving", "serving", "idle"])
-def test_exit_is_prompt(way: str, busy: str, child: Child) -> None:
+def test_exit_is_prompt(way: str, busy: str, forked_child: Child) -> None:
     """shutdown is not called, while a receiver waits two minutes or a reader is stuck in the middle of a transfer."""
-    child.start(f"""
+    forked_child.start(
+        f"""
         source, target = open_pair()
         send_and_receive(source, target, 1)
         if {busy!r} == "receiving":
@@ -131,17 +132,20 @@ def test_exit_is_prompt(way: str, busy: str, child: Child) -> None:
             reader = stuck_reader(source)
         print("ready", flush=True)
         {way}
-    """)
-    child.wait_for("ready")
+    """,
+        to_the_end=True,
+    )
+    forked_child.wait_for("ready")
     started = time.monotonic()
-    child.finish(within=30, returncode=-signal.SIGTERM if "SIGTERM" in way else 0)
+    forked_child.finish(within=30, returncode=-signal.SIGTERM if "SIGTERM" in way else 0)
     assert time.monotonic() - started < 15
 
 
 @pytest.mark.parametrize("waits", ["for its turn to send", "for a checkpoint"])
-def test_exit_is_silent_while_a_receiver_of_this_machine_waits(waits: str, child: Child) -> None:
+def test_exit_is_silent_while_a_receiver_of_this_machine_waits(waits: str, forked_child: Child) -> None:
     """The threads that serve shared memory outlive the runtime and its timers by a moment."""
-    child.start(f"""
+    forked_child.start(
+        f"""
         options = {{"max_bandwidth": 1 << 20}} if "send" in {waits!r} else {{}}
         source, target = HTTPTransport(LONG, **options), HTTPTransport(LONG, 4)
         step, state = 1, {{"w": torch.ones(64 << 20, dtype=torch.uint8)}}
@@ -168,25 +172,31 @@ def test_exit_is_silent_while_a_receiver_of_this_machine_waits(waits: str, child
             threading.Thread(target=receive, daemon=True).start()
         time.sleep(2)
         print("ready", flush=True)
-    """)
-    child.wait_for("ready")
-    child.finish(within=15)
+    """,
+        to_the_end=True,
+    )
+    forked_child.wait_for("ready")
+    forked_child.finish(within=15)
 
 
-def test_exit_by_an_exception(child: Child) -> None:
-    child.start("""
+def test_exit_by_an_exception(forked_child: Child) -> None:
+    forked_child.start(
+        """
         source, target = open_pair()
         send_and_receive(source, target, 1)
         print("ready", flush=True)
         raise ValueError("of the trainer")
-    """)
-    child.wait_for("ready")
-    child.finish(within=15, returncode=1)
+    """,
+        to_the_end=True,
+    )
+    forked_child.wait_for("ready")
+    forked_child.finish(within=15, returncode=1)
 
 
-def test_use_at_exit(child: Child) -> None:
+def test_use_at_exit(forked_child: Child) -> None:
     """A trainer's own exit handler can still shut its transport down, before or after ours has run."""
-    out = child.run("""
+    out = forked_child.run(
+        """
         import atexit
         def late():
             for source in kept:
@@ -200,7 +210,9 @@ def test_use_at_exit(child: Child) -> None:
         kept += [source, target]
         send_and_receive(source, target, 1)
         atexit.register(late)
-    """)
+    """,
+        to_the_end=True,
+    )
     assert out.count("closed") == 2
 
 
@@ -209,8 +221,8 @@ def test_use_at_exit(child: Child) -> None:
 
 
 @pytest.mark.parametrize("wait_for", ["first send", "stalled bytes"])
-def test_ctrl_c_ends_a_blocked_receive(wait_for: str, child: Child) -> None:
-    child.start(f"""
+def test_ctrl_c_ends_a_blocked_receive(wait_for: str, forked_child: Child) -> None:
+    forked_child.start(f"""
         source, target = open_pair()
         metadata, listener = source.metadata(), None
         if {wait_for!r} == "stalled bytes":
@@ -227,13 +239,13 @@ def test_ctrl_c_ends_a_blocked_receive(wait_for: str, child: Child) -> None:
         send_and_receive(source, target, 2)
         print("goes on", flush=True)
     """)
-    assert child.interrupt() < 5
-    assert "goes on" in child.finish(within=30)
+    assert forked_child.interrupt() < 5
+    assert "goes on" in forked_child.finish(within=30)
 
 
-def test_ctrl_c_ends_the_drain_of_a_withdrawal(child: Child) -> None:
+def test_ctrl_c_ends_the_drain_of_a_withdrawal(forked_child: Child) -> None:
     """The readers are then cut off, so that the state may be changed, as after every withdrawal."""
-    child.start("""
+    forked_child.start("""
         import urllib.request
         source, target = open_pair()
         source.send_checkpoint([1], 1, {"w": torch.ones(64 << 20, dtype=torch.uint8)}, LONG)
@@ -248,12 +260,12 @@ def test_ctrl_c_ends_the_drain_of_a_withdrawal(child: Child) -> None:
         send_and_receive(source, target, 2)
         print("goes on", flush=True)
     """)
-    assert child.interrupt() < 2
-    assert "goes on" in child.finish(within=30)
+    assert forked_child.interrupt() < 2
+    assert "goes on" in forked_child.finish(within=30)
 
 
-def test_a_signal_that_is_handled_does_not_end_a_receive(child: Child) -> None:
-    process = child.start("""
+def test_a_signal_that_is_handled_does_not_end_a_receive(forked_child: Child) -> None:
+    process = forked_child.start("""
         heard = []
         signal.signal(signal.SIGUSR1, lambda *_: heard.append(1))
         source, target = open_pair()
@@ -270,17 +282,17 @@ def test_a_signal_that_is_handled_does_not_end_a_receive(child: Child) -> None:
         assert heard, "the handler did not run"
         print("received", flush=True)
     """)
-    child.wait_for("ready")
+    forked_child.wait_for("ready")
     time.sleep(0.5)
     for _ in range(5):
         process.send_signal(signal.SIGUSR1)
         time.sleep(0.1)
-    assert "received" in child.finish(within=30)
+    assert "received" in forked_child.finish(within=30)
 
 
-def test_a_thread_that_is_not_the_main_one_may_receive_while_ctrl_c_comes(child: Child) -> None:
+def test_a_thread_that_is_not_the_main_one_may_receive_while_ctrl_c_comes(forked_child: Child) -> None:
     """A manager receives in a thread of its own, while the main thread gets the interrupt."""
-    process = child.start("""
+    process = forked_child.start("""
         source, target = open_pair()
         thread = start_waiting(target, source)
         try:
@@ -292,9 +304,9 @@ def test_a_thread_that_is_not_the_main_one_may_receive_while_ctrl_c_comes(child:
         thread.join(20)
         assert not thread.is_alive()
     """)
-    child.wait_for("ready")
+    forked_child.wait_for("ready")
     process.send_signal(signal.SIGINT)
-    out = child.finish(within=30)
+    out = forked_child.finish(within=30)
     assert "main thread interrupted" in out
     assert "receive ended" not in out
 
@@ -303,8 +315,8 @@ def test_a_thread_that_is_not_the_main_one_may_receive_while_ctrl_c_comes(child:
 # Leaks
 
 
-def test_threads_files_and_memory_stay_the_same(child: Child) -> None:
-    out = child.run(
+def test_threads_files_and_memory_stay_the_same(forked_child: Child) -> None:
+    out = forked_child.run(
         """
         def used():
             gc.collect()
@@ -342,8 +354,8 @@ def test_threads_files_and_memory_stay_the_same(child: Child) -> None:
     assert out
 
 
-def test_memory_of_many_sends_through_one_transport(child: Child) -> None:
-    child.run(
+def test_memory_of_many_sends_through_one_transport(forked_child: Child) -> None:
+    forked_child.run(
         """
         def resident():
             gc.collect()
@@ -367,9 +379,9 @@ def test_memory_of_many_sends_through_one_transport(child: Child) -> None:
     )
 
 
-def test_dropped_without_shutdown(child: Child) -> None:
+def test_dropped_without_shutdown(forked_child: Child) -> None:
     """A transport without references is freed, and with it the state."""
-    child.run("""
+    forked_child.run("""
         import weakref
         source, target = open_pair()
         state = {"w": torch.ones(1 << 20)}
@@ -390,7 +402,7 @@ def test_dropped_without_shutdown(child: Child) -> None:
 # Two processes, and no torchft
 
 
-def test_between_two_processes(child: Child) -> None:
+def test_between_two_processes(forked_child: Child) -> None:
     tensorferry = pytest.importorskip("tensorferry")
     names = [
         "module.state_dict()",
@@ -401,7 +413,7 @@ def test_between_two_processes(child: Child) -> None:
         "torch.Size",
     ]
     state = {name: leaves.CATALOGUE[name].value() for name in names}
-    child.start(f"""
+    forked_child.start(f"""
         import leaves
         source = HTTPTransport(LONG, 2)
         state = {{name: leaves.CATALOGUE[name].value() for name in {names!r}}}
@@ -409,9 +421,9 @@ def test_between_two_processes(child: Child) -> None:
         print(source.metadata(), flush=True)
         time.sleep(60)
     """)
-    assert child.process
-    assert child.process.stdout
-    metadata = child.process.stdout.readline().strip()
+    assert forked_child.process
+    assert forked_child.process.stdout
+    metadata = forked_child.process.stdout.readline().strip()
     target = tensorferry.HTTPTransport(timedelta(seconds=30), 2, trust_pickle=True)
     try:
         received = target.recv_checkpoint(0, metadata, 1, timedelta(seconds=30))
@@ -420,10 +432,10 @@ def test_between_two_processes(child: Child) -> None:
     assert_same_state(received, state)
 
 
-def test_a_source_that_is_killed(child: Child) -> None:
+def test_a_source_that_is_killed(forked_child: Child) -> None:
     """The receiver gets an error of tensorferry soon."""
     tensorferry = pytest.importorskip("tensorferry")
-    process = child.start("""
+    process = forked_child.start("""
         source = HTTPTransport(LONG)
         print(source.metadata(), flush=True)
         time.sleep(60)
@@ -441,8 +453,8 @@ def test_a_source_that_is_killed(child: Child) -> None:
         target.shutdown()
 
 
-def test_without_torchft(child: Child) -> None:
-    out = child.run(
+def test_without_torchft(forked_child: Child) -> None:
+    out = forked_child.run(
         """
         source, target = open_pair()
         send_and_receive(source, target, 1)

@@ -59,8 +59,8 @@ class Hooked:
 
 
 @pytest.mark.parametrize("way", ["by_signal", "Dies", "call"])
-def test_no_call_in_the_middle_of_a_send_hangs(child: Child, way: str) -> None:
-    child.run(
+def test_no_call_in_the_middle_of_a_send_hangs(forked_child: Child, way: str) -> None:
+    forked_child.run(
         SETUP
         + f"""
 for name in CALLS:
@@ -88,8 +88,8 @@ for name in CALLS:
     )
 
 
-def test_no_call_in_the_progress_callback_of_a_receive_hangs(child: Child) -> None:
-    child.run(
+def test_no_call_in_the_progress_callback_of_a_receive_hangs(forked_child: Child) -> None:
+    forked_child.run(
         SETUP
         + """
 class Once:
@@ -113,9 +113,9 @@ for name in CALLS:
     )
 
 
-def test_calls_at_any_moment_end_or_are_refused(child: Child) -> None:
+def test_calls_at_any_moment_end_or_are_refused(forked_child: Child) -> None:
     """A timer interrupts sends and receives wherever they are, and the handler calls whatever there is."""
-    out = child.run(
+    out = forked_child.run(
         SETUP
         + """
 import collections, random
@@ -150,9 +150,9 @@ print(kinds)
     assert "done" in out
 
 
-def test_no_call_in_a_handler_of_the_log_hangs(child: Child) -> None:
+def test_no_call_in_a_handler_of_the_log_hangs(forked_child: Child) -> None:
     """``install`` logs what it replaces while it holds its lock."""
-    child.run(
+    forked_child.run(
         SETUP
         + """
 import logging
@@ -172,8 +172,8 @@ assert told and all(kind == "InvalidArgument" and "in the middle" in text for ki
     )
 
 
-def test_a_timeout_that_is_not_given_is_the_transports_own(child: Child) -> None:
-    child.run(
+def test_a_timeout_that_is_not_given_is_the_transports_own(forked_child: Child) -> None:
+    forked_child.run(
         """
         source, target = HTTPTransport(LONG), HTTPTransport(timedelta(seconds=1))
         source.send_checkpoint([1], 1, STATE)

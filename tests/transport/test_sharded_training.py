@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 @pytest.mark.beyond_torchft
 @pytest.mark.timeout(100)
-def test_a_sharded_state_is_sent_and_received_in_the_middle_of_a_step(child: Child) -> None:
-    out = child.run("""
+def test_a_sharded_state_is_sent_and_received_in_the_middle_of_a_step(forked_child: Child) -> None:
+    out = forked_child.run("""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard

@@ -41,7 +41,9 @@ target.shutdown()
     ("snapshot", "same_host", "in_place"),
     [("borrow", False, True), ("borrow", False, False), ("borrow", True, True), ("copy", False, True)],
 )
-def test_a_stopped_receiver(open_transport: Any, child: Any, snapshot: str, same_host: bool, in_place: bool) -> None:
+def test_a_stopped_receiver(
+    open_transport: Any, forked_child: Any, snapshot: str, same_host: bool, in_place: bool
+) -> None:
     weights = torch.ones(WORDS, dtype=torch.int64)
     # Slow, so that the receiver is stopped in the middle.
     source = open_transport(
@@ -51,7 +53,7 @@ def test_a_stopped_receiver(open_transport: Any, child: Any, snapshot: str, same
     script = RECEIVE.format(
         words=WORDS, same_host=same_host, metadata=source.metadata(), state_dict="(lambda: live)" if in_place else None
     )
-    process = child.start(script)
+    process = forked_child.start(script)
     assert process.stdout.readline() == "in the middle\n"
     os.kill(process.pid, signal.SIGSTOP)
     try:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import http.client
 import json
 import re
 import signal
 import threading
 import urllib.error
+import urllib.parse
 import urllib.request
 from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -195,18 +197,22 @@ class Liar(BaseHTTPRequestHandler):
         """Is silent."""
 
 
-def join(source: Any, port: int) -> None:
-    """Tells the tracker of ``source`` that there is a relay at ``port``."""
-    url = f"{source.metadata()}7.safetensors"
-    request = urllib.request.Request(url, headers={"Range": "bytes=0-0"})
-    with urllib.request.urlopen(request, timeout=10) as answer:
+@contextlib.contextmanager
+def joined(source: Any, port: int) -> Iterator[None]:
+    """Is a member that relays at ``port`` in the swarm of ``source``, for as long as its connection is open."""
+    url = urllib.parse.urlsplit(source.metadata())
+    member = http.client.HTTPConnection(url.netloc, timeout=10)
+    with contextlib.closing(member):
+        member.request("GET", f"{url.path}7.safetensors", headers={"Range": "bytes=0-0"})
+        answer = member.getresponse()
+        answer.read()
         assert answer.headers["Tensorferry-Swarm"] == "1"
         Liar.total, tag = int(answer.headers["Content-Range"].rsplit("/")[-1]), answer.headers["ETag"]
-    query = urllib.request.Request(
-        f"{source.metadata()}7/swarm?port={port}&token={'0' * 32}", headers={"If-Match": tag}
-    )
-    with urllib.request.urlopen(query, timeout=10) as answer:
+        member.request("GET", f"{url.path}7/swarm?port={port}&token={'0' * 32}", headers={"If-Match": tag})
+        answer = member.getresponse()
+        answer.read()
         assert answer.status == 200
+        yield
 
 
 def test_what_a_liar_sends_is_fetched_again_and_named(open_transport: Any, caplog: pytest.LogCaptureFixture) -> None:
@@ -215,8 +221,7 @@ def test_what_a_liar_sends_is_fetched_again_and_named(open_transport: Any, caplo
     Liar.asked = 0
     with ThreadingHTTPServer(("127.0.0.1", 0), Liar) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        join(source, server.server_port)
-        with caplog.at_level("INFO", "tensorferry"):
+        with joined(source, server.server_port), caplog.at_level("INFO", "tensorferry"):
             received = healing.recv_checkpoint(0, source.metadata(), 7, TIMEOUT)
         server.shutdown()
     assert torch.equal(received["w"], values["w"])
@@ -235,15 +240,14 @@ def test_the_source_shows_its_members(open_transport: Any, capsys: pytest.Captur
     source = open_transport(**OPTIONS)
     source.send_checkpoint([1], 7, state(), TIMEOUT)
     assert figure(figures(source), "swarm_members") == 0
-    join(source, 4001)
-    join(source, 4002)
-    assert figure(figures(source), "swarm_members") == 2
-    with urllib.request.urlopen(source.status_url(), timeout=10) as page:
-        text = page.read().decode()
-    assert "127.0.0.1:4001" in text
-    assert "127.0.0.1:4002" in text
-    assert cli.main(["top", source.metadata(), "--once"]) == 0
-    assert "swarm of 2" in capsys.readouterr().out
+    with joined(source, 4001), joined(source, 4002):
+        assert figure(figures(source), "swarm_members") == 2
+        with urllib.request.urlopen(source.status_url(), timeout=10) as page:
+            text = page.read().decode()
+        assert "127.0.0.1:4001" in text
+        assert "127.0.0.1:4002" in text
+        assert cli.main(["top", source.metadata(), "--once"]) == 0
+        assert "swarm of 2" in capsys.readouterr().out
     source.disallow_checkpoint()
     assert figure(figures(source), "swarm_members") == 0
 
@@ -289,10 +293,14 @@ def test_what_takes_no_part_says_nothing(
 
 @pytest.mark.parametrize("options", [{"tls": True}, {"secret": "at least sixteen bytes"}], ids=["TLS", "a secret"])
 def test_guarded_members_take_part(options: dict[str, Any], open_transport: Any) -> None:
-    source, healing = (open_transport(**OPTIONS, **options) for _ in range(2))
+    seen: list[float] = []
+    source = open_transport(**OPTIONS, **options, max_bandwidth=4 * SLOW)
+    healing = open_transport(
+        **OPTIONS, **options, progress=lambda *_: seen.append(figure(figures(source), "swarm_members"))
+    )
     source.send_checkpoint([1], 7, state(), TIMEOUT)
     healing.recv_checkpoint(0, source.metadata(), 7, TIMEOUT)
-    assert figure(figures(source), "swarm_members") == 1
+    assert 1 in seen
 
 
 def test_the_choice_is_checked(open_transport: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -302,3 +310,19 @@ def test_the_choice_is_checked(open_transport: Any, monkeypatch: pytest.MonkeyPa
     with pytest.raises(InvalidArgument, match="TENSORFERRY_RELAY must be 0 or 1"):
         open_transport()
     assert issubclass(InvalidArgument, TensorferryError)
+
+
+@pytest.mark.parametrize("zone", ["a b", "a&leave=1", "a\n", "z" * 65, "é"])
+def test_the_zone_is_checked(zone: str, open_transport: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TENSORFERRY_ZONE", zone)
+    with pytest.raises(InvalidArgument, match="TENSORFERRY_ZONE must be a name of at most 64 letters"):
+        open_transport()
+
+
+def test_receivers_of_a_zone_take_part(open_transport: Any, start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TENSORFERRY_ZONE", "rack-1")
+    source, values = open_transport(max_bandwidth=SLOW, **OPTIONS), state()
+    source.send_checkpoint([1], 7, values, TIMEOUT)
+    told = [member.hear("sha") for member in start(source.metadata(), 3)]
+    assert [one["sha"] for one in told] == [sha_of(values)] * 3
+    assert sum(one["relayed"] for one in told) > BLOCKS * BLOCK

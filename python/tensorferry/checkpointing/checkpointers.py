@@ -322,6 +322,7 @@ class AsyncCheckpointer(_Checkpointer):
 
 
 def _connected(keeper: str | StateKeeper | None) -> StateKeeper | None:
+    """Returns the keeper that the argument ``keeper`` gives, by name or as an object."""
     if not isinstance(keeper, str):
         if keeper is not None and not callable(getattr(keeper, "offer", None)):
             raise InvalidArgument(f"keeper must be the name of a keeper or a connection, not {_validate.brief(keeper)}")
@@ -357,9 +358,10 @@ def make_async_checkpointer(config: Any = None, rank_info: Any = None, **options
 
 
 def _options(config: Any, rank_info: Any, options: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    """Returns ``options`` with what torch's ``CheckpointerConfig`` and ``RankInfo`` say besides."""
+    torch_options: dict[str, Any] = {}
     if config is not None:
-        found["patience"] = float(config.writer_config.write_barrier_timeout_secs)
+        torch_options["patience"] = float(config.writer_config.write_barrier_timeout_secs)
     if rank_info is not None:
-        found.update(rank=rank_info.global_rank, world_size=rank_info.global_world_size)
-    return {**found, **options}
+        torch_options.update(rank=rank_info.global_rank, world_size=rank_info.global_world_size)
+    return {**torch_options, **options}

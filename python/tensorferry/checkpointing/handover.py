@@ -109,6 +109,7 @@ def send(sock: socket.socket, message: Message | Handover) -> None:
 
 
 def _send(sock: socket.socket, fields: dict[str, Any], descriptors: list[int]) -> None:
+    """Sends one message: ``fields`` as JSON, and beside it the descriptors."""
     try:
         text = json.dumps(fields, separators=(",", ":"), allow_nan=False).encode()
     except (TypeError, ValueError) as e:
@@ -148,8 +149,8 @@ class Arrived:
         self.kind, self.fields = kind, fields
         self.nbytes, self.buffers = sum(os.fstat(one).st_size for one in descriptors), len(descriptors)
         self.table = _length(size)
-        self._lengths = _lengths(listed)
-        self.control = sum(len(name) + length for name, length in self._lengths)
+        self._control_lengths = _control_lengths(listed)
+        self.control = sum(len(name) + length for name, length in self._control_lengths)
         self._descriptors = list(descriptors)
 
     def open(self) -> Handover:
@@ -164,7 +165,7 @@ class Arrived:
         finally:
             self.close()
         ends = [self.table]
-        for _, length in self._lengths:
+        for _, length in self._control_lengths:
             ends.append(ends[-1] + length)
         if ends[-1] > len(contents):
             raise ProtocolError("a handover is shorter than it says")
@@ -173,7 +174,7 @@ class Arrived:
             rows = Table.from_table(bytes(view[: ends[0]]), buffers)
             control = [
                 (name, bytes(view[end - length : end]))
-                for (name, length), end in zip(self._lengths, ends[1:], strict=True)
+                for (name, length), end in zip(self._control_lengths, ends[1:], strict=True)
             ]
         return Handover(self.kind, self.fields, rows, control, buffers)
 
@@ -239,6 +240,7 @@ def arrive(sock: socket.socket) -> Message | Arrived | None:
 
 
 def _decode(text: bytes) -> dict[str, Any]:
+    """Returns the fields of a message, ``kind`` among them, after checking its version."""
     try:
         fields = json.loads(text)
     except (ValueError, RecursionError) as e:
@@ -252,17 +254,18 @@ def _decode(text: bytes) -> dict[str, Any]:
     return fields
 
 
-def _lengths(listed: Any) -> list[tuple[str, int]]:
+def _control_lengths(listed: Any) -> list[tuple[str, int]]:
+    """Returns name and length of each control entry that a handover lists, after checking them."""
     if not isinstance(listed, list) or len(listed) > _MOST_ENTRIES:
         raise ProtocolError("a handover does not list its control entries")
-    found = []
-    for one in listed:
-        match one:
+    lengths = []
+    for entry in listed:
+        match entry:
             case [str(name), length] if 0 < len(name) <= _LONGEST_NAME:
-                found.append((name, _length(length)))
+                lengths.append((name, _length(length)))
             case _:
                 raise ProtocolError("a control entry of a handover has no name or no length")
-    return found
+    return lengths
 
 
 def _length(number: Any) -> int:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import SystemRefused
 from ..storage.folder import Index, missing_files
-from ..storage.series import checkpoints, committed_in
+from ..storage.series import checkpoints, index_versions
 
 if TYPE_CHECKING:
     from .keepers import LoadingKeeper
@@ -45,12 +45,12 @@ def complete_checkpoints(root: Path) -> list[tuple[Path, Index]]:
     if not os.path.isdir(root):
         return []
     complete = []
-    before = committed_in(root)
+    before = index_versions(root)
     for _ in range(_ATTEMPTS):
         complete = [checkpoint for checkpoint in checkpoints(root) if not missing_files(*checkpoint)]
         # A save that replaced or removed one meanwhile has left none of its files, and committed another one: which may
         # have been looked for before it was there.
-        now = committed_in(root)
+        now = index_versions(root)
         if now == before:
             break
         before = now
@@ -79,12 +79,13 @@ def find_latest(root: Path, ranks: Ranks, keeper: LoadingKeeper | None) -> tuple
 
 
 def _committed(root: Path) -> list[list[Any]]:
+    """Returns for each complete checkpoint below ``root`` when its save began, its folder's name and the save's id."""
     try:
-        found = complete_checkpoints(root)
+        checkpoints = complete_checkpoints(root)
     except SystemRefused as e:
         logger.debug("no checkpoint is on the disk: %s", e)
         return []
-    return [[index.began, folder.name, index.save_id] for folder, index in found]
+    return [[index.began, folder.name, index.save_id] for folder, index in checkpoints]
 
 
 def _in_memory(gathered: Sequence[list[list[Any]]], of_all: bool) -> list[list[Any]]:

@@ -169,6 +169,7 @@ class _StateLoad:
         self._relocate = relocation(self.map_location)
 
     def run(self, path: Path) -> tuple[Any, list[str]]:
+        """Loads the folder or file ``path``, again if saves replace it; returns the state and the missing keys."""
         if is_file(path):
             return self.from_file(path)
         for _ in range(ATTEMPTS):

@@ -30,6 +30,7 @@ def relocation(map_location: Any) -> Relocate | None:
     restore = torch.serialization._get_restore_location(map_location)
 
     def relocate(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage:
+        """Moves a storage, which was on ``location`` when it was saved, to where ``map_location`` says."""
         if map_location is None and location == "cpu":
             return storage
         try:

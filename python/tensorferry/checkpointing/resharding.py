@@ -218,6 +218,7 @@ class Resharding:
         return self._entries[rank]
 
     def _flush(self) -> None:
+        """Reads all scheduled slices, and copies those that came into temporary memory into their tensors."""
         for rank, slices in self._slices.items():
             name, header = self._index.files[rank]
             _read_file(self._path / name, slices, threads=self._threads, header=header)

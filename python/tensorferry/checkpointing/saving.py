@@ -102,6 +102,7 @@ class Saver:
     def _begin(
         self, path: Any, step: int | None, stage: Callable[[], tuple[StateSnapshot, Staged | None]]
     ) -> tuple[SaveFuture, SaveFuture]:
+        """Agrees with the other ranks on a new save, has ``stage`` copy the state, and begins to write the copy."""
         self._writer.check_process()
         if not self._is_open:
             raise TransportClosed("this checkpointer was closed: make a new one")
@@ -117,17 +118,17 @@ class Saver:
                 if order.save.world_size > 1:
                     abandon(folder, order.save, f"{type(e).__name__}: {e}")
                 raise
-            one = _Save(order, snapshot, self._stager if staged is None else staged.stager, self._turns)
+            save = _Save(order, snapshot, self._stager if staged is None else staged.stager, self._turns)
             self._writes = [write for write in self._writes if not write.is_settled]
-            self._writes.append(one.written)
+            self._writes.append(save.written)
             if staged is not None:
-                staged.add_done_callback(lambda _: self._go_on(one, staged.failure))
+                staged.add_done_callback(lambda _: self._hand_over_or_abandon(save, staged.failure))
             elif snapshot.is_complete:
-                self._pass_on(one)
+                self._hand_over(save)
             else:
                 name = "tensorferry-stage"
-                threading.Thread(target=self._complete, args=(one,), name=name, daemon=True).start()
-        return one.staged, one.written
+                threading.Thread(target=self._complete, args=(save,), name=name, daemon=True).start()
+        return save.staged, save.written
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
@@ -168,6 +169,7 @@ class Saver:
         self._raise_unseen()
 
     def _stage(self, state: Any) -> StateSnapshot:
+        """Waits for a turn, and copies the state; if memory is short, waits until others give some back."""
         self._turns.take(not self._writer.is_listening)
         try:
             while True:
@@ -181,27 +183,28 @@ class Saver:
             self._turns.give()
             raise
 
-    def _complete(self, one: _Save) -> None:
+    def _complete(self, save: _Save) -> None:
         try:
-            one.snapshot.complete()
+            save.snapshot.complete()
         except BaseException as e:  # A thread of its own has nobody else to tell.
-            self._abandon(one, e)
+            self._abandon(save, e)
             return
-        self._pass_on(one)
+        self._hand_over(save)
 
-    def _go_on(self, one: _Save, error: BaseException | None) -> None:
+    def _hand_over_or_abandon(self, save: _Save, error: BaseException | None) -> None:
         if error is None:
-            self._pass_on(one)
+            self._hand_over(save)
         else:
-            self._abandon(one, error)
+            self._abandon(save, error)
 
-    def _pass_on(self, one: _Save) -> None:
-        snapshot = one.snapshot
+    def _hand_over(self, save: _Save) -> None:
+        """Gives a complete snapshot to the process that writes, and offers it to the keeper."""
+        snapshot = save.snapshot
         try:
-            given = one.stager.handover(_SAVE, one.order.fields(), snapshot)
-            self._writer.hand_over(Delivery(given, one.order, one.accept, one.finish))
+            given = save.stager.handover(_SAVE, save.order.fields(), snapshot)
+            self._writer.hand_over(Delivery(given, save.order, save.accept, save.finish))
         except BaseException as e:
-            self._abandon(one, e)
+            self._abandon(save, e)
             if not isinstance(e, Exception):
                 raise
             return
@@ -209,22 +212,23 @@ class Saver:
             self._offer(self._keeper, given, snapshot)
 
     def _begun(self, folder: Path) -> list[int]:
-        """Returns when those saves of this job began that the keeper has; a new one comes after them, by rank 0."""
+        """Returns when the saves of this job that the keeper has began, on rank 0: a new save is later than they."""
         keeper = self._keeper
         return keeper.begun(folder) if self._ranks.rank == 0 and isinstance(keeper, LoadingKeeper) else []
 
     def _offer(self, keeper: StateKeeper, given: Handover, snapshot: StateSnapshot) -> None:
-        # While the keeper has it, no buffer is used again.
-        held = snapshot.buffers()
+        """Offers a snapshot to the keeper, and holds its buffers for as long as the keeper has it."""
+        buffers = snapshot.buffers()
         with self._offering:
-            self._offered = [*filter(None, self._offered), held]
+            self._offered = [*filter(None, self._offered), buffers]
         try:
-            keeper.offer(Handover(_KEEP, given.fields, given.rows, given.control, given.buffers), held.clear)
+            keeper.offer(Handover(_KEEP, given.fields, given.rows, given.control, given.buffers), buffers.clear)
         except Exception as e:  # A keeper never hurts a trainer.
-            held.clear()
+            buffers.clear()
             self._warn(e)
 
     def _keeper_lets_go(self) -> bool:
+        """Asks the keeper to give back what memory it can do without; returns whether it did."""
         try:
             return self._keeper is not None and self._keeper.let_go()
         except Exception as e:  # As above.
@@ -252,12 +256,14 @@ class Saver:
             name = type(error).__name__
             logger.warning("the keeper cannot be used, saving goes on without it: %s: %s", name, message_of(error))
 
-    def _abandon(self, one: _Save, error: BaseException) -> None:
-        if one.order.save.world_size > 1:
-            abandon(one.order.path, one.order.save, f"{type(error).__name__}: {error}")
-        one.finish(error if isinstance(error, Exception) else SystemRefused(f"the save was interrupted: {error!r}"))
+    def _abandon(self, save: _Save, error: BaseException) -> None:
+        """Fails a save with ``error``, and tells the other ranks of it."""
+        if save.order.save.world_size > 1:
+            abandon(save.order.path, save.order.save, f"{type(error).__name__}: {error}")
+        save.finish(error if isinstance(error, Exception) else SystemRefused(f"the save was interrupted: {error!r}"))
 
     def _raise_unseen(self) -> None:
+        """Raises the errors of saves whose futures nobody has looked at, each once."""
         unseen = [write for write in self._writes if write.done() and not write.is_settled]
         errors = [error for write in unseen if (error := write.exception()) is not None]
         if errors:
@@ -303,7 +309,7 @@ class _Save:
         self.staged.set_result(None)
 
     def finish(self, told: dict[str, Any] | Exception) -> None:
-        """The save is over; memory and turn go first, so that whoever waits for the future finds them free."""
+        """Ends the save: gives memory and turn back first, so that whoever waits for the future finds them free."""
         self._snapshot = None
         self._turns.give()
         error = told if isinstance(told, Exception) else None

@@ -151,6 +151,7 @@ class Stager(_TorchStager):  # type: ignore[misc]  # mypy does not follow torch
 
 
 def _complete(staged: StagedFuture) -> None:
+    """Makes the copies off accelerators, and settles the future."""
     try:
         staged.snapshot.complete()
     except Exception as e:

@@ -24,7 +24,7 @@ class Turns:
         self._is_ending = False
 
     def end(self) -> None:
-        """From now on no save begins, also none that waits for its turn: the interpreter exits."""
+        """Lets no further save begin, not even one that waits for its turn: the interpreter exits."""
         with self._changed:
             self._is_ending = True
             self._changed.notify_all()
@@ -56,7 +56,7 @@ class Turns:
             self._count += 1
 
     def give(self) -> None:
-        """A save is over."""
+        """Gives a turn back: a save is over."""
         with self._changed:
             self._count -= 1
             self._changed.notify_all()

@@ -125,7 +125,7 @@ class Writer:
             raise SystemRefused(f"the process that writes checkpoints cannot be reached: {lost}") from lost
 
     def _lost(self, delivery: Delivery, error: WriterLost) -> None:
-        """A process has ended without a word about ``delivery``."""
+        """Hands a state over again whose process has ended before it accepted it, or ends its save with ``error``."""
         if delivery.given is not None and delivery.attempts < _ATTEMPTS:
             try:
                 self.hand_over(delivery)
@@ -216,6 +216,7 @@ class _Child:
         self._thread.start()
 
     def hand_over(self, delivery: Delivery) -> None:
+        """Sends a state to the process; raises ``OSError`` if it takes no more."""
         key, given = delivery.order.save.save, delivery.given
         assert given is not None
         with self._lock:
@@ -236,7 +237,7 @@ class _Child:
             raise
 
     def finish(self) -> None:
-        """Says that nothing more comes."""
+        """Tells the process that no more states come: it writes those that it has, and ends."""
         with self._lock:
             self.takes = False
             with contextlib.suppress(OSError):
@@ -264,6 +265,7 @@ class _Child:
             self._process.returncode = 0
 
     def _listen(self) -> None:
+        """Reads what the process says until it has ended; then has what it did not confirm handed over again."""
         why: Exception | None = None
         while True:
             try:
@@ -288,6 +290,7 @@ class _Child:
             self._left(delivery, lost)
 
     def _hear(self, message: Message) -> None:
+        """Passes on what the process says of a delivery: that it has accepted it, or how the save went."""
         key = message.fields.get("save_id")
         if message.kind == "accepted":
             with self._lock:
@@ -302,6 +305,7 @@ class _Child:
             delivery.done(message.fields if message.kind == "written" else _error(message.fields))
 
     def _lost(self, why: Exception | None) -> WriterLost:
+        """Waits until the process has ended; returns the error that says how it ended, and ``why`` if that is known."""
         try:
             code = self._process.wait(_GONE_S)
         except subprocess.TimeoutExpired:

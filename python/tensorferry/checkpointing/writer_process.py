@@ -52,10 +52,11 @@ class _Process:
         self._sending = threading.Lock()
 
     def run(self) -> None:
+        """Accepts states until the trainer sends no more or is gone; another thread writes them meanwhile."""
         worker = threading.Thread(target=self._work, name="tensorferry-writer")
         worker.start()
         try:
-            while (order := self._next()) is not None:
+            while (order := self._accept_next()) is not None:
                 self._orders.put(order)
         finally:
             self._orders.put(None)
@@ -66,7 +67,8 @@ class _Process:
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RD)
 
-    def _next(self) -> tuple[Order, Handover] | None:
+    def _accept_next(self) -> tuple[Order, Handover] | None:
+        """Waits for the next state, and tells the trainer that it is accepted; ``None`` if no more will come."""
         # Not select(), which refuses descriptors of 1024 and more: the trainer may have had as many when it made ours.
         poll = select.poll()
         poll.register(self._sock, select.POLLIN)
@@ -90,6 +92,7 @@ class _Process:
             return order, message
 
     def _work(self) -> None:
+        """Writes the accepted states one after the other, and tells the trainer how each went."""
         while (order := self._orders.get()) is not None:
             try:
                 result = _performed(*order)

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 
 #: The packages of the extra ``cli``.
 _PACKAGES = ("cyclopts", "rich")
+#: As in ``exits.py``, which cannot be imported before the packages are there.
+_INTERRUPTED = 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -34,4 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"tensorferry: the command line needs the package {e.name}: pip install 'tensorferry[cli]'", file=sys.stderr
         )
         return 2
+    except KeyboardInterrupt:
+        # Most of a short run is these imports.
+        print("tensorferry: interrupted: ended by Ctrl-C", file=sys.stderr)
+        return _INTERRUPTED
     return app.run(sys.argv[1:] if arguments is None else arguments)

@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
+from warnings import filterwarnings
 
 from cyclopts import App, CycloptsError, Parameter, UnusedCliTokensError
 
@@ -128,8 +129,10 @@ def run(arguments: Sequence[str]) -> int:
 def _prepare_streams() -> None:
     """Makes standard output and error fit to print to, whatever the process was started with.
 
-    Python has ``None`` for one that was closed. Names can have characters that the locale's encoding lacks.
+    Python has ``None`` for one that was closed. Names can have characters that the locale's encoding lacks. That torch
+    misses NumPy is of no concern here: no verb needs it.
     """
+    filterwarnings("ignore", "Failed to initialize NumPy", UserWarning)
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:

@@ -34,7 +34,7 @@ from ..storage.folder import Index, missing_files, read_index
 from ..storage.folder_save import FolderSave, SaveId
 from ..storage.pending import pending
 from ..storage.reserved import is_reserved
-from . import mapped_states, numbers, whole_states
+from . import mapped_states, numbers, parts, whole_states
 from .leaves.torch_leaves import values_of
 from .leaves.values import has_elements, whole
 from .places import Kind, Place
@@ -54,11 +54,21 @@ class Conversion:
         step: the step number of a checkpoint that is written; ``None`` takes that of the source
         verify: compare files with their checksums first
         drop_objects: leave out what a format cannot hold
+        only: the part of the state that is converted, as for :func:`parts.find`; ``None`` converts all of it
     """
 
-    def __init__(self, place: Place, rank: int, step: int | None, *, verify: bool, drop_objects: bool) -> None:
+    def __init__(
+        self,
+        place: Place,
+        rank: int,
+        step: int | None,
+        *,
+        verify: bool,
+        drop_objects: bool,
+        only: str | None = None,
+    ) -> None:
         self._place, self._rank, self._step = place, rank, step
-        self._verify, self._drop = verify, drop_objects
+        self._verify, self._drop, self._only = verify, drop_objects, only
         #: Those in which tensors of the source lie.
         self._pages: list[FilePages] = []
         self._nbytes = 0
@@ -87,27 +97,31 @@ class Conversion:
                     raise SourceChanged(f"{self._place.text} was changed while it was converted: convert it again")
 
     def _write(self, partial: Path, to: str) -> dict[str, Any]:
-        told: dict[str, Any] = {}
+        """Writes the state to ``partial`` in the format ``to``; returns what the verb tells of it."""
+        facts: dict[str, Any] = {}
         state = self._state(partial.parent)
+        if self._only is not None:
+            state = parts.find(state, self._only).of(state)
         if self._place.kind in (Kind.DISTRIBUTED, Kind.TORCH_DISTRIBUTED):
             # The formats of a distributed checkpoint have all keys as text in any case.
-            told["numbers"] = [] if to in ("dcp", "torch-dcp") else numbers.in_text(state)
-        if to not in ("tensorferry", "checkpoint") and any(map(is_spread, values_of(state).values())):
-            state = whole_states.without_ranks(state, self._place.text)
+            facts["numbers"] = [] if to in ("dcp", "torch-dcp") else numbers.in_text(state)
         values = values_of(state)
+        if to not in ("tensorferry", "checkpoint") and any(map(is_spread, values.values())):
+            state = whole_states.without_ranks(state, self._place.text)
+            values = values_of(state)
         tensors = sum(isinstance(value, torch.Tensor) for value in values.values())
         self._nbytes = sum(
             value.numel() * value.element_size() for value in values.values() if isinstance(value, torch.Tensor)
         )
-        told |= {"tensors": tensors, "objects": len(values) - tensors}
+        facts |= {"tensors": tensors, "objects": len(values) - tensors}
         if self._ranks > 1:
-            told |= {"rank": self._rank, "ranks": self._ranks}
+            facts |= {"rank": self._rank, "ranks": self._ranks}
         match to:
             case "tensorferry":
-                packed = StateSnapshot(state, HostStager(ACCELERATOR), "borrow")
-                packed.container().write(partial, partial=partial.with_name(f"{partial.name}.new"))
+                snapshot = StateSnapshot(state, HostStager(ACCELERATOR), "borrow")
+                snapshot.container().write(partial, partial=partial.with_name(f"{partial.name}.new"))
             case "safetensors":
-                told["dropped"] = write_safetensors(values, partial, drop=self._drop)
+                facts["dropped"] = write_safetensors(values, partial, drop=self._drop)
             case "torch":
                 with partial.open("xb") as file:
                     torch.save(state, file)
@@ -115,12 +129,13 @@ class Conversion:
             case "checkpoint":
                 _write_checkpoint(state, partial, self._step)
             case "dcp":
-                _save(state, FileWriter(partial))
+                _save_distributed(state, FileWriter(partial))
             case _:
-                _save(state, dcp.FileSystemWriter(partial))
-        return told
+                _save_distributed(state, dcp.FileSystemWriter(partial))
+        return facts
 
     def _state(self, scratch: Path) -> Any:
+        """Returns the state of the source; a distributed checkpoint's tensors lie in a file in ``scratch``."""
         path = self._place.path
         match self._place.kind:
             case Kind.CONTAINER:
@@ -148,6 +163,9 @@ class Conversion:
         # Of the other ranks' files, only parts of tensors are read, each with its checksums.
         with whole_states.without_groups():
             state = mapped_states.of_container(self._verified(folder / index.files[self._rank][0]), self._pages)
+            if self._only is not None:
+                # The files of the other ranks name tensors by their keys in the whole state.
+                state = parts.find(state, self._only).alone(state)
             return whole_states.put_together(folder, index, self._rank, state)
 
     def _verified(self, path: Path) -> Path:
@@ -162,6 +180,7 @@ def _sync(file: Any) -> None:
 
 
 def _write_checkpoint(state: Any, folder: Path, step: int | None) -> None:
+    """Writes a state as a checkpointer's checkpoint of one rank."""
     save = FolderSave(folder, SaveId.new(step=step))
     try:
         save.write(StateSnapshot(state, HostStager(ACCELERATOR), "borrow").container())
@@ -170,7 +189,8 @@ def _write_checkpoint(state: Any, folder: Path, step: int | None) -> None:
         save.close()
 
 
-def _save(state: Any, writer: Any) -> None:
+def _save_distributed(state: Any, writer: Any) -> None:
+    """Saves a state with a writer of ``torch.distributed.checkpoint``; refuses what such a checkpoint cannot hold."""
     if not isinstance(state, dict):
         raise UnsupportedLeaf(f"a distributed checkpoint holds a dict, and this state is a {type(state).__name__}")
     for name, value in values_of(state).items():

@@ -11,6 +11,7 @@ from cyclopts import Parameter
 from .._native import Secret
 from ..checkpointing.keeper.limits import amount
 from ..errors import InvalidArgument
+from ..net.certificates import wants_tls
 from ..net.options import ServerOptions, wants_same_host
 from ..net.secret import shared_secret
 
@@ -18,6 +19,8 @@ from ..net.secret import shared_secret
 Json = Annotated[bool, Parameter(name="--json", negative=())]
 #: An option that is either given or not.
 Switch = Annotated[bool, Parameter(negative=())]
+#: ``--relay`` and ``--no-relay``.
+Relay = Annotated[bool | None, Parameter(name="--relay", negative="--no-relay")]
 
 
 @Parameter(name="*")
@@ -28,7 +31,7 @@ class Trust:
     Attributes:
         secret_file: a file with the secret that sources and receivers share; by default TENSORFERRY_SECRET_FILE, or the
             secret in TENSORFERRY_SECRET
-        tls: encrypt, and fetch only from sources that do
+        tls: encrypt, and fetch only from sources that do (default: what TENSORFERRY_TLS says)
         same_host: use shared memory between processes of one machine
     """
 
@@ -59,6 +62,10 @@ class Trust:
         except OSError as e:
             raise InvalidArgument(f"--secret-file cannot be read: {e}") from e
 
+    def insists_on_tls(self) -> bool:
+        """Whether sources that do not encrypt are refused."""
+        return wants_tls(True if self.tls else None)
+
     def uses_same_host(self) -> bool:
         """Whether shared memory may replace the network."""
         return wants_same_host(self.same_host)
@@ -75,6 +82,7 @@ class Serving:
         metrics_port: serve /metrics and a status page, and nothing else, on this port too, to everybody
         advertise: the name or address by which peers reach this host
         max_bandwidth: bytes per second for all receivers together, such as 500M
+        relay: several pulls with --relay bring each other what they have (default: TENSORFERRY_RELAY)
     """
 
     interface: str | None = None
@@ -82,6 +90,7 @@ class Serving:
     metrics_port: str | None = None
     advertise: str | None = None
     max_bandwidth: str | None = None
+    relay: Relay = None
 
     def options(self, trust: Trust) -> ServerOptions:
         """Returns these options, and those of ``trust``, as a server takes them.
@@ -91,7 +100,7 @@ class Serving:
         """
         return ServerOptions(
             secret=trust.given_secret(),
-            tls=trust.tls,
+            tls=True if trust.tls else None,
             same_host=trust.same_host,
             interface=self.interface,
             advertise=self.advertise,

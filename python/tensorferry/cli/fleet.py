@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 from .._native import HttpAnswer
-from ..errors import InvalidArgument, ProtocolError, TensorferryError, message_of
+from ..errors import InvalidArgument, ProtocolError, TensorferryError, class_of, message_of
+from ..net.metadata import check_fingerprint
 from ..storage import peers as publications
 
 #: Seconds that a transport has to answer, and the longest answer that is read.
@@ -19,6 +20,9 @@ _PATIENCE_S = 3.0
 _LONGEST = 1 << 20
 #: A counter, on a line of its own: without the beginning of the line, hostile text would be searched from each place.
 _LINE = re.compile(r"^tensorferry_(\w++)(?:\{([^{}\n]*+)\})? ([0-9.e+-]{1,40})$", re.ASCII | re.MULTILINE)
+_FAILURES = "receive_failures_total"
+#: How the engine begins to say that its deadline has passed. What is asked for here is no state.
+_TIMED_OUT = re.compile(r"^timed out: the whole receive was given [0-9.]+ s(?:: |$)")
 _SCHEME = re.compile(r"http://|https://")
 
 _Values = dict[tuple[str, str], float]
@@ -34,7 +38,8 @@ class Peer:
             encrypts
         values: its counters by name and label
         rates: bytes per second since the answer before, sent and received
-        trouble: why it did not answer
+        error: the class of the error that kept it from answering; empty if it has answered
+        trouble: why it did not answer, without its address
     """
 
     shown: str
@@ -42,11 +47,18 @@ class Peer:
     values: _Values = field(default_factory=dict)
     rates: tuple[float, float] = (0.0, 0.0)
     at: float = 0.0
+    error: str = ""
     trouble: str = ""
 
     def value(self, name: str, label: str = "") -> float:
         """Returns a counter; 0 if the transport has not told it."""
         return self.values.get((name, label), 0.0)
+
+    @property
+    def failures(self) -> dict[str, int]:
+        """How many of its receives failed, by the class of the error: the most frequent first."""
+        found = {label: int(count) for (name, label), count in self.values.items() if name == _FAILURES and count > 0}
+        return dict(sorted(found.items(), key=lambda one: (-one[1], one[0])))
 
 
 def peers_of(given: str) -> list[Peer]:
@@ -65,6 +77,7 @@ def peers_of(given: str) -> list[Peer]:
 
 
 def _peer(word: str) -> Peer:
+    """Returns the transport that a URL of its metadata, or ``host:port``, names."""
     url = word if _SCHEME.match(word) else f"http://{word}"
     try:
         parts = urlsplit(url)
@@ -75,18 +88,9 @@ def _peer(word: str) -> Peer:
         raise InvalidArgument(f"{word!r} is neither the metadata of a transport nor host:port")
     path = parts.path.removesuffix("metrics").removesuffix("checkpoint/").rstrip("/")
     shown = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-    if parts.scheme == "http" and parts.username is not None:
-        raise InvalidArgument(
-            f"http://{shown} does not encrypt, and comes with the fingerprint of a certificate: give what metadata() "
-            "returns"
-        )
+    check_fingerprint(url)
     if parts.scheme == "http":
         return Peer(shown, f"http://{shown}{path}/")
-    if not re.fullmatch(r"sha256-[0-9a-f]{64}", parts.username or ""):
-        raise InvalidArgument(
-            f"https://{shown} comes without the fingerprint of its certificate, without which nobody can tell whose it "
-            "is: give what metadata() returns"
-        )
     return Peer(shown, f"https://{parts.username}@{shown}{path}/")
 
 
@@ -95,8 +99,7 @@ def ask(peer: Peer) -> None:
     try:
         text, now = _fetch(peer), time.monotonic()
     except TensorferryError as e:
-        # The table has its address beside it.
-        peer.trouble = message_of(e).removeprefix(f"{peer.shown} ") or type(e).__name__
+        peer.error, peer.trouble = class_of(e), _trouble(message_of(e), peer.shown)
         return
     values: _Values = {}
     for name, labels, number in _LINE.findall(text):
@@ -108,10 +111,10 @@ def ask(peer: Peer) -> None:
         if math.isfinite(value):
             values[name, label] = value
     if ("allowed", "") not in values:
-        peer.trouble = "these are not the counters of tensorferry"
+        peer.error, peer.trouble = ProtocolError.__name__, "these are not the counters of tensorferry"
         return
     before, took = peer.values, max(now - peer.at, 1e-9)
-    peer.trouble = ""
+    peer.error = peer.trouble = ""
     if before:
         received = _received(values) - _received(before)
         sent = values.get(("sent_bytes_total", ""), 0.0) - before.get(("sent_bytes_total", ""), 0.0)
@@ -119,12 +122,19 @@ def ask(peer: Peer) -> None:
     peer.values, peer.at = values, now
 
 
+def _trouble(message: str, shown: str) -> str:
+    # The table has the address beside it.
+    what, late = _TIMED_OUT.subn("", message)
+    what = what.removeprefix(f"{shown}: ").removeprefix(f"{shown} ")
+    return ": ".join(filter(None, [f"no answer within {_PATIENCE_S:g} s" if late else "", what]))
+
+
 def _received(values: _Values) -> float:
     return values.get(("received_bytes_total", ""), 0.0) + values.get(("receiving_bytes", ""), 0.0)
 
 
 def _fetch(peer: Peer) -> str:
-    """Returns the answer of ``peer``, to whom nothing is said if it shows another certificate than its URL names.
+    """Asks ``peer`` for its counters and returns the answer; asks nothing if its certificate is not the URL's.
 
     Raises:
         TensorferryError: it is not the peer, there is nobody, or not all of its answer has come in time

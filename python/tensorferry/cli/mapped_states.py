@@ -196,6 +196,7 @@ class _Planner(DefaultLoadPlanner):  # type: ignore[misc]  # mypy does not follo
         super().set_up_planner(state_dict, metadata, is_coordinator)
 
     def _pages(self, nbytes: int) -> mmap.mmap | None:
+        """Maps ``nbytes`` bytes of a new file without a name in the scratch folder, or of memory without one."""
         if not nbytes:
             return None
         if self._scratch is None:

@@ -131,6 +131,7 @@ def _is_text(head: bytes) -> bool:
 
 
 def _kind_of_folder(folder: Path) -> Kind:
+    """Returns what kind of checkpoint a folder holds, by the index in it; raises as :func:`find`."""
     index = folder / INDEX
     # Megatron's folders hold one of the others.
     if (folder / _MEGATRON).is_file():

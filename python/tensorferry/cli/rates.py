@@ -62,8 +62,8 @@ def rounds(nbytes: int, count: int, *, into: str = "place") -> Iterator[tuple[st
         local: dict[str, Any] = {"interface": "127.0.0.1", "port": 0, "metrics_port": 0}
         routes = {}
         chosen: list[tuple[str, dict[str, Any]]] = [
-            ("shared memory", {"same_host": True}),
-            ("loopback", {"same_host": False}),
+            ("shared memory", {"same_host": True, "tls": False}),
+            ("loopback", {"same_host": False, "tls": False}),
             ("loopback, TLS", {"same_host": False, "tls": True}),
         ]
         for what, options in chosen:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from .. import _validate
-from .._native import Remote
+from .._native import Remote, Server
 from ..errors import (
     InvalidArgument,
     SourceChanged,
@@ -70,7 +70,7 @@ class Peers:
                     "an HTTPTransport of tensorferry"
                 )
             found = cls(join_metadata(metadata).split())
-        return cls(encrypted(found.urls), found.step, found.are_ranks) if trust.tls else found
+        return cls(encrypted(found.urls), found.step, found.are_ranks) if trust.insists_on_tls() else found
 
 
 def open_source(
@@ -79,6 +79,7 @@ def open_source(
     trust: Trust,
     receiving: Receiving,
     progress: Callable[[int, int], object] | None = None,
+    relay: Server | None = None,
 ) -> tuple[Remote, int]:
     """Opens what the sources of a state serve.
 
@@ -88,6 +89,7 @@ def open_source(
         trust: what they have to prove
         receiving: the deadline, of the whole receive, and the number of lanes
         progress: called with the number of bytes that have arrived and the number of all bytes
+        relay: serves on what has come, where the source offers that
 
     Returns:
         What was opened, and its step.
@@ -108,6 +110,7 @@ def open_source(
                 same_host=trust.uses_same_host(),
                 progress=progress,
                 secret=trust.secret(),
+                relay=relay,
             )
         except WrongStep as e:
             if step is not None:

@@ -25,17 +25,24 @@ _noted: ContextVar[list[TensorferryError] | None] = ContextVar("tensorferry_note
 def tell_of_numpy() -> None:
     """Says what to do before torch fails in the first collective of a save or load, with the tracebacks of all ranks.
 
-    It cannot be raised: a save or load with ``no_dist=True`` needs no NumPy, and nothing tells that here.
+    To be called by a method that torch calls in every save or load, ahead of the collective: it calls ``reset`` only
+    where it is given a ``checkpoint_id``. This cannot be raised: a save or load with ``no_dist=True`` needs no NumPy,
+    and nothing tells that here.
     """
     if lack_numpy():
         logger.error(WITHOUT_NUMPY)
 
 
 def noted(read: F) -> F:
-    """Decorates ``read_metadata`` of a reader: torch keeps of its errors only the text."""
+    """Decorates ``read_metadata`` of a reader: torch keeps of its errors only the text.
+
+    It is the first that torch calls in a load, so it also says what the ranks lack to agree.
+    """
 
     @functools.wraps(read)
-    def reading(*args: Any, **kwargs: Any) -> Any:
+    def noting_errors(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("rank") is None:  # Otherwise it is called a second time, for an index of this rank alone.
+            tell_of_numpy()
         try:
             return read(*args, **kwargs)
         except TensorferryError as e:
@@ -44,7 +51,7 @@ def noted(read: F) -> F:
                 errors.append(e)
             raise
 
-    return reading  # type: ignore[return-value]  # the same signature
+    return noting_errors  # type: ignore[return-value]  # the same signature
 
 
 @contextlib.contextmanager

@@ -20,7 +20,7 @@ from ..storage.places import place_of
 from ..storage.source import FolderSource, Progress, replaced
 from ..storage.whole_files import is_file
 from . import index, marker, torch_folder
-from .failures import noted, tell_of_numpy
+from .failures import noted
 from .in_folder import RANK_INDEX, TORCH_INDEX, InFolder, thread_count
 from .reader import SliceReader
 from .torch_folder import TorchFolderSource, with_stand_ins
@@ -68,7 +68,6 @@ class FileReader(InFolder, SliceReader):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begins a new load, from the folder ``checkpoint_id`` if it is given."""
         self._loading.check()
-        tell_of_numpy()
         self._load.checkpoint = path = place_of(checkpoint_id) if checkpoint_id else self._path
         self._load.metadata, self._path = None, path
 

@@ -185,7 +185,6 @@ class FileWriter(InFolder, StorageWriter):  # type: ignore[misc]  # mypy does no
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begins a new save, into the folder ``checkpoint_id`` if it is given."""
         self._running.calls.check()
-        tell_of_numpy()
         self._running.path = path = place_of(checkpoint_id) if checkpoint_id else self._path
         self._running.id = new_id()
         self._path = path
@@ -195,6 +194,8 @@ class FileWriter(InFolder, StorageWriter):  # type: ignore[misc]  # mypy does no
         del args
         self._running.calls.check()
         coordinated = kwargs.get("use_collectives", True)
+        if coordinated:
+            tell_of_numpy()
         self._running.save = SaveRecord(
             self._running.path or self._path, kwargs.get("rank") or 0, coordinated, is_coordinator or not coordinated
         )

@@ -275,7 +275,7 @@ def _contiguous(size: Sequence[int]) -> tuple[int, ...]:
 
 
 def set_strides(properties: TensorProperties, size: torch.Size, strides: Any) -> None:
-    """Adds the strides of a tensor to what is said of it, where this torch says such; ``None`` if they are not known.
+    """Sets the strides of a tensor in its ``properties``, in versions of torch that record them; ``None`` if unknown.
 
     Raises:
         ValueError: no tensor of this shape has such strides
@@ -340,6 +340,7 @@ class _EntryRefs:
         self._taken: set[tuple[int, str]] = set()
 
     def add(self, index: MetadataIndex, stored: list[Any]) -> None:
+        """Adds where ``index``, a chunk or an object, is stored, as the encoded index says it."""
         container, entry, dtype, nbytes, kind = stored
         if kind not in (ELEMENTS, OBJECT, PICKLED_TENSOR):
             raise ValueError(f"the entry of {index.fqn} has an unknown kind")
@@ -351,14 +352,15 @@ class _EntryRefs:
 
 
 def _read_planner_data(stored: Any, keys: Iterable[str], where: str, allowed: Allowed) -> Any:
+    """Decodes what :func:`_planner_data` encoded; refuses paths with which torch would build a huge state."""
     match stored:
         case None:
             return None
         case {"paths": dict(paths)} if all(isinstance(path, list) for path in paths.values()):
-            read = {_string(fqn): tuple(path) for fqn, path in paths.items()}
-            if not _are_paths(read):
+            decoded = {_string(fqn): tuple(path) for fqn, path in paths.items()}
+            if not _are_paths(decoded):
                 raise ProtocolError(f"{where}: its index has an invalid path into a nested state")
-            return read
+            return decoded
         case {"pickle": str(text)}:
             try:
                 data = base64.b64decode(text)

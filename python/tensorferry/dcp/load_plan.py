@@ -196,6 +196,7 @@ class Reading:
         return ref  # type: ignore[no-any-return]
 
     def _target(self, item: ReadItem) -> torch.Tensor:
+        """Returns the tensor into which the planner has an item read, after checking its shape and its memory."""
         try:
             target = self._planner.resolve_tensor(item)
         except RuntimeError as e:

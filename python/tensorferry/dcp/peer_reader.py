@@ -18,7 +18,7 @@ from ..pickles.deadline import Deadline
 from ..storage.peers import SCHEME, PeerSource, parse_publication
 from ..storage.source import Progress
 from . import index
-from .failures import noted, tell_of_numpy
+from .failures import noted
 from .reader import SliceReader
 from .states import States
 
@@ -76,7 +76,6 @@ class PeerReader(SliceReader):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begins a new load, from the metadata ``checkpoint_id`` if it is given."""
         self._loading.check()
-        tell_of_numpy()
         self._load.checkpoint = string = str(checkpoint_id) if checkpoint_id else self._string
         self._string = string
         self._load.metadata = self._load.failed = None

@@ -190,14 +190,14 @@ class PeerWriter(StorageWriter):  # type: ignore[misc]  # mypy does not follow t
         )
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Only says, if NumPy is missing for a save of several ranks, that it is: a publication has no name."""
-        del checkpoint_id
-        tell_of_numpy()
+        """Does nothing: a publication has no name."""
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Begins a save."""
-        del args, kwargs
+        del args
         self._saving.check()
+        if kwargs.get("use_collectives", True):
+            tell_of_numpy()
         self._coordinates = is_coordinator
         self._saved = False
         self._failure = None
@@ -269,6 +269,7 @@ class PeerWriter(StorageWriter):  # type: ignore[misc]  # mypy does not follow t
             )
 
     def _check_saved(self) -> None:
+        """Raises ``InvalidArgument`` if this rank publishes nothing."""
         if self._failure is not None:
             raise InvalidArgument(
                 "the last save has succeeded, but this rank could not publish its part of it "
@@ -279,6 +280,7 @@ class PeerWriter(StorageWriter):  # type: ignore[misc]  # mypy does not follow t
             raise InvalidArgument(_NOTHING)
 
     def _publish(self, of_all: Index | None) -> None:
+        """Publishes the snapshot of this rank's part; the coordinator's has the index ``of_all`` ranks besides."""
         snapshot = self._snapshot
         if snapshot is None:
             raise TransportClosed(_CLOSED) if self._is_closed else InvalidArgument(_IN_BETWEEN)

@@ -28,7 +28,7 @@ def remove_keys(folder: Path, prefix: str, allowed: Allowed) -> None:
         TensorferryError: the index cannot be read or written
     """
 
-    def without(text: bytes) -> tuple[bytes, Collection[str]]:
+    def without_prefix(text: bytes) -> tuple[bytes, Collection[str]]:
         metadata = index.decode(text, str(folder / INDEX), allowed)
         state: dict[str, Any] = metadata.state_dict_metadata
         kept = {key: about for key, about in state.items() if not key.startswith(prefix)}
@@ -36,4 +36,4 @@ def remove_keys(folder: Path, prefix: str, allowed: Allowed) -> None:
         metadata.state_dict_metadata, metadata.planner_data = kept, None
         return index.encode(metadata, stored), {ref.container for ref in stored.values()}
 
-    commits.edit_index(folder / INDEX, without, ABOUT)
+    commits.edit_index(folder / INDEX, without_prefix, ABOUT)

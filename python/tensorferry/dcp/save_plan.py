@@ -80,6 +80,7 @@ class PlanSnapshot:
         self.private = not self._borrowed
 
     def _append_bytes(self, item: WriteItem, name: str, data: bytes, kind: str) -> None:
+        """Adds an entry of pickled bytes: an object, or a tensor that had to be pickled."""
         copy = bytearray(data)
         self._pickles.append((item.index.fqn, copy))
         memory = torch.frombuffer(copy, dtype=torch.uint8) if data else scratch(0)
@@ -91,6 +92,7 @@ class PlanSnapshot:
     def _append_tensor(
         self, item: WriteItem, tensor: torch.Tensor, number: int, copy: bool, pieces: list[tuple[int, Piece]]
     ) -> None:
+        """Adds an entry of a tensor's elements; if they are to be copied, adds them to ``pieces``."""
         if tensor.device.type != "meta" and (why := without_memory(tensor)) is not None:
             raise ValueError(why)
         memory = dense(tensor)

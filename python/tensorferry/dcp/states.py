@@ -183,7 +183,7 @@ class _State:
         return self._first[id(value)] if is_spread(value) else None
 
     def stored(self, fqn: str) -> tuple[Any, dict[MetadataIndex, EntryRef]]:
-        """Returns the metadata of a value that is not spread over ranks, and where it is stored."""
+        """Returns the metadata of the value ``fqn``, which is not spread over ranks, and where it is stored."""
         value = self._values[fqn]
         if not isinstance(value, torch.Tensor):
             return BytesStorageMetadata(), {MetadataIndex(fqn): self._built(fqn)}
@@ -218,7 +218,10 @@ class _State:
         return self.elements(shard, value.dtype)
 
     def elements(self, shard: Shard, dtype: torch.dtype) -> EntryRef | None:
-        """Returns where the elements of a part are; ``None`` if they are not in one entry."""
+        """Returns the entry that holds the elements of a shard, and their layout in it; ``None`` if it takes several.
+
+        ``dtype`` says how many bytes an element has.
+        """
         storages = self._builder.manifest.storages
         start, span = shard.span(shard.offsets, shard.shape, dtype.itemsize)
         try:

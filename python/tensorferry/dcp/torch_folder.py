@@ -129,7 +129,7 @@ def decode(data: bytes, where: str, allowed: Allowed) -> Metadata:
     """
     found = unpickler(allowed, lambda _: where)(io.BytesIO(data)).load()
     try:
-        state = {_string(fqn): _stored(fqn, value) for fqn, value in found.state_dict_metadata.items()}
+        state = {_string(fqn): _checked_metadata(fqn, value) for fqn, value in found.state_dict_metadata.items()}
         refs: dict[MetadataIndex, EntryRef] = {}
         for key, info in found.storage_data.items():
             fqn, offset = _string(key.fqn), getattr(key, "offset", None)
@@ -160,7 +160,8 @@ def _string(text: Any) -> str:
     return text
 
 
-def _stored(fqn: str, value: Any) -> BytesStorageMetadata | TensorStorageMetadata:
+def _checked_metadata(fqn: str, value: Any) -> BytesStorageMetadata | TensorStorageMetadata:
+    """Returns torch's metadata of a tensor or an object, from the stand-in ``value`` that the index has for it."""
     if not hasattr(value, "chunks"):
         return BytesStorageMetadata()
     size, chunks = checked_sizes(value.size), []
@@ -177,6 +178,7 @@ def _stored(fqn: str, value: Any) -> BytesStorageMetadata | TensorStorageMetadat
 
 
 def _ref(info: Any, kind: str, where: str) -> EntryRef:
+    """Returns where an entry is stored, from torch's ``_StorageInfo`` of it."""
     if getattr(info, "transform_descriptors", None):
         raise InvalidArgument(
             f"{where}: extensions of torch's writer have transformed the files, and only torch's FileSystemReader can "
@@ -258,6 +260,7 @@ class TorchFolderSource:
 
 
 def _read_into(file: io.FileIO, offset: int, to: Any, path: Path) -> None:
+    """Fills the buffer ``to`` with the bytes of a file from ``offset`` on."""
     left = memoryview(to).cast("B")
     file.seek(offset)
     while left:

@@ -125,6 +125,7 @@ class TorchView:
         return f"<!DOCTYPE html>\n<title>checkpoint</title>\n<ul>\n{links}</ul>\n".encode()
 
     def _parts(self, of_file: list[int]) -> list[Any]:
+        """Returns the parts of a file's body: bytes, and ``(address, nbytes)`` for the memory of each of its rows."""
         memory, sizes = self._snapshot.rows.memory, self._snapshot.rows.sizes
         parts: list[Any] = []
         for row in of_file:
@@ -249,18 +250,18 @@ def elements(data: bytes, dtype: torch.dtype, shape: Iterable[int]) -> torch.Ten
 
 
 def _before(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
-    """Returns what is before the elements in torch's older format; nothing is behind them."""
+    """Returns the bytes before the elements of a tensor in torch's older format, which has none behind them."""
     file = io.BytesIO()
     sizes = {"short": 2, "int": 4, "long": 4}
-    about = {"protocol_version": PROTOCOL_VERSION, "little_endian": True, "type_sizes": sizes}
-    for part in (MAGIC_NUMBER, PROTOCOL_VERSION, about, _Tensor(dtype, shape), ["0"]):
+    system = {"protocol_version": PROTOCOL_VERSION, "little_endian": True, "type_sizes": sizes}
+    for part in (MAGIC_NUMBER, PROTOCOL_VERSION, system, _Tensor(dtype, shape), ["0"]):
         _StoragePickler(file, 2).dump(part)
     file.write(struct.pack("<q", math.prod(shape)))
     return file.getvalue()
 
 
 def _around_in_archive(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[bytes, bytes]:
-    """Returns the bytes that ``torch.save`` writes before and behind such a tensor's elements, in its zip format."""
+    """Returns the bytes that ``torch.save`` writes before and behind the elements of a tensor, in its zip format."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     recorder = _Recorder()

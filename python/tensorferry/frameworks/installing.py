@@ -80,7 +80,9 @@ def _torchs(theirs: type) -> type:
 
 
 def _writer_maker(safe_globals: tuple[Any, ...], trust_pickle: bool) -> Callable[..., Any]:
-    def make(*args: Any, **kwargs: Any) -> Any:
+    """Returns a function that makes a ``FileWriter`` from the arguments of torch's ``FileSystemWriter``, if it can."""
+
+    def make_writer(*args: Any, **kwargs: Any) -> Any:
         asked = inspect.signature(FileSystemWriter).bind(*args, **kwargs).arguments
         format_ = asked.get("serialization_format", SerializationFormat.TORCH_SAVE)
         if asked.get("_extensions") or format_ != SerializationFormat.TORCH_SAVE:
@@ -89,18 +91,20 @@ def _writer_maker(safe_globals: tuple[Any, ...], trust_pickle: bool) -> Callable
         overwrite = asked.get("overwrite", True)
         return FileWriter(asked["path"], overwrite=overwrite, safe_globals=safe_globals, trust_pickle=trust_pickle)
 
-    return make
+    return make_writer
 
 
 def _reader_maker(safe_globals: tuple[Any, ...], trust_pickle: bool) -> Callable[..., Any]:
-    def make(*args: Any, **kwargs: Any) -> Any:
+    """Returns a function that makes a ``FileReader`` from the arguments of torch's ``FileSystemReader``, if it can."""
+
+    def make_reader(*args: Any, **kwargs: Any) -> Any:
         asked = inspect.signature(FileSystemReader).bind(*args, **kwargs).arguments
         if asked.get("_extension_registry") is not None:
             logger.warning("torch's FileSystemReader is used: tensorferry's has no extensions")
             return FileSystemReader(*args, **kwargs)
         return FileReader(asked["path"], safe_globals=safe_globals, trust_pickle=trust_pickle)
 
-    return make
+    return make_reader
 
 
 class Installation:
@@ -182,6 +186,7 @@ def install(
 
 
 def _put_in_place(made: Installation, options: dict[str, Any]) -> None:
+    """Replaces the classes that ``options`` name in the modules of torch and torchft, and in spawned children."""
     if options["files"]:
         trusted = options["safe_globals"], options["trust_pickle"]
         writer = _StandIn(FileSystemWriter, FileWriter, _writer_maker(*trusted))

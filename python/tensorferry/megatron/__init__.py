@@ -22,7 +22,8 @@ from .serialization import (
     save,
 )
 from .two_stage import TwoStageDataParallelLoadShardedStrategy
-from .zarr import TensorStoreLoadShardedStrategy, ZarrLoadShardedStrategy, ZarrSaveShardedStrategy
+from .zarr import TensorStoreLoadShardedStrategy, ZarrLoadShardedStrategy
+from .zarr_save import ZarrSaveShardedStrategy
 
 __all__ = [
     "BACKEND",

@@ -25,7 +25,8 @@ from ..pickles.allowlist import Allowed
 from ..storage.pending import pending
 from . import common
 from .formats.convert_outputs import OUTPUTS
-from .formats.convert_sources import SOURCES, ZARR, Source
+from .formats.convert_sources import ZARR, FerrySource, Source, ZarrSource
+from .formats.convert_torch_dist import TorchDistSource
 from .release import CheckpointingException
 from .shards import Box
 from .zarr import thread_count
@@ -33,6 +34,8 @@ from .zarr import thread_count
 _MIB = 1 << 20
 #: Bytes of memory for the data on its way, unless the caller says otherwise.
 WINDOW = 512 * _MIB
+#: The sources by the backend that ``metadata.json`` names.
+_SOURCES: dict[str, Any] = {ZARR: ZarrSource, "torch_dist": TorchDistSource, "tensorferry": FerrySource}
 
 
 class Converted(NamedTuple):
@@ -104,12 +107,13 @@ def convert(
 
 
 def _open(folder: Path, allowed: Allowed, fill_missing: bool) -> Source:
+    """Opens a checkpoint as a source of the backend that its ``metadata.json`` names."""
     config = common.config(folder)
-    kind = SOURCES.get(config.sharded_backend)
+    kind = _SOURCES.get(config.sharded_backend)
     if kind is None or config.sharded_backend_version != 1:
         raise CheckpointingException(
             f"{folder} is of backend {config.sharded_backend!r}, version {config.sharded_backend_version!r}: "
-            f"checkpoints of version 1 of {', '.join(SOURCES)} can be converted"
+            f"checkpoints of version 1 of {', '.join(_SOURCES)} can be converted"
         )
     opened: Source = kind(folder, allowed, fill_missing) if config.sharded_backend == ZARR else kind(folder, allowed)
     return opened

@@ -136,7 +136,7 @@ class LoadStrategy(OfRanks, LoadShardedStrategy):
         """Reads the index on all ranks, and plans what this rank reads."""
         opened: Loading | None = None
 
-        def plan() -> Any:
+        def plan_own() -> Any:
             nonlocal opened
             reader, metadata = self._shared_index(ranks, checkpoint_dir)
             if ranks.coordinates:
@@ -158,7 +158,7 @@ class LoadStrategy(OfRanks, LoadShardedStrategy):
         what = f"load {self.name(checkpoint_dir)}"
         # First, since a strategy may take steps of its own while it plans.
         ranks.step(what, lambda: self._way(), compare_ways)
-        ranks.step(what, plan, compare)
+        ranks.step(what, plan_own, compare)
         assert opened is not None
         return opened
 

@@ -89,9 +89,10 @@ class Loading:
                 self._add(number, leaf, stored[leaf.key])
         for number, tensor in self.tensors.items():
             self._targets[number] = _target(tensor)
-        self.objects = {key: _object(key) for key in sorted(wanted)}
+        self.objects = {key: _object_item(key) for key in sorted(wanted)}
 
     def _add(self, number: int, shard: ShardedTensor, metadata: Any) -> None:
+        """Adds a tensor leaf, and the parts of stored chunks that it needs; ``metadata`` is torch's of the tensor."""
         shards.check(shard)
         if not isinstance(metadata, TensorStorageMetadata):
             raise CheckpointingException(f"{shard.key}: the checkpoint has an object of this key, and not a tensor")
@@ -194,7 +195,8 @@ def _key(leaf: Any) -> str:
     return str(leaf.unique_key if isinstance(leaf, ShardedObject) else leaf.key)
 
 
-def _object(key: str) -> ReadItem:
+def _object_item(key: str) -> ReadItem:
+    """Returns the item that reads the object ``key``."""
     zero = torch.Size([0])
     index = MetadataIndex(key)
     return ReadItem(

@@ -31,14 +31,15 @@ def place(folder: Path) -> tuple[str, int, int]:
 
 
 def _holds(path: Path) -> bool:
+    """Whether the page cache holds a file, judged by bytes here and there that are read without waiting for storage."""
     file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
-        about = os.fstat(file)
-        if not stat.S_ISREG(about.st_mode):
+        status = os.fstat(file)
+        if not stat.S_ISREG(status.st_mode):
             return False
-        step = max(_APART, about.st_size // _PLACES)
+        step = max(_APART, status.st_size // _PLACES)
         # Raises another error where the file system has no such reads, like many on a network.
-        return all(os.preadv(file, [bytearray(1)], at, os.RWF_NOWAIT) for at in range(0, about.st_size, step))
+        return all(os.preadv(file, [bytearray(1)], offset, os.RWF_NOWAIT) for offset in range(0, status.st_size, step))
     except BlockingIOError:
         return False
     finally:

@@ -3,49 +3,35 @@
 from __future__ import annotations
 
 import dataclasses
-import io
-import json
-import logging
 import os
-import shutil
 import tempfile
 import weakref
-from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
     Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
 from .. import _validate
-from ..dcp.file_writer import FileWriter, RankFile
-from ..dcp.index import EntryRef
+from ..dcp.file_writer import FileWriter
 from ..dcp.peer_writer import PeerWriter
 from ..errors import InvalidArgument
-from ..storage.whole_files import INDEX_BYTES, read_whole, write_whole
 from . import common, shards
 from .interfaces import AsyncSaveShardedStrategy
 from .release import (
     COMMON,
     CheckpointingException,
-    ShardedObject,
     TorchDistSaveShardedStrategy,
     async_request_class,
-    is_main_replica,
 )
+from .save_job import FileJob, HeldData, remove_folder, write
+from .save_plan import SaveData, items_of, metadata_of
 from .together import PATIENCE, OfRanks, Together
-
-logger = logging.getLogger("tensorferry")
 
 #: What ``metadata.json`` says of a checkpoint that this strategy has written.
 BACKEND = "tensorferry"
@@ -122,10 +108,10 @@ class SaveStrategy(OfRanks, TorchDistSaveShardedStrategy, AsyncSaveShardedStrate
         with ranks.counting_on_each_other():
             saving = self._begin(ranks, sharded_state_dict, checkpoint_dir, folders)
         assert isinstance(saving.writer, FileWriter)
-        job = _Job(saving.writer.rank_file(), saving.plan, *folders)
+        job = FileJob(saving.writer.rank_file(), saving.plan, *folders)
         # If nobody calls the last function.
-        weakref.finalize(saving, _remove, job.folder, os.getpid())
-        held = _Held(saving.data.values)
+        weakref.finalize(saving, remove_folder, job.folder, os.getpid())
+        held = HeldData(saving.data.values)
 
         def finish() -> None:
             # They have gone separate ways since: one that has failed elsewhere does not come.
@@ -141,16 +127,16 @@ class SaveStrategy(OfRanks, TorchDistSaveShardedStrategy, AsyncSaveShardedStrate
         """Plans a save together with the other ranks; adds to ``folders`` one for the results of another process."""
         where = str(checkpoint_dir)
         writer: Any = self.peers or FileWriter(checkpoint_dir, threads=self._threads, cached=self._cached)
-        data = _Data()
+        data = SaveData()
         shared: bytes | None = None
         own: SavePlan | None = None
         decided: Metadata | None = None
 
-        def plan() -> SavePlan:
+        def plan_own() -> SavePlan:
             nonlocal shared, own
             writer.reset(None if self.peers else checkpoint_dir)
             writer.set_up_storage_writer(ranks.coordinates, rank=ranks.rank, use_collectives=True)
-            items, state = _items(sharded_state_dict, data)
+            items, state = items_of(sharded_state_dict, data)
             if ranks.coordinates:
                 shared = common.encoded(state) if state is not None else common.read(Path(where))
                 if shared is not None:
@@ -163,14 +149,14 @@ class SaveStrategy(OfRanks, TorchDistSaveShardedStrategy, AsyncSaveShardedStrate
 
         def decide(plans: list[SavePlan]) -> list[Any]:
             nonlocal decided
-            decided = _metadata(plans)
+            decided = metadata_of(plans)
             return [one.storage_data for one in writer.prepare_global_plan(plans)]
 
         try:
-            stored = ranks.step(f"save into {where}" if self.peers is None else "publish", plan, decide)
+            stored = ranks.step(f"save into {where}" if self.peers is None else "publish", plan_own, decide)
         except BaseException:
             for folder in folders or ():
-                _remove(folder, os.getpid())
+                remove_folder(folder, os.getpid())
             raise
         assert own is not None
         return _Saving(
@@ -225,7 +211,7 @@ class _Saving:
 
     writer: Any
     plan: SavePlan
-    data: _Data
+    data: SaveData
     metadata: Metadata | None
     common: tuple[Path, bytes] | None
 
@@ -255,190 +241,3 @@ def _check_published(ranks: Together, peers: PeerWriter) -> None:
         # Without that part, whoever loads would wait for it.
         peers.withdraw()
         raise
-
-
-class _Data:
-    """The data of the items of a plan: torch's planner, as far as a writer calls it.
-
-    Attributes:
-        values: tensors and serialized objects, in the order of the items
-    """
-
-    def __init__(self, values: Sequence[torch.Tensor | bytes] = ()) -> None:
-        self.values: list[torch.Tensor | bytes] = list(values)
-        self._numbers: dict[int, int] = {}
-
-    def add_tensor(self, key: str, box: shards.Box, shape: Any, data: torch.Tensor) -> WriteItem:
-        """Adds a part of a tensor; returns its item. The item's index counts the items."""
-        about = TensorWriteData(
-            chunk=ChunkStorageMetadata(offsets=torch.Size(box.offsets), sizes=torch.Size(box.sizes)),
-            properties=TensorProperties(dtype=data.dtype),
-            size=torch.Size(shape),
-        )
-        self.values.append(data)
-        index = MetadataIndex(key, torch.Size(box.offsets), len(self.values) - 1)
-        return WriteItem(index=index, type=WriteItemType.SHARD, tensor_data=about)
-
-    def add_object(self, key: str, data: bytes) -> WriteItem:
-        """Adds a serialized object; returns its item."""
-        self.values.append(data)
-        index = MetadataIndex(key, None, len(self.values) - 1)
-        return WriteItem(index=index, type=WriteItemType.BYTE_IO)
-
-    def resolve_data(self, item: WriteItem) -> torch.Tensor | io.BytesIO:
-        """Returns the data of an item."""
-        value = self.values[item.index.index]
-        return io.BytesIO(value) if isinstance(value, bytes) else value
-
-
-def _items(state: Any, data: _Data) -> tuple[list[WriteItem], Any]:
-    """Returns the items that this rank saves, and the common state if it is among the leaves."""
-    items: list[WriteItem] = []
-    shared = None
-    for path, leaf in shards.leaves(state):
-        if isinstance(leaf, ShardedObject):
-            if leaf.key == COMMON:
-                shared = leaf.data
-            elif is_main_replica(leaf.replica_id):
-                items.append(data.add_object(leaf.unique_key, common.encoded(leaf.data)))
-            continue
-        if leaf.key == COMMON:
-            raise CheckpointingException(f"{path}: the key {COMMON!r} is reserved for the common state")
-        shards.check(leaf)
-        if not is_main_replica(leaf.replica_id):
-            continue
-        if leaf.data is None:
-            raise CheckpointingException(f"{leaf.key}: the main replica of a shard has no data to save (at {path})")
-        box = shards.box_of(leaf)
-        if box.numel or not all(leaf.global_shape):
-            items.append(data.add_tensor(leaf.key, box, leaf.global_shape, shards.with_axes(leaf)))
-    return items, shared
-
-
-def _metadata(plans: list[SavePlan]) -> Metadata:
-    """Describes the checkpoint that the items of all ranks make up.
-
-    Raises:
-        CheckpointingException: they make up none; the key is named
-    """
-    found: dict[str, Any] = {}
-    for rank, plan in enumerate(plans):
-        for item in plan.items:
-            key = item.index.fqn
-            known = found.get(key)
-            if item.type == WriteItemType.BYTE_IO:
-                if known is not None:
-                    raise CheckpointingException(
-                        f"Duplicate ShardedObject keys: {key} has two main replicas, one of them on rank {rank}: give "
-                        "the others another replica_id than 0"
-                    )
-                found[key] = BytesStorageMetadata()
-                continue
-            about = item.tensor_data
-            if known is None:
-                known = found[key] = TensorStorageMetadata(properties=about.properties, size=about.size, chunks=[])
-            if not isinstance(known, TensorStorageMetadata):
-                raise CheckpointingException(f"{key} is a tensor on rank {rank} and an object on another one")
-            if (known.size, known.properties.dtype) != (about.size, about.properties.dtype):
-                raise CheckpointingException(
-                    f"{key}: the ranks do not agree on it: it is {about.properties.dtype} {list(about.size)} on rank "
-                    f"{rank}, and {known.properties.dtype} {list(known.size)} on another one"
-                )
-            if all(about.size) or not known.chunks:
-                known.chunks.append(about.chunk)
-    for key, about in found.items():
-        if isinstance(about, TensorStorageMetadata):
-            boxes = [shards.Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in about.chunks]
-            shards.check_cover(key, tuple(about.size), boxes, "the main replicas of all ranks")
-    return Metadata(found)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Job:
-    """What another process needs to write this rank's file, and how its results come back.
-
-    Attributes:
-        file: the file
-        plan: the items
-        folder: a folder of this process alone, in which the results appear
-    """
-
-    file: RankFile
-    plan: SavePlan
-    folder: str
-
-    def results(self) -> list[WriteResult]:
-        """Returns the results of :func:`write`, and removes the folder.
-
-        Raises:
-            CheckpointingException: the other process has not written the file, or this save has been finished before
-        """
-        if not Path(self.folder).is_dir():
-            raise CheckpointingException(
-                f"the save that was to write {self.file.path} has been finished before: each request is carried out "
-                "once. Save again"
-            )
-        try:
-            told = json.loads(read_whole(Path(self.folder) / "results.json", INDEX_BYTES))
-        except FileNotFoundError:
-            raise CheckpointingException(
-                f"the process that was to write {self.file.path} has ended without writing it: its own messages say "
-                "why. Save again"
-            ) from None
-        finally:
-            shutil.rmtree(self.folder)
-        if told["error"] is not None:
-            raise CheckpointingException(told["error"])
-        refs = [EntryRef(*ref) for ref in told["entries"]]
-        return [WriteResult(item.index, ref.nbytes, ref) for item, ref in zip(self.plan.items, refs, strict=True)]
-
-
-def _remove(folder: str, owner: int) -> None:
-    """Removes a folder, in the process that made it."""
-    if os.getpid() == owner:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-class _Held:
-    """The data of a plan on its way to the process that writes it.
-
-    That process is forked, and has all memory of this one as it was then; or it is spawned, and the data is pickled.
-    torch would move a pickled tensor's memory into a file that both processes map: what is pickled here is a copy, so
-    that the tensors of the trainer stay where they are, and may change.
-    """
-
-    def __init__(self, values: Sequence[torch.Tensor | bytes]) -> None:
-        self._values = list(values)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Returns copies of the tensors in host memory; others are shared as torch does it."""
-        copies = [
-            value.clone() if isinstance(value, torch.Tensor) and value.device.type == "cpu" else value
-            for value in self._values
-        ]
-        return {"_values": copies}
-
-    def on_host(self) -> list[torch.Tensor | bytes]:
-        """Returns the data, with the tensors of accelerators copied to the host."""
-        return [value.to("cpu") if isinstance(value, torch.Tensor) else value for value in self._values]
-
-
-def write(job: _Job, values: list[torch.Tensor | bytes], nothing: None) -> None:
-    """Writes a rank's file, in a process of its own; Megatron passes three arguments and replaces the second.
-
-    It raises nothing: Megatron's persistent worker would end, and the trainer would wait for it for ever.
-    """
-    del nothing
-    told: dict[str, Any] = {"error": None, "entries": []}
-    try:
-        if job.plan.items:
-            _, results = job.file.write(job.plan, _Data(values))
-            told["entries"] = [list(result.storage_data) for result in results]
-    except Exception as e:
-        told["error"] = f"{type(e).__name__}: {e}"
-    folder = Path(job.folder)
-    try:
-        write_whole(folder / "results.json", json.dumps(told).encode(), folder / "results.partial", synced=False)
-    except OSError:
-        # The last function raises then. If the folder is gone, nobody waits for the results any more.
-        logger.exception("cannot tell the trainer what was written")

@@ -223,6 +223,7 @@ def load(
 
 
 def _mismatch(missing: set[str], unexpected: set[str]) -> str:
+    """Returns the message for keys that only the checkpoint has, and keys that it does not have."""
     parts = []
     if unexpected:
         parts.append(f"Unexpected keys (not found in the checkpoint): {sorted(unexpected)}")

@@ -33,7 +33,7 @@ ShardId: TypeAlias = tuple[str, shards.Box, tuple[int, ...], str]
 
 
 class Need(NamedTuple):
-    """What a rank says of a shard that it needs.
+    """A shard that a rank needs, as it announces it to the other ranks.
 
     Attributes:
         nbytes: its length
@@ -116,7 +116,7 @@ class Exchange:
         self._urls = urls
         self._rank = rank
         self.fetched = 0
-        self._filling: Readiness | None = None
+        self._readiness: Readiness | None = None
         self._room = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._leaves: dict[ShardId, list[int]] = defaultdict(list)
         for number, shard, _ in needs_of(loading):
@@ -172,11 +172,11 @@ class Exchange:
         return None
 
     def withdraw(self) -> None:
-        """Ends what this rank serves, which the others have: its memory is free for the next turn."""
-        if self._filling is not None:
-            # A withdrawal would keep it for receivers that may come back.
-            self._server.abandon(self._filling)
-            self._filling = None
+        """Ends the publication of this turn, which all other ranks have received: its memory is free for the next."""
+        if self._readiness is not None:
+            # A withdrawal would keep the publication for receivers that may come back.
+            self._server.abandon(self._readiness)
+            self._readiness = None
 
     def _is_direct(self, shard: ShardId) -> bool:
         return _is_direct(self._loading.leaf(self._leaves[shard][0]))
@@ -218,31 +218,31 @@ class Exchange:
 
     def _read_alone(self, plan: Plan) -> None:
         """Reads the shards and objects that no other rank needs, and the objects that this rank reads for others."""
-        known = {number for number, shard, _ in needs_of(self._loading) if shard in plan.shared}
-        parts = [self._loading.item(part) for part in self._loading.parts if part.number not in known]
+        shared = {number for number, shard, _ in needs_of(self._loading) if shard in plan.shared}
+        parts = [self._loading.item(part) for part in self._loading.parts if part.number not in shared]
         elsewhere = plan.shared_objects.difference(plan.objects[self._rank])
         objects = [item for key, item in self._loading.objects.items() if key not in elsewhere]
         self._loading.read([*objects, *parts])
 
     def _serve(self, step: int, own: dict[ShardId, torch.Tensor]) -> None:
-        """Publishes the memory of shards, and reads them into it."""
+        """Publishes the memory of ``own``, the shards that this rank reads for others, and then fills it from files."""
         rows = no_rows()
         for number, tensor in enumerate(own.values()):
             rows.append(tensor, str(number), "U8", (tensor.nbytes,), address(tensor), tensor.nbytes, 0)
-        filling = Container(rows, list(own.values()), True).publish(self._server, step, filled=False)
-        assert filling is not None
+        readiness = Container(rows, list(own.values()), True).publish(self._server, step, filled=False)
+        assert readiness is not None
         try:
-            self._fill(filling, own)
+            self._fill(readiness, own)
         except BaseException:
-            self._server.abandon(filling)
+            self._server.abandon(readiness)
             raise
-        self._filling = filling
+        self._readiness = readiness
 
-    def _fill(self, filling: Readiness, own: dict[ShardId, torch.Tensor]) -> None:
-        """Reads shards in the order in which they lie in the publication, and reports how far it is."""
+    def _fill(self, readiness: Readiness, own: dict[ShardId, torch.Tensor]) -> None:
+        """Reads shards in the order in which they lie in the publication, and tells ``readiness`` how far it is."""
         items: list[Any] = []
         waiting = end = 0
-        for start, shard in sorted(zip(filling.starts, own, strict=True), key=lambda one: one[0]):
+        for start, shard in sorted(zip(readiness.starts, own, strict=True), key=lambda pair: pair[0]):
             tensor, number = own[shard], self._leaves[shard][0]
             # Where the dtypes differ, the stored bytes pass through temporary memory.
             size = max(tensor.itemsize, self._loading.stored_dtype(number).itemsize)
@@ -256,7 +256,7 @@ class Exchange:
                     waiting += part.wanted.numel * size
                     if waiting >= _BATCH:
                         self._loading.read(items)
-                        filling.ready(start + there * tensor.itemsize)
+                        readiness.ready(start + there * tensor.itemsize)
                         items, waiting = [], 0
                 if is_staged:
                     # Now, while its reads go to the temporary memory.
@@ -264,7 +264,7 @@ class Exchange:
                     items, waiting = [], 0
             end = start + tensor.nbytes
         self._loading.read(items)
-        filling.ready(end)
+        readiness.ready(end)
 
 
 class _Fetching:
@@ -291,6 +291,7 @@ class _Fetching:
             self._thread.start()
 
     def _run(self, orders: list[Any], seconds: float, options: ServerOptions, lanes: int | None) -> None:
+        """Fetches, in the thread; keeps the error, if there is one, for :meth:`result`."""
         try:
             report = _fetch_slices(
                 orders, timeout=seconds, lanes=lanes, same_host=options.same_host, ahead=_AHEAD, secret=options.secret
@@ -311,7 +312,7 @@ class _Fetching:
         return self._bytes
 
     def end(self) -> None:
-        """Waits for the end; the memory is not written to any more."""
+        """Waits until the thread has ended, and no longer writes to the memory."""
         if self._thread is not None:
             self._thread.join()
 
@@ -341,9 +342,10 @@ def _slice(number: int, tensor: torch.Tensor) -> SliceTuple:
 
 
 def _in_order(parts: list[Part], shape: Sequence[int], size: int) -> Iterator[tuple[Part, int]]:
-    """Yields parts of about ``_BATCH`` bytes at most, in order, and how many elements of the shard are there then.
+    """Yields parts of about ``_BATCH`` bytes at most, in order, each with how many elements are complete behind it.
 
-    Parts that are not whole rows of the shard are there when all of them are.
+    Those are the elements at the beginning of the shard without a gap: parts that are not whole rows of the shard are
+    complete when all of them are read.
 
     Args:
         parts: those of a shard

@@ -26,8 +26,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.distributed_c10d import _get_default_store
 
 from ..errors import TensorferryError
+from ..net.store import StoreThread
 from .release import CheckpointingException
-from .store import StoreThread
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -95,6 +95,7 @@ class Together:
             return self._step(what, local, decide)
 
     def _step(self, what: str, local: Callable[[], T], decide: Callable[[list[T]], R]) -> R:
+        """Does what :meth:`step` says: gathers values or errors on the coordinator, and spreads its answer."""
         answered: tuple[R, bytes] | None = None
         value, error = _attempt(local)
         if self.world == 1:
@@ -247,7 +248,7 @@ class Together:
         return True
 
     def _raise(self, text: str, error: BaseException | None) -> NoReturn:
-        """Raises what all ranks know: Megatron's exception; or again what is none, such as KeyboardInterrupt."""
+        """Raises ``text``, which all ranks know, as Megatron's exception; an interrupt of this rank is raised again."""
         if error is not None and _interrupts(error):
             self._told = error
             raise error
@@ -431,7 +432,7 @@ def _attempt(call: Callable[[], T]) -> tuple[T | None, BaseException | None]:
 
 
 def _interrupts(error: BaseException) -> bool:
-    """Whether it ends more than what is being done here: KeyboardInterrupt, say."""
+    """Whether an error, such as KeyboardInterrupt, is to end more than the step in which it came."""
     return not isinstance(error, (Exception, CheckpointException))
 
 

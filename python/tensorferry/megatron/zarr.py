@@ -1,7 +1,7 @@
 """Checkpoints of backend ``zarr``, which megatron-core had until 0.15: one Zarr array for each tensor.
 
 ``common.pt`` holds the common state and ``KEY/shard_OFFSET_SHAPE.pt`` the objects, as ``torch.save`` writes them.
-``zarr_arrays.py`` has the format of the arrays.
+``zarr_arrays.py`` has the format of the arrays. This module loads them, and ``zarr_save.py`` saves them.
 """
 
 from __future__ import annotations
@@ -19,17 +19,14 @@ import torch
 from .. import _validate
 from ..memory.tensors import scratch, why_not_writable
 from ..pickles.allowlist import Allowed
-from ..storage.whole_files import sync_folder
 from . import common, shards
-from .formats.zarr_arrays import ARRAY, DTYPES, Piece, ZarrArray, new_path_of, open_array
-from .formats.zarr_folders import arrays_of, load_object, objects_of, save_object
-from .interfaces import LoadShardedStrategy, SaveShardedStrategy
+from .formats.zarr_arrays import Piece, ZarrArray, open_array
+from .formats.zarr_folders import arrays_of, load_object, objects_of
+from .interfaces import LoadShardedStrategy
 from .release import (
     CheckpointingException,
     ShardedObject,
     ShardedTensor,
-    TorchDistSaveShardedStrategy,
-    is_main_replica,
 )
 from .together import Together
 
@@ -150,14 +147,14 @@ class ZarrLoadShardedStrategy(LoadShardedStrategy):
                 arrays[leaf.key] = open_array(folder, leaf.key)
             parts.append(_Part(leaf, arrays[leaf.key]))
         with ThreadPoolExecutor(self._threads, "tensorferry-zarr") as pool:
-            _all(pool, lambda job: job[0].array.check_chunk(job[1].chunk), _pieces(parts))
+            call_all(pool, lambda job: job[0].array.check_chunk(job[1].chunk), _pieces(parts))
 
     def _read(self, folder: Path, values: dict[int, Any], parts: list[_Part]) -> None:
         """Reads ``parts``, and adds their tensors to ``values``."""
         for part in parts:
             values[id(part.shard)] = part.allocate(self._on_device)
         with ThreadPoolExecutor(self._threads, "tensorferry-zarr") as pool:
-            read = _all(pool, lambda job: job[0].read(job[1]), _pieces(parts))
+            read = call_all(pool, lambda job: job[0].read(job[1]), _pieces(parts))
         filled = [part.array.key for (part, _), count in zip(_pieces(parts), read, strict=True) if not count]
         if filled:
             logger.warning(
@@ -213,100 +210,6 @@ class TensorStoreLoadShardedStrategy(ZarrLoadShardedStrategy):
         )
         self.load_directly_on_device = _validate.boolean("load_directly_on_device", load_directly_on_device)
         self._on_device = load_directly_on_device
-
-
-class ZarrSaveShardedStrategy(TorchDistSaveShardedStrategy, SaveShardedStrategy):  # type: ignore[misc]
-    """Saves checkpoints of backend ``zarr``, which megatron-core 0.3 to 0.15 reads.
-
-    A shard becomes a chunk. Like those releases, it does not save into an array that is there already; unlike them, it
-    saves shards of uneven sizes, too. It derives from Megatron's own strategy because releases since 0.17 silently
-    replace every other class.
-
-    Args:
-        backend: ``"zarr"``
-        version: 1
-        threads: threads that write; ``None`` chooses by the number of cores
-        process_group: the ranks that save together; ``None`` means all
-
-    Raises:
-        InvalidArgument: an argument cannot be used; the message names it
-        CheckpointingException: ``backend`` or ``version`` is another one
-    """
-
-    def __init__(
-        self, backend: str = BACKEND, version: int = VERSION, *, threads: int | None = None, process_group: Any = None
-    ) -> None:
-        if (backend, version) != (BACKEND, VERSION):
-            raise CheckpointingException(
-                f"ZarrSaveShardedStrategy writes the backend {BACKEND!r} of version {VERSION}, not {backend!r} of "
-                f"version {version!r}"
-            )
-        TorchDistSaveShardedStrategy.__init__(self, backend, version)
-        self._threads = thread_count(threads)
-        self._group = process_group
-
-    @property
-    def can_handle_sharded_objects(self) -> bool:
-        """Always true."""
-        return True
-
-    def save(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> None:
-        """Saves the shards and objects that this rank is the main replica of. All ranks call it.
-
-        Raises:
-            CheckpointingException: a shard has no data, or a dtype or shape that those releases cannot read, an array
-                is there already, or the system refuses; it is raised on all ranks
-        """
-        folder = Path(checkpoint_dir)
-        ranks = Together(self._group)
-        tensors: list[Any] = []
-        objects: list[Any] = []
-
-        def create() -> None:
-            for _, leaf in shards.leaves(sharded_state_dict):
-                if isinstance(leaf, ShardedTensor):
-                    shards.check(leaf)
-                if is_main_replica(leaf.replica_id):
-                    (objects if isinstance(leaf, ShardedObject) else tensors).append(leaf)
-            for shard in tensors:
-                _check_saved(shard)
-                if not any(shard.global_offset) and (shards.box_of(shard).numel or not all(shard.global_shape)):
-                    _array_for(folder, shard).create()
-
-        def write() -> None:
-            for leaf in objects:
-                save_object(folder, leaf)
-            jobs = []
-            arrays = {shard.key: open_array(folder, shard.key) for shard in tensors}
-            for shard in tensors:
-                array = arrays[shard.key]
-                if (array.shape, array.dtype) != (tuple(shard.global_shape), shard.dtype):
-                    raise CheckpointingException(
-                        f"{shard.key}: the ranks do not agree on it: it is {shard.dtype} {list(shard.global_shape)} on "
-                        f"this one, and {array.dtype} {list(array.shape)} on another one"
-                    )
-                data, box = shards.with_axes(shard), shards.box_of(shard)
-                jobs += [(array, piece, piece.of(data)) for piece in array.pieces(*box)]
-            with ThreadPoolExecutor(self._threads, "tensorferry-zarr") as pool:
-                _all(pool, lambda job: job[0].write(*job[1:]), jobs)
-            for path in {folder, *(array.path for array in arrays.values())}:
-                sync_folder(path)
-
-        with ranks.counting_on_each_other():
-            ranks.every(f"save into {folder}", create)
-            ranks.every(f"save into {folder}", write)
-
-    def async_save(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuses: those releases saved this format synchronously only, and so does this strategy.
-
-        Raises:
-            CheckpointingException: always
-        """
-        del args, kwargs
-        raise CheckpointingException(
-            "Cannot apply async_save to the backend 'zarr': save without async_sharded_save=True, or with "
-            "tensorferry's save_strategy()"
-        )
 
 
 class _Part:
@@ -401,7 +304,7 @@ def thread_count(threads: int | None) -> int:
     return min(8, os.cpu_count() or 1) if threads is None else _validate.integer("threads", threads, 1)
 
 
-def _all(pool: ThreadPoolExecutor, call: Callable[[Any], Any], jobs: Iterable[Any]) -> list[Any]:
+def call_all(pool: ThreadPoolExecutor, call: Callable[[Any], Any], jobs: Iterable[Any]) -> list[Any]:
     """Calls ``call`` with each of ``jobs`` in the threads of ``pool``; raises the first error."""
     return list(pool.map(call, jobs))
 
@@ -413,24 +316,3 @@ def _pieces(parts: list[_Part]) -> Iterator[tuple[_Part, Piece]]:
 def _whole(array: ZarrArray) -> Any:
     meta = torch.empty(array.shape, dtype=array.dtype, device="meta")
     return ShardedTensor.from_rank_offsets(array.key, meta).without_data()
-
-
-def _check_saved(shard: Any) -> None:
-    if shard.data is None:
-        raise CheckpointingException(f"{shard.key}: the main replica of a shard has no data to save")
-    if shard.dtype not in DTYPES.values():
-        raise CheckpointingException(
-            f"{shard.key} is of {shard.dtype}, which checkpoints of backend 'zarr' do not have: convert it first, or "
-            "save with tensorferry's save_strategy()"
-        )
-    if ARRAY in shard.key.split("/") or shard.key.endswith(".sync"):
-        raise CheckpointingException(f"{shard.key!r} is a name that checkpoints of backend 'zarr' reserve")
-
-
-def _array_for(folder: Path, shard: Any) -> ZarrArray:
-    """Returns the array of a tensor whose first shard this is; the shard's shape becomes that of a chunk."""
-    sizes = shards.box_of(shard).sizes
-    chunks = tuple(max(n, 1) for n in sizes)
-    return ZarrArray(
-        new_path_of(folder, shard.key), shard.key, tuple(map(int, shard.global_shape)), chunks, shard.dtype
-    )

@@ -68,6 +68,7 @@ class _Pinned(mmap.mmap):
 
     @classmethod
     def of(cls, nbytes: int) -> _Pinned:
+        """Maps ``nbytes`` bytes, which forked children do not inherit, and page-locks them."""
         try:
             memory = cls(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             # Not inherited by forked children, like memory that CUDA allocates: with copy-on-write, one side's pages

@@ -236,15 +236,16 @@ class Staging:
                 piece.release()
 
     def _run(self, placed: list[tuple[int, Piece]], ready: Callable[[int], bool] | None) -> None:
+        """Queues a few batches ahead of the device, and reports each one that it has copied."""
         queued: deque[tuple[Event, _Batch]] = deque()
-        known = -1
+        reported = -1
 
-        def is_wanted(there: int) -> bool:
-            nonlocal known
-            if ready is None or there <= known:
+        def is_wanted(copied: int) -> bool:
+            nonlocal reported
+            if ready is None or copied <= reported:
                 return True
-            known = there
-            return ready(there)
+            reported = copied
+            return ready(copied)
 
         end = 0
         for batch in self._batches(placed):

@@ -46,7 +46,8 @@ def advertised_host(advertise: str | None, listening: str | None) -> str:
 
     Args:
         advertise: a name or an address, used as it is; or an interface of this host, or a network that contains one of
-            its addresses. ``None`` takes the value of ``TENSORFERRY_ADVERTISE``
+            its addresses; or several of these with commas between them, of which the first one counts here. ``None``
+            takes the value of ``TENSORFERRY_ADVERTISE``
         listening: the only address on which the server listens; ``None`` if it listens on all
 
     Raises:
@@ -58,10 +59,10 @@ def advertised_host(advertise: str | None, listening: str | None) -> str:
         it resolves within a second to an address that other hosts can use; the address of the interface with the
         default route.
     """
-    chosen = _validate.string("advertise", advertise or setting(ADVERTISE) or "")
+    chosen = next(iter(wanted_addresses(advertise)), "")
     if chosen:
-        if _NETWORK.fullmatch(chosen) or any(name == chosen for name, _ in interfaces()):
-            return _own_address(chosen)
+        if (own := address_of_own(chosen)) is not None:
+            return own
         address = _parse(chosen)
         if address.is_unspecified if address is not None else not _NAME.fullmatch(chosen):
             raise InvalidArgument(
@@ -73,6 +74,30 @@ def advertised_host(advertise: str | None, listening: str | None) -> str:
         return listening
     name = socket.gethostname()
     return name if _resolves_for_peers(name) else _outward_address()
+
+
+def wanted_addresses(advertise: str | None) -> list[str]:
+    """Returns the items of ``advertise=`` or else of ``TENSORFERRY_ADVERTISE``, a list with commas; empty if unset.
+
+    Raises:
+        InvalidArgument: ``advertise`` is not a string, or has an empty item
+    """
+    chosen = _validate.string("advertise", advertise or setting(ADVERTISE) or "")
+    items = [item.strip() for item in chosen.split(",")] if chosen else []
+    if not all(items):
+        raise InvalidArgument(f"advertise={_validate.brief(chosen)} must have an address between any two commas")
+    return items
+
+
+def address_of_own(wanted: str) -> str | None:
+    """Returns the address of this host that ``wanted`` selects, if it is an interface or a network; else ``None``.
+
+    Raises:
+        InvalidArgument: it is a network in which this host has no address
+    """
+    if _NETWORK.fullmatch(wanted) or any(name == wanted for name, _ in interfaces()):
+        return _own_address(wanted)
+    return None
 
 
 def interfaces() -> list[tuple[str, str]]:
@@ -105,25 +130,31 @@ def interface_speed(address: str) -> tuple[str, float] | None:
     wanted = _parse(address)
     for name, text in interfaces():
         if _parse(text) == wanted:
-            try:
-                mbit = int(Path(f"/sys/class/net/{name}/speed").read_text())
-            except (OSError, ValueError):  # Virtual interfaces have no speed; drivers report that in several ways.
-                return None
+            mbit = link_speed(name)
             return (name, mbit * 125_000.0) if mbit > 0 else None
     return None
 
 
+def link_speed(interface: str) -> int:
+    """Returns the rated speed of an interface in Mbit/s; 0 if the system does not report one."""
+    try:
+        return max(int(Path(f"/sys/class/net/{interface}/speed").read_text()), 0)
+    except (OSError, ValueError):  # Virtual interfaces have no speed; drivers report that in several ways.
+        return 0
+
+
 def _own_address(wanted: str) -> str:
-    found = [(name, address) for name, text in interfaces() if (address := _parse(text)) is not None]
-    named = [address for name, address in found if name == wanted]
+    """Returns the address of this host that ``wanted`` selects: by interface, by address or by network."""
+    own = [(name, address) for name, text in interfaces() if (address := _parse(text)) is not None]
+    named = [address for name, address in own if name == wanted]
     if not named:
         try:
             network = ipaddress.ip_network(wanted, strict=False)
         except ValueError:
             network = None
-        named = [a for _, a in found if network is not None and a.version == network.version and a in network]
+        named = [a for _, a in own if network is not None and a.version == network.version and a in network]
     if not named:
-        have = ", ".join(f"{name} {address}" for name, address in found)
+        have = ", ".join(f"{name} {address}" for name, address in own)
         raise InvalidArgument(f"this host has no interface or address {_validate.brief(wanted)}; it has {have}")
     # IPv4 first: whether a peer can reach an address depends on the peer's own, and every cluster has IPv4.
     return str(min(named, key=lambda address: (address.is_link_local, address.version)))
@@ -154,6 +185,7 @@ def _resolves_for_peers(name: str) -> bool:
 
 
 def _outward_address() -> str:
+    """Returns the address of this host from which packets leave for other networks; loopback if there is none."""
     # Connecting a datagram socket sends nothing; it only selects the interface. The target addresses are reserved for
     # documentation.
     for family, target in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):

@@ -12,6 +12,15 @@ from ..errors import InvalidArgument, UnprovenSource
 
 logger = logging.getLogger("tensorferry")
 
+#: Scheme, what stands before an @, and host and port.
+_PINNED = re.compile(r"(https?)://(?:([^/@\s]*)@)?([^/@\s]*)")
+_FINGERPRINT = re.compile(r"sha256-[0-9a-f]{64}")
+#: How many characters of a host a message repeats.
+_SHOWN = 200
+_WHOLE = (
+    "give the whole string, https://sha256-...@host:port/..., as metadata() of the source returns it, or as "
+    "`tensorferry serve` or `tensorferry-keeper --status` prints it"
+)
 #: The form of what ``metadata()`` returns.
 _METADATA = re.compile(r"(http://|https://sha256-[0-9a-f]+@)[^/@]+/(\S+/)?")
 
@@ -32,11 +41,39 @@ def join_metadata(metadata: Iterable[str]) -> str:
     given = _validate.items("metadata", metadata)
     urls = [url for joined in given for url in _validate.string("each metadata", joined).split()]
     for url in urls:
+        check_fingerprint(url)
         if not _METADATA.fullmatch(url) or is_stock(url):
             raise InvalidArgument(f"{_validate.brief(url)} is not the metadata of a tensorferry transport")
     if not urls:
         raise InvalidArgument("metadata is empty: pass what metadata() of a source has returned")
     return " ".join(dict.fromkeys(urls))
+
+
+def check_fingerprint(url: str) -> None:
+    """Checks that a URL has the fingerprint of a certificate if, and only if, it encrypts.
+
+    Raises:
+        InvalidArgument: it has one too few, one too many, or something else in its place; the message names the host
+            and not the random path
+    """
+    found = _PINNED.match(url)
+    if found is None:
+        return
+    scheme, pinned, place = found.groups()
+    if scheme == "https" and pinned is None:
+        raise InvalidArgument(
+            f"https://{place[:_SHOWN]} comes without the fingerprint of its certificate, without which nobody can tell "
+            f"whose it is: {_WHOLE}"
+        )
+    if scheme == "https" and not _FINGERPRINT.fullmatch(pinned):
+        raise InvalidArgument(
+            f"what https://{place[:_SHOWN]} has before the @ is not the fingerprint of a certificate, sha256- and 64 "
+            f"hexadecimal digits: {_WHOLE}"
+        )
+    if scheme == "http" and pinned is not None:
+        raise InvalidArgument(
+            f"http://{place[:_SHOWN]} does not encrypt, and comes with the fingerprint of a certificate: {_WHOLE}"
+        )
 
 
 def is_stock(metadata: str) -> bool:

@@ -11,27 +11,25 @@ from typing import Any, TypedDict, TypeVar, Unpack, cast
 from .. import _settings, _validate
 from ..errors import InvalidArgument
 from .addresses import listening_address
+from .certificates import Tls, encryption
 from .secret import shared_secret
 
 _PORTS = re.compile(r"([0-9]{1,5})(?:-([0-9]{1,5}))?", re.ASCII)
 _MOST_PORT = (1 << 16) - 1
+_ZONE = re.compile(r"[A-Za-z0-9._-]{1,64}", re.ASCII)
 
 
-Init = TypeVar("Init", bound=Callable[..., None])
-
-
-#: What is not ``None`` by default.
-_DEFAULTS = {"tls": False}
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class ServerArguments(TypedDict, total=False):
     """The keyword arguments of everything that serves; the docstring of ``HTTPTransport`` explains them.
 
-    All may be left out: ``tls`` is false then, and the others are ``None``.
+    All may be left out, and are ``None`` then.
     """
 
     secret: str | bytes | None
-    tls: bool
+    tls: Tls
     same_host: bool | None
     interface: str | None
     advertise: str | None
@@ -47,12 +45,14 @@ class ServerOptions:
         secret: the shared secret that clients must prove, held natively, where neither a ``repr`` nor a pickle nor a
             traceback shows it; ``None`` disables authentication
         tls: whether to encrypt
+        certificate: the certificate that the server was given; ``None``: it makes one when it starts
         same_host: whether processes of this machine may use shared memory
         listening: the one address to listen on; ``None`` means all
         advertise: the name, address, interface or network to put into the metadata; ``None`` lets
             ``advertised_host`` choose
         max_bandwidth: bytes per second for all receivers together; ``None`` means no limit
         ports: the first and the last port to try; 0 means any
+        zone: the zone in which this process runs; ``None``: it is not known
         metrics_ports: the same for the port on which counters alone are served; ``None``: there is no such port
 
     Raises:
@@ -62,40 +62,40 @@ class ServerOptions:
     def __init__(self, **given: Unpack[ServerArguments]) -> None:
         """Checks the arguments, and reads the environment variables for those that are ``None``."""
         self.secret = shared_secret(given.get("secret"))
-        self.tls = _validate.boolean("tls", given.get("tls", _DEFAULTS["tls"]))
+        self.tls, self.certificate = encryption(given.get("tls"))
         self.same_host = wants_same_host(given.get("same_host"))
         limit = given.get("max_bandwidth")
         self.max_bandwidth = None if limit is None else _validate.integer("max_bandwidth (bytes per second)", limit, 1)
+        self.zone = zone_name()
         self.listening = listening_address(given.get("interface"))
         self.advertise = given.get("advertise")
         self.ports = port_range("port", given.get("port"), _settings.PORT) or (0, 0)
         self.metrics_ports = port_range("metrics_port", given.get("metrics_port"), _settings.METRICS_PORT)
 
 
-def takes_server_arguments(init: Init) -> Init:
-    """Decorates an ``__init__`` with ``**server: Unpack[ServerArguments]``: it shows them one by one, and no others.
+def takes_server_arguments(function: Function) -> Function:
+    """Decorates a function, such as an ``__init__``, with ``**server: Unpack[ServerArguments]``.
 
-    So ``inspect.signature`` and ``help`` name them, and a misspelt one is refused as for any function.
+    It shows these one by one, and takes no others. So ``inspect.signature`` and ``help`` name them, and a misspelt one
+    is refused as for any function.
     """
-    declared = inspect.signature(init)
+    declared = inspect.signature(function)
     kept = [one for one in declared.parameters.values() if one.kind is not inspect.Parameter.VAR_KEYWORD]
     added = [
-        inspect.Parameter(
-            name, inspect.Parameter.KEYWORD_ONLY, default=_DEFAULTS.get(name), annotation=kind.__forward_arg__
-        )
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind.__forward_arg__)
         for name, kind in ServerArguments.__annotations__.items()
     ]
     known = {one.name for one in (*kept, *added)}
 
-    @functools.wraps(init)
-    def checked(*args: Any, **named: Any) -> None:
+    @functools.wraps(function)
+    def checked(*args: Any, **named: Any) -> Any:
         for name in named:
             if name not in known:
-                raise TypeError(f"{init.__qualname__}() got an unexpected keyword argument {name!r}")
-        init(*args, **named)
+                raise TypeError(f"{function.__qualname__}() got an unexpected keyword argument {name!r}")
+        return function(*args, **named)
 
     checked.__signature__ = declared.replace(parameters=[*kept, *added])  # type: ignore[attr-defined]
-    return cast(Init, checked)
+    return cast(Function, checked)
 
 
 def port_range(name: str, given: int | str | None, variable: str) -> tuple[int, int] | None:
@@ -152,6 +152,22 @@ def wants_relay(asked: bool | None) -> bool:
         InvalidArgument: ``asked`` is not a ``bool``, or the variable neither ``0`` nor ``1``
     """
     return _switch("relay", asked, _settings.RELAY, False)
+
+
+def zone_name() -> str | None:
+    """Returns the zone in which this process runs, from ``TENSORFERRY_ZONE``; ``None`` if that is not set.
+
+    Raises:
+        InvalidArgument: the variable is not a name of 1 to 64 letters, digits, ``-``, ``_`` and ``.``
+    """
+    value = _settings.setting(_settings.ZONE)
+    if not value:
+        return None
+    if not _ZONE.fullmatch(value):
+        raise InvalidArgument(
+            f'{_settings.ZONE} must be a name of at most 64 letters, digits and "-_.", not {_validate.brief(value)}'
+        )
+    return value
 
 
 def _switch(name: str, asked: bool | None, variable: str, default: bool) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from .._native import Report
@@ -16,6 +16,8 @@ logger = logging.getLogger("tensorferry")
 #: share of the interface's rated speed.
 _LONG_S = 2.0
 _SLOW = 0.1
+#: How many senders a log line names.
+_MOST_SENDERS = 12
 
 
 class InPlace(NamedTuple):
@@ -54,7 +56,10 @@ class ReceiveReport:
         in_place: how the live state matched; ``None`` without one
         relayed_bytes: the part of ``bytes`` that other receivers have sent
         relays: how many other receivers have sent them
+        route_bytes: bytes that came by each of ``routes``, in that order
         refused_blocks: blocks of 1 MiB from other receivers that were not the source's, and were fetched again
+        senders: how many bytes came from each source and each other receiver, by its host and port; bytes that came
+            more than once count for who sent them last
     """
 
     step: int
@@ -73,6 +78,8 @@ class ReceiveReport:
     relayed_bytes: int = 0
     relays: int = 0
     refused_blocks: int = 0
+    route_bytes: tuple[int, ...] = ()
+    senders: dict[str, int] = field(default_factory=dict)
 
     @property
     def bytes_per_second(self) -> float:
@@ -106,7 +113,20 @@ class ReceiveReport:
             relayed_bytes=report.relayed,
             relays=report.relays,
             refused_blocks=report.refused,
+            route_bytes=tuple(report.route_bytes),
+            senders=report.senders,
         )
+
+
+def _shares(senders: dict[str, int]) -> str:
+    """Returns the part of a log line that says how many bytes came from whom; empty where all came from one."""
+    if len(senders) < 2:
+        return ""
+    most = sorted(senders.items(), key=lambda one: -one[1])
+    named = [f"{sent} from {sender}" for sender, sent in most[:_MOST_SENDERS]]
+    if rest := sum(sent for _, sent in most[_MOST_SENDERS:]):
+        named.append(f"{rest} from {len(most) - _MOST_SENDERS} more")
+    return f", bytes by sender: {', '.join(named)}"
 
 
 def in_place(fit: InPlace | None) -> str:
@@ -125,7 +145,9 @@ def log_receive(report: ReceiveReport, *, tls: bool, secret: bool) -> None:
     for source, trouble in report.troubles.items():
         logger.warning("step %d: ranges of %s were fetched over other connections: %s", report.step, source, trouble)
     rate = report.bytes_per_second
-    routes = [f"{here} <- {there}" for here, there in report.routes]
+    several = len(report.routes) > 1
+    by_route = list(zip(report.routes, report.route_bytes, strict=True))
+    routes = [f"{here} <- {there}{f' ({nbytes} bytes)' if several else ''}" for (here, there), nbytes in by_route]
     if report.same_host:
         routes.append("shared memory")
     relayed = ""
@@ -146,14 +168,15 @@ def log_receive(report: ReceiveReport, *, tls: bool, secret: bool) -> None:
         report.retries,
         "with" if tls else "without",
         "with" if secret else "without",
-        relayed + in_place(report.in_place),
+        relayed + _shares(report.senders) + in_place(report.in_place),
     )
     # A short receive says nothing about a link.
     if report.same_host or report.fetch_seconds < _LONG_S:
         return
-    # The rate is that of all routes: one line for each address here.
+    # One line for each address here, with what came to it.
     for here in dict.fromkeys(here for here, _ in report.routes):
         interface = interface_speed(here)
+        rate = sum(nbytes for (own, _), nbytes in by_route if own == here) / report.fetch_seconds
         there = ", ".join(there for own, there in report.routes if own == here)
         if interface is not None and rate < interface[1] * _SLOW:
             logger.warning(

@@ -39,6 +39,7 @@ def shared_secret(secret: str | bytes | None) -> Secret | None:
 
 
 def _from_environment() -> bytes | None:
+    """Returns the secret from ``TENSORFERRY_SECRET``, or from the file that ``TENSORFERRY_SECRET_FILE`` names."""
     value, path = setting(SECRET), setting(SECRET_FILE)
     if value is not None and path is not None:
         raise InvalidArgument(f"{SECRET} and {SECRET_FILE} are both set: set only one of them")

@@ -11,6 +11,7 @@ from .._native import Server
 from ..errors import ForkedProcess
 from .addresses import advertised_host
 from .options import ServerOptions
+from .rails import advertised_rails
 
 logger = logging.getLogger("tensorferry")
 
@@ -38,7 +39,10 @@ def start(patience: float, options: ServerOptions, swarm: bool = False) -> tuple
         max_bandwidth=options.max_bandwidth,
         secret=options.secret,
         tls=options.tls,
+        certificate=options.certificate,
         swarm=swarm,
+        rails=advertised_rails(options.advertise, options.listening),
+        zone=options.zone,
     )
     return server, host
 
@@ -62,7 +66,7 @@ def serve(timeout: timedelta, options: ServerOptions, swarm: bool = False) -> tu
 def metrics_url(server: Server, url: str) -> str:
     """Returns the URL at which a scraper finds the counters of ``server``, whose URL for peers is ``url``.
 
-    It is that of the port for counters if there is one, and else below the random part of ``url``.
+    If the server has a port for counters, the URL names that port; otherwise it lies below the random part of ``url``.
 
     Raises:
         ForkedProcess: this process was forked from the one that made the server
@@ -73,7 +77,7 @@ def metrics_url(server: Server, url: str) -> str:
 def withdraw(server: Server, timeout: timedelta) -> None:
     """Withdraws what ``server`` publishes; readers of borrowed memory have at most ``timeout`` to finish.
 
-    One that takes no byte for two seconds is cut off then.
+    A reader that takes no byte for two seconds meanwhile is cut off earlier.
 
     All errors but ``ForkedProcess`` are logged and not raised, so that a trainer is not stopped by them.
 

@@ -183,6 +183,7 @@ def _torch_user_globals() -> dict[str, Any]:
 
 
 def _without_torch(listed: dict[str, Any]) -> dict[str, Any]:
+    """Returns of the globals listed with torch those that are neither torch's own nor in the table."""
     return {
         name: value
         for name, value in listed.items()

@@ -213,6 +213,7 @@ def _is_enclosing(item: Any, around: Any) -> bool:
 
 
 def _attributes(instance: Any) -> list[Any]:
+    """Returns the values of an object's attributes, in its ``__dict__`` and its slots."""
     values = list(vars(instance).values()) if hasattr(instance, "__dict__") else []
     cls: Any = type(instance)
     for slot in _slots(cls):

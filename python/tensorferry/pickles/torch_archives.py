@@ -74,6 +74,7 @@ class _Archive:
         )
 
     def _check_listed(self) -> None:
+        """Checks the records by the archive's directory: none is compressed, and they fit into the file."""
         if isinstance(self._source, io.BytesIO):
             self._source.seek(0)
         with zipfile.ZipFile(self._source) as archive:
@@ -206,6 +207,7 @@ def _opened(source: io.BytesIO | str, stand_in: StandIn | None = None, mapped: M
 
 
 def _load(archive: _Archive, name: str, allowed: Allowed, map_location: Any) -> Any:
+    """Loads the object in an archive whose records are checked; ``name`` is the archive's in messages."""
     module = pickle_module(allowed, lambda _: name)
     try:
         archive.check_records()

@@ -105,6 +105,7 @@ class Unpickler(Limits):
         return cls.__new__(cls, *args, **named)
 
     def _call(self, function: Any, args: Any) -> Any:
+        """Calls a global with ``args``, as the table reviews it or because the user has listed it."""
         require(type(args) is tuple, "arguments that are not a tuple")
         if type(function) is Function:
             return self._run_reviewed(function.name, function.run, args)
@@ -118,6 +119,7 @@ class Unpickler(Limits):
         return function(*args)
 
     def _build(self, value: Any, state: Any) -> Any:
+        """Sets the state of an object, if its class allows that; returns the object to use from now on."""
         cls = type(value)
         if cls is Pending:
             return value.finish(self, state)
@@ -139,6 +141,7 @@ class Unpickler(Limits):
         return value
 
     def _run_reviewed(self, what: Any, run: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """Runs a function of the table for the global ``what``; its ``Refused`` becomes ``UnsafePickle``."""
         try:
             made = run(self, *args)
         except Refused as e:
@@ -166,6 +169,7 @@ class Unpickler(Limits):
     # The interpreter of pickle instructions. -------------------------------------------------------------------------
 
     def _run(self) -> Any:
+        """Executes the pickle's instructions up to STOP; returns the object on the stack."""
         made: Any
         before: Any
         data, at = self._data, 0
@@ -271,7 +275,7 @@ class Unpickler(Limits):
             elif op == 0x90:  # ADDITEMS
                 items = stack
                 stack = below.pop()
-                self._add(stack[-1], items)
+                self._add_elements(stack[-1], items)
             elif op == 0x51:  # BINPERSID
                 stack[-1] = self._outside(stack[-1])
             elif op == 0x52:  # REDUCE
@@ -334,7 +338,7 @@ class Unpickler(Limits):
         ``persistent_load`` may print ``pid``, so it has to be short and without nested parts.
         """
         short = type(pid) is tuple and len(pid) <= _REFERENCE_PARTS
-        if not (short and all([_is_name(part) for part in pid])):
+        if not (short and all([_is_reference_part(part) for part in pid])):
             raise ProtocolError("the pickle has a reference that is not a short tuple of names and numbers")
         return self.persistent_load(pid)
 
@@ -358,6 +362,7 @@ class Unpickler(Limits):
         return self.find_class(module, name)
 
     def _extend(self, value: Any, items: list[Any]) -> None:
+        """Appends items to a list, a deque or an object of a class that the user has listed."""
         kind = type(value)
         if kind is list or kind is deque:
             if kind is deque:
@@ -372,6 +377,7 @@ class Unpickler(Limits):
             value.append(item)
 
     def _set_items(self, value: Any, items: list[Any]) -> None:
+        """Sets items of a dict, whose keys and values take turns in ``items``, after checking the keys."""
         require(len(items) % 2 == 0, "a key without its value")
         keys = items[::2]
         check_key = self.check_key
@@ -389,7 +395,8 @@ class Unpickler(Limits):
             for key, item in zip(keys[start : start + _KEYS], items[2 * start + 1 :: 2], strict=False):
                 value[key] = item
 
-    def _add(self, value: Any, items: list[Any]) -> None:
+    def _add_elements(self, value: Any, items: list[Any]) -> None:
+        """Adds elements to a set, after checking that they can be hashed."""
         for item in items:
             self.check_key(item)
         if type(value) is not set:
@@ -430,7 +437,8 @@ def pickle_module(allowed: Allowed, needs: Callable[[str], Any] | None = None) -
     return types.SimpleNamespace(Unpickler=unpickler(allowed, needs), __name__=__name__)
 
 
-def _is_name(value: Any) -> bool:
+def _is_reference_part(value: Any) -> bool:
+    """Whether a value can be a part of a persistent id: short, and without parts of its own."""
     kind = type(value)
     if kind is str:
         return len(value) <= _REFERENCE_TEXT

@@ -256,7 +256,7 @@ class InPlaceTargets:
         offered: dict[int, tuple[str, str, list[int]]],
         found: set[int],
     ) -> list[str]:
-        """Returns a line for each tensor that only one side has."""
+        """Returns a line for each tensor that only one side has; ``found`` are the source's that we have, too."""
         theirs = {path for number, path in places if number in offered}
         only = [f"{name}: only at the source" for number, (name, *_) in offered.items() if number not in found]
         only += [f"{tree.shown(path)}: only here" for path in self._by_path if path not in theirs]
@@ -302,6 +302,7 @@ class InPlaceTargets:
         return live
 
     def _compare_kinds(self, live: torch.Tensor, value: torch.Tensor, here: int) -> None:
+        """Refuses a received ``value`` that is of another kind than ``live``, our tensor with the number ``here``."""
         kinds = _kind(live), _kind(value)
         if kinds[0] != kinds[1]:
             raise StateMismatch(

@@ -99,6 +99,7 @@ class Part:
         return [*node[:first], *chosen]
 
     def _of_dict(self, node: Node, asking: Any, path: str) -> Node:
+        """Returns the node of a dict with the keys of ``asking`` only; notes those that it lacks as missing."""
         if not isinstance(asking, dict):
             return self._refuse(path, asking, "dict")
         if type(node) is list and node[0] == "f":
@@ -123,6 +124,7 @@ class Part:
         return self._all[-text[1] - 1] if type(text) is list else text
 
     def _compare(self, number: int, asking: Any, path: str) -> None:
+        """Refuses the leaf with this number if ``asking`` has a value of another type in its place."""
         value = torch.Tensor if number >= 0 else self._all[-number - 1]
         if value is torch.Tensor or isinstance(value, torch.Tensor):
             if not isinstance(asking, torch.Tensor):

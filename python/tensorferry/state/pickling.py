@@ -84,6 +84,7 @@ class _Pickler(pickle.Pickler):
         return self._file.getvalue()
 
     def persistent_id(self, value: Any) -> tuple[Any, ...] | None:
+        """Returns what the pickle has in place of a plain tensor or a storage; ``None`` for all other values."""
         if self._one:
             if isinstance(value, self._natively) and value is not self._now and self._is_native(value):
                 raise _Entangled
@@ -108,6 +109,7 @@ class _Pickler(pickle.Pickler):
         return None
 
     def reducer_override(self, value: Any) -> Any:
+        """Notes the globals that the pickle names, and pickles some tensors by functions of our own."""
         if isinstance(value, _GLOBALS):
             self.globals.setdefault((value.__module__ or "", value.__qualname__), self._path)
             return NotImplemented
@@ -137,6 +139,7 @@ class _Pickler(pickle.Pickler):
             return spec
 
     def _number(self, storage: torch.UntypedStorage) -> int:
+        """Returns the number by which the pickle names a storage; notes which of its bytes the tensors reach."""
         key = storage_key(storage)
         address = storage.data_ptr()
         if storage.nbytes() and not address:
@@ -251,7 +254,7 @@ def load(
     """
     reader = unpickler(allowed, needs.get)(io.BytesIO(data))
 
-    def refer(pid: Any) -> Any:
+    def persistent_load(pid: Any) -> Any:
         match pid:
             case ("leaf", int(n)) if 0 <= n < len(leaves):
                 return leaves[n]
@@ -261,7 +264,7 @@ def load(
                 return storage(n)
         raise ProtocolError("the source's pickle refers to something that is not part of this checkpoint")
 
-    reader.persistent_load = refer
+    reader.persistent_load = persistent_load
     try:
         objects = reader.load()
         if isinstance(objects, list) and isinstance(reader, Unpickler):

@@ -61,16 +61,16 @@ def described(where: object, path: str, fields: Any, own: int = 0) -> tuple[torc
     """
     try:
         dtype = getattr(torch, fields["dtype"].removeprefix("torch."))
-        shape = _numbers(fields["global_shape"])
+        shape = _checked_sizes(fields["global_shape"])
         shards: dict[tuple[int, ...], Shard] = {}
         for one in sorted(fields["parts"], key=lambda part: part["rank"] != own):
             shard = Shard(
-                _numbers([one["rank"]])[0],
-                _numbers(one["offsets"]),
-                _numbers(one["shape"]),
-                _numbers(one["stride"]),
+                _checked_sizes([one["rank"]])[0],
+                _checked_sizes(one["offsets"]),
+                _checked_sizes(one["shape"]),
+                _checked_sizes(one["stride"]),
                 one["storage"],
-                _numbers([one["storage_offset"]])[0],
+                _checked_sizes([one["storage_offset"]])[0],
             )
             lengths = (shard.offsets, shard.shape, shard.stride, shape)
             if not isinstance(dtype, torch.dtype) or len({len(length) for length in lengths}) != 1:
@@ -101,10 +101,11 @@ def entry_of(storages: Sequence[Any], sizes: Sequence[int], number: Any, start: 
     raise KeyError(number)
 
 
-def _numbers(values: Any) -> list[int]:
-    found = list(values)
-    if len(found) > _DIMENSIONS or not all(type(n) is int and 0 <= n < _MOST for n in found):
+def _checked_sizes(values: Any) -> list[int]:
+    """Returns ``values`` as a list, after checking that they can be a shape, offsets or strides."""
+    numbers = list(values)
+    if len(numbers) > _DIMENSIONS or not all(type(n) is int and 0 <= n < _MOST for n in numbers):
         raise ValueError("a number in it cannot be a size or an offset")
-    if math.prod(max(n, 1) for n in found) >= _MOST:
+    if math.prod(max(n, 1) for n in numbers) >= _MOST:
         raise ValueError("a shape in it is too large for a tensor")
-    return found
+    return numbers

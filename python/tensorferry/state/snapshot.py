@@ -82,6 +82,7 @@ class StateSnapshot:
         return device
 
     def _lay_out(self, flat: tree.Flat) -> None:
+        """Makes the rows and the manifest, but for what depends on where copies will lie."""
         self.rows = flat.rows
         shared = aliases.Memory(flat).groups
         # Storages, not tensors: a trainer may give a tensor other memory (`p.data = ...`) while this is served.
@@ -95,6 +96,7 @@ class StateSnapshot:
         self.rows.forget()
 
     def _stage(self, stager: HostStager, snapshot: SnapshotMode, device: list[int]) -> None:
+        """Gives the rows ``device``, in accelerator memory, their places on the host; copies host memory if asked."""
         accelerator = stager.accelerator
         device = device + [i for i in self._elsewhere if accelerator.device_of(self._storage(i)) is not None]
         if device:
@@ -108,10 +110,10 @@ class StateSnapshot:
             self.memory[i] = piece
             self.rows.place(i, piece.data_ptr())
         self._on_device = [(i, piece) for i, piece in pieces if piece.nbytes]
-        found = {id(piece.buffer): piece.buffer for _, piece in pieces}
+        buffers = {id(piece.buffer): piece.buffer for _, piece in pieces}
         if copies_host:
-            found[0] = stager.copy_rows(self.rows, device)
-        self._buffers = [buffer for buffer in found.values() if buffer is not None]
+            buffers[0] = stager.copy_rows(self.rows, device)
+        self._buffers = [buffer for buffer in buffers.values() if buffer is not None]
         self.private = copies_host or not on_host
 
     def _storage(self, row: int) -> torch.UntypedStorage:
@@ -135,7 +137,7 @@ class StateSnapshot:
             return buffer_view(memory), self.rows.address(row) - memory.address
         return host_view(self._piece(row))
 
-    def publish(self, server: Server, step: int, alternate: Callable[[str], list[Any] | None] | None) -> None:
+    def publish(self, server: Server, step: int, alternate: Callable[[str], list[Any] | None] | None = None) -> None:
         """Publishes the snapshot on ``server`` as ``step``, and copies accelerator memory to the host.
 
         Receivers can fetch bytes as soon as they are copied; when this returns, all are. If a copy fails, the
@@ -184,6 +186,7 @@ class StateSnapshot:
         return manifest.with_tree(self._fields, self._tree)
 
     def _fill(self, server: Server, readiness: Readiness) -> None:
+        """Copies accelerator memory into a publication, and says how far it is; withdraws it if a copy fails."""
         try:
             starts = readiness.starts
             self._staging.run([(starts[i], piece) for i, piece in self._on_device], readiness.ready)
@@ -214,6 +217,7 @@ class StateSnapshot:
 
 
 def _pickled(flat: tree.Flat, accelerator: Accelerator) -> tuple[bytes, dict[tuple[str, str], str]]:
+    """Pickles the objects of a state, natively if they are plain; returns what :func:`pickling.dump` does."""
     if not flat.objects:
         return b"", {}
     if flat.native and (plain := pickling.plain(flat)) is not None:

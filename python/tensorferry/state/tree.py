@@ -136,6 +136,7 @@ class _Walk:
         return str(self._rows.leaf(value, path, self.other))
 
     def _dict(self, value: dict[Any, Any], ordered: bool, below: str, depth: int) -> str:
+        """Returns the node of a dict whose path, with a dot, is ``below``."""
         members = self._rows.members(list(value), list(value.values()), below, depth, self.container, self.other)
         if members is not None:
             return f'["o",{{{members}}}]' if ordered else f"{{{members}}}"
@@ -153,6 +154,7 @@ class _Walk:
         return f"[{head}{self._rows.elements(list(value), names, below, depth + 1, self.container, self.other)}]"
 
     def _key(self, value: Any, below: str) -> str:
+        """Returns the JSON of a dict's key: the key itself, or a reference to an object."""
         kind = type(value)
         plain_int = kind is int and -_SAFE_INT < value < _SAFE_INT
         if value is None or kind is bool or plain_int or (kind is str and _is_text(value)):
@@ -278,9 +280,10 @@ def shown(path: tuple[str, ...]) -> str:
     return ".".join(keys) or "the state itself"
 
 
-def _visit(node: Node, path: tuple[str, ...], keys: dict[str, str], found: list[tuple[int, tuple[str, ...]]]) -> None:
+def _visit(node: Node, path: tuple[str, ...], keys: dict[str, str], places: list[tuple[int, tuple[str, ...]]]) -> None:
+    """Adds the leaves below ``node`` to ``places``, each with its path; :func:`positions` explains both."""
     if type(node) is int:
-        found.append((node, path))
+        places.append((node, path))
         return
     for step, key, child in children(node):
         if step == "key":
@@ -288,9 +291,9 @@ def _visit(node: Node, path: tuple[str, ...], keys: dict[str, str], found: list[
         else:
             below = path if step == "same" else (*path, f"#{key}")
         if type(child) is int:
-            found.append((child, below))
+            places.append((child, below))
         else:
-            _visit(child, below, keys, found)
+            _visit(child, below, keys, places)
 
 
 def _key_text(key: Any, keys: dict[str, str]) -> str:

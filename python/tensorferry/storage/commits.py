@@ -118,6 +118,7 @@ def read(path: Path) -> tuple[bytes, Commit]:
 
 
 def _decode(path: Path, text: bytes, files: bytes | None) -> Commit:
+    """Returns the commit in an index ``text`` and its entry ``files``, which older versions did not write."""
     try:
         if files is None:
             return Commit(dict.fromkeys(checked_files(json.loads(text)["sources"], path)))
@@ -172,7 +173,7 @@ def committed(path: Path) -> Commit | None:
 
 
 def began(*indexes: Path) -> list[int]:
-    """Returns when the saves began whose indexes these are, for :func:`begin_after`; none for one that is no index."""
+    """Returns when the saves that wrote ``indexes`` began, for :func:`begin_after`; skips files that are no index."""
     beginnings = []
     for path in indexes:
         with contextlib.suppress(TensorferryError):
@@ -276,8 +277,8 @@ def remove_replaced(index: Path, before: Commit | None, files: Collection[str], 
 
     Args:
         index: the new index
-        before: the commit of the index that it has replaced
-        files: the files that it names
+        before: the commit of the old index
+        files: the files that the new index names
         rank: as for :func:`leftovers.remove_leftovers`
     """
     folder = index.parent

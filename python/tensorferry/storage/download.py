@@ -117,6 +117,7 @@ class Download:
             self._fd = os.open(path, flags)
 
     def _lock(self, path: Path) -> None:
+        """Locks the incomplete file, after checking that it is a plain file without a second name."""
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -192,6 +193,7 @@ class Download:
         return os.fstat(self._fd).st_size == total and os.pread(self._fd, len(header), 0) == header
 
     def _begin(self, header: bytes, total: int) -> None:
+        """Starts the file anew: takes the disk space of all ``total`` bytes, and writes the header."""
         os.ftruncate(self._fd, 0)
         # Room for all of it is taken now: a write to a page for which the disk has none would end the process.
         try:
@@ -305,6 +307,7 @@ def remove_others(path: Path) -> None:
 
 
 def _remove_other(left: Path) -> None:
+    """Removes the file of an interrupted download, if it is this user's and no process has it locked."""
     file = os.open(left, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

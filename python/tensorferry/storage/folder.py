@@ -119,6 +119,7 @@ def _no_index(folder: Path) -> IncompleteCheckpoint:
 
 
 def _left_in(folder: Path) -> str:
+    """Returns the end of a message that there is no checkpoint in ``folder``: what is there instead."""
     try:
         names = os.listdir(folder)
     except OSError as e:

@@ -135,7 +135,7 @@ class FolderSave:
             SystemRefused: the index cannot be written
         """
         if self.save.rank == 0:
-            self._write_index(self._files_of_all(check))
+            self._write_index(self._wait_for_files(check))
         else:
             self._wait_for_index(check)
 
@@ -154,35 +154,37 @@ class FolderSave:
         """Unlocks the file of this rank."""
         self._written = None
 
-    def _files_of_all(self, check: Callable[[], None]) -> list[str]:
-        found: dict[int, str] = {}
+    def _wait_for_files(self, check: Callable[[], None]) -> list[str]:
+        """Waits until the files of all ranks are in the folder; returns their names, by rank."""
+        files: dict[int, str] = {}
 
         def complete(names: list[str]) -> bool:
             for name in names:
                 if (match := self._of_this_save(name)) and match["suffix"] == "":
-                    found.setdefault(int(match["rank"]), name)
-            return all(rank in found for rank in range(self.save.world_size))
+                    files.setdefault(int(match["rank"]), name)
+            return all(rank in files for rank in range(self.save.world_size))
 
-        self._wait(complete, check, lambda: sorted(set(range(self.save.world_size)) - set(found)))
-        return [found[rank] for rank in range(self.save.world_size)]
+        self._wait(complete, check, lambda: sorted(set(range(self.save.world_size)) - set(files)))
+        return [files[rank] for rank in range(self.save.world_size)]
 
     def _wait_for_index(self, check: Callable[[], None]) -> None:
+        """Waits until the index of this save, which rank 0 writes, is in the folder, and syncs the folder."""
         seen: tuple[int, int] | None = None
 
-        def complete(names: list[str]) -> bool:
+        def is_committed(names: list[str]) -> bool:
             nonlocal seen
             if INDEX not in names:
                 return False
             try:
-                about = os.stat(self.folder / INDEX)
+                status = os.stat(self.folder / INDEX)
             except OSError:
                 return False
-            # Read once: it may be long, and that of an earlier save may stay for minutes.
-            before, seen = seen, (about.st_ino, about.st_mtime_ns)
+            # Each index is read once: it may be long, and that of an earlier save may stay for minutes.
+            before, seen = seen, (status.st_ino, status.st_mtime_ns)
             return seen != before and committed_save(self.folder) == self.save.save
 
-        self._wait(complete, check, lambda: [0])
-        # Rank 0 may be about to do so; this rank must not say that it is done before.
+        self._wait(is_committed, check, lambda: [0])
+        # Rank 0 may be about to sync it; this rank must not say that it is done before.
         try:
             sync_folder(self.folder)
         except OSError as e:
@@ -238,6 +240,7 @@ class FolderSave:
         return re.fullmatch(pattern, name)
 
     def _write_index(self, names: list[str]) -> None:
+        """Commits the save: writes the index of the ranks' files ``names``, with the shards in their manifests."""
         headers: dict[str, int | None] = {}
         parts: dict[str, Any] = {}
         for rank, name in enumerate(names):

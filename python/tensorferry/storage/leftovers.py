@@ -115,7 +115,7 @@ def remove_leftovers(folder: Path, now: float, rank: int | None, kept: set[str],
 
 
 def may_be_left(name: str, rank: int | None) -> bool:
-    """Whether a file of this name may be a leftover: one of a save, of this rank only if it is given, and no index."""
+    """Whether a file of this name may be a leftover: a save's, not an index, and of ``rank`` if that is given."""
     found = ours(name)
     if found is None or (name.startswith("index") and not name.endswith(".partial")):
         return False

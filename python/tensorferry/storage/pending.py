@@ -53,7 +53,7 @@ def pending(output: Path, *, folder: bool) -> Iterator[Path]:
     """
     # "." and "x/.." have no name of their own; they exist, so their real name is no other place.
     output = output if output.name not in ("", "..") else Path(os.path.realpath(output))
-    with _typed(output):
+    with _typed_errors(output):
         empty = _check_free(output, folder)
         _remove_leftovers(output)
         held = _Held(output)
@@ -154,7 +154,8 @@ def stem(output: Path) -> str:
 
 
 @contextlib.contextmanager
-def _typed(output: Path) -> Iterator[None]:
+def _typed_errors(output: Path) -> Iterator[None]:
+    """Raises an ``OSError`` of the block as ``SystemRefused``, which names the output."""
     try:
         yield
     except OSError as e:
@@ -164,17 +165,22 @@ def _typed(output: Path) -> Iterator[None]:
 
 
 def _check_free(output: Path, folder: bool) -> os.stat_result | None:
-    """Returns what is known of the empty folder that the output is to replace, if there is one."""
+    """Returns the status of the empty folder that the output is to replace; ``None`` if nothing has the name.
+
+    Raises:
+        InvalidArgument: something else has the name
+    """
     try:
-        about = output.lstat()
+        status = output.lstat()
     except FileNotFoundError:
         return None
     if folder and output.is_dir() and not output.is_symlink() and not any(output.iterdir()):
-        return about
+        return status
     raise InvalidArgument(f"{output} exists already: name a new one")
 
 
 def _put(content: Path, output: Path, empty: os.stat_result | None) -> None:
+    """Gives the complete ``content`` its final name, where at most the empty folder with status ``empty`` may be."""
     try:
         if empty is not None and _is_same(output, empty):
             # This rename, too, replaces nothing but a folder that is empty.
@@ -220,6 +226,7 @@ def _remove_leftovers(output: Path) -> None:
 
 
 def _remove_if_dead(left: Path, output: Path) -> None:
+    """Removes the pending folder ``left`` of ``output`` if the process that made it is dead, or raises if it lives."""
     try:
         fd = os.open(left, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:

@@ -33,8 +33,11 @@ def checkpoints(root: Path) -> list[tuple[Path, Index]]:
     return sorted(complete, key=lambda checkpoint: (checkpoint[1].began, checkpoint[0].name))
 
 
-def committed_in(root: Path) -> frozenset[tuple[str, int, int]]:
-    """Returns what changes with every checkpoint below ``root`` that is committed or removed."""
+def index_versions(root: Path) -> frozenset[tuple[str, int, int]]:
+    """Returns the folder, inode and time of each index directly below ``root``.
+
+    Two results differ if a checkpoint was committed or removed between them.
+    """
     versions = []
     with contextlib.suppress(OSError):
         for entry in os.scandir(root):

@@ -41,7 +41,7 @@ def is_outdated(folder: Path, seen: Commit | None, error: Exception) -> bool:
     refused = isinstance(error, OSError) and not isinstance(error, IncompleteCheckpoint)
     if refused and system_code(error) not in _GONE:
         return False
-    now = committed_in(folder)
+    now = commit_of_index(folder)
     if now is not None and now != seen:
         return True
     if refused and _is_gone(folder, seen):
@@ -49,7 +49,7 @@ def is_outdated(folder: Path, seen: Commit | None, error: Exception) -> bool:
     return False
 
 
-def committed_in(folder: Path) -> Commit | None:
+def commit_of_index(folder: Path) -> Commit | None:
     """Returns the commit of the index in ``folder``; ``None`` without a valid one."""
     with contextlib.suppress(TensorferryError):
         if is_file(folder / INDEX):
@@ -73,7 +73,7 @@ def read_settled(read: Callable[[], _T], *folders: Path, attempts: int = ATTEMPT
     """
     changed = folders[0]
     for _ in range(attempts):
-        seen = {folder: committed_in(folder) for folder in folders}
+        seen = {folder: commit_of_index(folder) for folder in folders}
         try:
             found = read()
         except (IncompleteCheckpoint, CorruptCheckpoint, SystemRefused, FileNotFoundError, SourceChanged) as e:
@@ -81,7 +81,7 @@ def read_settled(read: Callable[[], _T], *folders: Path, attempts: int = ATTEMPT
             if not outdated:
                 raise
         else:
-            outdated = [folder for folder in folders if still and committed_in(folder) != seen[folder]]
+            outdated = [folder for folder in folders if still and commit_of_index(folder) != seen[folder]]
             if not outdated:
                 return found
         changed = outdated[0]

@@ -9,9 +9,9 @@ It tests any ``CheckpointTransport`` whose metadata is a URL, torchft's ``HTTPTr
 
 from .matrix.candidates import BUILTIN, Candidate
 from .matrix.catalogue import SCENARIOS
+from .matrix.cell import Limits, Outcome
 from .matrix.idle_crowd import IdleCrowd
 from .matrix.report import broken_promises, format_markdown, format_table, from_json, to_json
-from .matrix.run_cell import Limits, Outcome
 from .matrix.run_matrix import run_matrix
 from .matrix.scenario import Scenario
 from .proxy.faults import (

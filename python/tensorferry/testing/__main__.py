@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 from .matrix.catalogue import SCENARIOS
+from .matrix.cell import Limits, Outcome
 from .matrix.report import broken_promises, format_markdown, format_table, from_json, to_json
-from .matrix.run_cell import Limits, Outcome
 from .matrix.run_matrix import candidate, run_matrix, scenario
 
 

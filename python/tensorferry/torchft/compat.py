@@ -137,6 +137,7 @@ class _Exact(io.BufferedReader):
         return line
 
     def read(self, size: int | None = -1, /) -> bytes:
+        """Reads exactly ``size`` bytes, a number that the source has announced."""
         if size is None or size < 0:
             raise ProtocolError(f"the source announced a record of {size} bytes")
         self._announce(size)
@@ -157,6 +158,7 @@ class _Exact(io.BufferedReader):
         return storage
 
     def _announce(self, size: int) -> None:
+        """Counts a size that the source has announced; checks the memory and, now and then, the deadline."""
         # The sum counts: the records together make up the state, and each one may be as long as the last.
         self._announced += size
         self._reads += 1
@@ -225,6 +227,7 @@ def _pickled(stream: _Exact) -> bytes:
 
 
 def _load(stream: _Exact, allowed: Allowed) -> Any:
+    """Reads a body: its records into memory, and then the value that its pickle describes over them."""
     file = _serialization._PseudoZipFile()
     # Not by its read_from: that builds tensors over bytes objects, and in torch 2.8 it fails on storages of 0 bytes
     # (pytorch#180481).
@@ -245,17 +248,18 @@ def _checking(unpickler: type[Any], records: dict[str, tuple[Any, int]]) -> type
     class Checking(unpickler):  # type: ignore[misc]
         @property
         def persistent_load(self) -> Callable[[Any], Any]:
-            return self._refer
+            return self._checked_load
 
         @persistent_load.setter
         def persistent_load(self, load: Callable[[Any], Any]) -> None:
             self._load_storage = load
 
-        def _refer(self, pid: Any) -> Any:
+        def _checked_load(self, pid: Any) -> Any:
+            """Returns the storage to which ``pid`` refers, if the source has sent it."""
             if type(pid) is not tuple or len(pid) != 5:
                 raise ProtocolError("the source's pickle refers to something that is not a storage")
             what, kind, key, location, count = pid
-            known = (
+            is_record = (
                 {type(what), type(key), type(location)} == {str}
                 and what == "storage"
                 and (kind is torch.UntypedStorage or type(kind) is torch.serialization.StorageType)
@@ -263,7 +267,7 @@ def _checking(unpickler: type[Any], records: dict[str, tuple[Any, int]]) -> type
                 and 0 <= count <= _MOST
                 and isinstance(records.get(f"data/{key}", (None, 0))[0], torch.UntypedStorage)
             )
-            if not known:
+            if not is_record:
                 raise ProtocolError("the source's pickle refers to a storage that the source did not send")
             return self._load_storage(pid)
 

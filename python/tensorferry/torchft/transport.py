@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from .. import _validate
 from .._native import ArenaPool, Receive, Remote, Report
 from .._reentry import CallLock
-from ..errors import ForkedProcess, InvalidArgument, TransportClosed, UnprovenSource
+from ..errors import ForkedProcess, InvalidArgument, TransportClosed, UnprovenSource, class_of
 from ..memory.accelerator import ACCELERATOR
 from ..memory.bounce import BounceBuffers
 from ..memory.host_pool import HostMemory
@@ -81,7 +81,10 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
             secret. Stock torchft peers cannot take part. ``None`` takes ``TENSORFERRY_SECRET`` or the content of the
             file ``TENSORFERRY_SECRET_FILE``, if set; docs/reference/security.md says what the secret protects against.
         tls: encrypt what receivers fetch from here over the network, and refuse sources that do not encrypt. The
-            certificate is made for this transport, and its fingerprint is part of the metadata. A receiver without
+            certificate is made for this transport, and its fingerprint is part of the metadata; the paths of a
+            certificate and of its key in PEM form, a tuple, take the place of ``True`` where the fingerprint is to stay
+            the same. ``None`` takes ``TENSORFERRY_TLS`` (``0`` or ``1``), and the files that
+            ``TENSORFERRY_TLS_CERTIFICATE`` and ``TENSORFERRY_TLS_KEY`` name; by default no. A receiver without
             ``tls`` can fetch from encrypting sources as well as from plain ones. Stock torchft peers cannot take part.
             Shared memory between processes of one machine is not encrypted.
         same_host: move the bytes through shared memory instead of the network where source and receiver run on one
@@ -105,9 +108,10 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
             it with ``non_blocking=True`` must have ended before its tensors are deleted
         relay: several receivers of one state bring each other what they have: where this transport sends, it tells its
             receivers of one another, and where it receives, its own server serves on what has come, until
-            ``recv_checkpoint`` returns. Both sides must agree. Not with a shared secret, for states of less than 8 MiB,
-            for receives to an accelerator, from several sources or through shared memory. ``None`` takes
-            ``TENSORFERRY_RELAY`` (``0`` or ``1``), by default no; docs/guides/swarm.md says when it helps.
+            ``recv_checkpoint`` returns. Both sides must agree. Not for states of less than 8 MiB, for receives to an
+            accelerator, from several sources or through shared memory, nor from a source with TLS to a receiver
+            without. ``None`` takes ``TENSORFERRY_RELAY`` (``0`` or ``1``), by default no; docs/guides/swarm.md says
+            when it helps.
         progress: called with the number of bytes received and the number of all bytes, a few times a second during a
             receive and once at its end; an exception from it ends the receive
 
@@ -152,6 +156,7 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
         self._pool = ArenaPool(reuse_bytes, HostMemory(ACCELERATOR).make_pinned) if reuse_bytes else None
         self._progress = _validate.function("progress", progress)
         self._relay = wants_relay(relay)
+        self._sources_besides: Callable[[], list[str]] | None = None
         self._server, self._address = serve(timeout, self._options, self._relay)
         self._checkpoint_lock = _Gate(self)
 
@@ -273,6 +278,8 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
         step, seconds_given = _validate.step_number(step), _validate.seconds("timeout", timeout)
         started = time.perf_counter()
         sources = _validate.string("metadata", metadata).split()
+        if self._sources_besides is not None and not any(map(is_stock, sources)):
+            sources = list(dict.fromkeys(sources + self._sources_besides()))
         if self._options.tls:
             sources = encrypted(sources)
         with Span("receive", step=step, sources=len(sources)) as span:
@@ -282,7 +289,8 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
             try:
                 state, native, fit = self._fetch(sources, step, seconds_given, receive)
             except BaseException as e:
-                receive.end(time.perf_counter() - started, failed=type(e).__name__)
+                seconds = time.perf_counter() - started
+                receive.end(seconds, failed=type(e).__name__, counted_as=class_of(e))
                 raise
             seconds = time.perf_counter() - started
             receive.end(seconds, native)
@@ -339,6 +347,14 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
         live = None if self._state_dict is None else lambda: self._targets(may_stage=len(sources) == 1)
         with contextlib.closing(remote):
             return receive(remote, allowed, live, self._bounce)
+
+    def find_sources(self, besides: Callable[[], list[str]] | None) -> None:
+        """Sets who names further sources with the state of the one that ``recv_checkpoint`` is given.
+
+        Args:
+            besides: returns their metadata, and raises nothing; ``None``: there are none
+        """
+        self._sources_besides = besides
 
     def allow_checkpoint(self, step: int) -> None:
         """Serves the published state as ``step``, and answers the requests that are waiting for it.

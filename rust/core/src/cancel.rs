@@ -58,6 +58,7 @@ impl Cancel {
         self.inner.cancelled.load(Ordering::SeqCst)
     }
 
+    /// Shuts down all watched sockets, so that calls that block on them return.
     fn shut_down(&self) {
         let mut sockets = self.inner.sockets.lock().unwrap_or_else(PoisonError::into_inner);
         for socket in sockets.drain(..).filter_map(|s| s.upgrade()) {

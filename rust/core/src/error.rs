@@ -65,6 +65,8 @@ pub enum Hint {
     SecretForSource,
     /// The server at the address is that of another program.
     OtherProgram,
+    /// A part of the source's address was lost: its fingerprint, or the scheme that goes with it.
+    WholeAddress,
     /// Another program, or another server of this one, listens on the port.
     ChoosePort,
     /// The same for the port of counters.

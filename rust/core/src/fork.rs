@@ -128,7 +128,7 @@ impl<S: AsRawFd> CloseOnFork<S> {
         }
     }
 
-    /// The same for a `make` that may have nothing to open yet, such as an accept.
+    /// As [`CloseOnFork::make`], for a `make` that may have nothing to open yet, such as an accept.
     pub(crate) fn poll_make(make: impl FnOnce() -> Poll<io::Result<S>>) -> Poll<io::Result<Self>> {
         install()?;
         let mut locked = Locked::new();

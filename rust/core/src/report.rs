@@ -20,6 +20,9 @@ pub struct Report {
     pub relays: usize,
     /// Blocks from other receivers that did not match the source's digests, and were fetched again.
     pub refused: u64,
+    /// How many bytes came from each source and each other receiver, by its host and port. Bytes that came more than once
+    /// count for who sent them last.
+    pub senders: BTreeMap<String, u64>,
     /// Bytes that had a destination, where only slices were asked for.
     pub wanted: u64,
     /// Connections used for them.
@@ -30,6 +33,8 @@ pub struct Report {
     pub retries: u64,
     /// The routes that bytes took over the network: the address here, and the source's.
     pub routes: BTreeSet<(IpAddr, IpAddr)>,
+    /// Bytes by route, headers and digests left out.
+    pub route_bytes: BTreeMap<(IpAddr, IpAddr), u64>,
     /// For each source that a range had to be taken from and given to another connection, the last reason.
     pub troubles: BTreeMap<String, Trouble>,
     /// Time in [`crate::Remote::open`]: waiting for the source, and its header.
@@ -50,6 +55,14 @@ pub struct Trouble {
 }
 
 impl Report {
+    /// Adds the bytes that came by each route.
+    pub(crate) fn add_routes(&mut self, bytes: BTreeMap<(IpAddr, IpAddr), u64>) {
+        for (route, bytes) in bytes {
+            self.routes.insert(route);
+            *self.route_bytes.entry(route).or_default() += bytes;
+        }
+    }
+
     /// Adds what another transfer brought at the same time: counts are summed, and of the times to open and to
     /// verify the longer one counts. The caller sets the time of fetching, since only it knows when all of them began.
     pub(crate) fn add(&mut self, other: Self) {
@@ -57,11 +70,15 @@ impl Report {
         self.relayed += other.relayed;
         self.relays += other.relays;
         self.refused += other.refused;
+        for (sender, bytes) in other.senders {
+            *self.senders.entry(sender).or_default() += bytes;
+        }
         self.wanted += other.wanted;
         self.lanes += other.lanes;
         self.same_host |= other.same_host;
         self.retries += other.retries;
         self.routes.extend(other.routes);
+        self.add_routes(other.route_bytes);
         self.troubles.extend(other.troubles);
         self.opening = self.opening.max(other.opening);
         self.verifying = self.verifying.max(other.verifying);

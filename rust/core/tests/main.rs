@@ -13,6 +13,7 @@ mod http_semantics;
 mod liars;
 mod metrics;
 mod moments;
+mod rails;
 mod readiness;
 mod same_host;
 mod secret;
@@ -22,7 +23,10 @@ mod slices;
 mod sources;
 mod staged;
 mod swarm;
+mod swarm_forgery;
+mod swarm_kills;
 mod swarm_parting;
+mod swarm_zones;
 mod tls;
 mod withdraw;
 

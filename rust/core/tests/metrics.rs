@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use crate::common::raw::{Raw, get, request};
 use crate::common::{BLOCK, Rig, STEP, State, eventually, lanes};
-use tensorferry_core::{ErrorKind, FetchOptions, Hint, Report, Secret, Server, ServerConfig, Stability};
+use tensorferry_core::{ErrorKind, Failure, FetchOptions, Hint, Report, Secret, Server, ServerConfig, Stability};
 
 #[test]
 fn metrics_tell_how_answers_and_bodies_ended_and_who_waits() {
@@ -58,11 +58,14 @@ fn metrics_tell_of_receives_as_the_log_does() {
     assert!(!report.verifying.is_zero() && report.verifying < report.fetching);
     let took = report.opening + report.fetching + Duration::from_secs(2);
     rig.server.begin_receive(STEP).end(Ok(report), took);
-    rig.server.begin_receive(STEP).end(Err("ConnectError"), took);
+    rig.server.begin_receive(STEP).end(Err(Failure { class: "ConnectError", counted_as: "ConnectError" }), took);
+    drop(rig.server.begin_receive(STEP));
     let text = get(&rig, &path, &[]).text().to_owned();
     for line in [
         "tensorferry_receives_total{end=\"healed\"} 1".to_owned(),
-        "tensorferry_receives_total{end=\"failed\"} 1".to_owned(),
+        "tensorferry_receive_failures_total{error=\"ConnectError\"} 1".to_owned(),
+        "tensorferry_receive_failures_total{error=\"other\"} 1".to_owned(),
+        "tensorferry_receives_total{end=\"failed\"} 2".to_owned(),
         format!("tensorferry_received_bytes_total {}", report.bytes),
         format!("tensorferry_receive_seconds_total{{phase=\"open\"}} {}", report.opening.as_secs_f64()),
         format!("tensorferry_last_receive_seconds{{phase=\"fetch\"}} {}", report.fetching.as_secs_f64()),

@@ -22,7 +22,7 @@ fn source(state: &State, blocks: usize) -> Rig {
 }
 
 /// A source that has a tracker.
-fn offering(state: &State, max_bandwidth: Option<u64>) -> Rig {
+pub(crate) fn offering(state: &State, max_bandwidth: Option<u64>) -> Rig {
     let rig = Rig::configured(&ServerConfig {
         max_bandwidth,
         swarm: true,
@@ -35,16 +35,16 @@ fn offering(state: &State, max_bandwidth: Option<u64>) -> Rig {
 }
 
 /// The options of a receiver whose server is `rig`'s.
-fn member(rig: &Rig) -> FetchOptions {
+pub(crate) fn member(rig: &Rig) -> FetchOptions {
     FetchOptions { relay: Some(rig.server.relay_host()), same_host: false, ..lanes(2) }
 }
 
-fn etag(rig: &Rig) -> String {
+pub(crate) fn etag(rig: &Rig) -> String {
     get(rig, &rig.path("7.safetensors"), &[("Range", "bytes=0-9")]).header("etag").unwrap().to_owned()
 }
 
 /// The length of the container.
-fn length_of(rig: &Rig) -> usize {
+pub(crate) fn length_of(rig: &Rig) -> usize {
     let answer = get(rig, &rig.path("7.safetensors"), &[("Range", "bytes=0-9")]);
     answer.header("content-range").unwrap().rsplit('/').next().unwrap().parse().unwrap()
 }
@@ -55,7 +55,33 @@ fn ask(rig: &Rig, port: u16, query: &str) -> Answer {
     get(rig, &path, &[("If-Match", &etag(rig))])
 }
 
-fn port_of(url: &str) -> u16 {
+/// Joins the swarm of `rig` as a member that relays at `port`, and stays in it for as long as what is returned exists.
+pub(crate) fn join(rig: &Rig, port: u16) -> Raw {
+    let mut member = Raw::to(rig);
+    let answer = ask_by(&mut member, rig, port, "");
+    assert_eq!(answer.status, 200, "{}", answer.reason);
+    member
+}
+
+/// As [`ask`], by a connection of the member's own.
+pub(crate) fn ask_by(member: &mut Raw, rig: &Rig, port: u16, query: &str) -> Answer {
+    let path = rig.path(&format!("7/swarm?port={port}&token={}{query}", "0".repeat(32)));
+    member.send("GET", &path, &[("If-Match", &etag(rig))]);
+    member.answer()
+}
+
+/// Waits until the tracker of `rig` names no other member. It would forget a silent one after much more time.
+fn is_deserted(rig: &Rig) -> bool {
+    (0..100).any(|_| {
+        let deserted = !ask(rig, 1, "").text().contains("peer ");
+        if !deserted {
+            std::thread::sleep(std::time::Duration::from_millis(20));
+        }
+        deserted
+    })
+}
+
+pub(crate) fn port_of(url: &str) -> u16 {
     url.split(['/', ':']).nth(4).unwrap().parse().unwrap()
 }
 
@@ -91,7 +117,7 @@ fn count(relay: &mut Raw, path: &str) -> u64 {
 }
 
 /// A source of which so many blocks are there, so that no receive ends before a test wants it to.
-fn unfinished(state: &State, blocks: usize) -> (Rig, Readiness) {
+pub(crate) fn unfinished(state: &State, blocks: usize) -> (Rig, Readiness) {
     let source = offering(&State(Vec::new()), None);
     let bytes = state.bytes("w0");
     let items = vec![Item::bytes("w0", Dtype::U8, &[bytes.len() as u64], bytes.clone())];
@@ -133,7 +159,78 @@ fn a_receiver_alone_takes_everything_from_the_source() {
     for lane in [1, 4] {
         let arrived = state.fetch(&[&source.url()], FetchOptions { lanes: Some(lane), ..member(&rig) }).unwrap();
         assert_eq!((arrived.report().relayed, arrived.report().retries), (0, 0));
+        assert!(is_deserted(&source), "the next one would wait for what this one was granted");
     }
+}
+
+#[test]
+fn a_member_alone_is_granted_everything_and_what_it_leaves_the_next_one_gets() {
+    let state = State::of(&[16 * BLOCK], 1);
+    let source = offering(&state, None);
+    let granted = |answer: &Answer| answer.text().lines().next().unwrap_or_default().to_owned();
+    for leaves in [true, false] {
+        let (mut one, mut two) = (Raw::to(&source), Raw::to(&source));
+        assert_eq!(granted(&ask_by(&mut one, &source, 1, "&need=1-16&took=0-1")), "grant 1-16");
+        let answer = ask_by(&mut two, &source, 2, "&need=0-16");
+        assert!(granted(&answer).starts_with("wait"), "the first one brings them: {}", answer.text());
+        assert!(answer.text().contains("peer http://127.0.0.1:1/"), "{}", answer.text());
+        // What the first one has not begun, it shares from now on.
+        let share = granted(&ask_by(&mut one, &source, 1, "&need=8-16"));
+        assert_eq!(share, "grant 8-9");
+        if leaves {
+            ask_by(&mut one, &source, 1, "&leave=1");
+            assert_eq!(granted(&ask_by(&mut two, &source, 2, "&need=0-16")), "grant 0-16");
+        }
+        // A connection that ends says the same.
+        drop(one);
+        assert!((0..100).any(|_| {
+            std::thread::sleep(std::time::Duration::from_millis(10));
+            granted(&ask_by(&mut two, &source, 2, "&need=0-16")) == "grant 0-16"
+        }));
+    }
+}
+
+#[test]
+fn a_receive_leaves_the_swarm_however_it_ends() {
+    let state = State::of(&[48 * BLOCK], 1);
+    // The source's refusal, and the receiver's own will.
+    for is_cancelled in [true, false] {
+        let (source, readiness) = unfinished(&state, 20);
+        let rig = Rig::new();
+        let options = member(&rig);
+        let cancel = options.cancel.clone();
+        std::thread::scope(|scope| {
+            let receive = scope.spawn(|| state.fetch(&[&source.url()], options).map(drop));
+            drop(relay_of(&source));
+            assert!(!ask(&source, 1, "").text().is_empty());
+            if is_cancelled {
+                cancel.cancel();
+                receive.join().unwrap().unwrap_err();
+            } else {
+                readiness.finish();
+                receive.join().unwrap().unwrap();
+            }
+        });
+        assert!(is_deserted(&source), "cancelled: {is_cancelled}");
+    }
+}
+
+#[test]
+fn a_second_receiver_gets_what_the_first_one_has_and_the_source_sends_little_twice() {
+    let state = State::of(&[64 * BLOCK], 1);
+    let source = source(&state, 32);
+    let rigs = [Rig::new(), Rig::new()];
+    let before = source.server.bytes_served();
+    let relayed = std::thread::scope(|scope| {
+        let first = scope.spawn(|| state.fetch(&[&source.url()], member(&rigs[0])).unwrap().report().relayed);
+        let (mut relay, path) = relay_of(&source);
+        eventually("some blocks are there", || count(&mut relay, &path) > 8);
+        drop(relay);
+        let second = state.fetch(&[&source.url()], member(&rigs[1])).unwrap().report().relayed;
+        first.join().unwrap() + second
+    });
+    let copies = (source.server.bytes_served() - before) as f64 / (64 * BLOCK) as f64;
+    assert!(copies < 1.6 && relayed > 24 * BLOCK as u64, "{copies} copies have left the source, {relayed} relayed");
 }
 
 /// A relay that claims to have everything, and sends noise.
@@ -164,7 +261,7 @@ fn what_a_liar_sends_is_fetched_again_from_the_source() {
     let (state, rig) = (State::of(&[32 * BLOCK], 1), Rig::new());
     let source = source(&state, 16);
     let liar = liar(32, length_of(&source), &ASKED);
-    assert_eq!(ask(&source, port_of(&liar.url()), "").status, 200);
+    let _joined = join(&source, port_of(&liar.url()));
     let arrived = state.fetch(&[&source.url()], member(&rig)).unwrap();
     let report = arrived.report();
     assert!(ASKED.load(Ordering::SeqCst) > 0, "the liar was not asked: {report:?}");
@@ -194,9 +291,7 @@ fn relays_that_are_dead_frozen_or_talk_nonsense_do_no_harm() {
     });
     let nonsense = Liar::new(|mut stream, _, _| write!(stream, "HTTP/1.1 200 OK\r\nContent-Length: 3\r\n\r\nabc"));
     let ports = [dead, silent.local_addr().unwrap().port(), port_of(&frozen.url()), port_of(&nonsense.url())];
-    for port in ports {
-        assert_eq!(ask(&source, port, "").status, 200);
-    }
+    let _joined = ports.map(|port| join(&source, port));
     let arrived = state.fetch(&[&source.url()], member(&rig)).unwrap();
     assert_eq!(arrived.report().relayed, 0);
 }
@@ -438,7 +533,7 @@ fn a_tracker_refuses_what_is_no_question() {
     assert_eq!(get(&source, &path, &[("If-Match", "\"other\"")]).status, 412);
     assert_eq!(get(&source, &path.replace("/7/", "/8/"), &[]).status, 400);
     let answer = get(&source, &path, &[("If-Match", &etag(&source))]);
-    assert_eq!((answer.status, answer.text().lines().next()), (200, Some("grant 0-1")));
+    assert_eq!((answer.status, answer.text().lines().next()), (200, Some("grant 0-9")));
     assert_eq!(get(&source, &source.path("7/have"), &[]).status, 404, "a source relays nothing");
     // However many ask, the answer stays short.
     for port in 1..200 {

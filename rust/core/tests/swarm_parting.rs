@@ -93,9 +93,11 @@ fn a_source_that_wants_its_memory_back_goes_when_the_others_can_finish_from_one_
         let lent = Lent::new(64);
         let before = lent.bytes();
         let rigs: Vec<_> = (0..4).map(|_| server(Some(12), secret.clone())).collect();
-        let results = receives(lent.source(24, secret.clone()), &rigs, secret.as_ref(), |source, _| {
+        let results = receives(lent.source(24, secret.clone()), &rigs, secret.as_ref(), |source, running| {
             let ended = source.server.store().withdraw(PATIENCE);
             assert!(matches!(ended, Withdrawn::Clean | Withdrawn::Drained), "{ended:?}");
+            assert!(running() > 0, "it has waited for the receives to end");
+            // From here on it is as good as dead.
             lent.change();
             let sent = source.server.bytes_served();
             assert!(sent < 3 * before.len() as u64, "{} of {} MiB", sent >> 20, before.len() >> 18);

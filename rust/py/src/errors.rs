@@ -31,6 +31,10 @@ fn remedy(hint: Hint) -> &'static str {
         Hint::SecretForReceiver => "Give this receiver the source's secret: secret=, or TENSORFERRY_SECRET",
         Hint::SecretForSource => "Give the source the same secret: secret=, or TENSORFERRY_SECRET",
         Hint::OtherProgram => "It may be a stock torchft server",
+        Hint::WholeAddress => {
+            "Give the whole string: what metadata() of the source returns, or what `tensorferry serve` or \
+             `tensorferry-keeper --status` prints"
+        }
         Hint::ChoosePort => {
             "Choose another port with port= or TENSORFERRY_PORT, or a range such as \"29600-29699\", from which the first \
              free port is taken"

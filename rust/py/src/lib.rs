@@ -22,6 +22,7 @@
 //! module.
 
 mod addresses;
+mod certificate;
 mod dtypes;
 mod errors;
 mod fetch;
@@ -43,6 +44,8 @@ mod _native {
 
     #[pymodule_export]
     use crate::addresses::{interfaces, resolve};
+    #[pymodule_export]
+    use crate::certificate::PyCertificate;
     #[pymodule_export]
     use crate::dtypes::dtypes;
     #[pymodule_export]

@@ -23,6 +23,7 @@ pub(crate) struct PyReport(pub(crate) Report);
 
 #[pymethods]
 impl PyReport {
+    /// Bytes of payload received, those that had to be fetched again included.
     #[getter]
     fn bytes(&self) -> u64 {
         self.0.bytes
@@ -34,7 +35,7 @@ impl PyReport {
         self.0.relayed
     }
 
-    /// How many other receivers have sent them.
+    /// How many other receivers have sent bytes of this receive.
     #[getter]
     fn relays(&self) -> usize {
         self.0.relays
@@ -46,6 +47,13 @@ impl PyReport {
         self.0.refused
     }
 
+    /// How many bytes came from each source and each other receiver, by its host and port.
+    #[getter]
+    fn senders(&self) -> BTreeMap<String, u64> {
+        self.0.senders.clone()
+    }
+
+    /// Bytes that had a destination, where only slices were asked for.
     #[getter]
     fn wanted(&self) -> u64 {
         self.0.wanted
@@ -70,6 +78,12 @@ impl PyReport {
     #[getter]
     fn routes(&self) -> Vec<(String, String)> {
         self.0.routes.iter().map(|(here, there)| (here.to_string(), there.to_string())).collect()
+    }
+
+    /// Bytes that came by each of `routes`; 0 where only a header did.
+    #[getter]
+    fn route_bytes(&self) -> Vec<u64> {
+        self.0.routes.iter().map(|route| self.0.route_bytes.get(route).copied().unwrap_or(0)).collect()
     }
 
     /// For each source that a range was taken from, the last reason, with what can be done about it.

@@ -117,7 +117,7 @@ pub(crate) fn run<T: Send>(
     run_until(py, || cancel.cancel(), watch, work)
 }
 
-/// The same for work that is ended by calling `cancel`.
+/// Runs `work` as [`run`] does; where it has to end early, `cancel` is called, which must make it end.
 pub(crate) fn run_until<T: Send>(
     py: Python<'_>,
     cancel: impl Fn() + Send + Sync,
@@ -165,7 +165,7 @@ pub(crate) fn run_until<T: Send>(
     result.map_err(|e| errors::to_py(py, &e))
 }
 
-/// Only the main thread handles signals, and on Linux it is the thread whose id is the process's.
+/// Whether this is the thread that handles signals: on Linux the main thread has the id of the process.
 fn is_main_thread() -> bool {
     crate::memory::thread_id() == std::process::id()
 }

@@ -13,6 +13,7 @@
 //! - [`distinct`]: the search for names and keys that occur twice.
 //! - [`digest`]: checksums of the payload, block by block.
 //! - [`proof`]: proofs that a peer knows the shared secret.
+//! - [`rails`]: the addresses of a source besides the one in its URL.
 //! - [`request`]: paths, queries, ranges and entity tags of HTTP requests and answers.
 //! - [`swarm`]: what members of a swarm and its tracker tell one another.
 //!
@@ -37,6 +38,7 @@ pub mod dtype;
 pub mod json;
 pub mod manifest;
 pub mod proof;
+pub mod rails;
 pub mod request;
 pub mod swarm;
 

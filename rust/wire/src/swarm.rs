@@ -2,12 +2,14 @@
 //!
 //! ```text
 //! GET {step}/swarm?port=4000&token=0f..&need=0-16,20-21      a member says how it is reached and what it lacks
-//!                 &table=1&covered=1&leave=1&zone=eu         and how it stands ([`Standing`])
+//!                 &took=16-17&zone=eu                        what it fetches already without a grant
+//!                 &table=1&covered=1&leave=1                 and how it stands ([`Standing`])
 //!
 //! grant 0-4                                                  blocks it may fetch from the source
 //! wait 250                                                   milliseconds after which to ask again
 //! table 1                                                    the digests of all blocks can be fetched
 //! free 1                                                     the source is needed no more, and should be let go
+//! place 2 0/2 3/16 1 4                                       where the member is ([`Place`])
 //! peer http://10.0.0.7:4000/0f../checkpoint/                 a member that relays
 //! ```
 //!
@@ -62,6 +64,8 @@ pub struct Ask {
     pub relay: RelayAddress,
     /// Ascending runs of blocks that it lacks and that no relay offers it.
     pub need: Vec<(u64, u64)>,
+    /// Ascending runs of blocks that it has begun to fetch from the source before it has asked for any.
+    pub took: Vec<(u64, u64)>,
     /// How far it has come.
     pub standing: Standing,
     /// The zone in which it runs, at most [`MAX_ZONE`] letters, digits and `-_.`; `None` where it knows of none.
@@ -79,8 +83,51 @@ pub struct Answer {
     pub has_table: bool,
     /// Whether the source should be left alone: the member finishes from others.
     pub is_free: bool,
-    /// URLs of members that relay.
+    /// Where the member is, among the others; `None` where the tracker says nothing of it.
+    pub place: Option<Place>,
+    /// URLs of members that relay, those that [`Place`] counts first.
     pub peers: Vec<String>,
+}
+
+/// How far from a member something is.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Nearness {
+    /// On the same host.
+    Host,
+    /// In the same zone.
+    #[default]
+    Zone,
+    /// In another zone.
+    Far,
+}
+
+/// Which part of the blocks a member is to bring to where it is: it is number `number` of `of`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Share {
+    /// Below `of`.
+    pub number: u32,
+    /// At least 1.
+    pub of: u32,
+}
+
+impl Share {
+    /// The part that is everything.
+    pub const ALL: Self = Self { number: 0, of: 1 };
+}
+
+/// Where a member is, among the others.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Place {
+    /// How far the source is.
+    pub source: Nearness,
+    /// What the member brings to its host.
+    pub host: Share,
+    /// What it brings to its zone.
+    pub zone: Share,
+    /// Of the members that are named, how many are on its host.
+    pub on_host: usize,
+    /// How many of those behind them are in its zone.
+    pub in_zone: usize,
 }
 
 impl Ask {
@@ -93,6 +140,9 @@ impl Ask {
         }
         if !self.need.is_empty() {
             let _ = write!(query, "&need={}", Runs(&self.need));
+        }
+        if !self.took.is_empty() {
+            let _ = write!(query, "&took={}", Runs(&self.took));
         }
         let Standing { has_table, is_covered, leaves } = self.standing;
         for (name, _) in [("table", has_table), ("covered", is_covered), ("leave", leaves)].iter().filter(|it| it.1) {
@@ -111,13 +161,13 @@ impl Ask {
     ///
     /// let relay = RelayAddress { port: 4000, token: "0f".repeat(16), fingerprint: None };
     /// let need = vec![(0, 16), (20, 21)];
-    /// let ask = Ask { relay, need, standing: Default::default(), zone: Some("eu-1".to_owned()) };
+    /// let ask = Ask { relay, need, took: vec![(16, 17)], standing: Default::default(), zone: Some("eu-1".to_owned()) };
     /// assert_eq!(Ask::parse(&ask.query()), Some(ask));
     /// assert_eq!(Ask::parse("port=4000&token=../healthz"), None);
     /// ```
     #[must_use]
     pub fn parse(query: &str) -> Option<Self> {
-        let (mut port, mut token, mut fingerprint, mut need) = (None, None, None, Vec::new());
+        let (mut port, mut token, mut fingerprint, mut need, mut took) = (None, None, None, Vec::new(), Vec::new());
         let (mut standing, mut place) = (Standing::default(), None);
         for field in query.split('&') {
             match field.split_once('=')? {
@@ -125,6 +175,7 @@ impl Ask {
                 ("token", value) => token = Some(hex(value, TOKEN_LEN)?),
                 ("tls", value) => fingerprint = Some(hex(value, FINGERPRINT_LEN)?),
                 ("need", value) => need = parse_runs(value)?,
+                ("took", value) => took = parse_runs(value)?,
                 ("table", value) => standing.has_table = value == "1",
                 ("covered", value) => standing.is_covered = value == "1",
                 ("leave", value) => standing.leaves = value == "1",
@@ -133,7 +184,7 @@ impl Ask {
             }
         }
         let relay = RelayAddress { port: port?, token: token?, fingerprint };
-        Some(Self { relay, need, standing, zone: place })
+        Some(Self { relay, need, took, standing, zone: place })
     }
 }
 
@@ -148,6 +199,9 @@ impl Answer {
         let _ = writeln!(text, "wait {}", self.wait_ms);
         for (name, _) in [("table", self.has_table), ("free", self.is_free)].iter().filter(|it| it.1) {
             let _ = writeln!(text, "{name} 1");
+        }
+        if let Some(place) = &self.place {
+            let _ = writeln!(text, "place {place}");
         }
         for peer in self.peers.iter().take(MAX_PEERS) {
             let _ = writeln!(text, "peer {peer}");
@@ -166,6 +220,7 @@ impl Answer {
                 ("wait", millis) => answer.wait_ms = millis.parse().ok()?,
                 ("table", value) => answer.has_table = value == "1",
                 ("free", value) => answer.is_free = value == "1",
+                ("place", place) => answer.place = Some(Place::decode(place)?),
                 ("peer", url) if answer.peers.len() < MAX_PEERS && url.len() <= MAX_URL => {
                     answer.peers.push(url.to_owned());
                 }
@@ -174,6 +229,47 @@ impl Answer {
             }
         }
         Some(answer)
+    }
+}
+
+impl std::fmt::Display for Place {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let Self { source, host, zone, on_host, in_zone } = self;
+        let (here, there) = ((host.number, host.of), (zone.number, zone.of));
+        write!(f, "{} {}/{} {}/{} {on_host} {in_zone}", *source as u8, here.0, here.1, there.0, there.1)
+    }
+}
+
+impl Place {
+    /// How far the member is that is named as number `index`.
+    #[must_use]
+    pub fn nearness(&self, index: usize) -> Nearness {
+        match index.checked_sub(self.on_host) {
+            None => Nearness::Host,
+            Some(behind) if behind < self.in_zone => Nearness::Zone,
+            Some(_) => Nearness::Far,
+        }
+    }
+
+    fn decode(text: &str) -> Option<Self> {
+        let mut words = text.split(' ');
+        let source = match words.next()? {
+            "0" => Nearness::Host,
+            "1" => Nearness::Zone,
+            "2" => Nearness::Far,
+            _ => return None,
+        };
+        let (host, zone) = (Share::decode(words.next()?)?, Share::decode(words.next()?)?);
+        let mut count = || words.next()?.parse().ok();
+        Some(Self { source, host, zone, on_host: count()?, in_zone: count()? })
+    }
+}
+
+impl Share {
+    fn decode(text: &str) -> Option<Self> {
+        let (number, of) = text.split_once('/')?;
+        let share = Self { number: number.parse().ok()?, of: of.parse().ok()? };
+        Some(share).filter(|share| share.number < share.of)
     }
 }
 
@@ -199,7 +295,8 @@ fn parse_runs(text: &str) -> Option<Vec<(u64, u64)>> {
 }
 
 /// `text` if it may name a zone.
-fn zone(text: &str) -> Option<String> {
+#[must_use]
+pub fn zone(text: &str) -> Option<String> {
     let allowed = |b: u8| b.is_ascii_alphanumeric() || matches!(b, b'-' | b'_' | b'.');
     let valid = !text.is_empty() && text.len() <= MAX_ZONE && text.bytes().all(allowed);
     valid.then(|| text.to_owned())
@@ -216,18 +313,23 @@ mod tests {
 
     fn ask(need: &[(u64, u64)]) -> Ask {
         let relay = RelayAddress { port: 1, token: "a0".repeat(16), fingerprint: Some("0".repeat(FINGERPRINT_LEN)) };
-        Ask { relay, need: need.to_vec(), standing: Standing::default(), zone: None }
+        Ask { relay, need: need.to_vec(), took: Vec::new(), standing: Standing::default(), zone: None }
     }
 
     #[test]
     fn messages_come_back_as_they_were() {
         for need in [&[][..], &[(0, 1)], &[(0, 4), (4, 9), (11, u64::MAX)]] {
             assert_eq!(Ask::parse(&ask(need).query()), Some(ask(need)));
+            let taking = Ask { took: need.to_vec(), ..ask(&[]) };
+            assert_eq!(Ask::parse(&taking.query()), Some(taking));
         }
         let (grant, peers) = (vec![(3, 5), (9, 10)], vec!["http://h:1/".to_owned(); 3]);
         for (has_table, is_free) in [(false, false), (true, false), (false, true)] {
             let (grant, peers) = (grant.clone(), peers.clone());
-            let answer = Answer { grant, wait_ms: 20, has_table, is_free, peers };
+            let (host, zone) = (Share { number: 1, of: 2 }, Share { number: 3, of: 16 });
+            let place = Place { source: Nearness::Far, host, zone, on_host: 1, in_zone: 4 };
+            let answer =
+                Answer { grant, wait_ms: 20, has_table, is_free, place: Some(place).filter(|_| has_table), peers };
             assert_eq!(Answer::decode(&answer.encode(), 10), Some(answer));
         }
         for said in 0..8 {
@@ -237,6 +339,9 @@ mod tests {
         }
         assert_eq!(Ask { zone: Some("a&leave=1".to_owned()), ..ask(&[]) }.query(), ask(&[]).query());
         assert_eq!(Answer::decode(&Answer::default().encode(), 0), Some(Answer::default()));
+        for place in ["", "3 0/1 0/1 0 0", "1 1/1 0/1 0 0", "1 0/0 0/1 0 0", "1 0/1 0/1 0", "1 0/1 -1/1 0 0"] {
+            assert_eq!(Answer::decode(&format!("place {place}\n"), 1), None, "{place}");
+        }
         let later = "grant 0-1\nwait 1\nlater a b\npeer u\n";
         assert_eq!(Answer::decode(later, 1).map(|a| a.peers), Some(vec!["u".to_owned()]));
         assert_eq!(
@@ -267,6 +372,7 @@ mod tests {
             "port=1&token=T&need=5-1",
             "port=1&token=T&need=0-4,2-5",
             "port=1&token=T&need=",
+            "port=1&token=T&took=3-2",
             "port=1&token=T&&",
             "port=1&token=T/../../x",
             "port=1&token=T&zone=",

@@ -29,7 +29,7 @@ def digest(state: dict[str, torch.Tensor]) -> str:
     return sha.hexdigest()
 
 
-def serve(mib: int, advertise: str) -> None:
+def serve(mib: int, advertise: str | None) -> None:
     torch.manual_seed(7)
     state = {f"layer{i}": torch.randint(0, 255, ((mib << 20) // 4,), dtype=torch.uint8) for i in range(4)}
     transport = HTTPTransport(TIMEOUT, advertise=advertise)
@@ -54,7 +54,10 @@ def receive() -> None:
         troubles.clear()
         begin = time.perf_counter()
         state = transport.recv_checkpoint(0, metadata, 5, TIMEOUT)
-        say(seconds=time.perf_counter() - begin, digest=digest(state), troubles=troubles)
+        seconds = time.perf_counter() - begin
+        report = transport.last_report
+        by_route = [[*route, nbytes] for route, nbytes in zip(report.routes, report.route_bytes, strict=True)]
+        say(seconds=seconds, digest=digest(state), troubles=troubles, by_route=by_route)
     transport.shutdown()
 
 

@@ -99,3 +99,49 @@ class Network:
         for host in self._made:
             subprocess.run(["ip", "netns", "delete", host], capture_output=True, timeout=_PATIENCE_S, check=False)
         self._made = []
+
+
+class Links:
+    """Two hosts with a link for each of `mbits` between them, limited to so many Mbit/s both ways.
+
+    On link `i` the source is 10.79.i.1, and the receiver 10.79.i.2. The default route leads over link 0.
+    """
+
+    def __init__(self, mbits: list[int]) -> None:
+        if not shutil.which("ip") or not shutil.which("tc"):
+            raise NotPermitted("ip or tc is not installed")
+        prefix = f"tl{os.getpid()}"
+        self.source, self.receiver = f"{prefix}s", f"{prefix}r"
+        self._made: list[str] = []
+        try:
+            for host in (self.source, self.receiver):
+                _run("ip", "netns", "add", host)
+                self._made.append(host)
+                _run("ip", "-n", host, "link", "set", "lo", "up")
+            for i, mbit in enumerate(mbits):
+                peer = ("type", "veth", "peer", "name", f"card{i}", "netns", self.receiver)
+                _run("ip", "-n", self.source, "link", "add", f"card{i}", *peer)
+                shape = ("tbf", "rate", f"{mbit}mbit", "burst", "64kb", "latency", "100ms")
+                for host, last in ((self.source, 1), (self.receiver, 2)):
+                    _run("ip", "-n", host, "address", "add", f"10.79.{i}.{last}/24", "dev", f"card{i}")
+                    _run("ip", "-n", host, "link", "set", f"card{i}", "up")
+                    _run("tc", "-n", host, "qdisc", "add", "dev", f"card{i}", "root", *shape)
+            for host, gateway in ((self.source, 2), (self.receiver, 1)):
+                _run("ip", "-n", host, "route", "add", "default", "via", f"10.79.0.{gateway}")
+        except BaseException:
+            self.remove()
+            raise
+
+    def cut(self, link: int) -> None:
+        """Takes a link down, without closing any connection."""
+        _run("ip", "-n", self.source, "link", "set", f"card{link}", "down")
+
+    def swallow(self, link: int) -> None:
+        """Lets hardly anything of what the source sends over a link arrive."""
+        shape = ("tbf", "rate", "1kbit", "burst", "1kb", "latency", "1ms")
+        _run("tc", "-n", self.source, "qdisc", "replace", "dev", f"card{link}", "root", *shape)
+
+    def remove(self) -> None:
+        for host in self._made:
+            subprocess.run(["ip", "netns", "delete", host], capture_output=True, timeout=_PATIENCE_S, check=False)
+        self._made = []

@@ -26,6 +26,7 @@ from ...errors import (
     ProtocolError,
     message_of,
 )
+from ...net.certificates import wants_tls
 from ...net.heals import log_heal
 from ...net.metadata import encrypted
 from ...net.secret import shared_secret
@@ -64,7 +65,7 @@ class Keeper:
         start: start a keeper with default options if none runs; it ends when nobody has used it for an hour
         secret: the shared secret, for snapshots that come from a buddy; ``None`` takes it from the environment as
             ``HTTPTransport`` does
-        tls: refuse buddies that do not encrypt
+        tls: refuse buddies that do not encrypt; ``None`` takes it from the environment as ``HTTPTransport`` does
 
     Raises:
         InvalidArgument: an argument cannot be used
@@ -78,14 +79,14 @@ class Keeper:
         job: str | None = None,
         start: bool = False,
         secret: str | bytes | None = None,
-        tls: bool = False,
+        tls: bool | None = None,
     ) -> None:
         self.name = keeper_name(name)
         if job is not None and not (0 < len(_validate.string("job", job)) <= 1024 and job.isprintable()):
             raise InvalidArgument(f"job must be 1 to 1024 printable characters, not {_validate.brief(job)}")
         self._job = job
         self._secret = shared_secret(secret)
-        self._tls = _validate.boolean("tls", tls)
+        self._tls = wants_tls(tls)
         self._pid = os.getpid()
         #: A question that the keeper has left unanswered, so that nobody waits for it again before it answers.
         self._unanswered: Question | None = None

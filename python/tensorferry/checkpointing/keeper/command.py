@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import InvalidArgument, TensorferryError, message_of
+from ...net.certificates import Tls, fingerprint_of
 from ...net.options import ServerOptions
 from . import index
 from .client import Keeper
@@ -23,6 +24,8 @@ from .own_process import ended_by_signals, lower_weight, raise_descriptor_limit
 from .place import DEFAULT_NAME, keeper_name
 from .process import KeeperOptions, KeeperProcess
 from .snapshot import LOCAL, Snapshot, peer_metadata
+
+logger = logging.getLogger("tensorferry")
 
 _BROKEN_PIPE = 128 + signal.SIGPIPE
 
@@ -45,6 +48,9 @@ def main(arguments: list[str] | None = None) -> int:
         stream=sys.stderr,
     )
     try:
+        if chosen.fingerprint is not None:
+            print(fingerprint_of(chosen.fingerprint))
+            return 0
         name = keeper_name(chosen.name)
         if chosen.status:
             status = _print_status(name, as_json=chosen.json)
@@ -72,13 +78,15 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"{parser.prog}: {message_of(e)}", file=sys.stderr)
         return 1
     with ended_by_signals(keeper.stop):
-        logging.getLogger("tensorferry").info(
+        logger.info(
             "the keeper %s holds up to %s, and is reached at %s",
             name,
             shown(options.memory),
             index.host_of(keeper.address),
         )
         keeper.run()
+    if keeper.ended_by is not None:
+        logger.info("the keeper %s ends: %s", name, signal.Signals(keeper.ended_by).name)
     return 0
 
 
@@ -86,7 +94,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="tensorferry-keeper",
         description="Holds the snapshots of this node's trainers in memory, so that they outlive them.",
-        epilog="The shared secret is read from TENSORFERRY_SECRET or the file TENSORFERRY_SECRET_FILE.",
+        epilog="The shared secret is read from TENSORFERRY_SECRET or the file TENSORFERRY_SECRET_FILE. What the "
+        "options leave open about TLS is in TENSORFERRY_TLS, TENSORFERRY_TLS_CERTIFICATE and TENSORFERRY_TLS_KEY.",
     )
     add = parser.add_argument
     add("--name", default=DEFAULT_NAME, help="distinguishes keepers on a node (default: %(default)s)")
@@ -97,12 +106,16 @@ def _parser() -> argparse.ArgumentParser:
     add("--port", default="0", help="listen on this port, or on the first free one of a range like 29600-29699")
     add("--metrics-port", help="serve /metrics and a status page, and nothing else, on this port too, to everybody")
     add("--advertise", metavar="HOST", help="name or address by which other nodes reach this one")
-    add("--tls", action="store_true", help="encrypt what goes over the network")
+    add("--tls", action="store_true", help="encrypt what goes over the network (default: what TENSORFERRY_TLS says)")
+    add("--certificate", metavar="FILE", help="encrypt with this certificate (PEM), so that its fingerprint is known")
+    add("--key", metavar="FILE", help="the key of --certificate (PEM, without a passphrase)")
     add("--max-bandwidth", metavar="SIZE", help="bytes per second that all receivers together may take, such as 500M")
     add("--buddy", action="append", default=[], metavar="ADDRESS", help="copy this keeper's snapshots; may be repeated")
     add("--quiet", action="store_true", help="log warnings only")
     add("--status", action="store_true", help="print what the running keeper holds, and end")
     add("--json", action="store_true", help="with --status: as JSON")
+    add("--fingerprint", metavar="FILE", help="print the fingerprint of a certificate, for --buddy, and end")
+    add("--version", action="version", version=_installed_version(), help="print the version, and end")
     return parser
 
 
@@ -114,7 +127,7 @@ def _options(name: str, chosen: argparse.Namespace) -> KeeperOptions:
     bandwidth = None if chosen.max_bandwidth is None else amount("--max-bandwidth", chosen.max_bandwidth)
     server = ServerOptions(
         secret=None,
-        tls=chosen.tls,
+        tls=_tls(chosen),
         same_host=None,
         interface=chosen.interface,
         advertise=chosen.advertise,
@@ -130,6 +143,20 @@ def _options(name: str, chosen: argparse.Namespace) -> KeeperOptions:
         server=server,
         buddies=[index.keeper_url(address, server) for address in chosen.buddy],
     )
+
+
+def _installed_version() -> str:
+    from importlib.metadata import version
+
+    return version("tensorferry")
+
+
+def _tls(chosen: argparse.Namespace) -> Tls:
+    if (chosen.certificate is None) != (chosen.key is None):
+        raise InvalidArgument("--certificate and --key go together: give both files")
+    if chosen.certificate is not None:
+        return chosen.certificate, chosen.key
+    return True if chosen.tls else None
 
 
 def _print_status(name: str, *, as_json: bool) -> int:
@@ -150,7 +177,7 @@ def _print_status(name: str, *, as_json: bool) -> int:
     for owner in dict.fromkeys(one.owner for one in held):
         with contextlib.suppress(TensorferryError):
             metadata = peer_metadata(one for one in held if one.owner == owner)
-            print(f"for a PeerReader, the newest of {owner[0]} that is complete: {metadata}")
+            print(f"for a PeerReader or tensorferry pull, the newest of {owner[0]} that is complete: {metadata}")
     return 0
 
 

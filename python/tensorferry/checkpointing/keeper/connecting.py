@@ -66,7 +66,7 @@ def connect(name: str) -> socket.socket:
     watch(sock)
     try:
         sock.settimeout(OFFER_S)
-        _queue_at(sock, path)
+        _connect_in_time(sock, path)
         _, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
     except OSError as e:
         sock.close()
@@ -77,7 +77,8 @@ def connect(name: str) -> socket.socket:
     return sock
 
 
-def _queue_at(sock: socket.socket, path: Path) -> None:
+def _connect_in_time(sock: socket.socket, path: Path) -> None:
+    """Connects to the keeper's socket; tries again for ``OFFER_S`` while too many others wait to be accepted."""
     deadline = time.monotonic() + OFFER_S
     while True:
         try:

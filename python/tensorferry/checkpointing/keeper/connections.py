@@ -41,10 +41,10 @@ class Desk(Protocol):
     """Answers the messages of clients."""
 
     def hear(self, client: Client, message: Message | Arrived) -> None:
-        """Handles a message; what it raises ends the connection of ``client``."""
+        """Handles a message of ``client``; an error that it raises ends that connection."""
 
     def drop_given(self, client: Client) -> None:
-        """Gives up what ``client`` gave: it may write to that from now on."""
+        """Gives up the snapshots that ``client`` gave: from now on the client may write to their memory."""
 
     def take_all_back(self, client: Client) -> None:
         """Takes back what ``client``, whose connection has ended, has borrowed."""
@@ -85,7 +85,7 @@ class Connections:
         self._loop.watch(self._listener, lambda _: self._accept())
 
     def watched(self) -> Iterator[Client]:
-        """Iterates over those that are connected, and those that are not and may still write to what they gave."""
+        """Iterates over the connected clients, and the disconnected ones that may still write to what they gave."""
         return iter([*self._open, *self._suspects])
 
     @property
@@ -106,7 +106,7 @@ class Connections:
             self._flush(client)
 
     def cast_out(self, client: Client) -> None:
-        """Disconnects a process that may live, and takes that as leave to write to what it gave: that goes first."""
+        """Gives up what a process gave, and disconnects it: from then on it may write to that memory."""
         client.queue.clear()
         if not client.has_left:
             client.is_cast_out = True
@@ -114,7 +114,7 @@ class Connections:
         self._disconnect(client)
 
     def look_at_clocks(self, now: float) -> None:
-        """Ends what has taken too long."""
+        """Disconnects clients, and gives up on suspects, that have taken too long."""
         self._look_at_suspects(now)
         for client in [c for c in self._open if not c.has_spoken and now - c.since > _GREETING_S]:
             self._disconnect(client)
@@ -124,7 +124,7 @@ class Connections:
         self._listener.close()
 
     def close(self) -> None:
-        """Disconnects all clients; what they gave is not looked after any more."""
+        """Disconnects all clients, and watches none of the processes any more that may write to what they gave."""
         for client in list(self._open):
             client.has_left = True
             self._disconnect(client)
@@ -168,6 +168,7 @@ class Connections:
         return bool(silent)
 
     def _serve(self, client: Client, events: int) -> None:
+        """Sends and reads what the client's socket is ready for, a few messages at a time."""
         if not client.is_open:
             return
         try:
@@ -201,6 +202,7 @@ class Connections:
         return True
 
     def _flush(self, client: Client) -> None:
+        """Sends queued messages, as many as the client's socket takes now."""
         while client.queue:
             try:
                 handover.send(client.sock, client.queue[0])
@@ -214,7 +216,7 @@ class Connections:
         self._loop.watch_writing(client.sock, bool(client.queue))
 
     def _look_at_suspects(self, now: float) -> None:
-        """Looks after connections that ended: a trainer that died cannot write any more, one that lives may."""
+        """Finds out of each process whose connection ended whether it has died, or lives and may still write."""
         for client, deadline in list(self._suspects.items()):
             if client.arriving:
                 continue
@@ -229,6 +231,7 @@ class Connections:
             client.given.clear()
 
     def _disconnect(self, client: Client) -> None:
+        """Closes a client's connection; its process is watched on if it may still write to what it gave."""
         if not client.is_open:
             return
         client.is_open = False

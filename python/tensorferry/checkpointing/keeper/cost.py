@@ -37,12 +37,12 @@ class Cost:
 
     @property
     def reading(self) -> int:
-        """Bytes of memory that it takes while it is read, with all that describes it."""
+        """Bytes of memory that the snapshot takes while it is read, with all that describes it."""
         return self.nbytes + _READING_TABLE * self.table + _READING_CONTROL * self.control
 
     @property
     def holding(self) -> int:
-        """Bytes of memory that it takes from then on."""
+        """Bytes of memory that the snapshot takes once it was read."""
         return self.nbytes + _HOLDING_TABLE * self.table + _HOLDING_CONTROL * self.control
 
 

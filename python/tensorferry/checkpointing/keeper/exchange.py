@@ -43,7 +43,7 @@ class SnapshotExchange:
         self._reader.stop()
 
     def drop_given(self, client: Client) -> None:
-        """Gives up what ``client`` gave: it may write to that from now on."""
+        """Gives up the snapshots that ``client`` gave: from now on the client may write to their memory."""
         given, client.given = client.given, set()
         for kept in given:
             # A newer snapshot may have displaced it, and its last reader may be gone.
@@ -79,6 +79,7 @@ class SnapshotExchange:
         self._reader.add(read)
 
     def _read_in(self, given: Arrived, step: int, cost: Cost) -> KeptMemory:
+        """Maps the memory of a handover, reads its table, and serves it as ``step``; runs on the reading thread."""
         try:
             probe(cost.reading)
             opened = given.open()
@@ -97,6 +98,7 @@ class SnapshotExchange:
         cost: Cost,
         reserved: Reservation,
     ) -> None:
+        """Keeps a snapshot whose table was read, or refuses it if ``body`` is the error; tells the client which."""
         client.arriving -= 1
         try:
             if isinstance(body, Exception):

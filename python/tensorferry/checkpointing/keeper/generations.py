@@ -110,7 +110,7 @@ class Generations(Generic[T]):
 
     @property
     def leaving(self) -> list[Kept[T]]:
-        """What was evicted and still has readers."""
+        """The snapshots that were evicted and still have readers."""
         return list(self._leaving)
 
     def get(self, key: Key | None) -> Kept[T] | None:
@@ -131,7 +131,7 @@ class Generations(Generic[T]):
         Raises:
             KeeperFull: it is kept already, or there would not be enough memory; nothing was evicted
         """
-        for one in self._going_for(about, nbytes):
+        for one in self._evictions_for(about, nbytes):
             evict(one)
         for one in [one for one in self._leaving if not one.lent]:
             if self.used + nbytes <= self.limit:
@@ -144,9 +144,17 @@ class Generations(Generic[T]):
         Raises:
             KeeperFull: it would not
         """
-        self._going_for(about, nbytes)
+        self._evictions_for(about, nbytes)
 
-    def _going_for(self, about: Snapshot, nbytes: int) -> list[Kept[T]]:
+    def _evictions_for(self, about: Snapshot, nbytes: int) -> list[Kept[T]]:
+        """Returns what is to be evicted so that ``about`` fits.
+
+        These are a copy of the same snapshot from elsewhere, what its rank has above the number of generations, and
+        then as many more, in :meth:`_eviction_order`, as it takes until there is memory.
+
+        Raises:
+            KeeperFull: it is kept already, or would not fit
+        """
         if (known := self._kept.get(about.key)) and (known.about.origin == LOCAL or about.origin != LOCAL):
             raise KeeperFull(f"the snapshot {about.save_id} of rank {about.rank} is kept already")
         if nbytes > self.limit:
@@ -159,7 +167,7 @@ class Generations(Generic[T]):
         gone += same[: max(len(same) + 1 - self.most, 0)]
         excess = self.used + nbytes - self.limit
         excess -= sum(one.nbytes for one in (*gone, *self._leaving) if not one.lent)
-        for one in self._victims(about, gone):
+        for one in self._eviction_order(about, gone):
             if excess <= 0:
                 break
             gone.append(one)
@@ -172,18 +180,24 @@ class Generations(Generic[T]):
             )
         return gone
 
-    def _victims(self, about: Snapshot, without: list[Kept[T]]) -> list[Kept[T]]:
+    def _eviction_order(self, about: Snapshot, chosen: list[Kept[T]]) -> list[Kept[T]]:
+        """Returns what may be evicted for ``about`` besides what is ``chosen``, first what is missed least.
+
+        Older generations come before last ones, of these a buddy's before this node's own, and then the oldest first.
+        Three kinds are never evicted: what has readers, an own snapshot for a buddy's, and the last one of another rank
+        whose trainer is connected.
+        """
         newest: dict[tuple[bool, tuple[str, str, int]], Kept[T]] = {}
-        for one in self._kept.values():
-            newest[_counted(one.about)] = one
-        found = []
-        for one in self._kept.values():
-            own, last = one.about.origin == LOCAL, newest[_counted(one.about)] is one
-            same = one.about.series == about.series
-            if one in without or one.lent or (own and (about.origin != LOCAL or (last and one.live and not same))):
+        for kept in self._kept.values():
+            newest[_counted(kept.about)] = kept
+        ranked = []
+        for kept in self._kept.values():
+            own, last = kept.about.origin == LOCAL, newest[_counted(kept.about)] is kept
+            same = kept.about.series == about.series
+            if kept in chosen or kept.lent or (own and (about.origin != LOCAL or (last and kept.live and not same))):
                 continue
-            found.append(((last, own, one.order), one))
-        return [one for _, one in sorted(found, key=lambda item: item[0])]
+            ranked.append(((last, own, kept.order), kept))
+        return [kept for _, kept in sorted(ranked, key=lambda item: item[0])]
 
     def add(self, about: Snapshot, nbytes: int, body: T) -> Kept[T]:
         """Keeps a snapshot for which there is room."""

@@ -32,12 +32,23 @@ _LONGEST = 16 << 20
 _MOST_VALUES = 1 << 16
 _MOST = 1024
 _URL = re.compile(r"(http://|https://sha256-[0-9a-f]+@)[^\s/@]+/[A-Za-z0-9]+/checkpoint/")
+#: A keeper whose certificate was known before it started.
+_PINNED = re.compile(r"https://(sha256-[0-9a-f]{64})@([^\s/@]+)/?")
+_FINGERPRINT = (
+    "tensorferry-keeper --fingerprint FILE prints that of the certificate in a file, which a keeper uses with "
+    "--certificate; tensorferry-keeper --status prints the whole address of one that runs there"
+)
 _TOKEN = re.compile(r"[a-z]+://[^\s/]+/([0-9A-Za-z]+)/checkpoint/")
 _HOST_AND_PORT = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\s/@:]+):[0-9]{1,5}")
 
 
 def keeper_url(address: str, options: ServerOptions) -> str:
-    """Returns the URL of the list of the keeper at ``address``: such a URL, or ``host:port`` where there is a secret.
+    """Returns the URL of the list of the keeper at ``address``.
+
+    Args:
+        address: such a URL; or, where there is a secret, ``host:port``, with TLS
+            ``https://sha256-<fingerprint>@host:port``
+        options: the secret of this keeper, and whether it encrypts
 
     Raises:
         InvalidArgument: it is neither, or does not encrypt though ``options`` ask for TLS
@@ -47,17 +58,30 @@ def keeper_url(address: str, options: ServerOptions) -> str:
         if options.tls and not text.startswith("https://"):
             raise InvalidArgument(f"{host_of(text)} does not encrypt, and this keeper has TLS: start both with --tls")
         return text
-    if not _HOST_AND_PORT.fullmatch(text):
+    pinned = _PINNED.fullmatch(text)
+    place = pinned[2] if pinned else text
+    if not pinned and re.match(r"https://[^@]*$", text):
+        raise InvalidArgument(
+            f"{_validate.brief(text)} comes without the fingerprint of its certificate: {_FINGERPRINT}"
+        )
+    if not _HOST_AND_PORT.fullmatch(place):
         raise InvalidArgument(
             f"{_validate.brief(address)} is not the address of a keeper: give what tensorferry-keeper --status prints "
             "there, or host:port where both have the same secret"
         )
-    if options.secret is None or options.tls:
-        why = "without a shared secret the path is random" if options.secret is None else "TLS needs the fingerprint"
+    if options.secret is None:
         raise InvalidArgument(
-            f"{text} is not enough of an address: {why}. Give what tensorferry-keeper --status prints there"
+            f"{text} is not enough of an address: without a shared secret the path is random. Give what "
+            "tensorferry-keeper --status prints there"
         )
-    return f"http://{text}/{NAME}/checkpoint/"
+    if pinned:
+        return f"https://{pinned[1]}@{place}/{NAME}/checkpoint/"
+    if options.tls:
+        raise InvalidArgument(
+            f"{text} is not enough of an address: TLS needs the fingerprint of the certificate there, as in "
+            f"https://sha256-...@{text}. {_FINGERPRINT}"
+        )
+    return f"http://{place}/{NAME}/checkpoint/"
 
 
 def publish(shelf: Shelf, snapshots: Sequence[Snapshot]) -> None:

@@ -185,7 +185,7 @@ class Keeping:
 
 
 def _nothing() -> None:
-    """What is left to be done for a snapshot that nobody reads any more."""
+    """Does nothing: what is left to be done for a released snapshot, once its memory was let go."""
 
 
 def named(about: Snapshot) -> str:

@@ -83,7 +83,7 @@ class KeptMemory:
         Container(rows, memory, True, control).publish(self._shelf, step)
 
     def url(self, host: str) -> str:
-        """Returns what a receiver is given to fetch it."""
+        """Returns the URL by which a receiver fetches the snapshot."""
         return self._shelf.url(host)
 
     @property
@@ -143,14 +143,15 @@ class Worker:
         threading.Thread(target=self._run, name=name, daemon=True).start()
 
     def add(self, work: Callable[[], object]) -> None:
-        """Has ``work`` done soon."""
+        """Has the thread call ``work`` after what was added before."""
         self._queue.put(work)
 
     def stop(self) -> None:
-        """Ends the thread after what it is at."""
+        """Ends the thread when the call that it is in has returned."""
         self._queue.put(None)
 
     def _run(self) -> None:
+        """Makes the calls, one after the other; logs what they raise."""
         while (work := self._queue.get()) is not None:
             try:
                 work()
@@ -176,6 +177,7 @@ class Digester(Worker):
         self.add(lambda: self._compute(memory))
 
     def _compute(self, memory: KeptMemory) -> None:
+        """Computes the checksums of a snapshot, empty ones if that fails, and reports it as done."""
         try:
             memory.digests = memory.compute_digests()
         except Exception:

@@ -33,7 +33,7 @@ class Offer:
     is_answered: bool = False
 
     def tell(self) -> None:
-        """Tells whoever made it that the keeper does not need the memory; raises nothing."""
+        """Tells whoever made the offer that the keeper does not need the memory any more; raises nothing."""
         try:
             self.released()
         except Exception:
@@ -89,6 +89,7 @@ class Offers:
         return sum(not one.is_answered for one in self._offers) < _MOST_UNANSWERED
 
     def _open(self) -> socket.socket:
+        """Connects to the keeper, and starts the thread that reads its answers."""
         sock = connect(self._name)
         sock.settimeout(connecting.OFFER_S)
         try:
@@ -131,6 +132,7 @@ class Offers:
             self._changed.notify_all()
 
     def _hear(self, message: Message) -> None:
+        """Finds the offer that the keeper's ``message`` is about, and tells whoever made it if its memory is free."""
         save_id, rank = message.fields.get("save_id"), message.fields.get("rank")
         with self._lock:
             offer = next(
@@ -156,7 +158,7 @@ class Offers:
             self._note_release()
 
     def let_go(self, patience: float) -> bool:
-        """Has the keeper evict the oldest; returns whether one was released within ``patience`` seconds."""
+        """Has the keeper evict the oldest snapshot; returns whether one was released within ``patience`` seconds."""
         if self._call.is_mine:
             return False
         with self._lock:

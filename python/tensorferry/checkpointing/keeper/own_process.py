@@ -14,10 +14,10 @@ _NICE = 5
 
 
 @contextlib.contextmanager
-def ended_by_signals(stop: Callable[[], object]) -> Iterator[None]:
-    """Within the block, SIGTERM, SIGINT and SIGHUP call ``stop``."""
+def ended_by_signals(stop: Callable[[int], object]) -> Iterator[None]:
+    """Within the block, SIGTERM, SIGINT and SIGHUP call ``stop`` with their number."""
     numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-    before = {number: signal.signal(number, lambda *_: stop()) for number in numbers}
+    before = {number: signal.signal(number, lambda number, _: stop(number)) for number in numbers}
     try:
         yield
     finally:

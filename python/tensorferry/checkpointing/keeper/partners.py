@@ -57,22 +57,22 @@ class _Tries:
         self._tries: dict[Key, tuple[float, float]] = {}
 
     def is_due(self, key: Key) -> bool:
-        """Whether it is to be tried now."""
+        """Whether the snapshot ``key`` is to be tried now."""
         return key not in self._tries or time.monotonic() >= self._tries[key][1]
 
     def put_off(self, key: Key) -> float:
-        """Notes that it could not be copied; returns the seconds until it is due again."""
+        """Notes that the snapshot could not be copied; returns the seconds until it is due again."""
         before, _ = self._tries.get(key, (0.0, 0.0))
         wait = min(max(before * 2, _INTERVAL_S), _LONGEST_PUT_OFF_S)
         self._tries[key] = wait, time.monotonic() + wait
         return wait
 
     def forget(self, key: Key) -> None:
-        """Notes that it was copied."""
+        """Notes that the snapshot was copied."""
         self._tries.pop(key, None)
 
     def forget_all_but(self, keys: Set[Key]) -> None:
-        """Forgets what is not listed any more."""
+        """Forgets the snapshots that are not listed any more: all but ``keys``."""
         self._tries = {key: tried for key, tried in self._tries.items() if key in keys}
 
 
@@ -146,6 +146,7 @@ class Partner(threading.Thread):
             self._asked.wait(wait)
 
     def _look(self) -> None:
+        """Fetches the partner's list of snapshots into ``listed``."""
         options = self._keeper.options.server
         was_asked = self._asked.is_set()
         try:
@@ -185,6 +186,7 @@ class Partner(threading.Thread):
                 self._try(about)
 
     def _try(self, about: Snapshot) -> None:
+        """Copies a snapshot; if that fails, logs why and puts it off."""
         try:
             self._fetch(about)
         except (SourceChanged, SourceRefused) as e:
@@ -214,6 +216,7 @@ class Partner(threading.Thread):
             self._tries.forget(about.key)
 
     def _fetch(self, about: Snapshot) -> None:
+        """Fetches a snapshot from the partner into shared memory, for which room was made, and keeps it."""
         copied = replace(about, origin=self._host)
         # By what the list says: what cannot fit is not asked for, and nothing goes for it.
         self._call(lambda: self._keeper.keeping.generations.check_room(copied, about.nbytes))

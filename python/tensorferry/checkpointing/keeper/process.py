@@ -66,6 +66,7 @@ class KeeperProcess:
 
     Attributes:
         keeping: the snapshots
+        ended_by: the number of the signal that has ended it
 
     Raises:
         SystemRefused: a keeper with this name runs already, or the port is taken
@@ -74,6 +75,7 @@ class KeeperProcess:
 
     def __init__(self, options: KeeperOptions) -> None:
         self.options = options
+        self.ended_by: int | None = None
         self._loop = Loop()
         with contextlib.ExitStack() as stack:
             stack.callback(self._loop.close)
@@ -120,8 +122,9 @@ class KeeperProcess:
         finally:
             self._close()
 
-    def stop(self) -> None:
-        """Ends :meth:`run` soon; may be called from any thread and from a signal handler."""
+    def stop(self, by: int | None = None) -> None:
+        """Ends :meth:`run` soon; may be called from any thread and from a signal handler, with the signal's number."""
+        self.ended_by = by
         self.run_soon(self._end)
 
     def run_soon(self, call: Callable[[], object]) -> None:
@@ -148,6 +151,7 @@ class KeeperProcess:
         return min([longest, *(deadline - time.monotonic() for deadline in deadlines)])
 
     def _look_at_clocks(self) -> None:
+        """Does what is due by now: ends overdue readers, answers those who waited for partners, ends an idle keeper."""
         now = time.monotonic()
         self.keeping.look_at_clocks(now)
         self._connections.look_at_clocks(now)
@@ -183,7 +187,7 @@ class KeeperProcess:
             case Message(kind="done"):
                 self._exchange.take_back(client, message)
             case Message(kind="buddies"):
-                self._told_buddies(client, message)
+                self._take_buddies(client, message)
             case Message(kind="farewell"):
                 client.has_left = True
             case Message(kind="status"):
@@ -197,7 +201,7 @@ class KeeperProcess:
         self._connections.send(client, message)
 
     def drop_given(self, client: Client) -> None:
-        """Gives up what ``client`` gave: it may write to that from now on."""
+        """Gives up the snapshots that ``client`` gave: from now on the client may write to their memory."""
         self._exchange.drop_given(client)
 
     def take_all_back(self, client: Client) -> None:
@@ -207,6 +211,7 @@ class KeeperProcess:
     # What is held.
 
     def _ask(self, client: Client, message: Message) -> None:
+        """Answers a question for the list, after the partners were asked anew if ``message`` says so."""
         partners = set(self._partners.values()) if message.fields.get("ask_buddies") is True else set()
         if not partners:
             self._list(client, message)
@@ -217,6 +222,7 @@ class KeeperProcess:
         self._waiting.append((client, message, time.monotonic() + patience, partners))
 
     def _list(self, client: Client, message: Message) -> None:
+        """Sends the client the snapshots of the job, path and rank that ``message`` names, each in a message."""
         wanted = {name: value for name in ("job", "path", "rank") if (value := message.fields.get(name)) is not None}
         for one in self.held():
             fields = one.fields()
@@ -257,7 +263,8 @@ class KeeperProcess:
 
     # Partners.
 
-    def _told_buddies(self, client: Client, message: Message) -> None:
+    def _take_buddies(self, client: Client, message: Message) -> None:
+        """Takes the buddies that a client sets; answers with all of them, or with why they are refused."""
         addresses = message.fields.get("buddies")
         try:
             self._set_buddies(_validate.items("buddies", addresses))  # type: ignore[arg-type]

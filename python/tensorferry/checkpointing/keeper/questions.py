@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import select
+from collections.abc import Iterator
 from typing import Any
 
 from ...errors import ConnectError, ProtocolError, TensorferryError
@@ -45,7 +46,7 @@ class Question:
         return True
 
     def has_answer(self) -> bool:
-        """Whether there is something to be read by now, or the keeper has ended; or this connection, in a fork."""
+        """Whether an answer can be read by now, or none will come: the keeper has ended, or this is a forked child."""
         if self._sock.fileno() < 0:
             return True
         poll = select.poll()
@@ -64,7 +65,7 @@ class Question:
 
     def send(self, message: Message) -> None:
         """Sends ``message``."""
-        with self._expected():
+        with self._typed_errors():
             handover.send(self._sock, message)
 
     def answer(self, *kinds: str) -> Message:
@@ -94,14 +95,15 @@ class Question:
         return answer
 
     def _receive(self) -> Message | Handover:
-        with self._expected():
+        with self._typed_errors():
             answer = handover.receive(self._sock)
         if answer is None:
             raise ConnectError(f"the keeper {self._name} has ended, or runs another version of tensorferry")
         return answer
 
     @contextlib.contextmanager
-    def _expected(self) -> Any:
+    def _typed_errors(self) -> Iterator[None]:
+        """Raises an error of the socket as one about the keeper: it does not answer, or is gone."""
         try:
             yield
         except TimeoutError as e:

@@ -71,6 +71,7 @@ class _Side:
         self.listings = [(name, Listing(first.about, leaves_of(self._whole, digests=True)))]
 
     def _state_of_all_ranks(self) -> Any:
+        """Returns the state of a checkpoint of several ranks, with whole tensors."""
         if self.place.kind is Kind.CHECKPOINT:
             from ...checkpointing import loading
 
@@ -90,6 +91,7 @@ class _Side:
         return of_distributed(reader)
 
     def _state(self, number: int) -> Any:
+        """Returns the state in the container of this number."""
         from .. import mapped_states
 
         path = self.place.path
@@ -110,6 +112,7 @@ class _Side:
                 return mapped_states.of_distributed(path)
 
     def _of_peer(self, number: int) -> Any:
+        """Fetches the state that a peer serves."""
         from ...memory.accelerator import ACCELERATOR
         from ...memory.bounce import BounceBuffers
         from ...pickles.allowlist import Allowed
@@ -168,6 +171,7 @@ class Comparison:
         }
 
     def _compare(self, number: int, one: Listing, other: Listing, prefix: str) -> None:
+        """Compares two listings leaf by leaf, by digests and else by values, and notes the differences."""
         first, second = by_path(one.leaves), by_path(other.leaves)
         # Views and objects are the same if the memory behind them and their pickle are.
         hidden = bool(one.hidden) and one.hidden == other.hidden and one.tree == other.tree

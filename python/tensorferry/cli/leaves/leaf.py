@@ -104,6 +104,7 @@ def _kind(container: Stored | Remote) -> str:
 def _of_container(
     container: Stored | Remote, about: dict[str, Any], digests: Callable[[], list[int] | None]
 ) -> Listing:
+    """Lists a container: adds to ``about`` what it says of itself, and to its leaves what ``digests`` returns."""
     manifest, text = container.manifest, container.tree
     names, plain = container.names, list(container.plain)
     about |= {"entries": len(names), "bytes": sum(container.sizes), "metadata": dict(container.about)}
@@ -114,14 +115,14 @@ def _of_container(
         if not isinstance(fields, dict):
             raise ProtocolError("the manifest is not a JSON object")
         leaves = list(_of_state(leaves, fields, tree))
-    found = digests()
+    entry_digests = digests()
     hidden: dict[str, str] = {}
-    if found is not None:
-        by_name = {name: f"{digest:016x}" for name, digest in zip(names, found, strict=True)}
+    if entry_digests is not None:
+        by_name = {name: f"{digest:016x}" for name, digest in zip(names, entry_digests, strict=True)}
         of_path = {names[number]: by_name[names[number]] for number in plain}
         leaves = [replace(leaf, digest=of_path.get(leaf.path)) if leaf.kind == "tensor" else leaf for leaf in leaves]
-        kept = {names[number] for number in plain} | {reserved.DIGESTS}
-        hidden = {name: digest for name, digest in by_name.items() if name not in kept}
+        shown = {names[number] for number in plain} | {reserved.DIGESTS}
+        hidden = {name: digest for name, digest in by_name.items() if name not in shown}
     return Listing(about, leaves, tree, hidden)
 
 
@@ -222,6 +223,7 @@ def walk(tree: Any) -> Iterator[tuple[str, int]]:
 
 
 def _below(node: Any, path: str, depth: int) -> Iterator[tuple[str, int]]:
+    """Yields path and number of each leaf below a node, whose own path and depth these are."""
     if depth > _DEEPEST:
         raise ProtocolError("the tree is too deep")
     if type(node) is int:

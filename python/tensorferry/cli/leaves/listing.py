@@ -36,7 +36,7 @@ def listings(
         InvalidArgument: several files were given
     """
 
-    def listed() -> list[tuple[str, Listing]]:
+    def read_listings() -> list[tuple[str, Listing]]:
         place = places.find(given[0])
         if place.kind is Kind.PEERS:
             return _of_peers(Peers.of(given, trust), step, receiving, trust, digests=digests)
@@ -44,35 +44,37 @@ def listings(
             raise InvalidArgument(f"this command takes one file or folder, not {len(given)}: run it for each")
         return [*_of_place(place, digests=digests)]
 
-    return places.settled(listed, given[0])
+    return places.settled(read_listings, given[0])
 
 
 def _of_peers(
-    found: Peers, step: int | None, receiving: Receiving, trust: Trust, *, digests: bool
+    peers: Peers, step: int | None, receiving: Receiving, trust: Trust, *, digests: bool
 ) -> list[tuple[str, Listing]]:
+    """Lists what peers serve: one state, or the containers of a publication's ranks."""
     listed = []
-    for number, urls in enumerate([[url] for url in found.urls] if found.are_ranks else [found.urls]):
-        remote, served = open_source(urls, step if step is not None else found.step, trust, receiving)
+    for number, urls in enumerate([[url] for url in peers.urls] if peers.are_ranks else [peers.urls]):
+        remote, served = open_source(urls, step if step is not None else peers.step, trust, receiving)
         with contextlib.closing(remote):
-            name = f"rank {number}" if found.are_ranks else "peer"
+            name = f"rank {number}" if peers.are_ranks else "peer"
             listed.append((name, of_remote(remote, served, digests=digests)))
     return listed
 
 
 def _of_place(place: Place, *, digests: bool) -> list[tuple[str, Listing]]:
+    """Lists a file or a folder; the checkpoint of a checkpointer has a listing for each rank."""
     path = place.path
     match place.layout:
         case Kind.CONTAINER:
             return [(place.text, of_file(path, digests=digests))]
         case Kind.CHECKPOINT:
             index = read_index(path)
-            found = []
+            listings_of_ranks = []
             for rank in range(index.world_size):
                 file = path / index.files[rank][0]
                 listing = of_file(file, digests=digests)
                 listing.about["step"] = index.step
-                found.append((str(file), listing))
-            return found
+                listings_of_ranks.append((str(file), listing))
+            return listings_of_ranks
         case Kind.SHARDS:
             return [(place.text, _of_shards(path, digests=digests))]
         case Kind.DISTRIBUTED:
@@ -84,17 +86,18 @@ def _of_place(place: Place, *, digests: bool) -> list[tuple[str, Listing]]:
 
 
 def _of_shards(folder: Path, *, digests: bool) -> Listing:
-    found: list[Leaf] = []
+    """Lists a model in several safetensors files as one."""
+    leaves: list[Leaf] = []
     hidden: dict[str, str] = {}
     files = shards.files_of(folder)
     for path, names in files.items():
         listing = of_file(path, digests=digests)
         shards.check_names(path, names, [leaf.path for leaf in listing.leaves])
-        found += [replace(leaf, notes=[*leaf.notes, path.name]) for leaf in listing.leaves]
+        leaves += [replace(leaf, notes=[*leaf.notes, path.name]) for leaf in listing.leaves]
         hidden |= listing.hidden
     about = {"kind": "tensors", "checksums": False, "files": [path.name for path in files]}
-    found.sort(key=lambda leaf: leaf.path)
-    return Listing({**about, "bytes": sum(leaf.bytes for leaf in found)}, found, None, hidden)
+    leaves.sort(key=lambda leaf: leaf.path)
+    return Listing({**about, "bytes": sum(leaf.bytes for leaf in leaves)}, leaves, None, hidden)
 
 
 def _of_distributed(folder: Path, *, digests: bool) -> Listing:

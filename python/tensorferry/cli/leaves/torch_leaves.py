@@ -86,6 +86,7 @@ def _here(storage: torch.UntypedStorage, _: str) -> torch.UntypedStorage:
 
 
 def _of_folder(folder: Path) -> Listing:
+    """Lists a distributed checkpoint of torch by its index."""
     source = TorchFolderSource(folder / NAME)
     metadata = torch_folder.decode(source.read_index(), str(folder / NAME), with_stand_ins((), False))
     leaves = []

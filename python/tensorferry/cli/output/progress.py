@@ -66,6 +66,7 @@ class Progress:
 
 
 def _bar() -> Any:
+    """Returns a progress bar of ``rich`` on standard error, which disappears at its end."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
     from rich.progress import Progress as Bar

@@ -28,6 +28,7 @@ def convert(
     /,
     *,
     to: Format | None = None,
+    only: str | None = None,
     rank: int = 0,
     step: int | None = None,
     drop_objects: Switch = False,
@@ -49,6 +50,8 @@ def convert(
             converted by tensorferry.megatron, to dcp or torch-dcp
         output: a file or folder that does not exist
         to: the format
+        only: convert what lies below this key alone, such as model, or state.model; its keys lose that prefix, so that
+            load_state_dict takes them
         rank: of a checkpointer's folder that several ranks saved, the rank whose values are taken where they are not
             spread over the ranks
         step: the step number in a checkpoint (default: that of the source)
@@ -60,7 +63,7 @@ def convert(
 
     # Once only: a conversion may take long, and what it was to convert has gone.
     format_, told = places.settled(
-        lambda: _converted(source, output, to, rank, step, drop_objects=drop_objects, verify=not unverified),
+        lambda: _converted(source, output, to, only, rank, step, drop_objects=drop_objects, verify=not unverified),
         source,
         attempts=1,
     )
@@ -87,7 +90,15 @@ def convert(
 
 
 def _converted(
-    source: str, output: Path, to: str | None, rank: int, step: int | None, *, drop_objects: bool, verify: bool
+    source: str,
+    output: Path,
+    to: str | None,
+    only: str | None,
+    rank: int,
+    step: int | None,
+    *,
+    drop_objects: bool,
+    verify: bool,
 ) -> tuple[str, dict[str, Any]]:
     """Converts ``source``; returns the format, and how much there was."""
     from .. import places
@@ -101,10 +112,14 @@ def _converted(
     if to in _WRITTEN:
         suffixes.warn(output, _WRITTEN[to])
     if place.kind is places.Kind.MEGATRON:
+        if only is not None:
+            raise InvalidArgument(
+                "--only is not for a checkpoint of Megatron: convert all of it, to dcp, and then a part"
+            )
         return to, _megatron(place.path, output, to)
     from ..conversion import Conversion
 
-    return to, Conversion(place, rank, step, verify=verify, drop_objects=drop_objects).write(output, to)
+    return to, Conversion(place, rank, step, verify=verify, drop_objects=drop_objects, only=only).write(output, to)
 
 
 def _some(names: list[str]) -> str:

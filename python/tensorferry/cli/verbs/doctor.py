@@ -26,8 +26,8 @@ _SLOW_LOOKUP_S = 0.2
 _BAD_SHARE, _LOW_SHARE = 0.1, 0.5
 _STATE = 64 << 20
 _ROUNDS = 3
-#: What a source says, or is said of it, that runs and has published nothing, or not any more.
-_NOTHING_NOW = re.compile("has withdrawn what it published|has published nothing|for a checkpoint to be allowed")
+#: What is said of a source that runs and has published nothing, or has withdrawn it.
+_NOTHING_NOW = re.compile("has withdrawn what it published|has never published anything|for a checkpoint to be allowed")
 _DOCS = "https://github.com/tensorferry/tensorferry/blob/main/docs"
 #: The page that helps, by the class of the error.
 _PAGES: dict[type[TensorferryError], str] = {
@@ -294,9 +294,14 @@ def _peer(metadata: tuple[str, ...], trust: Trust, receiving: Receiving) -> Iter
     yield Finding("peer", _LOOK if slow else _GOOD, f"step {step}, opened in {opened:.3f} s", remedy)
     rate = report.bytes / max(report.fetching_seconds, 1e-9)
     text = f"{console.amount(report.bytes)} at {console.amount(rate)}/s over {report.lanes} connections"
+    if len(report.routes) > 1:
+        yield Finding("peer", _GOOD, f"{text}, by {len(report.routes)} routes")
     if report.same_host:
         yield Finding("peer", _GOOD, f"{text}, by shared memory")
-    for here, there in report.routes:
+    for (here, there), nbytes in zip(report.routes, report.route_bytes, strict=True):
+        if len(report.routes) > 1:
+            rate = nbytes / max(report.fetching_seconds, 1e-9)
+            text = f"{console.amount(nbytes)} at {console.amount(rate)}/s"
         speed = addresses.interface_speed(here)
         if speed is None:
             yield Finding("peer", _GOOD, f"{text} from {there}; the speed of the interface of {here} is not known")

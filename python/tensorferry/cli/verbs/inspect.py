@@ -53,6 +53,7 @@ def inspect(
 
 
 def _fields(listing: Listing) -> dict[str, Any]:
+    """Returns a listing for JSON."""
     return {
         **listing.about,
         "tree": listing.tree,
@@ -62,6 +63,7 @@ def _fields(listing: Listing) -> dict[str, Any]:
 
 
 def _show(name: str, listing: Listing, largest: int, digests: bool) -> None:
+    """Prints a listing: a line about all of it, a table of its leaves, and one of the ``largest`` of many."""
     about, leaves = listing.about, listing.leaves
     tensors = sum(leaf.kind not in ("object", "alias") for leaf in leaves)
     checked = "with checksums" if about.get("checksums") else "without checksums"
@@ -79,6 +81,7 @@ def _show(name: str, listing: Listing, largest: int, digests: bool) -> None:
 
 
 def _table(leaves: Iterable[Leaf], digests: bool) -> None:
+    """Prints leaves as a table."""
     heads = ["path", "dtype", "shape", "bytes", *(["digest"] if digests else []), ""]
     rows = [
         [

@@ -7,7 +7,7 @@ import os
 import stat
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,12 +15,15 @@ from cyclopts import Parameter
 
 from ...errors import InvalidArgument, ProtocolError, SystemRefused
 from .. import exits
-from ..flags import Json, Receiving, Switch, Trust
+from ..flags import Json, Receiving, Relay, Switch, Trust
 from ..output import console, suffixes
 
 if TYPE_CHECKING:
-    from ..._native import Remote
+    from ..._native import Remote, Server
     from ...storage.download import Download
+
+#: How long a request to the server of a relay waits until something is served there.
+_RELAY_PATIENCE_S = 5.0
 
 
 def pull(
@@ -31,6 +34,7 @@ def pull(
     into_folder: Path | None = None,
     step: int | None = None,
     force: Switch = False,
+    relay: Relay = None,
     quiet: Switch = False,
     json: Json = False,
     receiving: Receiving = Receiving(),  # noqa: B008 - it is frozen
@@ -47,31 +51,35 @@ def pull(
         more: the metadata of further sources of the same state, which are fetched from at once
         output: the file, a safetensors file with checksums; by default step-N.safetensors
         into_folder: a checkpoint folder, which AsyncCheckpointer.load or, for a PeerWriter's publication, FileReader
-            loads
+            loads; the ranks of a keeper's job, as `tensorferry-keeper --status` prints them, come into one folder
         step: the step to fetch (default: the one that is served)
         force: replace a file, or the checkpoint in a folder, that is not an earlier pull's
+        relay: send what has come to other hosts that pull from the same source, and take it from them; the source must
+            have --relay, too (default: TENSORFERRY_RELAY)
         quiet: show no progress
         json: print the result as one JSON document
         receiving: the deadline and the connections
         trust: what the sources have to prove
     """
+    from ...net.options import wants_relay
     from ..sources import Peers
 
     if output is not None and into_folder is not None:
         raise InvalidArgument("--output and --into-folder exclude each other")
     found = Peers.of([metadata, *more], trust)
-    pulled = _Pull(step if step is not None else found.step, receiving, trust, quiet, force)
-    if found.are_ranks:
-        if into_folder is None:
-            raise InvalidArgument(
-                "this is the metadata of a distributed checkpoint, which has several files: name a folder with "
-                "--into-folder"
-            )
-        pulled.ranks(found.urls, into_folder)
-    elif into_folder is not None:
-        pulled.folder(found.urls, into_folder)
-    else:
-        pulled.file(found.urls, output)
+    with contextlib.ExitStack() as stack:
+        server = _relay_server(trust, stack) if wants_relay(relay) else None
+        pulled = _Pull(step if step is not None else found.step, receiving, trust, quiet, force, server)
+        if found.are_ranks:
+            if into_folder is None:
+                raise InvalidArgument(
+                    "this is the metadata of several ranks, which become a file each: name a folder with --into-folder"
+                )
+            pulled.ranks(found.urls, into_folder)
+        elif into_folder is not None:
+            pulled.folder(found.urls, into_folder)
+        else:
+            pulled.file(found.urls, output)
     if json:
         console.out_json(pulled.result)
     else:
@@ -79,8 +87,23 @@ def pull(
         console.out(
             f"{told['path']}: step {told['step']}, {console.amount(told['bytes'])}, of which "
             f"{console.amount(told['fetched'])} were fetched in {told['seconds']:.1f} s over {told['lanes']} lanes"
+            + (f", {console.amount(told['relayed'])} from other receivers" if told["relayed"] else "")
         )
     return exits.OK
+
+
+def _relay_server(trust: Trust, stack: contextlib.ExitStack) -> Server | None:
+    """Starts the server that serves on what comes, until ``stack`` ends; without a port, others are not helped."""
+    from ...net.serve import start
+    from ..flags import Serving
+
+    try:
+        server, _ = start(_RELAY_PATIENCE_S, Serving().options(trust))
+    except SystemRefused as e:
+        console.note(f"tensorferry: warning: other receivers get nothing from here: {e}")
+        return None
+    stack.callback(server.shutdown, 0.0)
+    return server
 
 
 @dataclass(frozen=True)
@@ -105,15 +128,19 @@ class _Pull:
         trust: what the sources have to prove
         quiet: show no progress
         force: replace what is not an earlier pull's
+        relay: serves on what has come, if this takes part where receivers bring each other what they have
 
     Attributes:
         result: what was fetched
     """
 
-    def __init__(self, step: int | None, receiving: Receiving, trust: Trust, quiet: bool, force: bool) -> None:
+    def __init__(
+        self, step: int | None, receiving: Receiving, trust: Trust, quiet: bool, force: bool, relay: Server | None
+    ) -> None:
         self._step, self._receiving, self._trust, self._quiet, self._force = step, receiving, trust, quiet, force
+        self._relay = relay
         self._began = time.monotonic()
-        self.result: dict[str, Any] = {"bytes": 0, "fetched": 0, "lanes": 0, "retries": 0}
+        self.result: dict[str, Any] = {"bytes": 0, "fetched": 0, "relayed": 0, "lanes": 0, "retries": 0}
 
     def file(self, urls: list[str], output: Path | None) -> None:
         """Pulls a state into a file."""
@@ -195,6 +222,55 @@ class _Pull:
         self._done(folder, step)
 
     def ranks(self, urls: list[str], folder: Path) -> None:
+        """Pulls what several ranks serve, a file for each: a distributed checkpoint, or the state of each rank."""
+        from ...storage import reserved
+        from ..sources import open_source
+
+        self._check_folder(folder)
+        remote, self._step = open_source(urls[:1], self._step, self._trust, self._receiving)
+        with contextlib.closing(remote):
+            has_index, has_state = (name in remote.names for name in (reserved.INDEX, reserved.MANIFEST))
+        if has_index:
+            self._distributed(urls, folder)
+        elif has_state:
+            self._states(urls, folder)
+        else:
+            raise ProtocolError("the first rank serves neither an index of a distributed checkpoint nor a state")
+
+    def _states(self, urls: list[str], folder: Path) -> None:
+        """Pulls the state of each rank, as keepers hold them, into a folder as a checkpointer writes it."""
+        from ...storage import reserved
+        from ...storage.download import Download
+        from ...storage.folder_save import FolderSave, SaveId
+        from ...storage.series import KnownSaves
+
+        first = SaveId.new(0, len(urls), self._step, KnownSaves().began(folder))
+        saves: list[FolderSave] = []
+        try:
+            for rank, url in enumerate(urls):
+                saves.append(FolderSave(folder, replace(first, rank=rank)))
+
+                def begin(remote: Remote, step: int, url: str = url) -> tuple[_Target, Download]:
+                    # The index would not be read if a rank of it had no state.
+                    if reserved.MANIFEST not in remote.names:
+                        raise ProtocolError(f"rank {len(saves) - 1} serves no state, as the first rank does")
+                    partial = folder / _partial_name([url], step)
+                    return _Target(saves[-1].path), Download(remote, partial, step=step, unique=True)
+
+                self._fetch([url], begin, title=f"rank {rank} of {len(urls)}")
+            saves[0].commit()
+        except BaseException:
+            # Without an index these are of no use, and would look like a backup. What is incomplete is gone on with.
+            for save in saves:
+                with contextlib.suppress(OSError):
+                    save.path.unlink()
+            raise
+        finally:
+            for save in saves:
+                save.close()
+        self._done(folder, self._step)
+
+    def _distributed(self, urls: list[str], folder: Path) -> None:
         """Pulls a distributed checkpoint, a file for each rank, and commits it by its index."""
         from ...storage import commits, reserved
         from ...storage.download import Download
@@ -203,7 +279,6 @@ class _Pull:
         from ...storage.whole_files import make_folder
         from ..leaves.distributed import write_index
 
-        self._check_folder(folder)
         try:
             make_folder(folder)
         except OSError as e:
@@ -214,10 +289,7 @@ class _Pull:
 
             def begin(remote: Remote, step: int, url: str = url, name: str = name) -> tuple[_Target, Download]:
                 if url == urls[0] and reserved.INDEX not in remote.names:
-                    raise ProtocolError(
-                        "the first rank serves no index of a distributed checkpoint, but a state of its own, as a "
-                        "keeper's ranks do: pull each URL by itself, with -o FILE"
-                    )
+                    raise ProtocolError("the first rank serves no index of a distributed checkpoint any more")
                 partial = folder / _partial_name([url], step)
                 return _Target(folder / name), Download(remote, partial, step=step, unique=True)
 
@@ -241,7 +313,7 @@ class _Pull:
                     download.check()
                 progress(done, total)
 
-            remote, step = open_source(urls, self._step, self._trust, self._receiving, watch)
+            remote, step = open_source(urls, self._step, self._trust, self._receiving, watch, self._relay)
             with contextlib.closing(remote):
                 target, download = begin(remote, step)
                 downloads.append(download)
@@ -256,6 +328,7 @@ class _Pull:
         told = self.result
         told["bytes"] += sum(remote.sizes)
         told["fetched"] += report.bytes
+        told["relayed"] += report.relayed
         told["lanes"] = max(told["lanes"], report.lanes)
         told["retries"] += report.retries
         for source, trouble in report.troubles.items():

@@ -46,6 +46,7 @@ def serve(
         serving: how it is reached
         trust: what protects it
     """
+    from ...net.options import wants_relay
     from ...net.serve import start
     from .. import places
 
@@ -58,7 +59,7 @@ def serve(
     ended = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: ended.set())
-    server, host = start(_PATIENCE_S, options)
+    server, host = start(_PATIENCE_S, options, wants_relay(serving.relay))
     try:
         # It holds the shelves, which serve for as long as they are there.
         publisher = Publisher(server, host, step, unverified)
@@ -210,6 +211,7 @@ class Publisher:
         container.publish(where, step, alternate=alternate, pages=self.files.add(path, pages))
 
     def _verify(self, path: Path) -> None:
+        """Refuses a file that does not match its checksums, unless nothing is to be verified."""
         from ..._native import _file_damage
 
         if not self._unverified and (damaged := _file_damage(path)):

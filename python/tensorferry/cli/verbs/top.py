@@ -14,11 +14,11 @@ from ..output import console
 if TYPE_CHECKING:
     from ..fleet import Peer
 
-#: The widest cell: a hostile transport may say anything.
-_WIDEST = 60
+#: The widest cell, and the longest cause: a hostile transport may say anything.
+_WIDEST, _LONGEST_CAUSE = 60, 500
 #: How many transports are asked at a time.
 _AT_ONCE = 32
-_HEADS = ("at", "step", "gate", "does", "to", "sends", "receives", "done", "healed", "failed", "last heal")
+_HEADS = ("at", "step", "gate", "does", "to", "sends", "receives", "done", "healed", "failed", "last heal", "errors")
 _RIGHT = (1, 4, 5, 6, 7, 8, 9)
 
 
@@ -50,6 +50,7 @@ def top(*metadata: str, every: float = 2.0, once: Switch = False, json: Json = F
 
 
 def _watch(peers: list[Peer], ask: Callable[[], Any], every: float, once: bool, as_json: bool) -> None:
+    """Asks and shows all peers every few seconds, for ever unless ``once``: as JSON, as text or as a live table."""
     if once or as_json:
         while True:
             ask()
@@ -71,6 +72,7 @@ def _watch(peers: list[Peer], ask: Callable[[], Any], every: float, once: bool, 
 
 
 def _does(peer: Peer) -> str:
+    """Returns the cell that says what a transport is doing: whether it heals, sends, or has requests waiting."""
     phases = [phase for phase in ("open", "fetch", "build") if peer.value("receiving_phase", phase) > 0]
     doing = [f"heals ({', '.join(phases)})"] if phases else []
     if peer.value("receivers"):
@@ -83,13 +85,21 @@ def _does(peer: Peer) -> str:
 
 
 def _row(peer: Peer) -> Sequence[str]:
-    """Returns the cells of ``peer``, clean and not too wide."""
-    return [console.clean(cell)[:_WIDEST] for cell in _cells(peer)]
+    """Returns the cells of ``peer``, clean and not too wide. The last one, of its errors, has no other beside it."""
+    return [*(console.clean(cell)[:_WIDEST] for cell in _cells(peer)), console.clean(_errors(peer))[:_LONGEST_CAUSE]]
+
+
+def _errors(peer: Peer) -> str:
+    """Returns why ``peer`` does not answer, by class and cause; or how its failed receives have ended, by class."""
+    if peer.trouble:
+        return f"{peer.error}: {peer.trouble}"
+    return ", ".join(f"{count} {error}" for error, count in peer.failures.items()) or "-"
 
 
 def _cells(peer: Peer) -> Sequence[str]:
+    """Returns a peer's row of the table."""
     if peer.trouble:
-        return (peer.shown, *["-"] * 2, peer.trouble, *["-"] * 7)
+        return (peer.shown, *["-"] * (len(_HEADS) - 2))
     total = peer.value("receiving_total_bytes")
     step = f"{peer.value('step'):.0f}" if ("step", "") in peer.values else "-"
     last = "-"
@@ -97,7 +107,9 @@ def _cells(peer: Peer) -> Sequence[str]:
         seconds = {phase: peer.value("last_receive_seconds", phase) for phase in ("open", "fetch", "build")}
         shares = "+".join(f"{seconds[phase]:.2f}" for phase in seconds)
         rate = console.amount(peer.value("last_receive_bytes_per_second"))
+        senders = peer.value("last_receive_senders")
         last = f"step {peer.value('last_receive_step'):.0f} in {shares} s, {rate}/s"
+        last += f" from {senders:.0f}" if senders > 1 else ""
     return (
         peer.shown,
         step,
@@ -114,20 +126,27 @@ def _cells(peer: Peer) -> Sequence[str]:
 
 
 def _table(peers: list[Peer]) -> Any:
+    """Returns the live table, and below it the causes, which a narrow column would break into pieces."""
+    from rich.console import Group
     from rich.table import Table
     from rich.text import Text
 
     table = Table(box=None, pad_edge=False, header_style="bold")
     for number, head in enumerate(_HEADS):
-        table.add_column(head, justify="right" if number in _RIGHT else "left", no_wrap=number == 0)
+        table.add_column(head, justify="right" if number in _RIGHT else "left", no_wrap=number in (0, len(_HEADS) - 1))
+    causes = []
     for peer in peers:
         style = "red" if peer.trouble else "yellow" if peer.value("receiving") else ""
-        table.add_row(*(Text(cell, style=style) for cell in _row(peer)))
-    return table
+        row = _row(peer)
+        if peer.trouble:
+            causes.append(Text(f"{peer.shown}: {row[-1]}", style=style))
+            row = [*row[:-1], peer.error]
+        table.add_row(*(Text(cell, style=style) for cell in row))
+    return Group(table, *causes)
 
 
 def _fields(peer: Peer) -> dict[str, Any]:
     if peer.trouble:
-        return {"at": peer.shown, "trouble": console.clean(peer.trouble)}
+        return {"at": peer.shown, "error": peer.error, "trouble": console.clean(peer.trouble)}
     counters = {f"{name}{{{label}}}" if label else name: value for (name, label), value in peer.values.items()}
     return {"at": peer.shown, "sent_per_second": peer.rates[0], "received_per_second": peer.rates[1], **counters}

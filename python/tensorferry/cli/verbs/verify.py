@@ -33,7 +33,7 @@ def verify(path: str, /, *, json: Json = False) -> int:
         place = places.find(path)
         if place.kind is places.Kind.PEERS:
             raise InvalidArgument("what comes from a peer is verified while it is pulled")
-        return [_checked(file, archive) for file, archive in _files(place)]
+        return [_verified(file, archive) for file, archive in _files(place)]
 
     files = places.settled(checked, path)
     verified = all(one["checksums"] and not one["damaged"] and not one["error"] for one in files)
@@ -97,20 +97,21 @@ def _files(place: Any) -> list[tuple[Path, bool]]:
             )
 
 
-def _checked(path: Path, archive: bool) -> dict[str, Any]:
+def _verified(path: Path, archive: bool) -> dict[str, Any]:
+    """Compares a container, or an ``archive`` of ``torch.save``, with its checksums; returns what is damaged."""
     from ..._native import _file_damage
 
-    told: dict[str, Any] = {"path": str(path), "checksums": True, "damaged": [], "error": None}
+    findings: dict[str, Any] = {"path": str(path), "checksums": True, "damaged": [], "error": None}
     try:
         if archive:
-            told["error"] = _damage_of_archive(path)
+            findings["error"] = _damage_of_archive(path)
         else:
             damaged = _file_damage(path)
-            told["checksums"] = damaged is not None
-            told["damaged"] = _named(path, damaged) if damaged else []
+            findings["checksums"] = damaged is not None
+            findings["damaged"] = _named(path, damaged) if damaged else []
     except CorruptCheckpoint as e:
-        told["error"] = str(e)
-    return told
+        findings["error"] = str(e)
+    return findings
 
 
 def _named(path: Path, damaged: list[tuple[int, int]]) -> list[dict[str, Any]]:

@@ -114,6 +114,7 @@ class FerryOutput(_Indexed):
         self._write(planned)
 
     def _write(self, planned: _Batch) -> None:
+        """Writes a batch into a new file, and notes where its items are."""
         if not planned.items:
             return
         path = self._folder / f"rank{self._number():05d}-{self._id}.safetensors"
@@ -168,6 +169,7 @@ class TorchDistOutput(_Indexed):
         self._write(items())
 
     def _write(self, values: Iterable[tuple[MetadataIndex, Any]]) -> None:
+        """Writes values into a new file, each by ``torch.save``, and notes where they are."""
         name = f"__{self._number()}_0.distcp"
         with (self._folder / name).open("wb") as file:
             for at, value in values:

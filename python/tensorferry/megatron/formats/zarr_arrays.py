@@ -144,7 +144,7 @@ class ZarrArray:
             return False
         except OSError as e:
             raise CheckpointingException(f"{self.chunk_path(chunk)} cannot be read: {e}") from e
-        self._check(chunk, status)
+        self._check_file(chunk, status)
         return True
 
     def _missing(self, chunk: Sequence[int]) -> CheckpointingException:
@@ -153,7 +153,8 @@ class ZarrArray:
             "Restore the file, or load another checkpoint"
         )
 
-    def _check(self, chunk: Sequence[int], status: os.stat_result) -> None:
+    def _check_file(self, chunk: Sequence[int], status: os.stat_result) -> None:
+        """Refuses the file of a chunk that is no regular file or does not have the length of a chunk."""
         path = self.chunk_path(chunk)
         if not stat.S_ISREG(status.st_mode):
             raise CheckpointingException(f"{path} is not a regular file: this is not a checkpoint of Megatron's")
@@ -187,7 +188,7 @@ class ZarrArray:
             # Without waiting for the other end of what only looks like a file.
             file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
             try:
-                self._check(piece.chunk, os.fstat(file))
+                self._check_file(piece.chunk, os.fstat(file))
                 strides = self.strides()
                 start = sum(a * stride for a, stride in zip(piece.start, strides, strict=True))
                 return read_box(file, path, start, list(piece.sizes), strides, self.dtype, target)
@@ -317,6 +318,7 @@ def open_array(folder: Path, key: str) -> ZarrArray:
 
 
 def _parsed(path: Path, key: str, fields: dict[str, Any]) -> ZarrArray:
+    """Returns the array that the JSON ``fields`` of its metadata describe; ``ValueError`` if they cannot be used."""
     if fields["zarr_format"] != 2:
         raise ValueError(f"zarr_format is {str(fields['zarr_format'])[:20]}, not 2")
     shape, chunks = (_sizes(name, fields[name]) for name in ("shape", "chunks"))
@@ -340,7 +342,7 @@ def _parsed(path: Path, key: str, fields: dict[str, Any]) -> ZarrArray:
     separator = fields.get("dimension_separator", ".")
     if separator not in (".", "/"):
         raise ValueError(f"dimension_separator is {str(separator)[:20]}")
-    fill = _fill(fields["fill_value"], dtype)
+    fill = _fill_value(fields["fill_value"], dtype)
     return ZarrArray(path, key, shape, chunks, dtype, compressor, fields["order"], separator, fill)
 
 
@@ -352,7 +354,8 @@ def _sizes(name: str, numbers: Any) -> tuple[int, ...]:
     return tuple(numbers)
 
 
-def _fill(value: Any, dtype: torch.dtype) -> Any:
+def _fill_value(value: Any, dtype: torch.dtype) -> Any:
+    """Returns the value of missing elements that metadata have as ``value``; ``None`` if they have none."""
     if isinstance(value, str) and (dtype.is_floating_point or dtype.is_complex):
         value = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}.get(value, value)
     if value is not None and not isinstance(value, (bool, int, float)):

@@ -47,6 +47,7 @@ def _bytes_of(tensor: Tensor) -> Any:
 
 
 def _pread(file: int, path: Path, start: int, into: Tensor) -> int:
+    """Fills a contiguous tensor with the bytes of a file from ``start`` on; returns how many."""
     buffer = memoryview(_bytes_of(into))
     done = 0
     while done < len(buffer):

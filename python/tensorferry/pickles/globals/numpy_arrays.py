@@ -16,13 +16,13 @@ _DTYPE = re.compile(r"[biufcSUVmMO?]\d{0,9}", re.ASCII)
 
 
 def _dtype(cls: Any) -> Kind:
-    def call(_: Unpickler, text: Any, align: Any = False, copy: Any = False) -> Any:
+    def make_dtype(_: Unpickler, text: Any, align: Any = False, copy: Any = False) -> Any:
         # The text of a dtype such as "V8" does not say what its parts are: those come with the state.
         require(type(text) is str and _DTYPE.fullmatch(text), "a dtype of an unknown kind")
         require(align in (False, 0, True) and copy in (False, 0, True), "a dtype with unexpected arguments")
         return Pending(lambda unpickler, state: _make_dtype(unpickler, text, state))
 
-    return Kind(cls, call=call)
+    return Kind(cls, call=make_dtype)
 
 
 #: How deep dtypes may be nested: numpy walks them recursively.
@@ -100,6 +100,7 @@ def _make_dtype(unpickler: Unpickler, text: str, state: Any) -> Any:
 
 
 def _reconstruct(_: Unpickler, cls: Any, shape: Any, kind: Any) -> Any:
+    """Stands for numpy's ``_reconstruct``: the array is created when its state comes."""
     import numpy as np
 
     require(
@@ -110,6 +111,7 @@ def _reconstruct(_: Unpickler, cls: Any, shape: Any, kind: Any) -> Any:
 
 
 def _make_array(unpickler: Unpickler, state: Any) -> Any:
+    """Creates the array that a state describes: its shape, dtype, order and content."""
     import numpy as np
 
     require(type(state) is tuple and len(state) == 5 and state[0] == 1, "an array of an unknown version")
@@ -141,6 +143,7 @@ def _make_array(unpickler: Unpickler, state: Any) -> Any:
 
 
 def _scalar(_: Unpickler, dtype: Any, data: Any) -> Any:
+    """Creates a scalar of numpy from its bytes."""
     import numpy as np
 
     require(isinstance(dtype, np.dtype) and not dtype.hasobject, "a number without a dtype")

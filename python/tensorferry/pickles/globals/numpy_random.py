@@ -60,7 +60,7 @@ _GENERATORS = ("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64")
 
 
 def _bit_generator(cls: Any) -> Kind:
-    def build(_: Unpickler, instance: Any, state: Any) -> Any:
+    def restore_bit_generator(_: Unpickler, instance: Any, state: Any) -> Any:
         import numpy as np
 
         if type(state) is dict:
@@ -75,10 +75,11 @@ def _bit_generator(cls: Any) -> Kind:
         instance.__setstate__((inner, seed))
         return instance
 
-    return Kind(cls, build=build)
+    return Kind(cls, build=restore_bit_generator)
 
 
 def _new_bit_generator(_: Unpickler, name: Any = "MT19937") -> Any:
+    """Creates one of numpy's bit generators, by its name or its class, which gets its state later."""
     import numpy as np
 
     generators = {generator: getattr(np.random, generator) for generator in _GENERATORS}
@@ -89,6 +90,7 @@ def _new_bit_generator(_: Unpickler, name: Any = "MT19937") -> Any:
 
 
 def _ready_bit_generator(unpickler: Unpickler, given: Any) -> Any:
+    """Returns the bit generator ``given``, or a new one of that name."""
     import numpy as np
 
     if type(given) is str:
@@ -105,6 +107,7 @@ def _new_generator(unpickler: Unpickler, given: Any = "MT19937", *_: Any) -> Any
 
 
 def _new_random_state(unpickler: Unpickler, given: Any = "MT19937", *_: Any) -> Any:
+    """Creates a ``RandomState`` over a bit generator, which may be given by its name."""
     import numpy as np
 
     ready = _ready_bit_generator(unpickler, given)
@@ -116,7 +119,7 @@ def _new_random_state(unpickler: Unpickler, given: Any = "MT19937", *_: Any) -> 
 def _generator_state(cls: Any) -> Kind:
     """For ``numpy.random.Generator`` and ``RandomState``, whose state numpy before version 2 pickles separately."""
 
-    def build(_: Unpickler, instance: Any, state: Any) -> Any:
+    def restore_generator_state(_: Unpickler, instance: Any, state: Any) -> Any:
         if state is None:
             return instance
         require(type(state) is dict, "a random generator without a state")
@@ -131,10 +134,11 @@ def _generator_state(cls: Any) -> Kind:
         instance.set_state(state)
         return instance
 
-    return Kind(cls, build=build)
+    return Kind(cls, build=restore_generator_state)
 
 
 def _new_seed_sequence(_: Unpickler, cls: Any, checksum: Any, state: Any) -> Any:
+    """Stands for numpy's function that Cython pickles a SeedSequence by: it is created when its state comes."""
     import numpy as np
 
     require(

@@ -33,7 +33,7 @@ def _empty(cls: Any) -> Kind:
 
 
 def _of_items(cls: Any) -> Kind:
-    def call(unpickler: Unpickler, *items: Any) -> Any:
+    def make_of_items(unpickler: Unpickler, *items: Any) -> Any:
         for values in items:
             require(
                 len(items) == 1 and type(values) in (list, tuple, set),
@@ -44,11 +44,11 @@ def _of_items(cls: Any) -> Kind:
                 unpickler.check_key(value)
         return cls(*items)
 
-    return Kind(cls, call=call)
+    return Kind(cls, call=make_of_items)
 
 
 def _bytearray(cls: Any) -> Kind:
-    def call(unpickler: Unpickler, *args: Any) -> bytearray:
+    def make_bytearray(unpickler: Unpickler, *args: Any) -> bytearray:
         match args:
             case ():
                 return bytearray()
@@ -60,7 +60,7 @@ def _bytearray(cls: Any) -> Kind:
                 return bytearray(text, "latin-1")
         raise Refused("a bytearray that is not made from bytes")
 
-    return Kind(cls, call=call)
+    return Kind(cls, call=make_bytearray)
 
 
 def _encode(unpickler: Unpickler, text: Any, codec: Any = "latin1") -> bytes:
@@ -70,23 +70,23 @@ def _encode(unpickler: Unpickler, text: Any, codec: Any = "latin1") -> bytes:
 
 
 def _complex(cls: Any) -> Kind:
-    def call(_: Unpickler, real: Any, imag: Any) -> complex:
+    def make_complex(_: Unpickler, real: Any, imag: Any) -> complex:
         require(all_are(float, real, imag), "a complex number whose parts are not floats")
         return complex(real, imag)
 
-    return Kind(cls, call=call)
+    return Kind(cls, call=make_complex)
 
 
 def _range(cls: Any) -> Kind:
-    def call(_: Unpickler, *args: Any) -> range:
+    def make_range(_: Unpickler, *args: Any) -> range:
         require(all_are(int, *args), "a range whose bounds are not integers")
         return range(*args)
 
-    return Kind(cls, call=call)
+    return Kind(cls, call=make_range)
 
 
 def _slice(cls: Any) -> Kind:
-    def call(_: Unpickler, start: Any, stop: Any, step: Any) -> slice:
+    def make_slice(_: Unpickler, start: Any, stop: Any, step: Any) -> slice:
         # Not nested slices: Python runs out of stack when it frees them.
         plain = (types.NoneType, bool, int, float, str)
         require(
@@ -95,17 +95,17 @@ def _slice(cls: Any) -> Kind:
         )
         return slice(start, stop, step)
 
-    return Kind(cls, call=call)
+    return Kind(cls, call=make_slice)
 
 
 def _counter(cls: Any) -> Kind:
-    def call(unpickler: Unpickler, *counts: Any) -> Any:
+    def make_counter(unpickler: Unpickler, *counts: Any) -> Any:
         for count in counts:
             require(len(counts) == 1 and type(count) is dict, "a Counter that is not made from one dict")
             unpickler.count_copy(len(count))
         return collections.Counter(*counts)
 
-    return Kind(cls, call=call)
+    return Kind(cls, call=make_counter)
 
 
 _FACTORIES = (
@@ -115,16 +115,16 @@ _FACTORIES = (
 
 
 def _defaultdict(cls: Any) -> Kind:
-    def call(unpickler: Unpickler, factory: Any = None) -> Any:
+    def make_defaultdict(unpickler: Unpickler, factory: Any = None) -> Any:
         allowed = factory is None or any([factory is kind for kind in _FACTORIES]) or unpickler.is_user_listed(factory)
         require(allowed, "a defaultdict whose factory is not a type of containers, numbers or strings")
         return collections.defaultdict(factory)
 
-    return Kind(cls, call=call)
+    return Kind(cls, call=make_defaultdict)
 
 
 def _deque(cls: Any) -> Kind:
-    def call(unpickler: Unpickler, items: Any = (), maxlen: Any = None) -> Any:
+    def make_deque(unpickler: Unpickler, items: Any = (), maxlen: Any = None) -> Any:
         require(
             type(items) in (tuple, list) and (maxlen is None or type(maxlen) is int),
             "a deque that is not made from a list",
@@ -134,7 +134,7 @@ def _deque(cls: Any) -> Kind:
         unpickler.check_nesting(made, made)
         return made
 
-    return Kind(cls, call=call)
+    return Kind(cls, call=make_deque)
 
 
 def _ordered_dict(cls: Any) -> Kind:
@@ -142,16 +142,16 @@ def _ordered_dict(cls: Any) -> Kind:
 
 
 def _namespace(cls: Any) -> Kind:
-    def build(_: Unpickler, instance: Any, state: Any) -> Any:
+    def restore_namespace(_: Unpickler, instance: Any, state: Any) -> Any:
         require("_make" not in attributes_of(state), "an attribute _make, as the class of a namedtuple has it")
         set_attributes(instance, state)
         return instance
 
-    return Kind(cls, call=lambda _: types.SimpleNamespace(), build=build)
+    return Kind(cls, call=lambda _: types.SimpleNamespace(), build=restore_namespace)
 
 
 def _date_part(cls: Any, length: int) -> Kind:
-    def call(unpickler: Unpickler, packed: Any, *zone: Any) -> Any:
+    def make_date_part(unpickler: Unpickler, packed: Any, *zone: Any) -> Any:
         # Pickles of protocol 2 hold the bytes as text.
         require(
             type(packed) in (bytes, str) and len(packed) == length, f"a {cls.__name__} that is not in its packed form"
@@ -164,26 +164,26 @@ def _date_part(cls: Any, length: int) -> Kind:
         # The constructor hardly checks the bytes. replace() builds the object again from its fields, which are checked.
         return cls(packed, *zone).replace()
 
-    return Kind(cls, call=call)
+    return Kind(cls, call=make_date_part)
 
 
 def _timedelta(cls: Any) -> Kind:
-    def call(_: Unpickler, *args: Any) -> Any:
+    def make_timedelta(_: Unpickler, *args: Any) -> Any:
         require(len(args) <= 3 and all_are(int, *args), "a timedelta whose parts are not integers")
         return datetime.timedelta(*args)
 
-    return Kind(cls, call=call)
+    return Kind(cls, call=make_timedelta)
 
 
 def _timezone(cls: Any) -> Kind:
-    def call(_: Unpickler, offset: Any, *name: Any) -> Any:
+    def make_timezone(_: Unpickler, offset: Any, *name: Any) -> Any:
         require(
             type(offset) is datetime.timedelta and len(name) < 2 and all_are(str, *name),
             "a time zone without an offset",
         )
         return datetime.timezone(offset, *name)
 
-    return Kind(cls, call=call)
+    return Kind(cls, call=make_timezone)
 
 
 _DECIMAL = re.compile(r"-?(\d{1,4300}(\.\d{0,4300})?(E[+-]?\d{1,4})?|Infinity|s?NaN\d{0,100})", re.ASCII)
@@ -191,16 +191,16 @@ _FRACTION = re.compile(r"-?\d{1,4300}(/\d{1,4300})?", re.ASCII)
 
 
 def _decimal(cls: Any) -> Kind:
-    def call(_: Unpickler, text: Any) -> Any:
+    def make_decimal(_: Unpickler, text: Any) -> Any:
         # Refuses 1e999999999, which a conversion to int would write out in full.
         require(type(text) is str and _DECIMAL.fullmatch(text), "a Decimal that is not a number of moderate size")
         return decimal.Decimal(text)
 
-    return Kind(cls, call=call)
+    return Kind(cls, call=make_decimal)
 
 
 def _fraction(cls: Any) -> Kind:
-    def call(_: Unpickler, *args: Any) -> Any:
+    def make_fraction(_: Unpickler, *args: Any) -> Any:
         match args:
             case (str(text),) if type(text) is str and _FRACTION.fullmatch(text):
                 return fractions.Fraction(text)
@@ -208,19 +208,20 @@ def _fraction(cls: Any) -> Kind:
                 return fractions.Fraction(*args)
         raise Refused("a Fraction that is not a quotient of integers of moderate size")
 
-    return Kind(cls, call=call)
+    return Kind(cls, call=make_fraction)
 
 
 def _path(cls: Any) -> Kind:
-    def call(_: Unpickler, *parts: Any) -> Any:
+    def make_path(_: Unpickler, *parts: Any) -> Any:
         require(all_are(str, *parts), "a path whose parts are not strings")
         return cls(*parts)
 
-    return Kind(cls, call=call)
+    return Kind(cls, call=make_path)
 
 
 def _uuid(cls: Any) -> Kind:
-    def build(_: Unpickler, instance: Any, state: Any) -> Any:
+    def restore_uuid(_: Unpickler, instance: Any, state: Any) -> Any:
+        # A UUID's attributes cannot be set one by one.
         named = attributes_of(state)
         number, safe = named.get("int"), named.get("is_safe")
         require(type(number) is int and 0 <= number < 1 << 128, "a UUID that is not a number of 128 bits")
@@ -228,11 +229,11 @@ def _uuid(cls: Any) -> Kind:
         instance.__setstate__({"int": number} | ({} if safe is None else {"is_safe": safe}))
         return instance
 
-    return Kind(cls, new=lambda _: cls.__new__(cls), build=build)
+    return Kind(cls, new=lambda _: cls.__new__(cls), build=restore_uuid)
 
 
 def _bytes_io(cls: Any) -> Kind:
-    def build(unpickler: Unpickler, instance: Any, state: Any) -> Any:
+    def restore_bytes_io(unpickler: Unpickler, instance: Any, state: Any) -> Any:
         require(type(state) is tuple and len(state) == 3, "a BytesIO that is not bytes and a position")
         data, position, attributes = state
         require(
@@ -243,11 +244,11 @@ def _bytes_io(cls: Any) -> Kind:
         instance.__setstate__((data, position, None))
         return instance
 
-    return Kind(cls, new=lambda _: io.BytesIO(), build=build)
+    return Kind(cls, new=lambda _: io.BytesIO(), build=restore_bytes_io)
 
 
 def _string_io(cls: Any) -> Kind:
-    def build(unpickler: Unpickler, instance: Any, state: Any) -> Any:
+    def restore_string_io(unpickler: Unpickler, instance: Any, state: Any) -> Any:
         require(type(state) is tuple and len(state) == 4, "a StringIO that is not text and a position")
         text, newline, position, attributes = state
         require(type(text) is str and type(position) is int and not attributes, "a StringIO whose content is not text")
@@ -259,7 +260,7 @@ def _string_io(cls: Any) -> Kind:
         instance.__setstate__((text, newline, position, None))
         return instance
 
-    return Kind(cls, new=lambda _: io.StringIO(), build=build)
+    return Kind(cls, new=lambda _: io.StringIO(), build=restore_string_io)
 
 
 def _newobj(unpickler: Unpickler, cls: Any, *args: Any) -> Any:

@@ -29,28 +29,28 @@ if TYPE_CHECKING:
 
 
 def _size(cls: Any) -> Kind:
-    def call(unpickler: Unpickler, values: Any = ()) -> torch.Size:
+    def make_size(unpickler: Unpickler, values: Any = ()) -> torch.Size:
         require(type(values) in (tuple, list) and all_are(int, *values), "a Size whose items are not integers")
         unpickler.count_copy(len(values))
         return torch.Size(values)
 
-    return Kind(cls, call=call)
+    return Kind(cls, call=make_size)
 
 
 def _device(cls: Any) -> Kind:
-    def call(_: Unpickler, kind: Any, *index: Any) -> torch.device:
+    def make_device(_: Unpickler, kind: Any, *index: Any) -> torch.device:
         require(type(kind) is str and len(kind) < 100 and len(index) < 2 and all_are(int, *index), "an invalid device")
         return torch.device(kind, *index)
 
-    return Kind(cls, call=call)
+    return Kind(cls, call=make_device)
 
 
 def _generator(cls: Any) -> Kind:
-    def call(_: Unpickler, device: Any) -> torch.Generator:
+    def make_generator(_: Unpickler, device: Any) -> torch.Generator:
         require(type(device) is torch.device, "a Generator without a device")
         return torch.Generator(device)
 
-    def build(unpickler: Unpickler, instance: Any, state: Any) -> Any:
+    def restore_generator(unpickler: Unpickler, instance: Any, state: Any) -> Any:
         require(
             type(state) is tuple and len(state) == 3, "a Generator whose state is not a seed, an offset and a tensor"
         )
@@ -63,7 +63,7 @@ def _generator(cls: Any) -> Kind:
         instance.__setstate__(state)
         return instance
 
-    return Kind(cls, call=call, build=build)
+    return Kind(cls, call=make_generator, build=restore_generator)
 
 
 def _layout(_: Unpickler, name: Any) -> Any:
@@ -74,7 +74,7 @@ def _layout(_: Unpickler, name: Any) -> Any:
 def structseq(cls: Any) -> Kind:
     """For one of the classes of :func:`structseqs`."""
 
-    def call(_: Unpickler, fields: Any, named: Any) -> Any:
+    def make_structseq(_: Unpickler, fields: Any, named: Any) -> Any:
         require(type(fields) is tuple and type(named) is dict and not named, f"a {cls.__name__} with unexpected fields")
         # Not nested in one another: Python frees such tuples recursively.
         plain = (types.NoneType, bool, int, float, complex)
@@ -84,13 +84,13 @@ def structseq(cls: Any) -> Kind:
         )
         return cls(fields)
 
-    return Kind(cls, call=call)
+    return Kind(cls, call=make_structseq)
 
 
 def _placement(cls: Any) -> Kind:
     """For ``Shard``, ``Partial`` and the like, created by their constructors: some are C++ objects that need it."""
 
-    def make(_: Unpickler, state: Any) -> Any:
+    def make_placement(_: Unpickler, state: Any) -> Any:
         fields = attributes_of(state)
         require(fields.keys() <= {"dim", "reduce_op", "split_factor"}, "a placement with unexpected fields")
         require(
@@ -103,19 +103,19 @@ def _placement(cls: Any) -> Kind:
         )
         return cls(**fields)
 
-    return Kind(cls, new=lambda _: Pending(make))
+    return Kind(cls, new=lambda _: Pending(make_placement))
 
 
 def _replicate(cls: Any) -> Kind:
-    def build(_: Unpickler, instance: Any, state: Any) -> Any:
+    def restore_replicate(_: Unpickler, instance: Any, state: Any) -> Any:
         require(not attributes_of(state), "a placement with unexpected fields")
         return instance
 
-    return Kind(cls, new=lambda _: cls(), build=build)
+    return Kind(cls, new=lambda _: cls(), build=restore_replicate)
 
 
 def _mesh(cls: Any) -> Kind:
-    def build(_: Unpickler, instance: Any, state: Any) -> Any:
+    def restore_mesh(_: Unpickler, instance: Any, state: Any) -> Any:
         named = attributes_of(state)
         names = named.get("_dim_group_names", [])
         require(
@@ -129,24 +129,24 @@ def _mesh(cls: Any) -> Kind:
         return instance
 
     # Not by its constructor, which contacts the other ranks.
-    return Kind(cls, new=lambda _: cls.__new__(cls), build=build)
+    return Kind(cls, new=lambda _: cls.__new__(cls), build=restore_mesh)
 
 
 def _memory_format(cls: Any) -> Kind:
-    def call(_: Unpickler, number: Any) -> Any:
+    def make_memory_format(_: Unpickler, number: Any) -> Any:
         require(type(number) is int, "a memory format that is not a number")
         return cls(number)
 
-    return Kind(cls, call=call)
+    return Kind(cls, call=make_memory_format)
 
 
 def _properties(cls: Any) -> Kind:
-    def build(_: Unpickler, instance: Any, state: Any) -> Any:
+    def restore_properties(_: Unpickler, instance: Any, state: Any) -> Any:
         require(type(state) is tuple and len(state) in (5, 6), "a number of tensor properties other than five or six")
         instance.__setstate__(state)
         return instance
 
-    return Kind(cls, new=lambda _: cls.__new__(cls), build=build)
+    return Kind(cls, new=lambda _: cls.__new__(cls), build=restore_properties)
 
 
 @cache

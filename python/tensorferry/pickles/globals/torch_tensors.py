@@ -22,7 +22,8 @@ def _no_hooks(hooks: Any) -> None:
     require(hooks is None or (type(hooks) is collections.OrderedDict and not hooks), "hooks on a tensor")
 
 
-def _metadata(values: tuple[Any, ...], dtype: torch.dtype) -> None:
+def _check_bits(values: tuple[Any, ...], dtype: torch.dtype) -> None:
+    """Refuses metadata of a tensor other than the conj and neg bits, and these on dtypes that cannot have them."""
     for flags in values:
         bits = type(flags) is dict and flags.keys() <= {"conj", "neg"} and all_are(bool, *flags.values())
         require(len(values) == 1 and (flags is None or bits), "tensor metadata other than the conj and neg bits")
@@ -71,30 +72,33 @@ def _rebuild_tensor(unpickler: Unpickler, storage: Any, offset: Any, size: Any, 
 def _rebuild_tensor_v2(
     _: Unpickler, storage: Any, offset: Any, size: Any, stride: Any, grad: Any, hooks: Any, *metadata: Any
 ) -> Tensor:
+    """Does what ``torch._utils._rebuild_tensor_v2`` does, for a tensor that lies within its storage."""
     require(type(storage) is TypedStorage, "a tensor without a storage")
     _not_quantised(storage.dtype)
     _within(storage, offset, size, stride, storage.dtype.itemsize * 8)
     require(type(grad) is bool, "a requires_grad that is not a bool")
     _no_hooks(hooks)
-    _metadata(metadata, storage.dtype)
+    _check_bits(metadata, storage.dtype)
     return torch._utils._rebuild_tensor_v2(storage, offset, size, stride, grad, hooks, *metadata)
 
 
 def _rebuild_tensor_v3(
     _: Unpickler, storage: Any, offset: Any, size: Any, stride: Any, grad: Any, hooks: Any, dtype: Any, *metadata: Any
 ) -> Tensor:
+    """Does what ``torch._utils._rebuild_tensor_v3`` does, for a tensor that lies within its storage of bytes."""
     require(type(dtype) is torch.dtype, "a tensor without a dtype")
     _not_quantised(dtype)
     _within(storage, offset, size, stride, dtype.itemsize * 8)
     require(type(grad) is bool, "a requires_grad that is not a bool")
     _no_hooks(hooks)
-    _metadata(metadata, dtype)
+    _check_bits(metadata, dtype)
     return torch._utils._rebuild_tensor_v3(storage, offset, size, stride, grad, hooks, dtype, *metadata)
 
 
 def _rebuild_qtensor(
     unpickler: Unpickler, storage: Any, offset: Any, size: Any, stride: Any, how: Any, grad: Any, hooks: Any
 ) -> Tensor:
+    """Does what ``torch._utils._rebuild_qtensor`` does, for scales and zero points that fit the tensor."""
     require(type(storage) is TypedStorage, "a tensor without a storage")
     _within(storage, offset, size, stride, _bits(storage.dtype))
     # torch first creates a tensor with as many elements.
@@ -158,6 +162,7 @@ def is_dense(values: Any) -> bool:
 
 
 def _rebuild_sparse_tensor(unpickler: Unpickler, layout: Any, data: Any) -> Tensor:
+    """Does what ``torch._utils._rebuild_sparse_tensor`` does, with indices that are checked."""
     require(
         type(layout) is torch.layout and type(data) is tuple and len(data) in (3, 4),
         "a sparse tensor with invalid parts",
@@ -205,6 +210,7 @@ def _rebuild_sparse_tensor(unpickler: Unpickler, layout: Any, data: Any) -> Tens
 
 
 def _rebuild_nested_tensor(unpickler: Unpickler, buffer: Any, sizes: Any, strides: Any, offsets: Any) -> Tensor:
+    """Does what ``torch._utils._rebuild_nested_tensor`` does, for parts that lie within ``buffer``."""
     require(
         is_plain(buffer) and buffer.dim() == 1 and buffer.is_contiguous(), "a nested tensor without a contiguous buffer"
     )

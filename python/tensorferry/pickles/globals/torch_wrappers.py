@@ -103,6 +103,7 @@ def _rebuild_from_type(unpickler: Unpickler, rebuild: Any, cls: Any, args: Any, 
 
 
 def _set_sharded(made: Any, state: Any, detaches: bool) -> None:
+    """Sets the state of a ShardedTensor; with ``detaches``, also one of a process group that is not here."""
     require(type(state) is tuple and len(state) == 5, "a ShardedTensor that does not have five parts")
     shards, metadata, group, spec, remote = state
     require(

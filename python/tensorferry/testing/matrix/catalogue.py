@@ -14,12 +14,13 @@ from ..proxy import faults
 from .attacks import ATTACKS
 from .idle_crowd import IdleCrowd
 from .processes import wait_until
+from .relays import relay_scenarios
 from .scenario import HEALED, Beside, Scenario
 from .tensor_memory import Replacing
 from .traps import Trap
 
 if TYPE_CHECKING:
-    from .run_cell import Cell
+    from .cell import Cell
 
 __all__ = ["SCENARIOS"]
 
@@ -361,6 +362,8 @@ _ROWS += [
     *_trap("dotted", "names it through a trusted module"),
     *_trap("pointer", "forges a pointer to an object"),
 ]  # fmt: skip
+
+_ROWS += relay_scenarios({row.name: row for row in _ROWS})
 
 SCENARIOS: Mapping[str, Scenario] = {row.name: row for row in _ROWS}
 """All scenarios by name, in the order of the table."""

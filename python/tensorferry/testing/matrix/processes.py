@@ -201,17 +201,17 @@ class Processes:
             raise ChildGone(f"the source could not publish: {child.ask(('report',), _START)}")
         return child, str(metadata)
 
-    def receiver(self, candidate: Candidate, plain: bool = False) -> Child:
+    def receiver(self, candidate: Candidate, setting: Setting | None = None) -> Child:
         """Starts a receiver and waits until it is ready.
 
         Args:
             candidate: the transport of the receiver
-            plain: ignore what the scenario requires
+            setting: in place of what the scenario requires
 
         Raises:
             LeftOut: the system does not allow what the scenario requires
         """
-        child = self._start(receiver_main, candidate, Setting() if plain else self._setting)
+        child = self._start(receiver_main, candidate, setting)
         answer = child.receive_answer(_START)
         if isinstance(answer, LeftOut):
             raise answer

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from .run_cell import Outcome
+from .cell import Outcome
 from .scenario import HEALED
 
 __all__ = ["LEFT_OUT", "broken_promises", "format_markdown", "format_table", "from_json", "to_json"]

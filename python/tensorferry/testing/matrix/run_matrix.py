@@ -8,9 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 from ..proxy.faults import Fault
 from .candidates import BUILTIN, Candidate
 from .catalogue import SCENARIOS
+from .cell import Limits, Outcome
 from .processes import ChildGone, ChildHung
 from .report import LEFT_OUT
-from .run_cell import Limits, Outcome, run_cell
+from .run_cell import run_cell
 from .scenario import LeftOut, Scenario
 
 __all__ = ["candidate", "run_matrix", "scenario"]

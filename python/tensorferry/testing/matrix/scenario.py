@@ -13,13 +13,14 @@ from .traps import Trap
 
 if TYPE_CHECKING:
     from .candidates import Candidate
-    from .run_cell import Cell
+    from .cell import Cell
 
-__all__ = ["HEALED", "Beside", "LeftOut", "Scenario"]
+__all__ = ["HEALED", "Beside", "LeftOut", "Relay", "Scenario"]
 
 HEALED = "healed"
 
 Beside: TypeAlias = Literal["", "in front", "behind"]
+Relay: TypeAlias = Literal["", "through the proxy", "around the proxy", "in place"]
 
 BROKEN = {
     "tensorferry-secret": frozenset({"UnprovenSource", "SourceRefused"}),
@@ -65,6 +66,9 @@ class Scenario:
         waiting: whether the source serves nothing at first; ``during`` is then called when the receive waits for the
             next step
         in_step: whether the newer state differs from the first one in its tensors only
+        relay: whether a second receiver takes the same state at the same time, so that each can pass on what it has:
+            through the same proxy, directly, or through the proxy and into a live state
+        relay_timeout: deadline of that second receive, seconds; 0: that of the run
     """
 
     name: str
@@ -90,6 +94,8 @@ class Scenario:
     stock: bool = False
     waiting: bool = False
     in_step: bool = False
+    relay: Relay = ""
+    relay_timeout: float = 0.0
 
     def concerns(self, candidate: Candidate) -> bool:
         """Whether the scenario is possible with a transport."""
@@ -97,7 +103,7 @@ class Scenario:
         lacks = (
             (self.beside and not candidate.join)
             or (self.local and not candidate.local)
-            or (self.in_place and not candidate.in_place)
+            or ((self.in_place or self.relay == "in place") and not candidate.in_place)
             or (self.stock and not candidate.stock)
         )
         return not lacks and not (reads_heads and candidate.encrypts)

@@ -26,7 +26,17 @@ from .scenario import LeftOut
 from .tensor_memory import change, free_at_once, overwrite, replace
 from .traps import set_trap
 
-__all__ = ["NAMES_ASKED", "REPLACED", "Received", "Setting", "SourceReport", "log_tail", "receiver_main", "source_main"]
+__all__ = [
+    "NAMES_ASKED",
+    "OVERWRITE",
+    "REPLACED",
+    "Received",
+    "Setting",
+    "SourceReport",
+    "log_tail",
+    "receiver_main",
+    "source_main",
+]
 
 
 @dataclass(frozen=True)
@@ -247,27 +257,33 @@ def receiver_main(
 
 @contextlib.contextmanager
 def _replaced_on_request(pipe: Connection, live: Any) -> Iterator[None]:
-    """While the block runs, gives the tensors of ``live`` other memory on request, and answers ``REPLACED``."""
+    """While the block runs, does to the tensors of ``live`` what the pipe asks, once, and answers ``REPLACED``.
+
+    They get other memory or, after :data:`OVERWRITE`, other values.
+    """
     if live is None:
         yield
         return
     over = threading.Event()
 
-    def replace_on_request() -> None:
+    def await_request() -> None:
         while not over.is_set():
             if pipe.poll(0.01):
                 (how,) = pipe.recv()
-                replace(live, how)
+                if how == OVERWRITE:
+                    overwrite(live)
+                else:
+                    replace(live, how)
                 pipe.send(REPLACED)
                 return
 
-    other = threading.Thread(target=replace_on_request, daemon=True)
-    other.start()
+    waiting = threading.Thread(target=await_request, daemon=True)
+    waiting.start()
     try:
         yield
     finally:
         over.set()
-        other.join()
+        waiting.join()
 
 
 NAMES_ASKED = "names-asked"
@@ -275,6 +291,9 @@ NAMES_ASKED = "names-asked"
 
 REPLACED = "replaced"
 """What a receiver sends after it has given its live tensors other memory."""
+
+OVERWRITE = "overwrite"
+"""Asks a receiver to write over its live tensors, while they are being filled."""
 
 
 def log_tail(log: Path, lines: int = 12) -> str:

@@ -3,7 +3,7 @@
 //! A source can send anything. These checks run before a byte of the body is used: of the status, that a range or the
 //! blocks are those requested, that a digest table has the right length, and that it is proven if there is a secret.
 
-use tensorferry_wire::digest::{BLOCK_SIZE, DigestTable, WideTable, wide_table_len};
+use tensorferry_wire::digest::{BLOCK_SIZE, DigestTable, WideTable, most_wide_table_len};
 use tensorferry_wire::swarm::LONG_QUERY;
 
 use super::blocks::format_runs;
@@ -52,7 +52,7 @@ pub(super) fn read_long_digests(
     if head.status != 200 {
         return Err(connection.refuse(&head));
     }
-    let body = connection.body(&head, wide_table_len(blocks))?;
+    let body = connection.body(&head, most_wide_table_len(blocks))?;
     let algorithm = secret::algorithm(connection.url().secret());
     let table = WideTable::decode(&body, &algorithm)
         .map_err(|e| Error::caused(ErrorKind::Protocol, "the digests of the source are not valid", e))?;

@@ -8,28 +8,25 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread::{self, Scope};
 use std::time::{Duration, Instant};
 
-use tensorferry_wire::digest::{Algorithm, BLOCK_SIZE};
-use tensorferry_wire::request::MAX_RUNS;
+use tensorferry_wire::digest::Algorithm;
 
 use super::Source;
-use super::answers::{changed, check_blocks, check_range, read_digests};
-use super::blocks::{block_len, format_runs};
+use super::blocks::block_len;
 use super::connection::Connection;
 use super::ledger::BlockLedger;
 use super::limits::{Limits, retry_pause};
+use super::rails::RailLanes;
 use super::stragglers::{StragglerMonitor, format_rate, rate};
 use super::swarm::{NewRelay, RelayView, Swarm};
 use crate::error::{Error, ErrorKind};
 use crate::memory::zeroed;
-use crate::payload::{Checksums, Next, Plan, Queue, Taken};
+use crate::payload::{Next, Plan, Queue, Taken};
 use crate::swarm::FromSource;
 
 /// Failures in a row, without one block in between, after which a lane gives up.
 const MAX_FAILURES: u32 = 4;
 /// How often lanes that wait for relays look at slow ones.
 const IDLE: Duration = Duration::from_millis(100);
-/// Pages are asked for this many blocks ahead of the bytes.
-const POPULATE_BLOCKS: u64 = 4;
 
 /// A lane that runs. One whose thread panics leaves, too: the others go on with its range, and the last one says so.
 struct Present<'a>(&'a Transfer<'a>);
@@ -63,6 +60,8 @@ pub(super) struct Transfer<'a> {
     pub(super) watch: StragglerMonitor,
     /// Other receivers of the same snapshot, if this takes part in a swarm.
     pub(super) swarm: Option<&'a Swarm<'a>>,
+    /// Lanes over the other addresses of the sources.
+    pub(super) rails: &'a RailLanes,
     pub(super) alive: AtomicUsize,
 }
 
@@ -86,7 +85,13 @@ impl Transfer<'_> {
                     Err(e) => self.leave(Error::caused(ErrorKind::System, "cannot start a thread for a lane", e)),
                 }
             }
+            for &rail in &self.rails.lanes {
+                let builder = thread::Builder::new().name(format!("tensorferry-lane-{}", rail.2));
+                // Without a thread for it, it is a rail less.
+                let _ = builder.spawn_scoped(scope, move || self.run_rail(scope, rail));
+            }
             let left = threads.into_iter().filter_map(|thread| thread.join().ok().flatten()).collect();
+            self.rails.close();
             if let Some(swarm) = self.swarm {
                 swarm.close();
             }
@@ -143,6 +148,8 @@ impl Transfer<'_> {
             let around_the_network = !filling && connection.is_some_and(|c| c.is_same_host());
             if around_the_network {
                 source.give_up_same_host();
+            } else if !filling && error.is_transient() {
+                source.rails.note_first_failed();
             }
             turn += 1;
             // A lane that was merely slow is not at fault twice.
@@ -179,11 +186,12 @@ impl Transfer<'_> {
 
     /// What a lane to a source fetches next: anything, or in a swarm, what is left to the source. Starts lanes to relays
     /// that the tracker names.
-    fn take<'scope>(
+    pub(super) fn take<'scope>(
         &'scope self,
         scope: &'scope Scope<'scope, '_>,
         connection: &mut Option<Connection>,
     ) -> Option<Taken<'scope>> {
+        self.watch.cut_silent();
         let Some(swarm) = self.swarm else { return self.queue.take(|| self.watch.cut_slow()) };
         let mut looked = Instant::now();
         loop {
@@ -248,15 +256,19 @@ impl Transfer<'_> {
         let (mut connection, mut view, mut wait) = (None, RelayView::new(), false);
         let mut sink = zeroed(block_len())?;
         loop {
-            view.refresh(swarm, relay, wait)?;
+            if view.refresh(swarm, relay, wait)? {
+                self.queue.wake();
+            }
             wait = true;
             while wait || !view.is_old() {
-                let mut range =
-                    match self.queue.next(|all| swarm.receiver().next_from_relay(relay.number, all, swarm.unit)) {
-                        Next::Taken(range) => range,
-                        Next::Later => break,
-                        Next::Over => return Ok(()),
-                    };
+                let mut range = match self
+                    .queue
+                    .next(|all| swarm.receiver().next_from_relay(swarm.now(), relay.number, all, swarm.unit))
+                {
+                    Next::Taken(range) => range,
+                    Next::Later => break,
+                    Next::Over => return Ok(()),
+                };
                 wait = false;
                 self.fetch_range(index, from, &mut connection, &mut range, &mut sink)?;
                 self.watch.end(index);
@@ -284,117 +296,8 @@ impl Transfer<'_> {
         ))
     }
 
-    /// Lane `index` fetches `range` from the source or relay of number `origin`, moving its beginning past each block that is
-    /// complete.
-    fn fetch_range(
-        &self,
-        index: usize,
-        (origin, source, limits): (usize, &Source, &Limits),
-        connection: &mut Option<Connection>,
-        range: &mut Taken<'_>,
-        sink: &mut [u8],
-    ) -> Result<(), Error> {
-        let Taken { at, end, .. } = range;
-        let end = *end;
-        let runs = self.received.within(*at, end);
-        if runs.is_empty() {
-            *at = end;
-            return Ok(());
-        }
-        // One that is of no use is kept until another one stands: a source that drains its snapshot takes a receiver
-        // without a connection for one that is through.
-        let old = connection.take();
-        let connection = connection.insert(match old {
-            Some(ours) if source.may_reuse(&ours) => ours,
-            _old => source.connect(limits)?,
-        });
-        if connection.is_same_host() {
-            // The trainer over there needs these cores.
-            crate::priority::lower_priority();
-        }
-        self.received.note_route(connection.route(), connection.is_same_host());
-        self.watch.begin(index, end, connection.socket());
-        let etag = self.etag(source, connection)?;
-        self.ask(connection, &runs, etag)?;
-        for &(first, end) in &runs {
-            *at = first;
-            self.fetch_run(index, origin, connection, (at, end), sink)?;
-        }
-        if runs.len() < MAX_RUNS {
-            *at = end;
-        }
-        Ok(())
-    }
-
-    fn path(&self) -> String {
+    pub(super) fn path(&self) -> String {
         format!("{}.safetensors", self.key)
-    }
-
-    /// Asks for `runs` of blocks, and reads the head of the answer.
-    fn ask(&self, connection: &mut Connection, runs: &[(u64, u64)], etag: &str) -> Result<(), Error> {
-        let bounds = |&(first, end): &(u64, u64)| (self.plan.block_bounds(first).0, self.plan.block_bounds(end - 1).1);
-        if let [run] = runs {
-            let (start, stop) = bounds(run);
-            let (start, stop) = (self.payload_start + start, self.payload_start + stop);
-            let head = connection.get(&self.path(), Some((start, stop)), Some(etag), None)?;
-            return check_range(connection, &head, start, stop, self.payload_start + self.payload_len);
-        }
-        let path = format!("{}?blocks={}&grain={}", self.path(), format_runs(runs), self.plan.block_size());
-        let head = connection.get(&path, None, Some(etag), None)?;
-        check_blocks(connection, &head, runs.iter().map(bounds).map(|(start, stop)| stop - start).sum())
-    }
-
-    /// Receives the blocks `[at, end)`, moving `at` past each that is complete.
-    fn fetch_run(
-        &self,
-        index: usize,
-        origin: usize,
-        connection: &mut Connection,
-        (at, end): (&mut u64, u64),
-        sink: &mut [u8],
-    ) -> Result<(), Error> {
-        let mut populated = *at;
-        while *at < end {
-            if self.plan.fresh.is_some() && *at == populated {
-                populated = (*at + POPULATE_BLOCKS).min(end);
-                self.plan.populate(self.plan.block_bounds(*at).0, self.plan.block_bounds(populated - 1).1);
-            }
-            let next = (*at + self.plan.stride()).min(end);
-            let (start, stop) = (self.plan.block_bounds(*at).0, self.plan.block_bounds(next - 1).1);
-            // Right after the receive, while the bytes are in cache.
-            let mut checksums = Checksums::new(self.algorithm, self.plan.block_size());
-            let received = |bytes: &[u8]| {
-                self.received.count(bytes.len() as u64);
-                self.watch.count(index, bytes.len() as u64);
-                checksums.update(bytes);
-            };
-            self.plan.with_slices(start, stop, sink, |slices| connection.fill(slices, received))?;
-            for (block, digest) in (*at..next).zip(checksums.finish_wide()) {
-                self.received.note(block, digest, origin);
-                if let Some(swarm) = self.swarm {
-                    swarm.note_block(block, digest, origin >= self.sources.len())?;
-                    *at = block + 1;
-                }
-            }
-            *at = next;
-            if self.queue.has_failed() {
-                return Err(Error::new(ErrorKind::Cancelled, "another lane failed"));
-            }
-        }
-        Ok(())
-    }
-
-    /// The entity tag of `source`, once it has shown that it serves the snapshot we fetch.
-    fn etag<'p>(&self, source: &'p Source, connection: &mut Connection) -> Result<&'p str, Error> {
-        if let Some(etag) = source.etag.get() {
-            return Ok(etag);
-        }
-        let (table, head) = read_digests(connection, self.key, None, &[(0, 0)], BLOCK_SIZE)?;
-        if table.header != self.header_digest || table.payload_len != self.payload_len {
-            return Err(changed().at(source.url.authority()));
-        }
-        source.learn(head.same_host);
-        Ok(source.etag.get_or_init(|| head.etag.unwrap_or_default()))
     }
 }
 
@@ -439,6 +342,7 @@ mod tests {
         let plan = Plan::new(Vec::new(), payload_len).unwrap();
         let queue = Queue::new(&[(0, block_count(payload_len))], 1);
         let received = BlockLedger::new(&[(0, 12)], Arc::default()).expect("twelve blocks");
+        let rails = RailLanes::new(&sources, 0, 0, &limits);
         let transfer = Transfer {
             plan: &plan,
             queue: &queue,
@@ -452,8 +356,9 @@ mod tests {
             algorithm: &algorithm,
             limits: &limits,
             received: &received,
-            watch: StragglerMonitor::new(known, 0),
+            watch: StragglerMonitor::new((known, 0), 0),
             swarm: None,
+            rails: &rails,
             alive: AtomicUsize::new(LANES),
         };
         // A stack of more than all addresses there are.

@@ -4,7 +4,7 @@
 //! of the transfer. Lanes write to it without a lock: the queue gives each block to one lane at a time, so the entry of
 //! a block has one writer.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::net::IpAddr;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -33,7 +33,7 @@ pub(super) struct BlockLedger {
     /// All bytes of the receive so far, for a thread that reports progress.
     progress: Arc<AtomicU64>,
     /// The addresses at both ends of each connection that bytes came over.
-    routes: Mutex<BTreeSet<(IpAddr, IpAddr)>>,
+    routes: Mutex<BTreeMap<(IpAddr, IpAddr), u64>>,
     /// The relays that blocks come from, whose numbers begin behind those of the sources.
     relays: Mutex<BTreeMap<usize, String>>,
     /// The last trouble with each source that had some.
@@ -72,7 +72,7 @@ impl BlockLedger {
         })
     }
 
-    /// Keeps long checksums, for blocks that members of a swarm bring.
+    /// Keeps long checksums, which blocks have that relays bring.
     pub(super) fn keep_long(&mut self) -> Result<(), Error> {
         make_room(&mut self.high, self.digests.len())?;
         self.high.resize_with(self.digests.len(), AtomicU64::default);
@@ -92,7 +92,7 @@ impl BlockLedger {
         (block < end).then_some(before + usize::try_from(block - first).ok()?)
     }
 
-    /// Notes that `block` has come, with this long checksum.
+    /// Notes that `block` has come, with this checksum, a long one or a short one as its source has them.
     #[allow(clippy::cast_possible_truncation, reason = "each half is stored where it belongs")]
     pub(super) fn note(&self, block: u64, digest: u128, source: usize) {
         let Some(index) = self.index(block) else { return };
@@ -154,7 +154,14 @@ impl BlockLedger {
     pub(super) fn note_route(&self, route: Option<(IpAddr, IpAddr)>, same_host: bool) {
         self.same_host.fetch_or(same_host, Ordering::Relaxed);
         if let Some(route) = route {
-            self.routes.lock().unwrap_or_else(PoisonError::into_inner).insert(route);
+            self.routes.lock().unwrap_or_else(PoisonError::into_inner).entry(route).or_default();
+        }
+    }
+
+    /// So many `bytes` have come between the two addresses of `route`.
+    pub(super) fn note_route_bytes(&self, route: Option<(IpAddr, IpAddr)>, bytes: u64) {
+        if let Some(route) = route {
+            *self.routes.lock().unwrap_or_else(PoisonError::into_inner).entry(route).or_default() += bytes;
         }
     }
 
@@ -173,7 +180,7 @@ impl BlockLedger {
         self.troubles.lock().unwrap_or_else(PoisonError::into_inner).insert(source.to_owned(), trouble);
     }
 
-    pub(super) fn take_routes(&self) -> BTreeSet<(IpAddr, IpAddr)> {
+    pub(super) fn take_routes(&self) -> BTreeMap<(IpAddr, IpAddr), u64> {
         std::mem::take(&mut self.routes.lock().unwrap_or_else(PoisonError::into_inner))
     }
 

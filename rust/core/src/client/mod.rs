@@ -5,7 +5,8 @@
 //! | `remote` | [`Remote`]: a checkpoint at its sources, from the header to the verified payload |
 //! | `fetch_slices` | parts of checkpoints from several sources at once |
 //! | `staged` | [`StagedFetch`]: entries that pass through a bounded buffer |
-//! | `lane`, `stragglers`, `ledger` | one thread with one connection; lanes that are too slow; received blocks |
+//! | `lane`, `range` | one thread with one connection; how it fetches a range |
+//! | `stragglers`, `ledger` | lanes that are too slow; received blocks |
 //! | `swarm`, `relaying` | fetching from other receivers, with the tracker of the source; serving on what has come |
 //! | `source`, `url`, `resolver` | where a source is and how to reach it |
 //! | `get` | [`Get`]: one answer that is no container |
@@ -32,6 +33,8 @@ mod get;
 mod lane;
 mod ledger;
 mod limits;
+mod rails;
+mod range;
 mod relaying;
 mod remote;
 mod resolver;

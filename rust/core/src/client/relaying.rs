@@ -24,6 +24,7 @@ const LOOK: Duration = Duration::from_millis(20);
 /// A relay of what is being received into the destinations of a plan.
 pub(super) struct OpenRelay<'p> {
     relaying: Box<dyn Relaying>,
+    zone: Option<String>,
     blocks: Arc<BlockMap>,
     _plan: PhantomData<&'p Plan>,
 }
@@ -59,7 +60,8 @@ impl<'p> OpenRelay<'p> {
             blocks: Arc::clone(&blocks),
         };
         let relaying = host.open(relayed).ok()?;
-        Some(Self { relaying, blocks, _plan: PhantomData })
+        let zone = host.zone().map(str::to_owned);
+        Some(Self { relaying, zone, blocks, _plan: PhantomData })
     }
 
     /// `block` is complete, and is not written to any more.
@@ -82,6 +84,11 @@ impl<'p> OpenRelay<'p> {
                 return;
             }
         }
+    }
+
+    /// The zone in which it is.
+    pub(super) fn zone(&self) -> Option<String> {
+        self.zone.clone()
     }
 
     /// How other members reach it.

@@ -3,11 +3,13 @@
 //! Each fact is written once and shared by all lanes: the entity tag, the socket on this machine, and whether
 //! that socket is out of use. A lane that fails over the socket makes all lanes take the network.
 
+use std::net::IpAddr;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 
-use super::connection::Connection;
+use super::connection::{Connection, Offers};
 use super::limits::Limits;
+use super::rails::Rails;
 use super::url::SourceUrl;
 use crate::error::Error;
 use crate::same_host;
@@ -21,6 +23,8 @@ pub(super) struct Source {
     pub(super) etag: OnceLock<String>,
     /// Where it can be reached without the network.
     same_host: OnceLock<same_host::Name>,
+    /// Its other addresses.
+    pub(super) rails: Rails,
     /// Whether it has a tracker.
     offers_swarm: AtomicBool,
     /// Whether shared memory is wanted.
@@ -35,17 +39,26 @@ impl Source {
             url: Arc::new(SourceUrl::parse(url)?.sharing(secret.cloned())),
             etag: OnceLock::new(),
             same_host: OnceLock::new(),
+            rails: Rails::default(),
             offers_swarm: AtomicBool::new(false),
             wants_same_host: same_host,
             same_host_off: AtomicBool::new(!same_host),
         })
     }
 
-    /// Notes what the first answer has said.
-    pub(super) fn note_opened(&self, etag: String, same_host: Option<same_host::Name>, offers_swarm: bool) {
+    /// Notes what the first answer has said, which came by `route`.
+    pub(super) fn note_opened(&self, etag: String, route: Option<(IpAddr, IpAddr)>, offers: Offers) {
         let _ = self.etag.set(etag);
-        self.learn(same_host);
-        self.offers_swarm.store(offers_swarm, Ordering::Relaxed);
+        self.learn(offers.same_host);
+        self.offers_swarm.store(offers.swarm, Ordering::Relaxed);
+        if let Some((_, first)) = route {
+            self.rails.learn(&offers.rails, first, self.url.port());
+        }
+    }
+
+    /// Whether it has other addresses, and is reached over the network.
+    pub(super) fn has_rails(&self) -> bool {
+        self.same_host().is_none() && !self.rails.others().is_empty()
     }
 
     /// Whether it has a tracker.
@@ -71,14 +84,22 @@ impl Source {
 
     /// A new connection, over the socket of this machine where that works and over the network otherwise.
     pub(super) fn connect(&self, limits: &Limits) -> Result<Connection, Error> {
-        if let Some(name) = self.same_host() {
-            match Connection::open_same_host(&self.url, name, limits) {
-                Ok(connection) => return Ok(connection),
-                // The source runs elsewhere, in another network namespace or as another user.
-                Err(_) => self.give_up_same_host(),
-            }
+        self.connect_same_host(limits).map_or_else(|| self.connect_network(limits), Ok)
+    }
+
+    /// A new connection over the socket of this machine, unless that is out of use or does not work.
+    pub(super) fn connect_same_host(&self, limits: &Limits) -> Option<Connection> {
+        let connection = Connection::open_same_host(&self.url, self.same_host()?, limits).ok();
+        if connection.is_none() {
+            // The source runs elsewhere, in another network namespace or as another user.
+            self.give_up_same_host();
         }
-        Connection::open(&self.url, limits)
+        connection
+    }
+
+    /// A new connection over the network.
+    pub(super) fn connect_network(&self, limits: &Limits) -> Result<Connection, Error> {
+        self.rails.connect(self, limits)
     }
 
     /// Whether `connection` leads here, can be used again, and takes the best route there is.

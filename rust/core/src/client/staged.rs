@@ -41,7 +41,7 @@ impl Remote {
     /// # Errors
     /// [`ErrorKind::Invalid`] when there are several sources: what a wave brought must not be taken back because
     /// sources turn out to differ. [`ErrorKind::System`] when there is no memory.
-    pub fn staged(self, destination: Destination, passing: &[usize], most: u64) -> Result<StagedFetch, Error> {
+    pub fn staged(mut self, destination: Destination, passing: &[usize], most: u64) -> Result<StagedFetch, Error> {
         let started = Instant::now();
         if self.has_several_sources() {
             return Err(Error::new(ErrorKind::Invalid, "waves take one source"));

@@ -17,6 +17,8 @@ use crate::fork::CloseOnFork;
 
 /// A lane is not judged before it has had a range for this long.
 const AT_LEAST: Duration = Duration::from_secs(1);
+/// Where a source has several addresses, a lane that gets nothing for this long loses its range to an idle one.
+const SILENT: Duration = Duration::from_millis(500);
 /// How many times slower than the average a lane is that loses its range.
 const SLOWER: u64 = 10;
 
@@ -25,8 +27,9 @@ const SLOWER: u64 = 10;
 pub(super) struct StragglerMonitor {
     started: Instant,
     lanes: Vec<LaneProgress>,
-    /// The number of those to sources; the others, behind them, are to relays.
+    /// The number of those to sources; behind them are those to other addresses of sources, and those to relays.
     to_sources: usize,
+    over_rails: usize,
     /// Bytes of all lanes.
     total: AtomicU64,
     /// Ends of ranges that were taken from a slow lane. Once is enough: if the next lane is as slow, it is the source.
@@ -42,18 +45,21 @@ struct LaneProgress {
     range: Mutex<Option<LaneRange>>,
     /// Bytes of that range.
     got: AtomicU64,
+    /// When the last of them came, in milliseconds since the transfer began.
+    last: AtomicU64,
     /// Whether it lost the range for being slow.
     cut: AtomicBool,
 }
 
 impl StragglerMonitor {
-    /// For lanes to sources and, behind them, to relays.
-    pub(super) fn new(to_sources: usize, to_relays: usize) -> Self {
-        let lanes = to_sources + to_relays;
+    /// For lanes to sources, over their other addresses and, behind them, to relays.
+    pub(super) fn new((to_sources, over_rails): (usize, usize), to_relays: usize) -> Self {
+        let lanes = to_sources + over_rails + to_relays;
         Self {
             started: Instant::now(),
             lanes: std::iter::repeat_with(LaneProgress::default).take(lanes).collect(),
             to_sources,
+            over_rails,
             total: AtomicU64::new(0),
             taken: Mutex::default(),
         }
@@ -61,13 +67,14 @@ impl StragglerMonitor {
 
     /// The index of the lane to relays with this number.
     pub(super) fn relay_lane(&self, number: usize) -> usize {
-        self.to_sources + number
+        self.to_sources + self.over_rails + number
     }
 
     /// Lane `index` fetches the range up to `end` over `socket`.
     pub(super) fn begin(&self, index: usize, end: u64, socket: &Arc<CloseOnFork<Socket>>) {
         let lane = &self.lanes[index];
         lane.got.store(0, Ordering::Relaxed);
+        lane.last.store(self.now(), Ordering::Relaxed);
         lane.cut.store(false, Ordering::Relaxed);
         *lane.range.lock().unwrap_or_else(PoisonError::into_inner) =
             Some((Instant::now(), end, Arc::downgrade(socket)));
@@ -76,6 +83,9 @@ impl StragglerMonitor {
     /// Counts bytes that lane `index` has received.
     pub(super) fn count(&self, index: usize, bytes: u64) {
         self.lanes[index].got.fetch_add(bytes, Ordering::Relaxed);
+        if self.over_rails > 0 {
+            self.lanes[index].last.store(self.now(), Ordering::Relaxed);
+        }
         self.total.fetch_add(bytes, Ordering::Relaxed);
     }
 
@@ -87,15 +97,35 @@ impl StragglerMonitor {
         cut.then(|| rate(lane.got.load(Ordering::Relaxed), since.elapsed()))
     }
 
+    /// Milliseconds since the transfer began.
+    fn now(&self) -> u64 {
+        u64::try_from(self.started.elapsed().as_millis()).unwrap_or(u64::MAX)
+    }
+
     /// Called by a lane that has nothing to do: takes ranges from lanes that are far slower than the average.
     pub(super) fn cut_slow(&self) {
-        let average = rate(self.total.load(Ordering::Relaxed), self.started.elapsed()) / self.to_sources.max(1) as u64;
+        self.cut(false);
+    }
+
+    /// Called by a lane between two ranges: takes ranges from lanes that get nothing, where a source has several
+    /// addresses.
+    pub(super) fn cut_silent(&self) {
+        if self.over_rails > 0 {
+            self.cut(true);
+        }
+    }
+
+    fn cut(&self, silent_only: bool) {
+        let average = rate(self.total.load(Ordering::Relaxed), self.started.elapsed())
+            / (self.to_sources + self.over_rails).max(1) as u64;
         for (index, lane) in self.lanes.iter().enumerate() {
             let range = lane.range.lock().unwrap_or_else(PoisonError::into_inner);
             let Some((since, end, socket)) = range.as_ref() else { continue };
             let (elapsed, got) = (since.elapsed(), lane.got.load(Ordering::Relaxed));
-            if elapsed >= AT_LEAST
-                && rate(got, elapsed).saturating_mul(SLOWER) < average
+            let slow = !silent_only && elapsed >= AT_LEAST && rate(got, elapsed).saturating_mul(SLOWER) < average;
+            let quiet = Duration::from_millis(self.now().saturating_sub(lane.last.load(Ordering::Relaxed)));
+            let silent = self.over_rails > 0 && index < self.to_sources + self.over_rails && quiet >= SILENT;
+            if (slow || silent)
                 && let Some(socket) = socket.upgrade()
                 // From a relay as often as need be: it is not asked again, and the source is still there.
                 && (index >= self.to_sources || self.taken.lock().unwrap_or_else(PoisonError::into_inner).insert(*end))

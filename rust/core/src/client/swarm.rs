@@ -8,8 +8,8 @@ use std::net::IpAddr;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
-use tensorferry_wire::digest::WideTable;
-use tensorferry_wire::swarm::{Answer, Ask, Standing};
+use tensorferry_wire::digest::{Algorithm, BlockDigests, WideTable};
+use tensorferry_wire::swarm::{Answer, Ask, Nearness, Standing};
 
 use super::Source;
 use super::answers::read_long_digests;
@@ -20,7 +20,7 @@ use crate::cancel::Cancel;
 use crate::error::{Error, ErrorKind};
 use crate::payload::Plan;
 use crate::swarm::{BlockMap, BlockSet, Receiver};
-use crate::trust::random;
+use crate::trust::{random, secret};
 
 /// Relays that are fetched from at once: as many lanes more than to the source.
 pub(super) const MOST_RELAYS: usize = 12;
@@ -49,12 +49,16 @@ pub(super) struct Swarm<'a> {
     tracker: Mutex<Option<Connection>>,
     /// The digests of all blocks, once they are here.
     table: OnceLock<Arc<WideTable>>,
-    /// What these have to be of: the checksum of the header, and the length of the payload.
+    /// The algorithm for the checksums of what relays bring.
+    algorithm: Algorithm,
+    /// What the digests have to be of: the checksum of the header, and the length of the payload.
     header_digest: u64,
     payload_len: u64,
     relays: Mutex<Relays>,
     /// Those of relays: their lanes end with the others.
     pub(super) limits: Limits,
+    /// Those of questions to the tracker, which is asked once more when the lanes have ended.
+    tracker_limits: Limits,
 }
 
 #[derive(Default)]
@@ -73,6 +77,8 @@ pub(super) struct SwarmEnd {
     /// Whether the source is to go, or is gone.
     is_free: bool,
     tracker: Option<Connection>,
+    /// The connection by which the tracker was told, and has not answered.
+    told: Option<Connection>,
 }
 
 /// A relay that a lane begins to fetch from.
@@ -97,7 +103,9 @@ impl<'a> Swarm<'a> {
         let blocks = plan.block_count();
         let count = usize::try_from(blocks).map_err(|e| Error::caused(ErrorKind::System, "too many blocks", e))?;
         let seed = u64::from_ne_bytes(random::bytes()?);
-        let limits = Limits { stall: limits.stall.min(RELAY_STALL), cancel: Cancel::new(), ..limits.clone() };
+        let algorithm = secret::algorithm(source.url.secret()).for_relayed();
+        let tracker_limits = Limits { stall: limits.stall.min(RELAY_STALL), ..limits.clone() };
+        let limits = Limits { cancel: Cancel::new(), ..tracker_limits.clone() };
         Ok(Some(Self {
             relay,
             source,
@@ -109,10 +117,12 @@ impl<'a> Swarm<'a> {
             receiver: Mutex::new(Receiver::new(count, seed)),
             tracker: Mutex::default(),
             table: OnceLock::new(),
+            algorithm,
             header_digest,
             payload_len,
             relays: Mutex::default(),
             limits,
+            tracker_limits,
         }))
     }
 
@@ -126,11 +136,16 @@ impl<'a> Swarm<'a> {
         self.began.elapsed()
     }
 
-    /// `block` has come, with this long checksum, from a relay or from the source. Returns an error where a relay has made
-    /// it up: it is passed on to nobody then, and has to come again.
+    /// The algorithm for the checksums of what relays bring.
+    pub(super) fn algorithm(&self) -> &Algorithm {
+        &self.algorithm
+    }
+
+    /// `block` has come from a relay or from the source, with the long checksum or the short one. Returns an error where a
+    /// relay has made it up: it is passed on to nobody then, and has to come again.
     pub(super) fn note_block(&self, block: u64, digest: u128, from_relay: bool) -> Result<(), Error> {
         let expected = self.table.get().and_then(|table| table.blocks.get(usize::try_from(block).ok()?));
-        if expected.is_none_or(|&expected| expected == digest) {
+        if expected.is_none_or(|expected| matches(expected, digest, from_relay)) {
             self.relay.note_complete(block);
             return Ok(());
         }
@@ -143,11 +158,14 @@ impl<'a> Swarm<'a> {
 
     /// Asks the tracker for the blocks in `need`; returns relays to be fetched from.
     pub(super) fn ask(&self, need: Vec<(u64, u64)>) -> Vec<NewRelay> {
-        let standing = self.receiver().standing(self.relay.lacking());
-        let ask = Ask { relay: self.relay.address(), need, standing, zone: None };
+        let (standing, took) = {
+            let mut receiver = self.receiver();
+            (receiver.say_standing(self.relay.lacking()), receiver.take_taken())
+        };
+        let ask = Ask { relay: self.relay.address(), need, took, standing, zone: self.relay.zone() };
         // One lane asks at a time, as `Receiver` has it.
         let mut tracker = self.tracker.lock().unwrap_or_else(PoisonError::into_inner);
-        let Ok(Answer { grant, wait_ms, peers, has_table, is_free }) = self.answer(&mut tracker, &ask) else {
+        let Ok(Answer { grant, wait_ms, peers, place, has_table, is_free }) = self.answer(&mut tracker, &ask) else {
             *tracker = None;
             self.receiver().note_no_tracker(self.now());
             return Vec::new();
@@ -156,6 +174,7 @@ impl<'a> Swarm<'a> {
             self.fetch_table(&mut tracker);
         }
         let mut receiver = self.receiver();
+        receiver.note_place(place);
         receiver.note_answer(self.now(), grant, Duration::from_millis(wait_ms));
         if is_free {
             // The source waits for connections to end.
@@ -163,7 +182,8 @@ impl<'a> Swarm<'a> {
             receiver.note_free();
         }
         drop(receiver);
-        peers.into_iter().filter_map(|url| self.begin_relay(url)).collect()
+        let near = |index| place.map_or(Nearness::Zone, |place| place.nearness(index));
+        peers.into_iter().enumerate().filter_map(|(index, url)| self.begin_relay(url, near(index))).collect()
     }
 
     /// Fetches the digests of all blocks. Without them it goes on as before.
@@ -175,7 +195,9 @@ impl<'a> Swarm<'a> {
         };
         if table.header == self.header_digest && table.payload_len == self.payload_len {
             let _ = self.table.set(Arc::new(table));
-            self.receiver().note_table();
+            let mut receiver = self.receiver();
+            receiver.note_table();
+            receiver.note_standing(self.relay.lacking());
         }
     }
 
@@ -183,24 +205,24 @@ impl<'a> Swarm<'a> {
     pub(super) fn end(self) -> SwarmEnd {
         let is_free = self.receiver().is_free();
         let tracker = self.tracker.into_inner().unwrap_or_else(PoisonError::into_inner);
-        SwarmEnd { table: self.table.into_inner(), is_free, tracker }
+        SwarmEnd { table: self.table.into_inner(), is_free, tracker, told: None }
     }
 
     fn answer(&self, tracker: &mut Option<Connection>, ask: &Ask) -> Result<Answer, Error> {
         let path = format!("{}/swarm?{}", self.key, ask.query());
         let of = (self.source, self.etag, self.blocks);
-        match request(tracker, of, &self.limits, &path) {
+        match request(tracker, of, &self.tracker_limits, &path) {
             // The connection may have been given to somebody else since the last answer.
             Err(e) if e.kind() == ErrorKind::Connect => {
                 *tracker = None;
-                request(tracker, of, &self.limits, &path)
+                request(tracker, of, &self.tracker_limits, &path)
             }
             answer => answer,
         }
     }
 
     /// The relay at `url`, if it is new and there is room for one more.
-    fn begin_relay(&self, url: String) -> Option<NewRelay> {
+    fn begin_relay(&self, url: String, nearness: Nearness) -> Option<NewRelay> {
         let mut relays = self.relays.lock().unwrap_or_else(PoisonError::into_inner);
         if relays.tried.len() >= MOST_TRIED || relays.tried.contains(&url) {
             return None;
@@ -225,7 +247,7 @@ impl<'a> Swarm<'a> {
             return None;
         };
         let _ = source.etag.set(self.etag.to_owned());
-        Some(NewRelay { number: self.receiver().add_relay(), lane, source })
+        Some(NewRelay { number: self.receiver().add_relay_at(nearness), lane, source })
     }
 
     /// The relay is fetched from no more.
@@ -241,6 +263,17 @@ impl<'a> Swarm<'a> {
 }
 
 impl SwarmEnd {
+    /// Parts from the swarm before what is here is compared with the digests of the source now: nobody is to count on
+    /// this member from then on. It waits for no answer.
+    pub(super) fn leave_unanswered(&mut self, relay: &OpenRelay<'_>, source: &Source, key: &str) {
+        if let Some(mut connection) = self.tracker.take().filter(Connection::is_reusable) {
+            // The source takes who ends the connection for one that has left, too.
+            let path = format!("{key}/swarm?{}", leave(relay, false).query());
+            let _ = connection.tell(&path, source.etag.get().map(String::as_str));
+            self.told = Some(connection);
+        }
+    }
+
     /// Parts from the swarm, everything being here and verified: tells the tracker, and stays for the others if the
     /// source is to go or is gone. `started` is when the receive began.
     pub(super) fn part(
@@ -251,8 +284,7 @@ impl SwarmEnd {
         limits: &Limits,
     ) {
         if !self.is_free {
-            let standing = Standing { has_table: self.table.is_some(), is_covered: true, leaves: true };
-            let ask = Ask { relay: relay.address(), need: Vec::new(), standing, zone: None };
+            let ask = leave(relay, self.table.is_some());
             let path = format!("{key}/swarm?{}", ask.query());
             let etag = source.etag.get().map_or("", String::as_str);
             let limits = limits.at_most(RELAY_STALL);
@@ -266,6 +298,18 @@ impl SwarmEnd {
     }
 }
 
+/// Whether a block that a relay or the source has sent is the one that has the checksums `expected`.
+#[allow(clippy::cast_possible_truncation, reason = "the low half is the checksum of what the source sends")]
+pub(super) fn matches(expected: &BlockDigests, digest: u128, from_relay: bool) -> bool {
+    if from_relay { expected.long == digest } else { expected.short == digest as u64 }
+}
+
+/// What a member says that leaves.
+fn leave(relay: &OpenRelay<'_>, has_table: bool) -> Ask {
+    let standing = Standing { has_table, is_covered: true, leaves: true };
+    Ask { relay: relay.address(), need: Vec::new(), took: Vec::new(), standing, zone: relay.zone() }
+}
+
 /// Asks the tracker of a source by the connection in `tracker`, or by a new one.
 fn request(
     tracker: &mut Option<Connection>,
@@ -275,7 +319,7 @@ fn request(
 ) -> Result<Answer, Error> {
     let connection = match tracker {
         Some(connection) => connection,
-        none => none.insert(Connection::open(&source.url, limits)?),
+        none => none.insert(source.connect_network(limits)?),
     };
     let head = connection.get(path, None, Some(etag), None)?;
     if head.status != 200 {
@@ -303,8 +347,9 @@ impl RelayView {
         self.read.elapsed() >= MAP_AGE
     }
 
-    /// Learns what `relay` has. If there was nothing to fetch from it, waits until it has more, or for a moment.
-    pub(super) fn refresh(&mut self, swarm: &Swarm<'_>, relay: &NewRelay, wait: bool) -> Result<(), Error> {
+    /// Learns what `relay` has. If there was nothing to fetch from it, waits until it has more, or for a moment. Returns
+    /// whether the tracker should hear of it.
+    pub(super) fn refresh(&mut self, swarm: &Swarm<'_>, relay: &NewRelay, wait: bool) -> Result<bool, Error> {
         if wait && !swarm.limits.pause(MAP_PAUSE, || false) {
             return Err(swarm.limits.over());
         }
@@ -321,8 +366,11 @@ impl RelayView {
         let invalid = || Error::new(ErrorKind::Protocol, "the source says that it has other blocks than there are");
         let (count, set) = BlockSet::decode(&body, swarm.blocks).ok_or_else(invalid)?;
         relay.source.learn(head.same_host);
-        swarm.receiver().learn(relay.number, set);
+        let mut receiver = swarm.receiver();
+        receiver.learn(relay.number, set);
+        let is_news = receiver.note_standing(swarm.relay.lacking());
+        drop(receiver);
         (self.count, self.read) = (count, Instant::now());
-        Ok(())
+        Ok(is_news)
     }
 }

@@ -8,7 +8,7 @@ use std::sync::{Arc, OnceLock};
 
 use rustls::ClientConfig;
 
-use crate::error::{Error, ErrorKind};
+use crate::error::{Error, ErrorKind, Hint};
 use crate::trust::Secret;
 use crate::trust::tls::{self, Fingerprint};
 
@@ -40,12 +40,23 @@ impl SourceUrl {
         let rest = rest.ok_or_else(|| invalid("it does not start with http:// or https://"))?;
         let (authority, path) = rest.find('/').map_or((rest, "/"), |i| rest.split_at(i));
         let (authority, tls) = match authority.split_once('@') {
-            _ if plain.is_some() => (authority, None),
+            Some(_) if plain.is_some() => {
+                let why = "http:// does not encrypt, and a fingerprint of a certificate comes with it";
+                return Err(invalid(why).hinting(Hint::WholeAddress));
+            }
+            None if plain.is_some() => (authority, None),
             Some((pinned, authority)) => {
-                let pinned = Fingerprint::parse(pinned).ok_or_else(|| invalid("the fingerprint is none"))?;
+                let pinned = Fingerprint::parse(pinned).ok_or_else(|| {
+                    invalid("what is before the @ is not the fingerprint of a certificate (sha256- and 64 digits)")
+                        .hinting(Hint::WholeAddress)
+                })?;
                 (authority, Some(tls::client(pinned)?))
             }
-            None => return Err(invalid("https:// without the fingerprint of the certificate (sha256-...@)")),
+            None => {
+                let why = "https:// without the fingerprint of the certificate (sha256-...@), by which alone a source \
+                           is recognised";
+                return Err(invalid(why).hinting(Hint::WholeAddress));
+            }
         };
         if authority.contains('@') || url.bytes().any(|b| b.is_ascii_control() || b == b' ') {
             return Err(invalid("it holds characters that do not belong there"));

@@ -172,6 +172,7 @@ impl Container {
         Ok(())
     }
 
+    /// The error for a `block` of the file that does not match its checksum.
     fn damaged_block(&self, block: u64) -> Error {
         let (low, high) = (block * FILE_BLOCK_SIZE, ((block + 1) * FILE_BLOCK_SIZE).min(self.covered));
         let message = format!(

@@ -67,6 +67,7 @@ impl FileOptions {
         self.threads.unwrap_or_else(cores).clamp(1, 64).min(most.max(1))
     }
 
+    /// Fails once the work with the file was cancelled.
     fn check(&self) -> Result<(), Error> {
         if self.cancel.is_cancelled() {
             return Err(Error::new(ErrorKind::Cancelled, "it was cancelled"));

@@ -122,7 +122,8 @@ impl Output {
         under_way.pop_front().map_or(Ok(()), |oldest| self.synchronise(oldest, libc::SYNC_FILE_RANGE_WAIT_BEFORE))
     }
 
-    /// An error of the disk that is reported here is not reported again when the file is synchronised.
+    /// Has the disk do `what`, flags of `sync_file_range`, with a chunk. An error that is reported here is not reported
+    /// again when the file is synchronised.
     fn synchronise(&self, (at, len): (u64, u64), what: libc::c_uint) -> io::Result<()> {
         let (Ok(at), Ok(len)) = (i64::try_from(at), i64::try_from(len)) else {
             return Err(io::ErrorKind::FileTooLarge.into());
@@ -140,8 +141,8 @@ impl Output {
         }
     }
 
-    /// Whether `pages` were written. A file system that cannot do it says so with the first write, or when it is
-    /// opened.
+    /// Writes whole `pages` at `at` past the cache; returns whether that was done. A file system that cannot do it says
+    /// so with the first write, or when the file is opened.
     fn write_directly(&self, pages: &[u8], at: u64) -> io::Result<bool> {
         let Some(direct) = self.direct.as_ref().filter(|_| !self.refused.load(Ordering::Relaxed)) else {
             return Ok(false);

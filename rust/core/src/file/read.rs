@@ -260,6 +260,7 @@ impl Container {
         self.file.read_exact_at(rest, self.payload_start + at)
     }
 
+    /// The error for a `block` of `plan` that does not match its checksum.
     fn corrupt(&self, plan: &Plan, block: u64) -> Error {
         let (start, end) = plan.block_bounds(block);
         let message = format!(

@@ -116,10 +116,10 @@ impl<'a> Sum<'a> {
 
     /// Adds bytes of the payload of `container` as its checksums have them.
     fn add_stored(&mut self, container: &Container, range: Range<u64>) -> Result<(), Error> {
-        let (len, keyed) = (range.end - range.start, matches!(self.algorithm, Algorithm::Keyed(_)));
+        let (len, joins) = (range.end - range.start, matches!(self.algorithm, Algorithm::Crc64));
         let is_block_end = |at: u64| at.is_multiple_of(FILE_BLOCK_SIZE) || at == container.covered;
         let whole = range.start.is_multiple_of(FILE_BLOCK_SIZE) && is_block_end(range.end);
-        if keyed || (len < FROM_TABLE && !whole) {
+        if !joins || (len < FROM_TABLE && !whole) {
             let Self { hasher, buffer, .. } = self;
             container.verified_blocks(range, buffer, |bytes| hasher.update(bytes))?;
             self.hashed += len;
@@ -141,7 +141,7 @@ impl<'a> Sum<'a> {
     }
 
     fn finish(mut self) -> u64 {
-        if let Algorithm::Keyed(_) = self.algorithm {
+        if !matches!(self.algorithm, Algorithm::Crc64) {
             return self.hasher.finish();
         }
         self.settle();

@@ -255,6 +255,7 @@ impl Stored {
         Ok(FileReport { bytes, wanted, direct: 0 })
     }
 
+    /// The error for a `block` of `plan` that does not match its checksum.
     fn corrupt(&self, plan: &Plan, block: u64) -> Error {
         let (start, end) = plan.block_bounds(block);
         let message = format!(

@@ -44,16 +44,17 @@ struct Regions {
 }
 
 impl Regions {
+    /// A place for `nbytes` bytes behind all before, in a region of their own if they are many.
     fn add(&mut self, nbytes: u64) -> u64 {
         if nbytes >= REGION {
             self.close();
         }
-        let at = self.len;
-        self.len = (at + nbytes).next_multiple_of(ALIGNMENT);
+        let place = self.len;
+        self.len = (place + nbytes).next_multiple_of(ALIGNMENT);
         if self.len - self.ends.last().copied().unwrap_or(0) >= REGION {
             self.close();
         }
-        at
+        place
     }
 
     /// Ends the region under way, at a page.
@@ -79,7 +80,7 @@ impl ArenaLayout {
         self.scalars.close();
     }
 
-    /// Where an entry of `nbytes` bytes begins that was given this place.
+    /// Where an entry of `nbytes` bytes begins in the arena, whose `place` [`ArenaLayout::add`] returned.
     pub(crate) fn offset(&self, place: u64, nbytes: u64) -> u64 {
         if nbytes > SCALAR { place } else { self.large.len + place }
     }

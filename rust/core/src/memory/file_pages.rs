@@ -93,14 +93,15 @@ impl FilePages {
         Self::try_map(path, true).map_err(|e| not_mapped(path, e))
     }
 
+    /// Maps the file at `path`: shared if it is to be `filled`, else private.
     fn try_map(path: &Path, filled: bool) -> io::Result<Self> {
         // Not to wait for the other end of a pipe.
         let file = OpenOptions::new().read(true).write(filled).custom_flags(libc::O_NONBLOCK).open(path)?;
-        let about = file.metadata()?;
-        if !about.is_file() {
+        let metadata = file.metadata()?;
+        if !metadata.is_file() {
             return Err(io::Error::new(io::ErrorKind::InvalidInput, "it is not a file"));
         }
-        let len = usize::try_from(about.len()).map_err(|_| io::ErrorKind::OutOfMemory)?;
+        let len = usize::try_from(metadata.len()).map_err(|_| io::ErrorKind::OutOfMemory)?;
         install()?;
         // Writable, since some readers take only memory that is; private, and without memory of its own unless somebody
         // writes to it.
@@ -113,7 +114,7 @@ impl FilePages {
         }
         let start = NonNull::new(start.cast::<u8>()).ok_or(io::ErrorKind::OutOfMemory)?;
         let first = start.as_ptr().expose_provenance();
-        let before = (about.len(), (!filled).then(|| modified(&about)));
+        let before = (metadata.len(), (!filled).then(|| modified(&metadata)));
         Ok(Self { start, len, file, before, guard: Guard::add(first, first + len) })
     }
 

@@ -93,11 +93,12 @@ fn mount(mounts: &str, names: &Names) -> Option<(String, String)> {
     })
 }
 
+/// The limits that the group in `folder` sets, in files with these names; none where it sets none.
 fn level(folder: &Path, names: &Names) -> Vec<Level> {
     let number = |file: &str| std::fs::read_to_string(folder.join(file)).ok()?.trim().parse::<u64>().ok();
     let stat = std::fs::read_to_string(folder.join("memory.stat")).unwrap_or_default();
     let field = |name: &str| stat.lines().find_map(|l| l.strip_prefix(name)?.strip_prefix(' ')?.trim().parse().ok());
-    let mut found = Vec::new();
+    let mut levels = Vec::new();
     if let Some(most) = number(names.most) {
         let swap = if names.most == V2.most {
             number("memory.swap.max").map(|swap| most.saturating_add(swap))
@@ -105,13 +106,13 @@ fn level(folder: &Path, names: &Names) -> Vec<Level> {
             number("memory.memsw.limit_in_bytes")
         };
         let used = number(names.used).map(|used: u64| used.saturating_sub(field(names.cache).unwrap_or(0)));
-        found.push(Level { most, with_swap: swap, used });
+        levels.push(Level { most, with_swap: swap, used });
     }
     // Version 2 does not have it.
     if let Some(most) = field("hierarchical_memory_limit") {
-        found.push(Level { most, with_swap: field("hierarchical_memsw_limit"), used: None });
+        levels.push(Level { most, with_swap: field("hierarchical_memsw_limit"), used: None });
     }
-    found
+    levels
 }
 
 fn text(root: &Path, path: &str) -> Option<String> {

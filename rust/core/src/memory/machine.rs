@@ -22,7 +22,7 @@ const FRESH: Duration = Duration::from_secs(1);
 
 /// The most bytes that this process can have, and what sets that limit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Most {
+struct Limit {
     nbytes: u64,
     by: By,
 }
@@ -34,7 +34,7 @@ enum By {
     AddressSpace,
 }
 
-impl fmt::Display for Most {
+impl fmt::Display for Limit {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let nbytes = self.nbytes;
         match self.by {
@@ -64,9 +64,9 @@ pub fn check_machine_has(len: u64, what: &str) -> Result<(), Error> {
     if len <= LITTLE {
         return Ok(());
     }
-    match least(most_now().into_iter().chain(address_space())) {
-        Some(most) if len > most.nbytes => {
-            let message = format!("{what} has {len} bytes, and {most}");
+    match least(current_limit().into_iter().chain(address_space())) {
+        Some(limit) if len > limit.nbytes => {
+            let message = format!("{what} has {len} bytes, and {limit}");
             Err(Error::new(ErrorKind::System, message))
         }
         _ => Ok(()),
@@ -82,7 +82,7 @@ pub fn check_machine_has(len: u64, what: &str) -> Result<(), Error> {
 /// ```
 #[must_use]
 pub fn memory_limit() -> Option<u64> {
-    least(most(Path::new("/"), false).into_iter().chain(address_space())).map(|most| most.nbytes)
+    least(limit_of(Path::new("/"), false).into_iter().chain(address_space())).map(|limit| limit.nbytes)
 }
 
 /// Bytes that this process can have now before others are swapped out, or it or others are killed; `None` if the system
@@ -91,35 +91,35 @@ pub fn memory_limit() -> Option<u64> {
 /// Shared memory counts towards the control group of whoever touches it first, like any other memory.
 #[must_use]
 pub fn available_memory() -> Option<u64> {
-    let left = address_space().map(|most| most.nbytes.saturating_sub(mapped(Path::new("/")).unwrap_or(0)));
+    let left = address_space().map(|limit| limit.nbytes.saturating_sub(mapped(Path::new("/")).unwrap_or(0)));
     available(Path::new("/")).into_iter().chain(left).min()
 }
 
 /// What the machine and its control groups allow, swap included, as it was at most a second ago.
-fn most_now() -> Option<Most> {
-    static KNOWN: Mutex<Option<(Instant, Option<Most>)>> = Mutex::new(None);
+fn current_limit() -> Option<Limit> {
+    static LAST: Mutex<Option<(Instant, Option<Limit>)>> = Mutex::new(None);
     // Never waited for: a child may have been forked while another thread had it.
-    let mut known = KNOWN.try_lock().ok();
-    if let Some(Some((at, found))) = known.as_deref()
-        && at.elapsed() < FRESH
+    let mut last = LAST.try_lock().ok();
+    if let Some(Some((asked, limit))) = last.as_deref()
+        && asked.elapsed() < FRESH
     {
-        return *found;
+        return *limit;
     }
-    let found = most(Path::new("/"), true);
-    if let Some(known) = &mut known {
-        **known = Some((Instant::now(), found));
+    let limit = limit_of(Path::new("/"), true);
+    if let Some(last) = &mut last {
+        **last = Some((Instant::now(), limit));
     }
-    found
+    limit
 }
 
 /// What the machine and the control groups below `root` allow.
-fn most(root: &Path, with_swap: bool) -> Option<Most> {
+fn limit_of(root: &Path, with_swap: bool) -> Option<Limit> {
     let meminfo = meminfo(root);
     let swap = if with_swap { field(&meminfo, "SwapTotal:").unwrap_or(0) } else { 0 };
-    let machine = field(&meminfo, "MemTotal:").map(|all| Most { nbytes: all.saturating_add(swap), by: By::Machine });
+    let machine = field(&meminfo, "MemTotal:").map(|all| Limit { nbytes: all.saturating_add(swap), by: By::Machine });
     let levels = groups::levels(root).into_iter().map(|level| {
         let both = level.with_swap.filter(|_| with_swap).unwrap_or(u64::MAX);
-        Most { nbytes: level.most.saturating_add(swap).min(both), by: By::Group }
+        Limit { nbytes: level.most.saturating_add(swap).min(both), by: By::Group }
     });
     least(machine.into_iter().chain(levels))
 }
@@ -132,13 +132,14 @@ fn available(root: &Path) -> Option<u64> {
 }
 
 /// The first of the lowest limits: the machine's, where a group allows all of its memory.
-fn least(limits: impl Iterator<Item = Most>) -> Option<Most> {
-    limits.min_by_key(|most| most.nbytes)
+fn least(limits: impl Iterator<Item = Limit>) -> Option<Limit> {
+    limits.min_by_key(|limit| limit.nbytes)
 }
 
-fn address_space() -> Option<Most> {
+/// The limit of the address space (`RLIMIT_AS`); `None` if there is none.
+fn address_space() -> Option<Limit> {
     let limit = rustix::process::getrlimit(rustix::process::Resource::As).current;
-    limit.map(|nbytes| Most { nbytes, by: By::AddressSpace })
+    limit.map(|nbytes| Limit { nbytes, by: By::AddressSpace })
 }
 
 /// Bytes of this process's address space that are in use.
@@ -183,7 +184,7 @@ mod tests {
 
         /// The limit with swap and without, and what is available.
         fn found(&self) -> (Option<u64>, Option<u64>, Option<u64>) {
-            let nbytes = |with_swap| most(&self.0, with_swap).map(|most| most.nbytes);
+            let nbytes = |with_swap| limit_of(&self.0, with_swap).map(|limit| limit.nbytes);
             (nbytes(true), nbytes(false), available(&self.0))
         }
     }
@@ -306,7 +307,7 @@ mod tests {
 
     #[test]
     fn the_message_says_what_the_limit_is_of() {
-        let of = |by| Most { nbytes: 5, by }.to_string();
+        let of = |by| Limit { nbytes: 5, by }.to_string();
         assert_eq!(of(By::Machine), "all memory of this machine is 5");
         assert_eq!(of(By::Group), "the control group of this process may have 5");
         assert_eq!(of(By::AddressSpace), "the address space of this process may have 5 (ulimit -v)");

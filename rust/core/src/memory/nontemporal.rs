@@ -24,6 +24,7 @@ fn past_cache(from: &[u8], to: &mut [u8]) {
     to.copy_from_slice(from);
 }
 
+/// Copies with stores that bypass the cache, lines of several pages in turn.
 #[cfg(target_arch = "x86_64")]
 fn past_cache(from: &[u8], to: &mut [u8]) {
     use std::arch::x86_64::{__m128i, _mm_loadu_si128, _mm_sfence, _mm_stream_si128};
@@ -38,6 +39,7 @@ fn past_cache(from: &[u8], to: &mut [u8]) {
     #[repr(align(64))]
     struct Line([__m128i; 4]);
 
+    /// Copies one line of the cache.
     fn stream(from: &[u8; LINE], to: &mut Line) {
         for (to, from) in to.0.iter_mut().zip(from.as_chunks::<16>().0) {
             // SAFETY: SSE2 is part of x86-64; `to` is aligned, and `from` has 16 bytes.

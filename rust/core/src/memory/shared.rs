@@ -40,6 +40,7 @@ unsafe impl Send for SharedMapping {}
 unsafe impl Sync for SharedMapping {}
 
 impl SharedMapping {
+    /// Maps the first `len` bytes of the memory behind `fd`.
     fn new(fd: &OwnedFd, len: u64, protection: ProtFlags, flags: MapFlags) -> io::Result<Self> {
         let len = usize::try_from(len).map_err(|_| io::ErrorKind::OutOfMemory)?;
         let flags = MapFlags::SHARED | flags;
@@ -186,7 +187,7 @@ impl SharedBuffer {
         self.mapping.start.as_ptr() as usize
     }
 
-    /// Its length in bytes.
+    /// The length of the memory in bytes.
     #[must_use]
     pub fn len(&self) -> usize {
         self.mapping.len

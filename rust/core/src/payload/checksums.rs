@@ -53,10 +53,11 @@ impl<'a> Checksums<'a> {
         }
     }
 
+    /// Appends the checksum of a block, and its upper half where there is one.
     #[allow(clippy::cast_possible_truncation, reason = "each half is stored where it belongs")]
     fn push(&mut self, digest: u128) {
         self.digests.push(digest as u64);
-        if matches!(self.algorithm, Algorithm::Keyed(_)) {
+        if !matches!(self.algorithm, Algorithm::Crc64) {
             self.high.push((digest >> 64) as u64);
         }
     }
@@ -73,7 +74,7 @@ impl<'a> Checksums<'a> {
         self.digests
     }
 
-    /// The same as long checksums ([`Algorithm::wide_checksum`]).
+    /// The checksums of [`Checksums::finish`] as long ones ([`Algorithm::wide_checksum`]).
     pub(crate) fn finish_wide(mut self) -> impl Iterator<Item = u128> {
         self.close();
         let high = self.high.into_iter().chain(std::iter::repeat(0));
@@ -99,7 +100,7 @@ mod tests {
     #[test]
     fn checksums_do_not_depend_on_how_the_bytes_are_cut() {
         let bytes: Vec<u8> = (0..20_000_u32).map(|i| (i * 31 % 251) as u8).collect();
-        for algorithm in [Algorithm::Crc64, Algorithm::Keyed([7; 32])] {
+        for algorithm in [Algorithm::Crc64, Algorithm::Keyed([7; 32]), Algorithm::Blake3] {
             let expected: Vec<_> = bytes.chunks(4096).map(|block| algorithm.checksum(block)).collect();
             for cut in [1, 100, 4095, 4096, 4097, 9000, 20_000] {
                 assert_eq!(checksum_blocks(&algorithm, bytes.chunks(cut), 4096), expected, "{cut}");

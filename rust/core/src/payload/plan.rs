@@ -52,7 +52,7 @@ impl Extent {
         goes_on
     }
 
-    /// The part of it that lies in `[start, end)` of the payload.
+    /// The part of this extent that lies in `[start, end)` of the payload.
     pub(crate) fn within(&self, start: u64, end: u64) -> Option<Self> {
         let (from, to) = (self.start.max(start), self.end().min(end));
         let len = to.checked_sub(from).filter(|&len| len > 0)?;

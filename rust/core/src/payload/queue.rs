@@ -38,6 +38,28 @@ struct QueueState {
     waiting: VecDeque<(u64, u64)>,
     running: usize,
     failed: Option<Error>,
+    /// Where ranges get shorter towards the end: the part of what is left that one may be.
+    parts: Option<u64>,
+}
+
+impl QueueState {
+    /// The next range, or the beginning of it.
+    fn pop(&mut self) -> Option<(u64, u64)> {
+        let (at, end) = self.waiting.pop_front()?;
+        let stop = end.min(at.saturating_add(self.most(end - at)));
+        if stop < end {
+            self.waiting.push_front((stop, end));
+        }
+        Some((at, stop))
+    }
+
+    /// How many blocks a range may have, if `taken` and those that wait are left.
+    fn most(&self, taken: u64) -> u64 {
+        // With more ranges than that, each is a small part.
+        let Some(parts) = self.parts.filter(|&parts| (self.waiting.len() as u64) < parts) else { return u64::MAX };
+        let left = taken + self.waiting.iter().map(|(first, end)| end - first).sum::<u64>();
+        (left / parts).max(1)
+    }
 }
 
 impl Queue {
@@ -52,7 +74,14 @@ impl Queue {
                 at = stop;
             }
         }
-        Self { state: Mutex::new(QueueState { waiting, running: 0, failed: None }), done: Condvar::new() }
+        Self { state: Mutex::new(QueueState { waiting, running: 0, failed: None, parts: None }), done: Condvar::new() }
+    }
+
+    /// The same queue with shorter ranges towards the end: each at most the `parts`-th part of what is left. So lanes of
+    /// different speeds end together, and what one gives back is shared out.
+    pub(crate) fn tapered(self, parts: u64) -> Self {
+        self.state().parts = Some(parts.max(1));
+        self
     }
 
     fn state(&self) -> MutexGuard<'_, QueueState> {
@@ -67,7 +96,7 @@ impl Queue {
             if state.failed.is_some() {
                 return None;
             }
-            if let Some((at, end)) = state.waiting.pop_front() {
+            if let Some((at, end)) = state.pop() {
                 state.running += 1;
                 return Some(Taken { queue: self, at, end });
             }
@@ -95,6 +124,7 @@ impl Queue {
         let Some((index, (at, end))) = choose(state.waiting.make_contiguous()) else { return Next::Later };
         let within = |&(first, behind): &(u64, u64)| first <= at && at < end && end <= behind;
         let Some((first, behind)) = state.waiting.get(index).copied().filter(within) else { return Next::Later };
+        let end = end.min(at.saturating_add(state.most(0)));
         state.waiting.remove(index);
         for left in [(end, behind), (first, at)].into_iter().filter(|left| left.0 < left.1) {
             state.waiting.insert(index, left);
@@ -127,6 +157,12 @@ impl Queue {
     /// Whether some thread has reported a failure, so that the others may stop in the middle of a range.
     pub(crate) fn has_failed(&self) -> bool {
         self.state().failed.is_some()
+    }
+
+    /// Whether nothing is left that a thread could still bring, or the transfer has failed.
+    pub(crate) fn is_over(&self) -> bool {
+        let state = self.state();
+        state.failed.is_some() || (state.waiting.is_empty() && state.running == 0)
     }
 
     /// The outcome, once every thread has left: the first failure, or an error if ranges are left over.

@@ -98,6 +98,7 @@ mod fold {
             && is_x86_feature_detected!("vpclmulqdq")
     }
 
+    /// Appends the checksums of the blocks in whole groups of `bytes`; returns how many bytes those are.
     pub(super) fn checksums(bytes: &[u8], digests: &mut Vec<u64>) -> usize {
         if !possible() {
             return 0;
@@ -110,6 +111,7 @@ mod fold {
         groups.len() * GROUP
     }
 
+    /// Copies whole groups of blocks past the cache, and appends their checksums; returns how many bytes those are.
     pub(super) fn copy(from: &[u8], to: &mut [u8], digests: &mut Vec<u64>) -> usize {
         // SAFETY: bytes make a valid line whatever they are.
         let (unaligned, lines, _) = unsafe { to.align_to_mut::<Line>() };

@@ -172,6 +172,11 @@ impl Lease {
         self.broken.store(true, Ordering::Relaxed);
     }
 
+    /// The connection that reads.
+    pub(crate) fn connection(&self) -> &Weak<ConnectionHandle> {
+        &self.connection
+    }
+
     pub(crate) fn publication(&self) -> &Publication {
         &self.publication
     }

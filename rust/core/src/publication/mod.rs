@@ -261,7 +261,8 @@ impl Publication {
         self.filled.as_ref().is_none_or(|filled| filled.is_ready(end))
     }
 
-    /// Waits until they are. The future holds no part of the publication, so a withdrawal does not wait for it.
+    /// Waits until the first `end` bytes are final. The future holds no part of the publication, so a withdrawal does
+    /// not wait for it.
     pub(crate) fn ready(&self, end: u64) -> impl Future<Output = Result<(), Abandoned>> + Send + use<> {
         let filled = self.filled.clone();
         async move {
@@ -272,7 +273,7 @@ impl Publication {
         }
     }
 
-    /// Whether it is `filling` that fills its memory.
+    /// Whether the memory is filled by the producer that has `filling`.
     pub(crate) fn is_filled_by(&self, filling: &Readiness) -> bool {
         self.filled.as_ref().is_some_and(|filled| filled.is_by(filling))
     }

@@ -4,12 +4,15 @@
 //! had ended, prove a moment: what was so in the first pass and is so again in the second was so when the first ended.
 //! A receiver whose bytes have these digests has the state of that moment, whenever and from whomever they came, and
 //! whatever has become of the memory since. A private copy does not change, and one pass does.
+//!
+//! The long checksum of a block is taken in the second pass, right before the short one that is compared with that of the
+//! first. It is therefore of the same moment, and the slower of the two is computed once.
 
 use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use tensorferry_wire::digest::{BLOCK_SIZE, WideTable, block_count};
+use tensorferry_wire::digest::{Algorithm, BLOCK_SIZE, BlockDigests, Hasher, WideTable, block_count};
 use tokio::sync::Notify;
 
 use super::{Lease, LeasedSegments, Publication, Stability};
@@ -77,14 +80,19 @@ impl Publication {
         }
     }
 
-    /// Asks for the table. There is none of memory that is still being filled, or that is checksummed by what stands
-    /// behind it.
+    /// Whether there can be a table, without which nothing that members bring would be accepted: there is none of memory
+    /// that is checksummed by what stands behind it.
+    pub(crate) fn may_be_proven(&self) -> bool {
+        self.backing.is_none()
+    }
+
+    /// Asks for the table. Memory that is still being filled has none yet.
     pub(crate) fn ask_for_proof(&self) -> Asked {
         let mut state = self.proof.state();
         match &*state {
             State::Proven(_) => Asked::Proven,
             State::Running => Asked::Running,
-            State::Unknown if self.backing.is_none() && self.is_ready(self.total_len()) => {
+            State::Unknown if self.may_be_proven() && self.is_ready(self.total_len()) => {
                 *state = State::Running;
                 Asked::Compute
             }
@@ -122,7 +130,7 @@ impl Lease {
         let publication = self.publication();
         let mut ended = Ended(&publication.proof, None);
         let content = self.content();
-        ended.1 = match settled(|| content.pass(), publication.stability == Stability::Private) {
+        ended.1 = match settled(|long| content.pass(long), publication.stability == Stability::Private) {
             Some(blocks) => {
                 let (header, payload_len) = (publication.header_digest, publication.payload_len());
                 Some(State::Proven(Arc::new(WideTable { header, payload_len, blocks })))
@@ -133,17 +141,17 @@ impl Lease {
     }
 }
 
-/// What two passes have found, one right after the other, or one over what cannot change; `None` where a pass is cut
-/// short, or none is like the one before.
-fn settled(mut pass: impl FnMut() -> Option<Vec<u128>>, is_private: bool) -> Option<Vec<u128>> {
-    let mut last = pass()?;
+/// What the second of two equal passes has found, one right after the other, or one over what cannot change; `None` where
+/// a pass is cut short, or none is like the one before. `pass` is told whether long checksums are wanted.
+fn settled(mut pass: impl FnMut(bool) -> Option<Vec<BlockDigests>>, is_private: bool) -> Option<Vec<BlockDigests>> {
+    if is_private {
+        return pass(true);
+    }
+    let mut last = pass(false)?;
     for _ in 1..MOST_PASSES {
-        if is_private {
-            return Some(last);
-        }
-        let again = pass()?;
-        if again == last {
-            return Some(last);
+        let again = pass(true)?;
+        if again.iter().map(|block| block.short).eq(last.iter().map(|block| block.short)) {
+            return Some(again);
         }
         last = again;
     }
@@ -151,39 +159,52 @@ fn settled(mut pass: impl FnMut() -> Option<Vec<u128>>, is_private: bool) -> Opt
 }
 
 impl LeasedSegments {
-    /// One pass over the payload; `None` where a withdrawal ends it.
-    fn pass(&self) -> Option<Vec<u128>> {
+    /// One pass over the payload, for long checksums as well or, where they cost more, for short ones alone; `None` where
+    /// a withdrawal ends it.
+    fn pass(&self, long: bool) -> Option<Vec<BlockDigests>> {
         let publication = self.lease().publication();
-        let (start, len) = (publication.payload_start, publication.payload_len());
+        let len = publication.payload_len();
         let mut digests = Vec::new();
         for block in 0..block_count(len) {
             if publication.is_withdrawn() {
                 return None;
             }
-            let from = start + block * BLOCK_SIZE;
-            let mut hasher = publication.algorithm.hasher();
-            self.visit(from, (from + BLOCK_SIZE).min(self.len()), |region| {
-                hasher.update(region.bytes());
-                true
+            digests.push(match &publication.algorithm {
+                keyed @ Algorithm::Keyed(_) => BlockDigests::keyed(self.hash(block, keyed).finish_wide()),
+                open => {
+                    let long = if long { self.hash(block, &open.for_relayed()).finish_wide() } else { 0 };
+                    BlockDigests { short: self.hash(block, open).finish(), long }
+                }
             });
-            digests.push(hasher.finish_wide());
         }
         Some(digests)
+    }
+
+    /// A block as it is now, hashed.
+    fn hash(&self, block: u64, algorithm: &Algorithm) -> Hasher {
+        let from = self.lease().publication().payload_start + block * BLOCK_SIZE;
+        let mut hasher = algorithm.hasher();
+        self.visit(from, (from + BLOCK_SIZE).min(self.len()), |region| {
+            hasher.update(region.bytes());
+            true
+        });
+        hasher
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use tensorferry_wire::digest::Algorithm;
     use tensorferry_wire::dtype::Dtype;
 
     use super::*;
     use crate::payload::Item;
 
-    fn publication(stability: Stability, bytes: Vec<u8>) -> Arc<Publication> {
+    const ALGORITHMS: [Algorithm; 2] = [Algorithm::Crc64, Algorithm::Keyed([3; 32])];
+
+    fn publication(stability: Stability, bytes: Vec<u8>, algorithm: &Algorithm) -> Arc<Publication> {
         let item = Item::bytes("w", Dtype::U8, &[bytes.len() as u64], bytes.into());
         let mut publication = Publication::new(Vec::new(), vec![item], stability, Box::new(())).unwrap();
-        publication.seal("\"a\"".to_owned(), &Algorithm::Keyed([3; 32]));
+        publication.seal("\"a\"".to_owned(), algorithm);
         Arc::new(publication)
     }
 
@@ -195,14 +216,16 @@ mod tests {
 
     #[test]
     fn the_table_is_of_what_the_memory_holds() {
-        for stability in [Stability::Private, Stability::Borrowed] {
+        let both = [Stability::Private, Stability::Borrowed];
+        for (stability, algorithm) in both.into_iter().flat_map(|s| ALGORITHMS.map(|algorithm| (s, algorithm))) {
             let bytes = vec![5; (1 << 20) + 7];
-            let publication = publication(stability, bytes.clone());
+            let publication = publication(stability, bytes.clone(), &algorithm);
             prove(&publication);
             let table = publication.proven().unwrap();
-            let algorithm = Algorithm::Keyed([3; 32]);
             let payload = [&bytes[..], &vec![0; usize::try_from(table.payload_len).unwrap() - bytes.len()]].concat();
-            let blocks: Vec<_> = payload.chunks(1 << 20).map(|block| algorithm.wide_checksum(block)).collect();
+            let long = algorithm.for_relayed();
+            let digests = |block| BlockDigests { short: algorithm.checksum(block), long: long.wide_checksum(block) };
+            let blocks: Vec<_> = payload.chunks(1 << 20).map(digests).collect();
             assert_eq!((table.header, &table.blocks), (publication.header_digest, &blocks));
             assert!(matches!(publication.ask_for_proof(), Asked::Proven));
         }
@@ -210,20 +233,23 @@ mod tests {
 
     #[test]
     fn only_two_equal_passes_in_a_row_prove_a_moment() {
-        let run = |found: &[u128], is_private| {
-            let mut passes = found.iter().map(|&found| vec![found]);
-            settled(|| passes.next(), is_private)
+        let run = |found: &[u64], is_private| {
+            let mut passes = found.iter().copied();
+            // The long one is that of the second pass, and of it alone.
+            let digests = |short, long: bool| vec![BlockDigests { short, long: u128::from(short) * u128::from(long) }];
+            settled(|long| passes.next().map(|short| digests(short, long)), is_private)
         };
-        assert_eq!(run(&[1, 1], false), Some(vec![1]));
-        assert_eq!(run(&[1, 2, 1, 1], false), Some(vec![1]));
+        let proven = Some(vec![BlockDigests { short: 1, long: 1 }]);
+        assert_eq!(run(&[1, 1], false), proven);
+        assert_eq!(run(&[1, 2, 1, 1], false), proven);
         assert_eq!(run(&[1, 2, 1, 2, 1, 2, 2], false), None, "it changes all the time");
         assert_eq!(run(&[1], false), None, "cut short");
-        assert_eq!(run(&[1], true), Some(vec![1]));
+        assert_eq!(run(&[1], true), proven);
     }
 
     #[test]
     fn what_is_withdrawn_is_not_read_for_a_proof() {
-        let publication = publication(Stability::Borrowed, vec![5; 1 << 20]);
+        let publication = publication(Stability::Borrowed, vec![5; 1 << 20], &Algorithm::Crc64);
         assert!(matches!(publication.ask_for_proof(), Asked::Compute));
         let lease = Lease::take(&publication, &Arc::default(), false).unwrap();
         publication.close();

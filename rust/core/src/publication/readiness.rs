@@ -76,7 +76,7 @@ impl ReadinessWatch {
         *self.0.borrow() >= end
     }
 
-    /// Waits until they are.
+    /// Waits until the first `end` bytes of the container are final.
     pub(crate) async fn ready(mut self, end: u64) -> Result<(), Abandoned> {
         self.0.wait_for(|ready| *ready >= end).await.map(drop).map_err(|_| Abandoned)
     }

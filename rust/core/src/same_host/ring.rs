@@ -40,6 +40,7 @@ struct RingLayout {
 }
 
 impl RingLayout {
+    /// The layout of a ring that a source's greeting `hello` announces.
     fn decode(hello: &[u8; HELLO]) -> io::Result<Self> {
         let invalid = || io::Error::new(io::ErrorKind::InvalidData, "not the shared memory of a source");
         let number = |at: usize| hello[at..].first_chunk().map_or(0, |bytes| u32::from_le_bytes(*bytes));
@@ -48,6 +49,7 @@ impl RingLayout {
         if valid { Ok(layout) } else { Err(invalid()) }
     }
 
+    /// The greeting that announces this layout to a receiver.
     fn encode(self) -> [u8; HELLO] {
         let mut hello = [0; HELLO];
         hello[..8].copy_from_slice(&MAGIC);

@@ -52,6 +52,7 @@ impl RequestAuth {
 }
 
 impl ReplayCache {
+    /// Remembers `nonce`; returns whether it was not used before.
     fn is_new(&mut self, nonce: Nonce) -> bool {
         if !self.nonces.insert(nonce) {
             return false;

@@ -66,6 +66,7 @@ pub(crate) struct MemoryBody {
 pub(crate) type Wait = Pin<Box<dyn Future<Output = Result<(), Abandoned>> + Send>>;
 
 impl MemoryBody {
+    /// The next frame: one large region as it is, or several small ones gathered; `None` at the end.
     fn next_frame(&mut self) -> Option<Bytes> {
         if self.is_over() {
             return None;
@@ -145,6 +146,7 @@ impl MemoryBody {
         self.at >= self.end
     }
 
+    /// Notes that `len` more bytes were read: moves on, and counts them.
     fn advance(&mut self, len: usize) {
         self.at += len as u64;
         if self.at >= self.end
@@ -160,7 +162,7 @@ impl MemoryBody {
         }
     }
 
-    /// Whether the bytes up to `stop` are final. Other formats than the container are built when all of it is.
+    /// Whether the bytes up to `stop` are final. Another format is built only when all of the container is.
     pub(crate) fn is_filled(&self, stop: u64) -> bool {
         !self.digest || self.lease.publication().is_ready(stop)
     }

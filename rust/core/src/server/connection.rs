@@ -65,6 +65,7 @@ pub(super) async fn serve_network(
     }
 }
 
+/// Serves HTTP over `stream` until the connection ends or has to end.
 async fn serve(
     stream: impl AsyncRead + AsyncWrite + Outgoing + Unpin,
     shared: Arc<Shared>,
@@ -186,6 +187,7 @@ impl ConnectionContext {
         }
     }
 
+    /// Returns when answers are open and not a byte of them has moved for the server's patience.
     async fn stalled(&self) {
         let mut before = (0, usize::MAX);
         loop {

@@ -130,7 +130,7 @@ fn bound_buffer(socket: &SockRef<'_>, peer: IpAddr, own: IpAddr) {
     }
 }
 
-/// The same for processes of this machine. Only those of our own user get a slot.
+/// Accepts connections from processes of this machine, until the server stops. Only those of our own user get a slot.
 pub(super) async fn accept_local(
     listener: CloseOnFork<tokio::net::UnixListener>,
     shared: Arc<Shared>,

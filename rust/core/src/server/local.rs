@@ -82,6 +82,7 @@ impl Local {
         }
     }
 
+    /// Answers a request: the head and short bodies over the socket, bytes of a publication by the ring.
     fn answer(&mut self, request: Request<()>) -> io::Result<()> {
         let connection = Arc::clone(&self.connection);
         let answering = async move { handler::answer(&connection, &request).await };
@@ -174,6 +175,7 @@ fn request(parsed: &httparse::Request<'_, '_>) -> Option<Request<()>> {
     request.body(()).ok()
 }
 
+/// The head of an answer as HTTP/1.1 has it, with a length in any case.
 fn head_of(answer: &Response<ServedBody>) -> String {
     let status = answer.status();
     let reason = answer.extensions().get::<ReasonPhrase>().map(|reason| String::from_utf8_lossy(reason.as_bytes()));

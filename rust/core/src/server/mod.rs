@@ -37,6 +37,8 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use hyper::header::HeaderValue;
+use tensorferry_wire::rails::{self, Rail};
 use tokio::runtime::Handle;
 use tokio::sync::watch;
 
@@ -48,8 +50,8 @@ use self::frontend::ContainersOnly;
 pub use self::frontend::Frontend;
 use self::listeners::{accept_local, accept_network, accept_observers, listen, listen_same_host};
 use self::observe::metrics::Metrics;
-pub use self::observe::receives::Receive;
 use self::observe::receives::Receives;
+pub use self::observe::receives::{Failure, Receive};
 use self::observe::transfers::Transfers;
 pub use self::shelf::Shelf;
 use self::shelf::Shelves;
@@ -59,8 +61,7 @@ use crate::fork::CloseOnFork;
 use crate::publication::Store;
 use crate::same_host;
 use crate::swarm::RelayHost;
-use crate::trust::tls::Identity;
-use crate::trust::{Secret, random, secret};
+use crate::trust::{Identity, Secret, random, secret};
 
 /// Connections of this machine that have shown their right to ask: each has a thread and shared memory of its own.
 /// Above this limit receivers of this machine take the network.
@@ -108,8 +109,10 @@ pub struct ServerConfig {
     pub capability: bool,
     /// With a secret, everything but `/healthz` and `/metrics` needs a proof of it, and answers with digests carry one.
     pub secret: Option<Secret>,
-    /// Encrypt what goes over the network, with a certificate of its own whose fingerprint is in the URL.
+    /// Encrypt what goes over the network. The fingerprint of the certificate is in the URL.
     pub tls: bool,
+    /// The certificate for that; `None` makes one for this server alone.
+    pub identity: Option<Identity>,
     /// Connections from the network that are held at once. A quarter of the slots is for connections that have not
     /// made an authorised request yet; the oldest of these makes room for the newest. The rest is for connections that
     /// have: an idle one makes room for one with a request, and while none is idle, the request waits.
@@ -123,6 +126,11 @@ pub struct ServerConfig {
     /// Whether receivers that ask for it are told of one another, so that they can bring each other what is served here
     /// (without a secret).
     pub swarm: bool,
+    /// The addresses that receivers may use besides the one in the URL, all of which have to reach this server.
+    pub rails: Vec<Rail>,
+    /// The zone in which this process runs: receivers bring each other what is served across a border of zones as seldom
+    /// as they can. At most 64 letters, digits and `-_.`; `None` where it is not known.
+    pub zone: Option<String>,
 }
 
 impl Default for ServerConfig {
@@ -135,11 +143,14 @@ impl Default for ServerConfig {
             capability: true,
             secret: None,
             tls: false,
+            identity: None,
             max_connections: 512,
             same_host: true,
             max_bandwidth: None,
             frontend: Arc::new(ContainersOnly),
             swarm: false,
+            rails: Vec::new(),
+            zone: None,
         }
     }
 }
@@ -199,6 +210,9 @@ struct Shared {
     metrics_port: Option<u16>,
     frontend: Arc<dyn Frontend>,
     swarm: bool,
+    /// The header field that names the addresses of this server, where it has several.
+    rails: Option<HeaderValue>,
+    zone: Option<String>,
 }
 
 impl Server {
@@ -224,7 +238,11 @@ impl Server {
             shelves: Shelves::default(),
             token,
             auth: config.secret.clone().map(RequestAuth::new),
-            identity: if config.tls { Some(Identity::new()?) } else { None },
+            identity: match &config.identity {
+                _ if !config.tls => None,
+                Some(given) => Some(given.clone()),
+                None => Some(Identity::new()?),
+            },
             same_host: local.is_some().then_some(name),
             patience: config.patience,
             throttle: config.max_bandwidth.map(|limit| Arc::new(Throttle::new(limit))),
@@ -239,6 +257,8 @@ impl Server {
             metrics_port,
             frontend: Arc::clone(&config.frontend),
             swarm: config.swarm,
+            rails: HeaderValue::try_from(rails::format(&config.rails)).ok().filter(|named| !named.is_empty()),
+            zone: config.zone.clone(),
         });
         let (stop, stopped) = watch::channel(false);
         let (done, ended) = std::sync::mpsc::channel();
@@ -277,7 +297,7 @@ impl Server {
         Ok(Self { handle: handle.clone(), shared, stop, ended: Mutex::new(ended) })
     }
 
-    /// The address it listens on.
+    /// The address that the server listens on.
     #[must_use]
     pub fn address(&self) -> SocketAddr {
         self.shared.address
@@ -317,7 +337,7 @@ impl Server {
         self.shared.metrics_port.map(|port| format!("http://{}:{port}/metrics", in_url(host)))
     }
 
-    /// A receive of this process begins, for counters and status page to show.
+    /// Notes that a receive of this process begins, for counters and status page to show.
     #[must_use]
     pub fn begin_receive(&self, step: i64) -> Receive {
         Receive::begin(&self.shared, step)

@@ -36,6 +36,11 @@ impl RelayHost for Host {
         self.shared.auth.is_some()
     }
 
+    fn zone(&self) -> Option<&str> {
+        self.shared.zone.as_deref()
+    }
+
+    /// Serves `relayed` on a new shelf.
     fn open(&self, relayed: Relayed) -> Result<Box<dyn Relaying>, Error> {
         if self.shared.store.is_closed() {
             return Err(Error::new(ErrorKind::Status(503), "this server is shut down"));

@@ -66,6 +66,7 @@ impl Shelves {
 }
 
 impl Shelf {
+    /// Adds a shelf to a server: below `name`, or below random bits. Fails if `name` is taken or cannot be one.
     pub(super) fn put_up(shared: &Arc<Shared>, name: Option<&str>, handle: &Handle) -> Result<Self, Error> {
         let name = match name {
             Some(name) if is_name(name) => name.to_owned(),

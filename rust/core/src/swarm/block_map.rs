@@ -175,6 +175,14 @@ impl BlockSet {
         self.words.get(word).is_some_and(|word| word & bit != 0)
     }
 
+    /// Adds `block`, which must be one of those that the set was made for.
+    pub(crate) fn insert(&mut self, block: u64) {
+        let (word, bit) = place(block);
+        if let Some(word) = self.words.get_mut(word) {
+            *word |= bit;
+        }
+    }
+
     pub(crate) fn remove(&mut self, block: u64) {
         let (word, bit) = place(block);
         if let Some(word) = self.words.get_mut(word) {

@@ -1,8 +1,9 @@
 //! The tracker: which of its own blocks a source hands out to whom, and which members know of one another.
 //!
 //! A source's uplink is what a swarm has least of. So a block is handed out once, and again only if nobody has it who
-//! could pass it on: the member it went to is gone, or has had it for [`HOLD`]. A member is told of a bounded number of
-//! others, chosen at random, so that a block is few hops from everybody and no answer grows with the swarm.
+//! could pass it on: the member it went to is gone, or says that it still lacks it, or has had it for [`HOLD`]. A member is
+//! told of a bounded number of others, chosen at random, so that a block is few hops from everybody and no answer grows
+//! with the swarm. A member without others is granted everything, so that a receive alone waits for nobody.
 //!
 //! Everything here is bounded, since any peer that may fetch may ask: members by [`MOST_MEMBERS`] and
 //! [`MOST_AT_ADDRESS`], memory for each block by [`Given`].
@@ -10,10 +11,10 @@
 use std::net::IpAddr;
 use std::time::Duration;
 
-use tensorferry_wire::swarm::RelayAddress;
+use tensorferry_wire::swarm::{Place, RelayAddress};
 
 use super::BlockSet;
-use super::picker::mix;
+use super::zones::GIVES_WAY;
 use crate::error::Error;
 use crate::memory::make_room;
 
@@ -46,17 +47,23 @@ pub(crate) struct Member {
     /// Where its request came from.
     pub(crate) ip: IpAddr,
     pub(crate) relay: RelayAddress,
+    /// The zone that it says it is in.
+    pub(crate) zone: Option<String>,
 }
 
 #[derive(Debug)]
 pub(super) struct Known {
     pub(super) member: Member,
-    number: u32,
+    pub(super) number: u32,
     pub(super) asked: Duration,
     /// When it was granted blocks, if it has not asked since.
     granted: Option<Duration>,
+    /// When it was last granted blocks.
+    pub(super) served: Option<Duration>,
     /// Whether it could finish without the source when it last asked.
     pub(super) ready: bool,
+    /// Whether it has everything, and stays for the others.
+    pub(super) stays: bool,
 }
 
 /// The last time that a block was handed out, in milliseconds, and the number of the member it went to.
@@ -73,8 +80,12 @@ pub(crate) struct Told<'a> {
     pub(crate) grant: Vec<(u64, u64)>,
     /// When it should ask again.
     pub(crate) wait: Duration,
-    /// Members that relay.
+    /// When it should ask again if the answer may change at any time.
+    pub(crate) again: Duration,
+    /// Members that relay, the nearest first.
     pub(crate) neighbours: Vec<&'a Member>,
+    /// Where it is among them; `None` without others.
+    pub(crate) place: Option<Place>,
 }
 
 /// What a source has handed out of one snapshot, and to whom.
@@ -87,7 +98,9 @@ pub(crate) struct Handout {
     /// Numbers that members were given.
     numbers: u32,
     /// Questions so far.
-    asked: u64,
+    pub(super) asked: u64,
+    /// The zone of the source.
+    pub(super) zone: Option<String>,
     /// Whether members have been told to do without the source.
     pub(super) freed: bool,
 }
@@ -99,7 +112,15 @@ impl Handout {
         let count = usize::try_from(blocks).unwrap_or(usize::MAX);
         make_room(&mut given, count)?;
         given.resize(count, Given::default());
-        Ok(Self { fresh: BlockSet::all(blocks)?, given, members: Vec::new(), numbers: 0, asked: 0, freed: false })
+        Ok(Self {
+            fresh: BlockSet::all(blocks)?,
+            given,
+            members: Vec::new(),
+            numbers: 0,
+            asked: 0,
+            zone: None,
+            freed: false,
+        })
     }
 
     /// How many blocks one answer should hand out: few enough that all members soon have something to pass on.
@@ -121,22 +142,40 @@ impl Handout {
 
     /// Answers `member`, which needs the blocks in `need` at the time `now`, with at most `most` of them. Times count
     /// from any moment that stays the same.
+    ///
+    /// What it was granted before and names again, it has not begun to fetch, and may go to another one.
     pub(crate) fn ask(&mut self, now: Duration, member: &Member, need: &[(u64, u64)], most: u64) -> Told<'_> {
         self.members.retain(|known| now.saturating_sub(known.asked) < SILENCE || known.member == *member);
         let Some(number) = self.admit(now, member, !need.is_empty()) else {
             // It is served like a receiver that knows of no swarm.
-            return Told { grant: need.to_vec(), wait: ASK_LATER, neighbours: Vec::new() };
+            return Told {
+                grant: need.to_vec(),
+                wait: ASK_LATER,
+                again: ASK_LATER,
+                neighbours: Vec::new(),
+                place: None,
+            };
         };
+        self.take_back(number, need);
         let seeds = self.members.iter().filter(|known| known.granted.is_some_and(|at| now.saturating_sub(at) < HOLD));
-        let grant = if seeds.count() < MOST_SEEDS { self.grant(now, number, need, most) } else { Vec::new() };
+        let has_room = seeds.count() < MOST_SEEDS;
+        let grant = if has_room { self.grant(now, number, need, most) } else { Vec::new() };
         if let Some(known) = self.members.iter_mut().find(|known| known.number == number) {
-            known.granted = known.granted.or((!grant.is_empty()).then_some(now));
+            let granted = (!grant.is_empty()).then_some(now);
+            (known.granted, known.served) = (known.granted.or(granted), granted.or(known.served));
         }
         self.asked = self.asked.wrapping_add(1);
         let crowds = u32::try_from(self.members.len().div_ceil(CROWD)).unwrap_or(u32::MAX);
         let again = ASK_AGAIN.saturating_mul(crowds).min(ASK_LATER);
         let starves = grant.is_empty() && !need.is_empty();
-        Told { grant, wait: if starves { again } else { ASK_LATER }, neighbours: self.neighbours(number, member) }
+        let (neighbours, place) = self.neighbours(number, member);
+        Told {
+            grant,
+            wait: if starves { again } else { ASK_LATER },
+            again,
+            neighbours,
+            place: (self.members.len() > 1).then_some(place),
+        }
     }
 
     /// The number of `member`, which has just asked, for blocks or not; `None` if there is no room for it.
@@ -159,19 +198,48 @@ impl Handout {
             number: self.numbers,
             asked: now,
             granted: None,
+            served: None,
             ready: false,
+            stays: false,
         });
         Some(self.numbers)
+    }
+
+    /// Makes those blocks of `need` that are on their way to the member of number `from` ones that were never handed out.
+    fn take_back(&mut self, from: u32, need: &[(u64, u64)]) {
+        let blocks = self.given.len() as u64;
+        for block in need.iter().flat_map(|&(first, end)| first..end.min(blocks)) {
+            let given = usize::try_from(block).ok().and_then(|block| self.given.get(block));
+            if given.is_some_and(|given| given.to == from) {
+                self.fresh.insert(block);
+            }
+        }
+    }
+
+    /// Notes that `member`, which has just asked, fetches `runs` of blocks from the source without having been granted
+    /// them.
+    pub(crate) fn note_taken(&mut self, now: Duration, member: &Member, runs: &[(u64, u64)]) {
+        let Some(number) = self.members.iter().find(|known| known.member == *member).map(|known| known.number) else {
+            return;
+        };
+        let blocks = self.given.len() as u64;
+        self.hand_out(now, number, runs.iter().flat_map(|&(first, end)| first..end.min(blocks)));
     }
 
     /// The blocks of `need` to hand out, ascending: those that never were, or else those that nobody can be expected to
     /// pass on.
     fn grant(&mut self, now: Duration, to: u32, need: &[(u64, u64)], most: u64) -> Vec<(u64, u64)> {
+        let blocks = self.given.len() as u64;
+        let need = || need.iter().map(|&(first, end)| (first, end.min(blocks))).filter(|run| run.0 < run.1);
+        if self.members.len() == 1 {
+            let all: Vec<_> = need().collect();
+            self.hand_out(now, to, all.iter().flat_map(|&(first, end)| first..end));
+            return all;
+        }
         let mut grant = Runs::default();
         let mut left = most;
-        let blocks = self.given.len() as u64;
-        let need = || need.iter().map(|&(first, end)| (first, end.min(blocks)));
-        for (first, end) in need() {
+        let gives_way = self.gives_way(now, to);
+        for (first, end) in need().filter(|_| !gives_way) {
             let mut at = first;
             while left > 0
                 && let Some(block) = self.fresh.first_in(at, end)
@@ -181,57 +249,44 @@ impl Handout {
             }
         }
         if grant.0.is_empty() {
-            let alone = self.members.len() == 1;
             let blocks = need().flat_map(|(first, end)| first..end).take(LOOKS);
             for block in blocks {
                 if left == 0 {
                     break;
                 }
-                if alone || self.is_due(now, to, block) {
+                if self.is_due(now, to, block, gives_way) {
                     grant.push(block);
                     left -= 1;
                 }
             }
         }
+        self.hand_out(now, to, grant.0.iter().flat_map(|&(first, end)| first..end));
+        grant.0
+    }
+
+    fn hand_out(&mut self, now: Duration, to: u32, blocks: impl Iterator<Item = u64>) {
         let at = u32::try_from(now.as_millis()).unwrap_or(u32::MAX);
-        for block in grant.0.iter().flat_map(|&(first, end)| first..end) {
+        for block in blocks {
             self.fresh.remove(block);
             if let Some(given) = usize::try_from(block).ok().and_then(|block| self.given.get_mut(block)) {
                 *given = Given { at, to };
             }
         }
-        grant.0
     }
 
     /// Whether a block that was handed out before may be so again: the member that has it is gone, or is slow to pass it
     /// on, or is the one that asks.
-    fn is_due(&self, now: Duration, to: u32, block: u64) -> bool {
+    fn is_due(&self, now: Duration, to: u32, block: u64, gives_way: bool) -> bool {
         let Some(given) = usize::try_from(block).ok().and_then(|block| self.given.get(block)) else { return false };
         let age = now.saturating_sub(Duration::from_millis(u64::from(given.at)));
+        if gives_way {
+            return given.to != 0 && age >= GIVES_WAY;
+        }
+        // What went to another zone is not to come back from there.
+        if given.to != to && self.is_far(given.to) && !self.is_far(to) {
+            return true;
+        }
         given.to == to || age >= HOLD || self.members.binary_search_by_key(&given.to, |known| known.number).is_err()
-    }
-
-    /// Members for `asker` to fetch from: all where there are few, else some, and others each time, since those that were
-    /// named before may have left.
-    fn neighbours(&self, number: u32, asker: &Member) -> Vec<&Member> {
-        let reaches =
-            |known: &&Known| known.number != number && (!known.member.ip.is_loopback() || asker.ip.is_loopback());
-        if self.members.len() <= MOST_NEIGHBOURS + 1 {
-            return self.members.iter().filter(reaches).map(|known| &known.member).collect();
-        }
-        let mut chosen: Vec<&Known> = Vec::with_capacity(MOST_NEIGHBOURS);
-        for turn in 0..4 * MOST_NEIGHBOURS as u64 {
-            let index = mix(mix(self.asked) ^ turn) % self.members.len() as u64;
-            let known = usize::try_from(index).ok().and_then(|index| self.members.get(index));
-            let Some(known) = known.filter(reaches) else { continue };
-            if !chosen.iter().any(|other| other.number == known.number) {
-                chosen.push(known);
-            }
-            if chosen.len() == MOST_NEIGHBOURS {
-                break;
-            }
-        }
-        chosen.into_iter().map(|known| &known.member).collect()
     }
 }
 
@@ -253,7 +308,7 @@ mod tests {
     use super::*;
 
     fn member(ip: [u8; 4], port: u16) -> Member {
-        Member { ip: ip.into(), relay: RelayAddress { port, token: "0".repeat(32), fingerprint: None } }
+        Member { ip: ip.into(), relay: RelayAddress { port, token: "0".repeat(32), fingerprint: None }, zone: None }
     }
 
     fn at(millis: u64) -> Duration {
@@ -264,6 +319,7 @@ mod tests {
     fn a_block_is_handed_out_once_while_its_holder_may_pass_it_on() {
         let mut handout = Handout::new(10).unwrap();
         let (one, two) = (member([10, 0, 0, 1], 1), member([10, 0, 0, 2], 1));
+        handout.ask(at(0), &two, &[], 4);
         assert_eq!(handout.ask(at(0), &one, &[(0, 10)], 4).grant, [(0, 4)]);
         assert_eq!(handout.ask(at(1), &two, &[(0, 10)], 4).grant, [(4, 8)]);
         assert_eq!(handout.ask(at(2), &one, &[(4, 10)], 4).grant, [(8, 10)]);
@@ -296,7 +352,31 @@ mod tests {
         for _ in 0..3 {
             assert_eq!(handout.ask(at(0), &one, &[(0, 4)], 9).grant, [(0, 4)]);
         }
-        assert_eq!(handout.ask(at(0), &one, &[(2, 900)], 1).grant, [(2, 3)], "what there is not is not handed out");
+        assert_eq!(handout.ask(at(0), &one, &[(2, 900)], 1).grant, [(2, 4)], "what there is not is not handed out");
+    }
+
+    #[test]
+    fn what_a_member_was_granted_alone_is_shared_when_another_one_comes() {
+        let mut handout = Handout::new(10).unwrap();
+        let (one, two) = (member([10, 0, 0, 1], 1), member([10, 0, 0, 2], 1));
+        assert_eq!(handout.ask(at(0), &one, &[(0, 10)], 2).grant, [(0, 10)]);
+        let told = handout.ask(at(1), &two, &[(0, 10)], 2);
+        assert_eq!((told.grant, told.neighbours), (vec![], vec![&one]), "it has them soon");
+        // It has begun to fetch the first four.
+        assert_eq!(handout.ask(at(2), &one, &[(4, 10)], 2).grant, [(4, 6)]);
+        assert_eq!(handout.ask(at(3), &two, &[(0, 10)], 2).grant, [(6, 8)]);
+        handout.leave(at(4), &one, false);
+        assert_eq!(handout.ask(at(5), &two, &[(0, 6), (8, 10)], 2).grant, [(0, 6), (8, 10)]);
+    }
+
+    #[test]
+    fn what_a_member_took_without_a_grant_is_not_handed_out_to_others() {
+        let mut handout = Handout::new(4).unwrap();
+        let (one, two) = (member([10, 0, 0, 1], 1), member([10, 0, 0, 2], 1));
+        handout.note_taken(at(0), &one, &[(0, 1)]);
+        handout.ask(at(0), &one, &[], 4);
+        handout.note_taken(at(0), &one, &[(2, 900)]);
+        assert_eq!(handout.ask(at(0), &two, &[(0, 4)], 4).grant, [(0, 2)], "a stranger takes nothing");
     }
 
     #[test]

@@ -9,6 +9,7 @@
 //! | `parting` | when members do without the source, and how long one that is through stays |
 //! | `receiver` | [`Receiver`]: whether a receiver fetches from the source, asks the tracker, or waits |
 //! | `relay` | [`RelayHost`]: what a server does for a receiver of its process |
+//! | `zones` | what members bring to their zone and host, and whom they are told of |
 //! | `model` | the simulator (tests) |
 
 mod block_map;
@@ -25,6 +26,7 @@ mod parting;
 mod picker;
 mod receiver;
 mod relay;
+mod zones;
 
 pub(crate) use self::block_map::{BlockMap, BlockSet};
 pub(crate) use self::handout::{Handout, Member};

@@ -12,6 +12,7 @@ use std::time::Duration;
 
 use tensorferry_wire::swarm::Standing;
 
+use super::handout::Known;
 use super::{Handout, Member};
 
 /// A member that has asked nothing for so long is not waited for.
@@ -40,11 +41,26 @@ impl Handout {
         if wanted_back {
             let standing = Standing { has_table: true, is_covered: true, leaves: true };
             self.stand(now, member, standing, true);
+            self.members.iter_mut().filter(|known| known.member == *member).for_each(|known| known.stays = true);
             return true;
         }
+        self.forget(member);
+        false
+    }
+
+    /// Notes that `member` has ended the connection by which it asked. One that was told to do without the source has
+    /// done so, and still relays; any other one has gone.
+    pub(crate) fn note_gone(&mut self, member: &Member) {
+        let remains = |known: &Known| known.member == *member && (known.stays || (self.freed && known.ready));
+        if !self.members.iter().any(remains) {
+            self.forget(member);
+        }
+    }
+
+    /// Forgets `member`, and what the others have said, since they may have counted on it.
+    fn forget(&mut self, member: &Member) {
         self.members.retain(|known| known.member != *member);
         self.members.iter_mut().for_each(|known| known.ready = false);
-        false
     }
 }
 
@@ -87,7 +103,8 @@ mod tests {
     fn swarm(members: u16) -> (Handout, Vec<Member>) {
         let mut handout = Handout::new(8).unwrap();
         let relay = |port| RelayAddress { port, token: "0".repeat(32), fingerprint: None };
-        let members: Vec<_> = (0..members).map(|n| Member { ip: [10, 0, 0, 1].into(), relay: relay(n) }).collect();
+        let members: Vec<_> =
+            (0..members).map(|n| Member { ip: [10, 0, 0, 1].into(), relay: relay(n), zone: None }).collect();
         for member in &members {
             handout.ask(at(0), member, &[(0, 8)], 1);
         }
@@ -129,6 +146,21 @@ mod tests {
         assert_eq!(handout.members(), 2);
         assert!(!handout.stand(at(1), &members[2], READY, true), "the first one may have counted on who left");
         assert!(handout.stand(at(1), &members[0], READY, true));
+    }
+
+    #[test]
+    fn a_member_whose_connection_ends_has_gone_unless_it_was_let_go() {
+        let (mut handout, members) = swarm(4);
+        assert!(!handout.stand(at(1), &members[0], READY, false));
+        handout.note_gone(&members[1]);
+        assert_eq!(handout.members(), 3);
+        assert!(!handout.stand(at(1), &members[2], READY, true), "the first one may have counted on who has gone");
+        assert!(handout.leave(at(1), &members[3], true));
+        handout.note_gone(&members[3]);
+        assert_eq!(handout.members(), 3, "it stays for the others");
+        assert!(handout.stand(at(1), &members[0], READY, true));
+        handout.note_gone(&members[0]);
+        assert!(handout.stand(at(2), &members[2], READY, true), "who was let go still relays");
     }
 
     #[test]

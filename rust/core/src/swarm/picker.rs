@@ -3,6 +3,8 @@
 //! Rare is what few of the relays that the receiver knows have. When the relays leave, what is left over should be what
 //! many have, and no member should be the only one to have a block for long.
 
+use tensorferry_wire::swarm::Nearness;
+
 use super::BlockSet;
 
 /// Ranges that are looked at for one pick: of more, these are a fair sample.
@@ -11,10 +13,11 @@ const LOOKS: usize = 1024;
 /// The blocks that relays have, as they have said themselves.
 #[derive(Debug)]
 pub(crate) struct Picker {
-    /// For each block, how many relays have it.
-    holders: Vec<u16>,
+    /// For each block, how many relays have it: those on the same host, in the same zone, and farther away.
+    holders: Vec<[u16; 3]>,
     /// For each relay, its blocks.
     sets: Vec<BlockSet>,
+    nearness: Vec<Nearness>,
     /// Where the next look begins, so that receivers do not all fetch the same block from a relay.
     turn: u64,
 }
@@ -22,21 +25,23 @@ pub(crate) struct Picker {
 impl Picker {
     /// For `blocks` blocks; `seed` should differ from receiver to receiver.
     pub(crate) fn new(blocks: usize, seed: u64) -> Self {
-        Self { holders: vec![0; blocks], sets: Vec::new(), turn: seed }
+        Self { holders: vec![[0; 3]; blocks], sets: Vec::new(), nearness: Vec::new(), turn: seed }
     }
 
-    /// Adds a relay that has nothing yet; returns its number.
-    pub(crate) fn add(&mut self) -> usize {
+    /// Adds a relay that is so far away and has nothing yet; returns its number.
+    pub(crate) fn add(&mut self, nearness: Nearness) -> usize {
+        self.nearness.push(nearness);
         self.sets.push(BlockSet::default());
         self.sets.len() - 1
     }
 
     /// Relay `relay` has the blocks of `set`; with the empty set, it is as good as gone.
     pub(crate) fn learn(&mut self, relay: usize, set: BlockSet) {
-        let Some(known) = self.sets.get_mut(relay) else { return };
+        let (Some(known), Some(&nearness)) = (self.sets.get_mut(relay), self.nearness.get(relay)) else { return };
         for (block, is_new) in set.differences(known) {
             if let Some(holders) = usize::try_from(block).ok().and_then(|block| self.holders.get_mut(block)) {
-                *holders = if is_new { holders.saturating_add(1) } else { holders.saturating_sub(1) };
+                let count = &mut holders[nearness as usize];
+                *count = if is_new { count.saturating_add(1) } else { count.saturating_sub(1) };
             }
         }
         *known = set;
@@ -47,13 +52,38 @@ impl Picker {
         self.rarity(block) == 0
     }
 
+    /// Whether a relay has `block` that is nearer than `nearness`.
+    pub(crate) fn is_offered_nearer(&self, block: u64, nearness: Nearness) -> bool {
+        self.holders_of(block)[..nearness as usize].iter().any(|&holders| holders > 0)
+    }
+
+    /// How far away `relay` is.
+    pub(crate) fn nearness(&self, relay: usize) -> Nearness {
+        self.nearness.get(relay).copied().unwrap_or_default()
+    }
+
     fn rarity(&self, block: u64) -> u16 {
-        usize::try_from(block).ok().and_then(|block| self.holders.get(block)).copied().unwrap_or(0)
+        self.holders_of(block).iter().fold(0, |sum, &holders| sum.saturating_add(holders))
+    }
+
+    fn holders_of(&self, block: u64) -> [u16; 3] {
+        usize::try_from(block).ok().and_then(|block| self.holders.get(block)).copied().unwrap_or_default()
     }
 
     /// Of the ranges in `waiting`, none of them empty, what to fetch from `relay` next: the number of the range, and at
     /// most `most` blocks of it, one behind the other. `None` if the relay has none of them.
     pub(crate) fn pick(&mut self, relay: usize, waiting: &[(u64, u64)], most: u64) -> Option<(usize, (u64, u64))> {
+        self.pick_allowed(relay, waiting, most, |_, _| true)
+    }
+
+    /// The same of the blocks that are `allowed`.
+    pub(crate) fn pick_allowed(
+        &mut self,
+        relay: usize,
+        waiting: &[(u64, u64)],
+        most: u64,
+        allowed: impl Fn(&Self, u64) -> bool,
+    ) -> Option<(usize, (u64, u64))> {
         let set = self.sets.get(relay)?;
         let count = waiting.len();
         if count == 0 {
@@ -67,7 +97,16 @@ impl Picker {
             let (first, end) = waiting[index];
             // From the middle of a range, too: its beginning is not rarer than the rest.
             let middle = first + (self.turn >> 32) % (end - first);
-            let found = set.first_in(middle, end).or_else(|| set.first_in(first, middle));
+            let first_in = |mut at: u64, end: u64| {
+                while let Some(block) = set.first_in(at, end) {
+                    if allowed(self, block) {
+                        return Some(block);
+                    }
+                    at = block + 1;
+                }
+                None
+            };
+            let found = first_in(middle, end).or_else(|| first_in(first, middle));
             let Some(block) = found else { continue };
             let rarity = self.rarity(block);
             if best.is_none_or(|best| rarity < best.0) {
@@ -80,6 +119,7 @@ impl Picker {
         }
         let (_, index, block) = best?;
         let end = set.run_end(block, waiting[index].1.min(block.saturating_add(most)));
+        let end = (block..end).find(|&block| !allowed(self, block)).unwrap_or(end);
         Some((index, (block, end)))
     }
 }
@@ -106,7 +146,7 @@ mod tests {
     #[test]
     fn a_pick_may_begin_anywhere_in_a_range() {
         let mut picker = Picker::new(100, 3);
-        let relay = picker.add();
+        let relay = picker.add(Nearness::Zone);
         picker.learn(relay, set(0..100));
         let picks: std::collections::HashSet<_> =
             (0..100).map(|_| picker.pick(relay, &[(0, 16)], 1).unwrap().1.0).collect();
@@ -117,7 +157,7 @@ mod tests {
     fn the_rarest_block_of_a_relay_comes_first() {
         for seed in 0..20 {
             let mut picker = Picker::new(100, seed);
-            let relays = [picker.add(), picker.add(), picker.add()];
+            let relays = [picker.add(Nearness::Zone), picker.add(Nearness::Zone), picker.add(Nearness::Zone)];
             picker.learn(relays[0], set(0..90));
             picker.learn(relays[1], set((0..40).chain(42..90)));
             picker.learn(relays[2], set(50..60));
@@ -135,7 +175,7 @@ mod tests {
     #[test]
     fn what_a_relay_no_longer_has_counts_no_more() {
         let mut picker = Picker::new(100, 1);
-        let (one, two) = (picker.add(), picker.add());
+        let (one, two) = (picker.add(Nearness::Zone), picker.add(Nearness::Zone));
         picker.learn(one, set(0..10));
         picker.learn(two, set(0..10));
         picker.learn(one, BlockSet::default());
@@ -152,7 +192,7 @@ mod tests {
     fn equal_blocks_are_taken_in_no_common_order() {
         let first = |seed| {
             let mut picker = Picker::new(100, seed);
-            let relay = picker.add();
+            let relay = picker.add(Nearness::Zone);
             picker.learn(relay, set(0..100));
             let waiting: Vec<_> = (0..100).map(|block| (block, block + 1)).collect();
             picker.pick(relay, &waiting, 1).unwrap().0

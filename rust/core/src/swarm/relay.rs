@@ -42,6 +42,11 @@ pub trait RelayHost: fmt::Debug + Send + Sync {
         false
     }
 
+    /// The zone in which it runs, as receivers say it to a tracker.
+    fn zone(&self) -> Option<&str> {
+        None
+    }
+
     /// Serves `relayed` until what is returned is dropped.
     ///
     /// # Errors

@@ -9,3 +9,4 @@ pub(crate) mod secret;
 pub(crate) mod tls;
 
 pub use self::secret::Secret;
+pub use self::tls::Identity;

@@ -2,7 +2,8 @@
 //! SHA-256 fingerprint in the server's URL.
 //!
 //! There is no authority. A receiver is given the URL of its source, and with it which
-//! certificate to accept; it accepts no other. The key is made when the server starts and never leaves the process.
+//! certificate to accept; it accepts no other. The key is made when the server starts and never leaves the process, or
+//! the server is given both, so that its fingerprint is known before it starts.
 //!
 //! The crypto provider is passed explicitly: installing a default for the process would be up to the application.
 
@@ -13,9 +14,12 @@ use ring::digest::{SHA256, digest};
 use rustls::client::Resumption;
 use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
 use rustls::crypto::{CryptoProvider, ring as ring_provider, verify_tls12_signature, verify_tls13_signature};
-use rustls::pki_types::{CertificateDer, PrivatePkcs8KeyDer, ServerName, UnixTime};
+use rustls::pki_types::pem::PemObject;
+use rustls::pki_types::{CertificateDer, PrivateKeyDer, PrivatePkcs8KeyDer, ServerName, UnixTime};
 use rustls::version::TLS13;
-use rustls::{CertificateError, ClientConfig, DigitallySignedStruct, OtherError, ServerConfig, SignatureScheme};
+use rustls::{
+    CertificateError, ClientConfig, DigitallySignedStruct, InconsistentKeys, OtherError, ServerConfig, SignatureScheme,
+};
 
 use crate::error::{Error, ErrorKind};
 
@@ -51,9 +55,9 @@ impl fmt::Display for Fingerprint {
     }
 }
 
-/// A server's certificate and key.
+/// A server's certificate and key, by which receivers recognise it.
 #[derive(Clone, Debug)]
-pub(crate) struct Identity {
+pub struct Identity {
     pub(crate) config: Arc<ServerConfig>,
     pub(crate) fingerprint: Fingerprint,
 }
@@ -63,16 +67,59 @@ impl Identity {
     pub(crate) fn new() -> Result<Self, Error> {
         let generated = rcgen::generate_simple_self_signed([NAME.to_owned()])
             .map_err(|e| Error::caused(ErrorKind::System, "cannot make a certificate", e))?;
-        let certificate = generated.cert.der().clone();
-        let fingerprint = Fingerprint::of(&certificate);
         let key = PrivatePkcs8KeyDer::from(generated.signing_key.serialize_der());
+        Self::of(vec![generated.cert.der().clone()], key.into())
+            .map_err(|e| Error::caused(ErrorKind::System, "cannot set up TLS", e))
+    }
+
+    /// The certificate and the key in two files in PEM form. Further certificates in the first one are sent along.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Invalid`] when one of them holds none that can be used, or the two do not belong together.
+    pub fn from_pem(certificate: &[u8], key: &[u8]) -> Result<Self, Error> {
+        let certificates = certificates(certificate)?;
+        let key = PrivateKeyDer::from_pem_slice(key).map_err(|e| {
+            Error::caused(ErrorKind::Invalid, "the key holds no private key in PEM form without a passphrase", e)
+        })?;
+        Self::of(certificates, key).map_err(|e| match e {
+            rustls::Error::InconsistentKeys(InconsistentKeys::KeyMismatch) => {
+                Error::new(ErrorKind::Invalid, "the key is not that of the certificate")
+            }
+            e => Error::caused(ErrorKind::Invalid, "the certificate and its key cannot be used", e),
+        })
+    }
+
+    fn of(certificates: Vec<CertificateDer<'static>>, key: PrivateKeyDer<'static>) -> Result<Self, rustls::Error> {
+        let fingerprint = certificates.first().map(|own| Fingerprint::of(own));
+        let fingerprint = fingerprint.ok_or(rustls::Error::NoCertificatesPresented)?;
         let mut config = ServerConfig::builder_with_provider(provider())
             .with_protocol_versions(&[&TLS13])
-            .and_then(|builder| builder.with_no_client_auth().with_single_cert(vec![certificate], key.into()))
-            .map_err(|e| Error::caused(ErrorKind::System, "cannot set up TLS", e))?;
+            .and_then(|builder| builder.with_no_client_auth().with_single_cert(certificates, key))?;
         config.send_tls13_tickets = 0;
         Ok(Self { config: Arc::new(config), fingerprint })
     }
+
+    /// The fingerprint of the certificate as it stands in URLs.
+    #[must_use]
+    pub fn fingerprint(&self) -> String {
+        self.fingerprint.to_string()
+    }
+
+    /// The fingerprint of the first certificate of a file in PEM form.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Invalid`] when it holds none.
+    pub fn fingerprint_of_pem(certificate: &[u8]) -> Result<String, Error> {
+        Ok(certificates(certificate)?.first().map(|own| Fingerprint::of(own).to_string()).unwrap_or_default())
+    }
+}
+
+/// The certificates of a file in PEM form, of which there is at least one.
+fn certificates(pem: &[u8]) -> Result<Vec<CertificateDer<'static>>, Error> {
+    let none = "the certificate holds none in PEM form (-----BEGIN CERTIFICATE-----)";
+    let found = CertificateDer::pem_slice_iter(pem).collect::<Result<Vec<_>, _>>();
+    let found = found.map_err(|e| Error::caused(ErrorKind::Invalid, none, e))?;
+    if found.is_empty() { Err(Error::new(ErrorKind::Invalid, none)) } else { Ok(found) }
 }
 
 /// The configuration of a client that accepts the certificate with this fingerprint and no other.
@@ -161,7 +208,6 @@ impl ServerCertVerifier for Pinned {
 #[cfg(test)]
 #[allow(clippy::unwrap_used, reason = "a test that cannot go on should panic")]
 mod tests {
-    use rustls::pki_types::PrivateKeyDer;
     use rustls::server::{ClientHello, ResolvesServerCert};
     use rustls::sign::CertifiedKey;
     use rustls::{ClientConnection, ServerConnection};

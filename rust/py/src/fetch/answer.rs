@@ -26,6 +26,7 @@ pub(crate) struct PyAnswer {
 }
 
 impl PyAnswer {
+    /// Runs `read` with the answer, without the interpreter; an error once it was closed.
     fn with<T: Send>(&self, py: Python<'_>, read: impl FnOnce(&mut Get) -> Result<T, Error> + Send) -> PyResult<T> {
         self.process.check(py)?;
         runtime::run(py, &self.cancel, None, || {

@@ -84,7 +84,7 @@ impl PyEntries {
         Ok(PyRange::new(py, 0, isize::try_from(first)?)?.into_any())
     }
 
-    /// The dtypes of those entries, each once, with the first entry that has it.
+    /// The dtypes of the plain entries, each once, with the first entry that has it.
     #[getter]
     fn kinds(&self) -> BTreeMap<&'static str, String> {
         let mut kinds = BTreeMap::new();

@@ -50,19 +50,19 @@ pub(crate) struct PyWritten(Written);
 
 #[pymethods]
 impl PyWritten {
-    /// Its length in bytes.
+    /// The length of the file in bytes.
     #[getter]
     fn bytes(&self) -> u64 {
         self.0.report.bytes
     }
 
-    /// How many of them went past the page cache.
+    /// How many bytes of the file went past the page cache.
     #[getter]
     fn direct(&self) -> u64 {
         self.0.report.direct
     }
 
-    /// The checksum of its header.
+    /// The checksum of the file's header.
     #[getter]
     fn header(&self) -> u64 {
         self.0.header

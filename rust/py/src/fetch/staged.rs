@@ -24,6 +24,7 @@ pub(crate) enum WavesOf {
 }
 
 impl WavesOf {
+    /// Ends the receive after its last wave; returns what Python gets of it.
     fn finish(self, header: &Arc<Header>) -> Result<(PyArena, PyReport), Error> {
         match self {
             Self::Remote(waves) => Ok(handed_over(waves.finish()?, header)),

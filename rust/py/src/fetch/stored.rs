@@ -31,6 +31,7 @@ pub(crate) struct PyStored {
 }
 
 impl PyStored {
+    /// The object for an opened container, after checking its manifest and finding the tree in it.
     fn with_tree(py: Python<'_>, stored: Stored, threads: Option<usize>, cancel: Cancel) -> PyResult<Py<Self>> {
         let manifest = stored.reserved(container::MANIFEST_ENTRY);
         let tree = find_tree(manifest, stored.header()).map_err(|e| errors::to_py(py, &Error::protocol(e)))?;

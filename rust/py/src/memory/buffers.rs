@@ -137,7 +137,7 @@ impl PyHostView {
 pub(crate) struct PySharedBuffer(SharedBuffer);
 
 impl PySharedBuffer {
-    /// Its address and its length.
+    /// The address and the length of the memory.
     pub(crate) fn place(&self) -> (usize, usize) {
         (self.0.address(), self.0.len())
     }

@@ -98,12 +98,12 @@ impl Described {
         &self.dims[..self.rank]
     }
 
-    /// Its strides, in elements.
+    /// The tensor's strides, in elements.
     pub(crate) fn strides(&self) -> &[u64] {
         &self.steps[..self.rank]
     }
 
-    /// Bytes from the start of its first element to the end of its last one; it has at least one.
+    /// Bytes from the start of the tensor's first element to the end of its last one; it has at least one.
     pub(crate) fn extent(&self) -> usize {
         let steps = self.shape().iter().zip(self.strides());
         let last = steps.fold(0_u64, |sum, (dim, step)| sum.saturating_add((dim - 1).saturating_mul(*step)));

@@ -92,10 +92,10 @@ impl Getter {
         }
     }
 
-    /// What it is of `value`.
+    /// The attribute of `value`, or what the method of `value` returns.
     ///
     /// # Errors
-    /// Whatever it raises.
+    /// Whatever the attribute or the method raises.
     pub(crate) fn of<'py>(&self, value: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
         let py = value.py();
         let class = value.get_type_ptr();
@@ -121,10 +121,10 @@ impl Getter {
         }
     }
 
-    /// Whether it is true of `value`.
+    /// Whether the attribute of `value`, or what its method returns, is true.
     ///
     /// # Errors
-    /// Whatever it raises.
+    /// Whatever the attribute or the method raises.
     pub(crate) fn is_true_of(&self, value: &Bound<'_, PyAny>) -> PyResult<bool> {
         self.of(value)?.is_truthy()
     }

@@ -36,12 +36,12 @@ impl PyRows {
             return Ok(Some(number));
         }
         let Some(fields) = specs::fields(&spec)? else { return Ok(None) };
-        let Some(words) = self.specs.words(&spec, &fields)? else { return Ok(None) };
-        let number = if let Some(number) = self.specs.number_of_words(&words) {
+        let Some(fingerprint) = self.specs.fingerprint(&spec, &fields)? else { return Ok(None) };
+        let number = if let Some(number) = self.specs.number_of_fingerprint(&fingerprint) {
             number
         } else {
             let Some(number) = self.add_spec(value, &spec, &fields)? else { return Ok(None) };
-            self.specs.add_words(words, number, fields);
+            self.specs.add_fingerprint(fingerprint, number, fields);
             number
         };
         self.specs.add(spec, number);

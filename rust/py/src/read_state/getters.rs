@@ -154,6 +154,7 @@ impl StorageGetters {
 pub(crate) struct WithoutTorchFunction<'py>(Bound<'py, PyAny>);
 
 impl<'py> WithoutTorchFunction<'py> {
+    /// Has torch ask no subclass for its functions in this thread, until this is dropped.
     pub(crate) fn new(py: Python<'py>) -> PyResult<Self> {
         // Looked up once: each optimizer state of a parameter is a dict, and so a run of its own.
         static CLASS: PyOnceLock<Py<PyType>> = PyOnceLock::new();

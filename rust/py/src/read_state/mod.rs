@@ -225,7 +225,7 @@ impl PyRows {
         self.objects.clone_ref(py)
     }
 
-    /// The key path of each of them.
+    /// The key path of each leaf that is no row.
     #[getter]
     fn object_paths(&self, py: Python<'_>) -> Py<PyList> {
         self.object_paths.clone_ref(py)

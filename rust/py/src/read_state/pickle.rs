@@ -112,7 +112,7 @@ impl Pickle {
         self.memoized - 1
     }
 
-    /// What was memoized with this number.
+    /// Writes a reference to what was memoized with this number.
     pub(crate) fn get(&mut self, number: u32) {
         if let Ok(short) = u8::try_from(number) {
             self.bytes.extend([BINGET, short]);
@@ -126,6 +126,7 @@ impl Pickle {
         self.bytes.push(if value { TRUE } else { FALSE });
     }
 
+    /// Writes an integer by the shortest opcode that holds it.
     pub(crate) fn integer(&mut self, value: i64) {
         let bytes = value.to_le_bytes();
         if let Ok(short) = u8::try_from(value) {
@@ -148,12 +149,12 @@ impl Pickle {
         self.bytes.extend(value.to_be_bytes());
     }
 
-    /// Text; a reader makes it anew each time.
+    /// Writes text, which a reader makes anew each time.
     pub(crate) fn text(&mut self, value: &str) {
         self.counted([0x8c, b'X', 0x8d], value.as_bytes());
     }
 
-    /// Text that occurs again and again; a reader makes it once.
+    /// Writes text that occurs again and again; a reader makes it once.
     pub(crate) fn constant(&mut self, value: &'static str) {
         if let Some(&(_, number)) = self.texts.iter().find(|(known, _)| *known == value) {
             return self.get(number);
@@ -167,7 +168,7 @@ impl Pickle {
         self.counted([b'C', b'B', 0x8e], value);
     }
 
-    /// Bytes behind their number, in one, four or eight bytes.
+    /// Writes bytes behind their number, which takes one, four or eight bytes, each with an opcode of its own.
     fn counted(&mut self, opcodes: [u8; 3], value: &[u8]) {
         let length = value.len();
         if let Ok(short) = u8::try_from(length) {
@@ -182,7 +183,7 @@ impl Pickle {
         self.bytes.extend_from_slice(value);
     }
 
-    /// A tuple of numbers.
+    /// Writes a tuple of numbers; `None` if one of them is too large.
     pub(crate) fn numbers(&mut self, values: &[u64]) -> Option<()> {
         if values.len() > 3 {
             self.op(MARK);

@@ -171,6 +171,7 @@ const ENTRY_TEXT: usize = 48;
 const OBJECT_TEXT: usize = 128;
 const SHARD_TEXT: usize = 320;
 
+/// Appends an element to the JSON text of an array or object, behind a comma unless it is the first.
 fn add(text: &mut String, element: &str) {
     if text.len() > 1 {
         text.push(',');
@@ -178,6 +179,7 @@ fn add(text: &mut String, element: &str) {
     text.push_str(element);
 }
 
+/// Appends the key path of the object with this number, as a JSON string.
 fn quote_path(text: &mut String, paths: &Bound<'_, PyList>, object: usize) -> PyResult<()> {
     let path = paths.get_item(object)?.cast_into::<PyString>()?;
     // A path may have half a character of UTF-16, which is no text.

@@ -88,6 +88,7 @@ struct Writer<'a, 'py> {
 }
 
 impl<'py> Writer<'_, 'py> {
+    /// Writes a value at this depth, or refers to it if it was written before; returns whether it could be written.
     fn value(&mut self, value: &Bound<'py, PyAny>, depth: usize) -> PyResult<bool> {
         if is_written(&mut self.pickle, value) {
             return Ok(true);
@@ -112,6 +113,7 @@ impl<'py> Writer<'_, 'py> {
         }
     }
 
+    /// Writes a dict whose items lie at this depth; returns whether all of them could be written.
     fn dict(&mut self, dict: &Bound<'py, PyDict>, depth: usize) -> PyResult<bool> {
         self.pickle.op(pickle::EMPTY_DICT);
         self.remember(dict.as_any());
@@ -122,7 +124,7 @@ impl<'py> Writer<'_, 'py> {
         self.items(keys.iter().zip(values.iter()).map(Ok), depth)
     }
 
-    /// An `OrderedDict` without attributes of its own. It is asked as a pickler asks it: its order is its own.
+    /// Writes an `OrderedDict` without attributes of its own, by its `__reduce__`: only it knows its order.
     fn ordered_dict(&mut self, value: &Bound<'py, PyAny>, depth: usize) -> PyResult<bool> {
         let reduced = value.call_method0(intern!(value.py(), "__reduce__"))?;
         let Ok(reduced) = reduced.cast_exact::<PyTuple>() else { return Ok(false) };
@@ -148,7 +150,7 @@ impl<'py> Writer<'_, 'py> {
         self.items(items, depth)
     }
 
-    /// Fills the dict that was written last.
+    /// Writes items into the dict that was written last; returns whether all of them could be written.
     fn items(
         &mut self,
         items: impl Iterator<Item = PyResult<(Bound<'py, PyAny>, Bound<'py, PyAny>)>>,
@@ -168,7 +170,7 @@ impl<'py> Writer<'_, 'py> {
         Ok(true)
     }
 
-    /// The key of an item. Many dicts have the same, and a reader makes it once.
+    /// Writes the key of an item. Many dicts have the same keys, and a reader makes each once.
     fn key(&mut self, key: &Bound<'py, PyAny>, depth: usize) -> PyResult<bool> {
         let Ok(text) = key.cast_exact::<PyString>() else { return self.value(key, depth) };
         if let Some(&number) = self.known.get(&(key.as_ptr() as usize)) {
@@ -181,6 +183,7 @@ impl<'py> Writer<'_, 'py> {
         Ok(true)
     }
 
+    /// Writes a list whose items lie at this depth; returns whether all of them could be written.
     fn list(&mut self, list: &Bound<'py, PyList>, depth: usize) -> PyResult<bool> {
         self.pickle.op(pickle::EMPTY_LIST);
         self.remember(list.as_any());
@@ -197,6 +200,7 @@ impl<'py> Writer<'_, 'py> {
         Ok(true)
     }
 
+    /// Writes a tuple whose items lie at this depth; returns whether it could be written.
     fn tuple(&mut self, tuple: &Bound<'py, PyTuple>, depth: usize) -> PyResult<bool> {
         if tuple.len() > 3 {
             self.pickle.op(pickle::MARK);

@@ -1,8 +1,8 @@
 //! Which specs of `DTensor`s say the same. Most `DTensor`s have a spec of their own, though a state has few that differ.
 //!
-//! A spec is read into words: its numbers, and the addresses of all else that it consists of. Two specs with the same words
-//! say the same, and comparing words calls nothing of torch's. Only its placements are compared by torch, each with those
-//! of its class that were met before.
+//! A spec is read into a fingerprint: its numbers, and the addresses of all else that it consists of. Two specs with the
+//! same fingerprint say the same, and comparing fingerprints calls nothing of torch's. Only placements are compared by
+//! torch, each with those of its class that were met before.
 
 use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, Hash, Hasher};
@@ -17,11 +17,11 @@ use crate::rows::columns::{AddressHasher, ByAddress};
 /// Names and values of the attributes of a spec.
 pub(crate) type Fields<'py> = Vec<(Bound<'py, PyAny>, Bound<'py, PyAny>)>;
 
-/// What a spec says.
+/// What a spec says, as words of memory: equal for specs that say the same.
 #[derive(PartialEq, Eq)]
-pub(crate) struct Words(Vec<usize>);
+pub(crate) struct Fingerprint(Vec<usize>);
 
-impl Hash for Words {
+impl Hash for Fingerprint {
     fn hash<H: Hasher>(&self, state: &mut H) {
         self.0.iter().for_each(|&word| state.write_usize(word));
     }
@@ -36,8 +36,8 @@ struct Met {
     /// Address of a spec to its number: many `DTensor`s share the object. `kept` keeps them.
     by_address: ByAddress<usize>,
     kept: Vec<Py<PyAny>>,
-    /// With the fields of the first that says it, which keep the objects whose addresses are among the words.
-    by_words: HashMap<Words, (usize, Kept), BuildHasherDefault<AddressHasher>>,
+    /// With the fields of the first that says it, which keep the objects whose addresses are in the fingerprint.
+    by_fingerprint: HashMap<Fingerprint, (usize, Kept), BuildHasherDefault<AddressHasher>>,
     /// Those that differ.
     placements: Vec<Py<PyAny>>,
     /// Classes of tuples, and whether they compare as tuples do.
@@ -56,15 +56,15 @@ impl Specs {
         self.met().by_address.get(&(spec.as_ptr() as usize)).copied()
     }
 
-    /// The number of the specs that say `words`.
-    pub(crate) fn number_of_words(&self, words: &Words) -> Option<usize> {
-        self.met().by_words.get(words).map(|&(number, _)| number)
+    /// The number of the specs with this `fingerprint`.
+    pub(crate) fn number_of_fingerprint(&self, fingerprint: &Fingerprint) -> Option<usize> {
+        self.met().by_fingerprint.get(fingerprint).map(|&(number, _)| number)
     }
 
-    /// Gives specs that say `words` a number; `fields` are those that were read into these words.
-    pub(crate) fn add_words(&self, words: Words, number: usize, fields: Fields<'_>) {
+    /// Gives specs with this `fingerprint` a number; it was made of `fields`.
+    pub(crate) fn add_fingerprint(&self, fingerprint: Fingerprint, number: usize, fields: Fields<'_>) {
         let fields = fields.into_iter().map(|(name, value)| (name.unbind(), value.unbind())).collect();
-        self.met().by_words.insert(words, (number, fields));
+        self.met().by_fingerprint.insert(fingerprint, (number, fields));
     }
 
     /// Notes the number of an object.
@@ -74,12 +74,12 @@ impl Specs {
         met.kept.push(spec.unbind());
     }
 
-    /// What `spec`, whose attributes are `fields`, says. `None` if its placements are no tuple, or if
-    /// the state has too many that differ.
+    /// The fingerprint of `spec`, whose attributes are `fields`. `None` if its placements are no tuple, or if the state
+    /// has too many that differ.
     ///
     /// # Errors
     /// Whatever comparing placements raises.
-    pub(crate) fn words(&self, spec: &Bound<'_, PyAny>, fields: &Fields<'_>) -> PyResult<Option<Words>> {
+    pub(crate) fn fingerprint(&self, spec: &Bound<'_, PyAny>, fields: &Fields<'_>) -> PyResult<Option<Fingerprint>> {
         let mut words = Vec::with_capacity(WORDS);
         words.push(spec.get_type_ptr() as usize);
         for (name, value) in fields {
@@ -101,7 +101,7 @@ impl Specs {
                 }
             }
         }
-        Ok(Some(Words(words)))
+        Ok(Some(Fingerprint(words)))
     }
 
     /// Appends what `value` says: an integer, a tuple, or any other object, which says the same as itself only.
@@ -141,8 +141,8 @@ impl Specs {
         Ok(does)
     }
 
-    /// The number of this placement among those that differ, `None` if there are too many. One may equal another of
-    /// another class, and is not the same.
+    /// The number of this placement among those that differ, `None` if there are too many. Placements of two classes
+    /// differ, even if they compare as equal.
     fn number_of_placement(&self, placement: &Bound<'_, PyAny>) -> PyResult<Option<usize>> {
         let py = placement.py();
         for number in 0..=MOST_PLACEMENTS {
@@ -166,7 +166,7 @@ impl Specs {
         Ok(Some(number))
     }
 
-    /// Forgets all of them.
+    /// Forgets all specs and placements.
     pub(crate) fn forget(&self) {
         let met = std::mem::take(&mut *self.met());
         // Releasing objects may run any code.

@@ -134,6 +134,7 @@ impl PyRows {
         number
     }
 
+    /// Adds a leaf that is no row, with its path in two parts; returns its number, which is negative.
     fn add_object(&self, value: &Bound<'_, PyAny>, path: [&str; 2]) -> PyResult<i64> {
         let py = value.py();
         let objects = self.objects.bind(py);
@@ -142,6 +143,7 @@ impl PyRows {
         Ok(-i64::try_from(objects.len())?)
     }
 
+    /// Adds a leaf that is no row and that `view` describes; returns its number.
     fn add_view(&self, value: &Bound<'_, PyAny>, path: [&str; 2], mut view: View) -> PyResult<i64> {
         let number = self.add_object(value, path)?;
         view.leaf = number;

@@ -48,12 +48,12 @@ pub(crate) struct Global {
 }
 
 impl View {
-    /// Its first element, counted in elements.
+    /// The view's first element in its storage, counted in elements.
     pub(crate) fn offset(&self) -> usize {
         self.start / usize::from(self.itemsize)
     }
 
-    /// Its shape and its strides, out of all there are.
+    /// The view's shape and strides, out of `all` dimensions of all views.
     fn dims<'a>(&self, all: &'a [u64]) -> (&'a [u64], &'a [u64]) {
         let rank = usize::from(self.rank);
         all[self.dims..self.dims + 2 * rank].split_at(rank)
@@ -101,6 +101,7 @@ impl Store {
         Self { object, address, nbytes, is_on_host, number: None, reached: None, reached_too: Vec::new() }
     }
 
+    /// Notes that the bytes `span` of the storage are reached.
     fn reach(&mut self, span: (usize, usize)) {
         if self.reached.is_none() {
             self.reached = Some(span);

@@ -25,7 +25,7 @@ pub(super) struct Walk<'a, 'py> {
 }
 
 impl PyRows {
-    /// Writes the text of one node: the number of a leaf, or of a container all it has.
+    /// Writes the text of one node: the number of a leaf, or a container with all that it holds.
     pub(super) fn child(
         &self,
         text: &mut String,
@@ -146,7 +146,8 @@ impl PyRows {
         Ok(())
     }
 
-    /// Writes the elements of a JSON array, a comma before each.
+    /// Writes the elements of a JSON array, a comma before each. The path of an element is `below` and its name in
+    /// `names`, or its index where there are none.
     pub(super) fn elements_of(
         &self,
         text: &mut String,
@@ -182,6 +183,7 @@ fn length(container: &Bound<'_, PyAny>) -> usize {
     }
 }
 
+/// The message for a state in which containers occur so often that its tree would be huge.
 fn repeated(path: &str) -> String {
     format!(
         "{path}: this and other containers stand in so many places of the state that it is a hundred times as large with \

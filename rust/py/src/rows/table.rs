@@ -127,7 +127,7 @@ impl<'a> Cursor<'a> {
         word(self.column(1, 8)?, 0)
     }
 
-    /// The next `count` values of `size` bytes each.
+    /// Takes the next column of the table: `count` values of `size` bytes each.
     fn column(&mut self, count: usize, size: usize) -> Result<&'a [u8], String> {
         let split = count.checked_mul(size).and_then(|len| self.0.split_at_checked(len));
         let (column, rest) = split.ok_or_else(|| "it ends too early".to_owned())?;

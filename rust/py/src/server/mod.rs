@@ -13,13 +13,14 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use pyo3::prelude::*;
-use tensorferry_core::{Server, ServerConfig, Withdrawn};
+use tensorferry_core::{Rail, Server, ServerConfig, Withdrawn};
 
 use self::frontend::PythonFrontend;
 use self::publishing::{Published, publish};
 use self::readiness::PyReadiness;
 pub(crate) use self::receive::PyReceive;
 pub(crate) use self::shelf::PyShelf;
+use crate::certificate::PyCertificate;
 use crate::errors;
 use crate::memory::PyFilePages;
 use crate::report::seconds;
@@ -47,13 +48,17 @@ impl PyServer {
     /// Listens on the address `bind` (every interface by default), on the first free one of `ports` (first and last of
     /// them; 0 is any), and starts to serve; the gate is closed. On one of `metrics_ports` counters alone are served, to
     /// everybody. `patience` seconds is how long a request waits for the gate, `max_bandwidth` the limit in bytes per
-    /// second. With `swarm`, receivers are told of one another, so that they bring each other what is published.
+    /// second. `tls` encrypts, with `certificate` or else with one of its own. With `swarm`, receivers are told of one
+    /// another, so that they bring each other what is published. `rails` are the addresses that receivers may use besides
+    /// the one in the URL, each with the speed of its link in Mbit/s, 0 if not known; `zone` names the zone in which this
+    /// process runs.
     ///
     /// # Errors
     /// `InvalidArgument` for an address that cannot be parsed, `SystemRefused` when it cannot be listened on.
     #[new]
     #[pyo3(signature = (*, patience, bind = None, ports = (0, 0), metrics_ports = None, same_host = true,
-                        max_bandwidth = None, secret = None, tls = false, swarm = false))]
+                        max_bandwidth = None, secret = None, tls = false, certificate = None,
+                        swarm = false, rails = Vec::new(), zone = None))]
     #[allow(clippy::too_many_arguments, reason = "keywords in Python")]
     fn new(
         py: Python<'_>,
@@ -65,13 +70,21 @@ impl PyServer {
         max_bandwidth: Option<u64>,
         secret: Option<&PySecret>,
         tls: bool,
+        certificate: Option<&PyCertificate>,
         swarm: bool,
+        rails: Vec<(String, u32)>,
+        zone: Option<String>,
     ) -> PyResult<Self> {
         let bind = bind
             .map(str::parse)
             .transpose()
             .map_err(|_| errors::invalid(py, format!("bind={bind:?} is not an address")))?;
         let (ports, metrics_ports) = (ports.0..=ports.1, metrics_ports.map(|(first, last)| first..=last));
+        let rails = rails.into_iter().map(|(address, mbit)| {
+            let address = address.parse().map_err(|_| errors::invalid(py, format!("{address:?} is not an address")))?;
+            Ok(Rail { address, mbit })
+        });
+        let rails = rails.collect::<PyResult<Vec<_>>>()?;
         let patience = seconds(py, patience)?;
         let secret = secret.map(|s| s.0.clone());
         let frontend = Arc::new(PythonFrontend);
@@ -84,7 +97,10 @@ impl PyServer {
             max_bandwidth,
             secret,
             tls,
+            identity: certificate.map(|given| given.0.clone()),
             swarm,
+            rails,
+            zone,
             frontend,
             ..ServerConfig::default()
         };
@@ -158,7 +174,7 @@ impl PyServer {
         self.server(py).map(drop)
     }
 
-    /// A receive of this process begins; counters and status page show it.
+    /// Notes that a receive of this process begins; counters and status page show it.
     fn begin_receive(&self, py: Python<'_>, step: i64) -> PyResult<PyReceive> {
         Ok(PyReceive::new(self.server(py)?.begin_receive(step)))
     }

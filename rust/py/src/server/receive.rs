@@ -3,7 +3,7 @@
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use pyo3::prelude::*;
-use tensorferry_core::Receive;
+use tensorferry_core::{Failure, Receive};
 
 use crate::fetch::remote::PyRemote;
 use crate::report::{PyReport, seconds};
@@ -49,12 +49,19 @@ impl PyReceive {
     }
 
     /// The receive is over after `took` seconds in all, with `report` as `Remote.fetch` gives it, or with an error of
-    /// the class `failed`. Only the first call counts.
-    #[pyo3(signature = (took, report = None, failed = ""))]
-    fn end(&self, py: Python<'_>, took: f64, report: Option<&PyReport>, failed: &str) -> PyResult<()> {
+    /// the class `failed`, which counters show as `counted_as`. Only the first call counts.
+    #[pyo3(signature = (took, report = None, failed = "", counted_as = "other"))]
+    fn end(
+        &self,
+        py: Python<'_>,
+        took: f64,
+        report: Option<&PyReport>,
+        failed: &str,
+        counted_as: &str,
+    ) -> PyResult<()> {
         let took = seconds(py, took)?;
         if let Some(receive) = self.inner().and_then(|mut inner| inner.take()) {
-            receive.end(report.map(|report| &report.0).ok_or(failed), took);
+            receive.end(report.map(|report| &report.0).ok_or(Failure { class: failed, counted_as }), took);
         }
         Ok(())
     }

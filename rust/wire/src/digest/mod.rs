@@ -5,8 +5,9 @@
 //! the key can only guess, with one chance in 2^64 for each block that is tried against a receiver. A keyed table
 //! proves nothing by itself: its answer carries a proof of full length ([`crate::proof`]).
 //!
-//! Members of a swarm ([`crate::swarm`]) have the key, and could try as often as they like. They compare with 128 bits,
-//! of which [`WideTable`]s are made.
+//! Members of a swarm ([`crate::swarm`]) know the checksums and, where there is one, the key, so that a CRC could be made
+//! to match, and 64 bits be searched for. What they bring is compared with 128 bits of BLAKE3, of which [`WideTable`]s
+//! are made.
 //!
 //! A receiver of slices requests the checksums of smaller blocks ([`BLOCK_SIZES`]), and a file carries those of the
 //! smallest ones ([`FILE_BLOCK_SIZE`]): to verify a slice, a reader has to read the blocks in which it begins and ends
@@ -35,7 +36,7 @@ mod wide;
 use crc_fast::CrcAlgorithm::Crc64Nvme;
 
 pub use self::table::{DigestTable, TableHead, block_count, table_len};
-pub use self::wide::{WideTable, wide_table_len};
+pub use self::wide::{BlockDigests, WideTable, most_wide_table_len};
 
 /// Bytes of payload per checksum; the last block may be shorter.
 pub const BLOCK_SIZE: u64 = 1 << 20;
@@ -49,6 +50,7 @@ pub const BLOCK_SIZES: [u64; 4] = [BLOCK_SIZE, 64 << 10, 4096, FILE_BLOCK_SIZE];
 const MAGIC: &[u8; 8] = b"TFDIGST1";
 const CRC64: u32 = 1;
 const KEYED: u32 = 2;
+const BLAKE3: u32 = 3;
 /// Length of the part of a table before the first block's checksum.
 const HEAD: usize = 40;
 
@@ -98,6 +100,8 @@ pub enum Algorithm {
     Crc64,
     /// The first 64 bits of BLAKE3 with this key.
     Keyed([u8; 32]),
+    /// The same without a key, for what members of a swarm without a secret bring ([`Algorithm::for_relayed`]).
+    Blake3,
 }
 
 impl std::fmt::Debug for Algorithm {
@@ -105,6 +109,7 @@ impl std::fmt::Debug for Algorithm {
         f.write_str(match self {
             Self::Crc64 => "Crc64",
             Self::Keyed(_) => "Keyed(..)",
+            Self::Blake3 => "Blake3",
         })
     }
 }
@@ -116,16 +121,28 @@ impl Algorithm {
         match self {
             Self::Crc64 => checksum(bytes),
             Self::Keyed(key) => first_word(&blake3::keyed_hash(key, bytes)),
+            Self::Blake3 => first_word(&blake3::hash(bytes)),
         }
     }
 
-    /// The checksum of `bytes` in the low half, and behind it as many more bits of the hash: of a keyed one, 128 bits in
-    /// all. CRC-64 has no more, and the high half is zero.
+    /// The checksum of `bytes` in the low half, and behind it as many more bits of the hash: of BLAKE3, 128 bits in all.
+    /// CRC-64 has no more, and the high half is zero.
     #[must_use]
     pub fn wide_checksum(&self, bytes: &[u8]) -> u128 {
         match self {
             Self::Crc64 => checksum(bytes).into(),
             Self::Keyed(key) => first_words(&blake3::keyed_hash(key, bytes)),
+            Self::Blake3 => first_words(&blake3::hash(bytes)),
+        }
+    }
+
+    /// The algorithm for what other receivers bring of a payload whose source computes its checksums with this one: its
+    /// [`Algorithm::wide_checksum`] cannot be made to match other bytes.
+    #[must_use]
+    pub fn for_relayed(&self) -> Self {
+        match self {
+            Self::Keyed(key) => Self::Keyed(*key),
+            Self::Crc64 | Self::Blake3 => Self::Blake3,
         }
     }
 
@@ -134,7 +151,8 @@ impl Algorithm {
     pub fn hasher(&self) -> Hasher {
         match self {
             Self::Crc64 => Hasher::new(),
-            Self::Keyed(key) => Hasher(HasherState::Keyed(Box::new(blake3::Hasher::new_keyed(key)))),
+            Self::Keyed(key) => Hasher(HasherState::Blake3(Box::new(blake3::Hasher::new_keyed(key)))),
+            Self::Blake3 => Hasher(HasherState::Blake3(Box::new(blake3::Hasher::new()))),
         }
     }
 
@@ -142,6 +160,7 @@ impl Algorithm {
         match self {
             Self::Crc64 => CRC64,
             Self::Keyed(_) => KEYED,
+            Self::Blake3 => BLAKE3,
         }
     }
 }
@@ -229,7 +248,7 @@ pub struct Hasher(HasherState);
 #[expect(clippy::large_enum_variant, reason = "without a secret, a block costs no allocation")]
 enum HasherState {
     Crc64(crc_fast::Digest),
-    Keyed(Box<blake3::Hasher>),
+    Blake3(Box<blake3::Hasher>),
 }
 
 impl Hasher {
@@ -243,7 +262,7 @@ impl Hasher {
     pub fn update(&mut self, bytes: &[u8]) {
         match &mut self.0 {
             HasherState::Crc64(digest) => digest.update(bytes),
-            HasherState::Keyed(hasher) => {
+            HasherState::Blake3(hasher) => {
                 hasher.update(bytes);
             }
         }
@@ -254,7 +273,7 @@ impl Hasher {
     pub fn finish(&self) -> u64 {
         match &self.0 {
             HasherState::Crc64(digest) => digest.finalize(),
-            HasherState::Keyed(hasher) => first_word(&hasher.finalize()),
+            HasherState::Blake3(hasher) => first_word(&hasher.finalize()),
         }
     }
 
@@ -263,7 +282,7 @@ impl Hasher {
     pub fn finish_wide(&self) -> u128 {
         match &self.0 {
             HasherState::Crc64(digest) => digest.finalize().into(),
-            HasherState::Keyed(hasher) => first_words(&hasher.finalize()),
+            HasherState::Blake3(hasher) => first_words(&hasher.finalize()),
         }
     }
 }

@@ -11,7 +11,7 @@ pub fn block_count(payload_len: u64) -> u64 {
 /// Length in bytes of a table of `count` checksums. `count` must be below 2^60, or the length could overflow.
 #[must_use]
 pub fn table_len(count: u64) -> u64 {
-    HEAD as u64 + 8 * count + 8
+    Layout::<8>::len(count)
 }
 
 /// The checksums of one publication, or of a run of its blocks.
@@ -55,20 +55,9 @@ impl DigestTable {
     /// with a block size of 0, which no reader accepts.
     #[must_use]
     pub fn encode_with_block_size(&self, algorithm: &Algorithm, block_size: u64) -> Vec<u8> {
-        let mut out = Vec::with_capacity(HEAD + 8 * self.blocks.len() + 8);
-        out.extend_from_slice(MAGIC);
-        out.extend_from_slice(&algorithm.number().to_le_bytes());
         let block_size = if BLOCK_SIZES.contains(&block_size) { block_size } else { 0 };
-        out.extend_from_slice(&((block_size & 0xFFFF_FFFF) as u32).to_le_bytes());
-        for word in [self.payload_len, self.header, self.blocks.len() as u64] {
-            out.extend_from_slice(&word.to_le_bytes());
-        }
-        for block in &self.blocks {
-            out.extend_from_slice(&block.to_le_bytes());
-        }
-        let own = checksum(&out);
-        out.extend_from_slice(&own.to_le_bytes());
-        out
+        let blocks = self.blocks.iter().map(|block| block.to_le_bytes());
+        LAYOUT.encode(algorithm, block_size, (self.header, self.payload_len), blocks)
     }
 
     /// Reads a table of CRC-64/NVME over blocks of [`BLOCK_SIZE`] and checks its own checksum.
@@ -88,7 +77,60 @@ impl DigestTable {
     /// The first check that fails; [`DigestError::Length`] also for bytes too few to hold a table. Nothing is allocated
     /// for checksums before the table was found to be whole.
     pub fn decode_with_block_size(bytes: &[u8], wanted: &Algorithm, block_size: u64) -> Result<Self, DigestError> {
-        if !bytes.starts_with(MAGIC) {
+        let (header, payload_len, blocks) = LAYOUT.decode(bytes, wanted, block_size, |count, of| count <= of)?;
+        let blocks = blocks.iter().map(|block| u64::from_le_bytes(*block)).collect();
+        Ok(Self { header, payload_len, blocks })
+    }
+}
+
+/// How every table is laid out, whatever the length of its checksums: each has `N` bytes.
+pub(super) struct Layout<const N: usize> {
+    pub(super) magic: &'static [u8; 8],
+}
+
+const LAYOUT: Layout<8> = Layout { magic: MAGIC };
+
+impl<const N: usize> Layout<N> {
+    /// Length in bytes of a table of `count` checksums.
+    pub(super) const fn len(count: u64) -> u64 {
+        HEAD as u64 + N as u64 * count + 8
+    }
+
+    /// The encoded table of `blocks`, behind the checksum of the header and the payload's length.
+    pub(super) fn encode(
+        &self,
+        algorithm: &Algorithm,
+        block_size: u64,
+        (header, payload_len): (u64, u64),
+        blocks: impl ExactSizeIterator<Item = [u8; N]>,
+    ) -> Vec<u8> {
+        let count = blocks.len();
+        let mut out = Vec::with_capacity(HEAD + N * count + 8);
+        out.extend_from_slice(self.magic);
+        out.extend_from_slice(&algorithm.number().to_le_bytes());
+        out.extend_from_slice(&((block_size & 0xFFFF_FFFF) as u32).to_le_bytes());
+        for word in [payload_len, header, count as u64] {
+            out.extend_from_slice(&word.to_le_bytes());
+        }
+        for block in blocks {
+            out.extend_from_slice(&block);
+        }
+        let own = checksum(&out);
+        out.extend_from_slice(&own.to_le_bytes());
+        out
+    }
+
+    /// Reads a table of `wanted` over blocks of `block_size` bytes: the checksum of the header, the payload's length
+    /// and the checksums. `fits` says whether a table may have so many checksums (its first argument) over a payload
+    /// that has so many blocks (its second).
+    pub(super) fn decode<'a>(
+        &self,
+        bytes: &'a [u8],
+        wanted: &Algorithm,
+        block_size: u64,
+        fits: impl FnOnce(u64, u64) -> bool,
+    ) -> Result<(u64, u64, &'a [[u8; N]]), DigestError> {
+        if !bytes.starts_with(self.magic) {
             return Err(DigestError::Magic);
         }
         let have = bytes.len() as u64;
@@ -105,11 +147,11 @@ impl DigestTable {
         if u64::from(found) != block_size || !BLOCK_SIZES.contains(&block_size) {
             return Err(DigestError::BlockSize(found));
         }
-        if count > payload_len.div_ceil(block_size) {
+        if !fits(count, payload_len.div_ceil(block_size)) {
             return Err(DigestError::Count { count, payload_len });
         }
         // count <= 2^55, since a block has at least 2^9 bytes: this cannot overflow
-        let need = table_len(count);
+        let need = Self::len(count);
         if have != need {
             return Err(DigestError::Length { have, need });
         }
@@ -118,8 +160,7 @@ impl DigestTable {
         if expected != found {
             return Err(DigestError::Checksum { expected, found });
         }
-        let blocks = bytes[HEAD..body].as_chunks().0.iter().map(|block| u64::from_le_bytes(*block)).collect();
-        Ok(Self { header, payload_len, blocks })
+        Ok((header, payload_len, bytes[HEAD..body].as_chunks().0))
     }
 }
 

@@ -46,6 +46,12 @@ impl Connection {
         Err(failed(last))
     }
 
+    /// Connects to the source at `url` by its other `address`.
+    pub(crate) fn open_at(url: &Arc<SourceUrl>, address: SocketAddr, limits: &Limits) -> Result<Self, Error> {
+        let stream = connect(address, limits)?.map_err(|e| refused(&address.to_string(), e))?;
+        Self { at: Some(address), ..Self::over(stream, url, limits) }.secured()
+    }
+
     /// Connects to the source at `url` under the `name` it has on this machine.
     pub(crate) fn open_same_host(
         url: &Arc<SourceUrl>,
@@ -79,6 +85,7 @@ impl Connection {
         }
     }
 
+    /// The error for a TLS handshake that failed with `e`.
     fn refused_handshake(&self, e: &io::Error) -> Error {
         let peer = self.url.authority();
         match e.get_ref().and_then(|inner| inner.downcast_ref()) {

@@ -5,6 +5,7 @@
 
 use std::time::Duration;
 
+use tensorferry_wire::rails::{self, RAILS_HEADER, Rail};
 use tensorferry_wire::swarm::SWARM_HEADER;
 use tensorferry_wire::{proof, request};
 
@@ -31,6 +32,8 @@ pub(crate) struct Head {
     pub(crate) same_host: Option<same_host::Name>,
     /// Whether the source has a tracker.
     pub(crate) offers_swarm: bool,
+    /// By which addresses the source can be reached, if it names them.
+    pub(crate) rails: Vec<Rail>,
     /// Whether the body comes through shared memory.
     pub(super) in_ring: bool,
     /// Whether the source still copies some of the body.
@@ -38,6 +41,17 @@ pub(crate) struct Head {
     /// Whether the server speaks HTTP/1.0, which no source of this engine does.
     pub(crate) http_10: bool,
     pub(super) keep_alive: bool,
+}
+
+/// By which ways the source of an answer can be reached besides the one that was taken.
+#[derive(Debug, Default)]
+pub(crate) struct Offers {
+    /// Where that is without the network.
+    pub(crate) same_host: Option<same_host::Name>,
+    /// Whether it has a tracker.
+    pub(crate) swarm: bool,
+    /// Its addresses.
+    pub(crate) rails: Vec<Rail>,
 }
 
 /// How much of a head the bytes received of an answer hold, with the length of the head.
@@ -70,6 +84,11 @@ impl ParsedHead {
 }
 
 impl Head {
+    /// What the source offers.
+    pub(crate) fn offers(&self) -> Offers {
+        Offers { same_host: self.same_host.clone(), swarm: self.offers_swarm, rails: self.rails.clone() }
+    }
+
     fn of(response: &httparse::Response<'_, '_>) -> Result<Self, &'static str> {
         let mut head = Self {
             status: response.code.unwrap_or(0),
@@ -81,6 +100,7 @@ impl Head {
             proof: None,
             same_host: None,
             offers_swarm: false,
+            rails: Vec::new(),
             in_ring: false,
             filling: false,
             http_10: response.version == Some(0),
@@ -107,6 +127,8 @@ impl Head {
                 head.same_host = same_host::Name::parse(value());
             } else if header.name.eq_ignore_ascii_case(SWARM_HEADER) {
                 head.offers_swarm = true;
+            } else if header.name.eq_ignore_ascii_case(RAILS_HEADER) {
+                head.rails = rails::parse(value());
             } else if header.name.eq_ignore_ascii_case(request::RING_HEADER) {
                 head.in_ring = true;
             } else if header.name.eq_ignore_ascii_case(request::FILLING_HEADER) {

@@ -16,7 +16,7 @@ mod head;
 mod session;
 
 use std::io::{self, IoSliceMut, Read, Write};
-use std::net::IpAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -24,8 +24,8 @@ use socket2::Socket;
 use tensorferry_wire::proof::{self, Nonce};
 
 use self::body::Ring;
-pub(crate) use self::head::Head;
 use self::head::ParsedHead;
+pub(crate) use self::head::{Head, Offers};
 use self::session::Session;
 use super::limits::{Limits, StallDetector};
 use super::url::SourceUrl;
@@ -51,6 +51,8 @@ pub(crate) struct Connection {
     stream: Arc<CloseOnFork<Socket>>,
     tls: Option<Box<Session>>,
     url: Arc<SourceUrl>,
+    /// The address, where it is none that the URL leads to.
+    at: Option<SocketAddr>,
     limits: Limits,
     /// Bytes received behind the last head that belong to the body.
     ahead: Vec<u8>,
@@ -83,6 +85,7 @@ impl Connection {
             stream,
             tls: None,
             url: Arc::clone(url),
+            at: None,
             limits: limits.clone(),
             ahead: Vec::new(),
             taken: 0,
@@ -145,10 +148,35 @@ impl Connection {
         if_match: Option<&str>,
         patience: Option<Duration>,
     ) -> Result<Head, Error> {
+        self.send(path, range, if_match)?;
+        self.stage = Stage::Asked;
+        let head = self.read_head(patience)?;
+        self.stage = Stage::Answering;
+        self.remaining = head.content_length.unwrap_or(0);
+        self.filling = head.filling;
+        self.copying |= head.filling;
+        self.reusable = head.keep_alive && head.content_length.is_some();
+        match &mut self.ring {
+            Some(ring) => ring.in_use = head.in_ring,
+            None if head.in_ring => return Err(self.protocol("it answers through memory that it does not share")),
+            None => {}
+        }
+        Ok(head)
+    }
+
+    /// Sends one GET for `path` and reads no answer: nothing else can be asked for on this connection afterwards.
+    pub(crate) fn tell(&mut self, path: &str, if_match: Option<&str>) -> Result<(), Error> {
+        self.send(path, None, if_match)
+    }
+
+    fn send(&mut self, path: &str, range: Option<(u64, u64)>, if_match: Option<&str>) -> Result<(), Error> {
         use std::fmt::Write as _;
         if !self.is_reusable() {
             // The last answer announced that it ends the connection.
-            *self = Self::open(&self.url, &self.limits)?;
+            *self = match self.at {
+                Some(address) => Self::open_at(&self.url, address, &self.limits)?,
+                None => Self::open(&self.url, &self.limits)?,
+            };
         }
         let path = if path.starts_with('/') { path.to_owned() } else { format!("{}{path}", self.url.prefix()) };
         let range = range.map(|(start, end)| format!("bytes={start}-{}", end - 1));
@@ -177,22 +205,10 @@ impl Connection {
             None => (&*self.stream).write_all(request.as_bytes()),
             Some(tls) => tls.write_all(&self.stream, &self.limits, &mut self.timeout, request.as_bytes()),
         };
-        sent.map_err(|e| self.broken(&e))?;
-        self.stage = Stage::Asked;
-        let head = self.read_head(patience)?;
-        self.stage = Stage::Answering;
-        self.remaining = head.content_length.unwrap_or(0);
-        self.filling = head.filling;
-        self.copying |= head.filling;
-        self.reusable = head.keep_alive && head.content_length.is_some();
-        match &mut self.ring {
-            Some(ring) => ring.in_use = head.in_ring,
-            None if head.in_ring => return Err(self.protocol("it answers through memory that it does not share")),
-            None => {}
-        }
-        Ok(head)
+        sent.map_err(|e| self.broken(&e))
     }
 
+    /// Receives and parses the head of an answer, interim answers before it included; keeps what came behind it.
     fn read_head(&mut self, patience: Option<Duration>) -> Result<Head, Error> {
         let mut buffer = vec![0_u8; MAX_HEAD];
         let mut filled = 0;
@@ -291,12 +307,12 @@ impl Connection {
         Ok(got)
     }
 
-    /// The same, however little it is.
+    /// Receives into `parts` as [`Connection::receive_or_end`], but the end of the connection is an error.
     fn receive_anything(&mut self, parts: &mut [IoSliceMut<'_>]) -> Result<usize, Error> {
         self.receive_or_end(parts)?.ok_or_else(|| self.ended_early())
     }
 
-    /// The same; `None` if the source has closed the connection.
+    /// Receives into `parts`, however little comes; `None` if the source has closed the connection.
     fn receive_or_end(&mut self, parts: &mut [IoSliceMut<'_>]) -> Result<Option<usize>, Error> {
         let got = match &mut self.tls {
             None => (&mut &*self.stream).read_vectored(parts),

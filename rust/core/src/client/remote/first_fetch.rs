@@ -12,12 +12,11 @@ use super::open::served_step;
 use super::verify::{Passes, hash_digests};
 use crate::client::answers::{check_range, read_digests};
 use crate::client::blocks::block_len;
-use crate::client::connection::{Connection, Head};
+use crate::client::connection::{Connection, Head, Offers};
 use crate::client::limits::Limits;
 use crate::error::{Error, ErrorKind, Hint};
 use crate::memory::{check_machine_has, check_room};
 use crate::payload::is_control;
-use crate::same_host;
 use crate::trust::secret;
 
 /// The results of the first requests to a source.
@@ -29,8 +28,7 @@ pub(crate) struct FirstFetch {
     pub(crate) payload_start: u64,
     pub(crate) etag: String,
     pub(crate) prefix: Vec<u8>,
-    pub(crate) same_host: Option<same_host::Name>,
-    pub(crate) offers_swarm: bool,
+    pub(crate) offers: Offers,
 }
 
 impl FirstFetch {
@@ -63,7 +61,7 @@ impl FirstFetch {
             Some((0, end, total)) if end == ahead.min(total) => total,
             _ => return Err(protocol("the source answered with another range than asked for")),
         };
-        let (same_host, offers_swarm) = (head.same_host.clone(), head.offers_swarm);
+        let offers = head.offers();
         let etag = head.etag.clone().ok_or_else(|| protocol("the source's answer has no ETag"))?;
         *begun = Some(etag.clone());
         let mut bytes = connection.body(&head, ahead)?;
@@ -129,7 +127,7 @@ impl FirstFetch {
             passes.note(&etag, &all);
             return Err(passes.error(&header, (first * BLOCK_SIZE, ((first + 1) * BLOCK_SIZE).min(payload_len))));
         }
-        Ok(Self { connection, step, header, header_digest, payload_start, etag, prefix, same_host, offers_swarm })
+        Ok(Self { connection, step, header, header_digest, payload_start, etag, prefix, offers })
     }
 }
 

@@ -3,12 +3,13 @@
 //! [`Remote::open`] (module `open`) asks the sources in turn until one answers and reads header and reserved entries
 //! (`first_fetch`). A fetch lays out the memory, makes a plan of it, finds what an interrupted one has left (`resume`),
 //! lets lanes bring what is missing (`transfer`), and compares the checksums with those of the source until all match at
-//! one moment (`verify`). The digests of their entries show in what two sources differ (`entry_digests`).
+//! one moment (`verify`). Who has sent what is counted then (`senders`). The digests of their entries show in what two sources differ (`entry_digests`).
 
 mod entry_digests;
 mod first_fetch;
 mod open;
 mod resume;
+mod senders;
 mod transfer;
 mod verify;
 
@@ -116,6 +117,7 @@ impl Remote {
         self.fetch_missing(destination, true)
     }
 
+    /// Does what [`Remote::fetch`] says, or with `resume` what [`Remote::resume`] says.
     fn fetch_missing(mut self, destination: Destination, resume: bool) -> Result<Arrived, Error> {
         let started = Instant::now();
         let memory = self.prepare_memory(destination.addresses().as_deref(), &[])?;
@@ -123,12 +125,12 @@ impl Remote {
         let mut report = self.begin();
         let mut missing = self.missing(&plan);
         let is_small = missing.is_empty();
+        self.choose_route(plan.held(&missing));
         let host = if is_small { None } else { self.relay_host() };
         let received = self.received(host.is_some())?;
         if resume {
             missing = self.without_present(&plan, &missing, &received)?;
         }
-        self.choose_route(plan.held(&missing));
         self.copy_prefix(&plan)?;
         let fetch = PlannedFetch { plan: &plan, missing: &missing, held: &self.blocks(), received: &received };
         let relay = host.and_then(|host| OpenRelay::open(&*host, &self, &plan, &missing));
@@ -148,17 +150,9 @@ impl Remote {
 
     /// What serves on what is received, if this takes part in a swarm. Grants are of one source, and so are the digests
     /// that relays' blocks are compared with. Shared memory brings everything sooner than other receivers could.
-    fn relay_host(&mut self) -> Option<Arc<dyn RelayHost>> {
+    fn relay_host(&self) -> Option<Arc<dyn RelayHost>> {
         let [source] = &self.sources[..] else { return None };
-        let host = self.relay.clone().filter(|_| source.offers_swarm())?;
-        if source.same_host().is_some()
-            && let Ok(connection) = source.connect(&self.limits)
-        {
-            let is_local = connection.is_same_host();
-            self.connections.push(connection);
-            return (!is_local).then_some(host);
-        }
-        Some(host)
+        self.relay.clone().filter(|_| source.offers_swarm() && source.same_host().is_none())
     }
 
     /// Whether it comes encrypted.
@@ -258,6 +252,10 @@ impl Remote {
     pub(super) fn complete(&self, report: Report, started: Instant) -> Report {
         let mut report = Report { fetching: started.elapsed(), ..report };
         report.bytes += self.prefix.len() as u64;
+        if !self.prefix.is_empty() {
+            let opener = self.sources[self.opener].url.authority().to_owned();
+            *report.senders.entry(opener).or_default() += self.prefix.len() as u64;
+        }
         if report.lanes == 0 {
             // Nothing was left to fetch.
             report.lanes = 1;
@@ -267,9 +265,13 @@ impl Remote {
     }
 
     /// Decides between the network and shared memory, which does not pay where only so few `bytes` are still to come.
-    pub(super) fn choose_route(&self, bytes: u64) {
+    pub(super) fn choose_route(&mut self, bytes: u64) {
         if bytes < SAME_HOST_BYTES {
             self.sources.iter().for_each(Source::give_up_same_host);
+        }
+        // Whether a source is on this machine decides how many lanes there are, and over which of its addresses.
+        for source in self.sources.iter().filter(|source| source.same_host().is_some()) {
+            self.connections.extend(source.connect_same_host(&self.limits));
         }
     }
 
@@ -283,6 +285,7 @@ impl Remote {
         Waves::new((&self.header, self.header.payload_len()), destination, (passing, &[]), most, self.pool.clone())
     }
 
+    /// Copies the blocks that came along with the header to their destinations.
     pub(super) fn copy_prefix(&self, plan: &Plan) -> Result<(), Error> {
         let mut sink = zeroed(block_len())?;
         let have = (self.prefix.len() as u64).div_ceil(BLOCK_SIZE);

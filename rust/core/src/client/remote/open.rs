@@ -119,7 +119,7 @@ impl Remote {
             };
             match opened {
                 Ok(opened) => {
-                    sources[primary].note_opened(opened.etag, opened.same_host, opened.offers_swarm);
+                    sources[primary].note_opened(opened.etag, opened.connection.route(), opened.offers);
                     return Ok(Self {
                         sources,
                         primary,

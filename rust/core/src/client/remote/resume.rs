@@ -7,7 +7,7 @@ use tensorferry_wire::digest::BLOCK_SIZE;
 
 use super::Remote;
 use super::transfer::default_lanes;
-use crate::client::blocks::{block_len, requests};
+use crate::client::blocks::{block_len, push_block, requests};
 use crate::client::ledger::BlockLedger;
 use crate::error::Error;
 use crate::memory::zeroed;
@@ -34,10 +34,7 @@ impl Remote {
                     self.progress.fetch_add(end - start, Ordering::Relaxed);
                     continue;
                 }
-                match left.last_mut() {
-                    Some(run) if run.1 == block => run.1 += 1,
-                    _ => left.push((block, block + 1)),
-                }
+                push_block(&mut left, block);
             }
         }
         Ok(left)

@@ -10,8 +10,10 @@ use tensorferry_wire::digest::BLOCK_SIZE;
 
 use super::Remote;
 use super::verify::Passes;
+use crate::client::blocks::push_block;
 use crate::client::lane;
 use crate::client::ledger::BlockLedger;
+use crate::client::rails::{self, RailLanes};
 use crate::client::relaying::OpenRelay;
 use crate::client::stragglers::StragglerMonitor;
 use crate::client::swarm::{MOST_RELAYS, Swarm, SwarmEnd};
@@ -62,9 +64,13 @@ impl Remote {
             }
         }
         match (relay, end) {
-            (Some(relay), Some(end)) => self.settle_in_swarm(fetches, relay, end, report),
-            (relay, _) => self.settle(fetches, relay, report),
+            (Some(relay), Some(end)) => self.settle_in_swarm(fetches, relay, end, report)?,
+            (relay, _) => self.settle(fetches, relay, report)?,
         }
+        for fetch in fetches {
+            self.note_senders(fetch, report);
+        }
+        Ok(())
     }
 
     /// Settles after a swarm: by the digests of all blocks that have come already, or by those of the source now.
@@ -76,23 +82,20 @@ impl Remote {
         report: &mut Report,
     ) -> Result<(), Error> {
         let mut relay = Some(relay);
-        // With a secret, digests of 64 bits are too short for what members have brought.
-        let long_only = self.sources[self.primary].url.secret().is_some() && report.relayed > 0;
-        if long_only && end.table.is_none() {
+        if report.relayed > 0 && end.table.is_none() {
             end.table = self.long_digests().ok().map(Arc::new);
         }
         let Some(table) = end.table.clone() else {
-            for fetch in fetches.iter().filter(|_| long_only) {
-                drop(relay.take());
-                let runs = self.relayed_runs(fetch);
-                self.run_lanes(fetch.plan, &runs, (false, None), fetch.received, report)?;
+            if let Some(relay) = &relay {
+                end.leave_unanswered(relay, &self.sources[self.primary], &self.key);
             }
-            return self.settle(fetches, relay, report);
+            return self.settle_with_source(fetches, relay, report);
         };
         for _ in 0..=LONG_RETRIES {
             let mut whole = true;
             for fetch in fetches {
                 let (differing, of_source) = self.differing_from(&table, fetch);
+                report.refused += fetch.received.take_refused();
                 report.troubles.append(&mut fetch.received.take_troubles());
                 if differing.is_empty() {
                     continue;
@@ -103,7 +106,7 @@ impl Remote {
                 self.run_lanes(fetch.plan, &differing, (false, None), fetch.received, report)?;
                 if of_source {
                     // It has changed what it serves: what it has now decides.
-                    return self.settle(fetches, None, report);
+                    return self.settle_with_source(fetches, None, report);
                 }
             }
             if whole {
@@ -114,7 +117,25 @@ impl Remote {
                 return Ok(());
             }
         }
-        self.settle(fetches, None, report)
+        self.settle_with_source(fetches, None, report)
+    }
+
+    /// Settles as without a swarm. Digests of 64 bits are too short for what relays have brought: that comes again, from
+    /// the source.
+    fn settle_with_source(
+        &mut self,
+        fetches: &[PlannedFetch<'_>],
+        mut relay: Option<OpenRelay<'_>>,
+        report: &mut Report,
+    ) -> Result<(), Error> {
+        for fetch in fetches {
+            let runs = self.relayed_runs(fetch);
+            if !runs.is_empty() {
+                drop(relay.take());
+                self.run_lanes(fetch.plan, &runs, (false, None), fetch.received, report)?;
+            }
+        }
+        self.settle(fetches, relay, report)
     }
 
     /// Compares the digests of all blocks held, and fetches those that differ again, until all match at one moment.
@@ -144,10 +165,7 @@ impl Remote {
         let mut runs: Vec<(u64, u64)> = Vec::new();
         let blocks = fetch.missing.iter().flat_map(|&(first, end)| first..end);
         for block in blocks.filter(|&block| fetch.received.source_of(block) >= self.sources.len()) {
-            match runs.last_mut() {
-                Some(run) if run.1 == block => run.1 += 1,
-                _ => runs.push((block, block + 1)),
-            }
+            push_block(&mut runs, block);
         }
         runs
     }
@@ -174,9 +192,16 @@ impl Remote {
         let wanted = self.lanes.unwrap_or_else(|| self.default_lanes()).clamp(1, 64) as u64;
         let most = MAX_RANGE_BLOCKS * plan.stride();
         let per_range = (blocks / (wanted * 4)).clamp(plan.stride().div_ceil(4), most);
+        let rails = if plan.held(runs) < rails::LEAST_BYTES { 0 } else { self.rails() };
+        let wanted = wanted.min(blocks.div_ceil(per_range)).max(1);
+        // As many connections in all, but at least two at each address: one waits for a request while the other receives.
+        let each = wanted.div_ceil(rails + 1).max(2);
+        let lanes = if rails == 0 { wanted } else { each.max(self.sources.len() as u64) };
+        let lanes = usize::try_from(lanes).unwrap_or(1);
+        let rail_lanes = RailLanes::new(&self.sources, lanes, if rails == 0 { 0 } else { each }, &self.limits);
         let queue = Queue::new(runs, per_range);
-        let lanes = usize::try_from(wanted.min(blocks.div_ceil(per_range))).unwrap_or(1).max(1);
-        report.lanes = report.lanes.max(lanes);
+        let queue = if rails == 0 { queue } else { queue.tapered(8 * (lanes + rail_lanes.lanes.len()) as u64) };
+        report.lanes = report.lanes.max(lanes + rail_lanes.lanes.len());
         let swarm = match relay {
             Some(relay) => {
                 let of = (self.header_digest, self.header.payload_len());
@@ -197,8 +222,12 @@ impl Remote {
             algorithm: &self.algorithm,
             limits: &self.limits,
             received,
-            watch: StragglerMonitor::new(lanes, if swarm.is_some() { MOST_RELAYS } else { 0 }),
+            watch: StragglerMonitor::new(
+                (lanes, rail_lanes.lanes.len()),
+                if swarm.is_some() { MOST_RELAYS } else { 0 },
+            ),
             swarm: swarm.as_ref(),
+            rails: &rail_lanes,
             alive: lanes.into(),
         };
         let builder = |index| std::thread::Builder::new().name(format!("tensorferry-lane-{index}"));
@@ -207,10 +236,15 @@ impl Remote {
         report.retries += received.take_retries();
         report.same_host |= received.came_same_host();
         report.troubles.append(&mut received.take_troubles());
-        report.routes.append(&mut received.take_routes());
+        report.add_routes(received.take_routes());
         drop(transfer);
         queue.finish()?;
         Ok(swarm.map(Swarm::end))
+    }
+
+    /// How many other addresses the sources have.
+    fn rails(&self) -> u64 {
+        self.sources.iter().filter(|source| source.has_rails()).map(|source| source.rails.others().len() as u64).sum()
     }
 
     /// On one machine each lane has a thread on either side that copies: more of them than cores are in each other's
@@ -218,7 +252,8 @@ impl Remote {
     fn default_lanes(&self) -> usize {
         let cores = std::thread::available_parallelism().map_or(2, std::num::NonZero::get);
         let local = self.sources.len() == 1 && self.sources[0].same_host().is_some();
-        if local { cores.clamp(2, 4) } else { default_lanes() }
+        // The same number for each source: on the link of the receiver, one with more of them would send more.
+        if local { cores.clamp(2, 4) } else { default_lanes().next_multiple_of(self.sources.len()) }
     }
 }
 

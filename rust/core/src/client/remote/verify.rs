@@ -13,8 +13,10 @@ use tensorferry_wire::digest::{BLOCK_SIZE, DigestTable, Hasher, WideTable};
 use super::Remote;
 use super::transfer::PlannedFetch;
 use crate::client::answers::{changed, read_digests, read_long_digests};
-use crate::client::blocks::{block_len, requests};
+use crate::client::blocks::{block_len, push_block, requests};
 use crate::client::connection::Connection;
+use crate::client::rails;
+use crate::client::swarm::matches;
 use crate::error::{Error, ErrorKind, Hint};
 use crate::payload::slices;
 use crate::report::Report;
@@ -141,10 +143,7 @@ impl Remote {
                 );
                 let error = Error::new(ErrorKind::Corrupt, message).hinting(Hint::WithdrawBeforeChange);
                 received.note_trouble(&from, &error);
-                match differ.last_mut() {
-                    Some(run) if run.1 == block => run.1 += 1,
-                    _ => differ.push((block, block + 1)),
-                }
+                push_block(&mut differ, block);
             }
         }
         Ok(differ)
@@ -153,7 +152,7 @@ impl Remote {
     /// The long digests of all blocks, of one moment.
     pub(super) fn long_digests(&mut self) -> Result<WideTable, Error> {
         let source = &self.sources[self.primary];
-        let mut connection = Connection::open(&source.url, &self.limits)?;
+        let mut connection = source.connect_network(&self.limits)?;
         let [(_, blocks)] = self.blocks();
         let table = read_long_digests(&mut connection, &self.key, source.etag.get().map(String::as_str), blocks)?;
         self.connections.push(connection);
@@ -163,25 +162,26 @@ impl Remote {
         Ok(table)
     }
 
-    /// The runs of blocks held whose long checksums are not those of `table`, and whether the source sent one of them.
+    /// The runs of blocks held whose checksums are not those of `table`, and whether the source sent one of them.
     pub(super) fn differing_from(&self, table: &WideTable, fetch: &PlannedFetch<'_>) -> (Vec<(u64, u64)>, bool) {
         let (mut differ, mut of_source): (Vec<(u64, u64)>, bool) = (Vec::new(), false);
         for block in fetch.held.iter().flat_map(|&(first, end)| first..end) {
-            let expected = usize::try_from(block).ok().and_then(|index| table.blocks.get(index)).copied();
-            if expected.is_some() && fetch.received.long_digest(block) == expected {
+            let origin = fetch.received.source_of(block);
+            let expected = usize::try_from(block).ok().and_then(|index| table.blocks.get(index));
+            let found = expected.zip(fetch.received.long_digest(block));
+            if found.is_some_and(|(expected, digest)| matches(expected, digest, origin >= self.sources.len())) {
                 continue;
             }
-            let origin = fetch.received.source_of(block);
             let from =
                 fetch.received.relay(origin).unwrap_or_else(|| self.sources[self.primary].url.authority().into());
             of_source |= origin < self.sources.len();
+            if origin >= self.sources.len() {
+                fetch.received.note_refused();
+            }
             let message = format!("block {block} of its bytes is not the one that the source had");
             let error = Error::new(ErrorKind::Corrupt, message).hinting(Hint::WithdrawBeforeChange);
             fetch.received.note_trouble(&from, &error);
-            match differ.last_mut() {
-                Some(run) if run.1 == block => run.1 += 1,
-                _ => differ.push((block, block + 1)),
-            }
+            push_block(&mut differ, block);
         }
         (differ, of_source)
     }
@@ -213,11 +213,12 @@ impl Remote {
             let ours = |c: &Connection| turn == 0 && c.is_reusable() && Arc::ptr_eq(c.url(), &source.url);
             let reused = self.connections.iter().position(ours).map(|at| self.connections.swap_remove(at));
             let attempt = match reused {
+                Some(connection) if source.has_rails() => Ok(connection.within(&rails::hasty(&self.limits))),
                 Some(connection) => Ok(connection),
                 None if turn == 0 => continue,
                 // It said nothing a moment ago, and there are others.
                 None if turn == 1 && last.is_timeout() && self.sources.len() > 1 => continue,
-                None => Connection::open(&source.url, &self.limits),
+                None => source.connect_network(&self.limits),
             };
             let answer = attempt.and_then(|mut connection| {
                 let etag = source.etag.get().map(String::as_str);
@@ -237,7 +238,12 @@ impl Remote {
                 }
                 Ok(_) => last = changed(),
                 Err(e) if e.kind() == ErrorKind::Cancelled => return Err(e),
-                Err(e) => last = e,
+                Err(e) => {
+                    if e.is_timeout() {
+                        source.rails.note_first_failed();
+                    }
+                    last = e;
+                }
             }
         }
         Err(last.at("cannot verify what was received"))

@@ -48,6 +48,7 @@ enum PageSize {
 }
 
 impl PageSize {
+    /// The other of the two kinds of pages.
     fn other(self) -> Self {
         match self {
             Self::Small => Self::Huge,

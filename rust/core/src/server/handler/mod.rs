@@ -17,6 +17,7 @@ use std::sync::atomic::Ordering;
 use http::header::{self, HeaderName, HeaderValue};
 use http::{Method, Request, Response, StatusCode};
 use tensorferry_wire::proof::Nonce;
+use tensorferry_wire::rails::RAILS_HEADER;
 use tensorferry_wire::request::{self, PathError, Resource};
 use tensorferry_wire::swarm::SWARM_HEADER;
 
@@ -33,6 +34,7 @@ use crate::trust::random;
 
 type ServedResponse = Response<ServedBody>;
 
+/// Answers a request, after checking its method and what it may have; counts it and its answer.
 pub(super) async fn answer<B>(
     connection: &Arc<ConnectionContext>,
     request: &Request<B>,
@@ -109,6 +111,7 @@ fn permitted<'r, B>(
     }
 }
 
+/// The answer to a permitted request for `resource`.
 async fn resolve<B>(
     connection: &Arc<ConnectionContext>,
     store: &Store,
@@ -136,7 +139,8 @@ async fn resolve<B>(
         Err(refused) => return refused,
     };
     let relayed = lease.publication().block_map().cloned();
-    let offers_swarm = relayed.is_none() && connection.shared.offers_swarm();
+    let is_source = relayed.is_none() && lease.publication().may_be_proven();
+    let offers_swarm = is_source && connection.shared.offers_swarm();
     let mut found = match resource {
         _ if let Some(blocks) = &relayed => swarm::relayed(connection, lease, blocks, resource, step, request).await,
         Resource::Container(_) => {
@@ -167,6 +171,11 @@ async fn resolve<B>(
     };
     if offers_swarm && matches!(resource, Resource::Container(_)) {
         found.headers_mut().insert(SWARM_HEADER, HeaderValue::from_static("1"));
+    }
+    if let Some(rails) =
+        connection.shared.rails.as_ref().filter(|_| is_source && matches!(resource, Resource::Container(_)))
+    {
+        found.headers_mut().insert(RAILS_HEADER, rails.clone());
     }
     if let Some(name) = connection.shared.same_host.as_ref().filter(|_| !connection.same_host) {
         insert(found.headers_mut(), HeaderName::from_static(request::SAME_HOST_HEADER), &name.to_string());
@@ -248,7 +257,7 @@ fn metrics(shared: &Shared) -> ServedResponse {
     answer
 }
 
-/// The same figures for people.
+/// The status page: what [`metrics`] counts, for people.
 fn status_page(shared: &Shared) -> ServedResponse {
     let Ok(nonce) = random::token() else {
         return text(StatusCode::INTERNAL_SERVER_ERROR, "the system gives no random numbers");

@@ -72,7 +72,7 @@ pub(super) async fn filled(
     }
 }
 
-/// The same for the blocks of `block_size` bytes in `runs`.
+/// Waits until the blocks of `block_size` bytes in `runs` are final, no longer than a request waits for the gate.
 pub(super) async fn runs_filled(
     connection: &ConnectionContext,
     lease: &Lease,

@@ -3,14 +3,20 @@
 //! The names of the series are documented (docs/reference/metrics.md) and do not change. No label holds text that a
 //! peer chose, so that a peer can neither forge lines nor make series without end.
 
+use std::cmp::Reverse;
+use std::collections::BTreeMap;
 use std::fmt::{Display, Write as _};
 use std::time::{Duration, SystemTime};
 
 use super::figures::Figures;
-use super::receives::{Phases, ReceiveFigures};
+use super::receives::{Failure, Phases, ReceiveFigures};
 
 /// The media type of what [`render`] returns.
 pub(in crate::server) const MEDIA_TYPE: &str = "text/plain; version=0.0.4; charset=utf-8";
+
+/// How many hosts have a series of their own, and how many characters of a name are shown.
+const MOST_HOSTS: usize = 64;
+const LONGEST_HOST: usize = 255;
 
 /// `figures` as a scraper reads them.
 pub(in crate::server) fn render(figures: &Figures) -> String {
@@ -46,6 +52,7 @@ pub(in crate::server) fn render(figures: &Figures) -> String {
     page.0
 }
 
+/// Writes the series about receives of this process.
 fn receives(page: &mut Exposition, figures: &ReceiveFigures) {
     let sums = &figures.sums;
     page.one("receiving", "gauge", "Receives of this process that run now.", figures.running.len());
@@ -61,6 +68,13 @@ fn receives(page: &mut Exposition, figures: &ReceiveFigures) {
     page.about("receives_total", "counter", "Receives of this process from sources of this protocol.");
     page.row("receives_total", "end=\"healed\"", sums.healed);
     page.row("receives_total", "end=\"failed\"", sums.failed);
+    page.about("receive_failures_total", "counter", "Receives that failed, by the class of the error.");
+    if !sums.failures.contains_key(Failure::OTHER) {
+        page.row("receive_failures_total", &format!("error=\"{}\"", Failure::OTHER), 0);
+    }
+    for (error, count) in &sums.failures {
+        page.row("receive_failures_total", &format!("error=\"{error}\""), count);
+    }
     page.one("received_bytes_total", "counter", "Bytes of payload those that healed received.", sums.bytes);
     page.one("receive_retries_total", "counter", "Ranges that had to be fetched again in them.", sums.retries);
     let (relayed, refused) = (sums.relayed, sums.refused);
@@ -88,6 +102,11 @@ fn receives(page: &mut Exposition, figures: &ReceiveFigures) {
     page.one("last_receive_bytes", "gauge", "Bytes of payload of the last one.", report.bytes);
     page.one("last_receive_relayed_bytes", "gauge", "The part of them from other receivers.", report.relayed);
     page.one("last_receive_relays", "gauge", "Those other receivers.", report.relays);
+    page.one("last_receive_senders", "gauge", "Sources and other receivers that sent them.", report.senders.len());
+    page.about("last_receive_sender_bytes", "gauge", "Bytes of the last one, by the host that sent them.");
+    for (host, bytes) in bytes_by_host(&report.senders) {
+        page.row("last_receive_sender_bytes", &format!("host=\"{host}\""), bytes);
+    }
     page.one("last_receive_lanes", "gauge", "Connections of the last one.", report.lanes);
     page.about("last_receive_seconds", "gauge", "Time of the last one, by what it went to.");
     page.phases("last_receive_seconds", *phases);
@@ -100,6 +119,21 @@ fn receives(page: &mut Exposition, figures: &ReceiveFigures) {
     if report.same_host {
         page.row("last_receive_route", "here=\"local\",there=\"local\"", 1);
     }
+}
+
+/// How many bytes the hosts of `senders` have sent, those with the most. Ports would make series without end. Others have
+/// named the hosts: what no name and no address of a host has in it is not shown.
+fn bytes_by_host(senders: &BTreeMap<String, u64>) -> Vec<(String, u64)> {
+    let shown = |c: char| if c.is_ascii_alphanumeric() || ".:-_[]%".contains(c) { c } else { '?' };
+    let mut hosts: BTreeMap<String, u64> = BTreeMap::new();
+    for (authority, bytes) in senders {
+        let host = authority.rsplit_once(':').map_or(&authority[..], |(host, _)| host);
+        *hosts.entry(host.chars().take(LONGEST_HOST).map(shown).collect()).or_default() += bytes;
+    }
+    let mut hosts: Vec<_> = hosts.into_iter().collect();
+    hosts.sort_by_key(|&(_, bytes)| Reverse(bytes));
+    hosts.truncate(MOST_HOSTS);
+    hosts
 }
 
 struct Exposition(String);
@@ -122,5 +156,20 @@ impl Exposition {
         for (phase, time) in [("open", phases.open), ("fetch", phases.fetch), ("build", phases.build)] {
             self.row(name, &format!("phase=\"{phase}\""), time.as_secs_f64());
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn senders_become_few_series_without_text_of_their_own() {
+        let senders = [("10.0.0.1:4", 1), ("10.0.0.1:5", 2), ("[fe80::1%eth0]:6", 9), ("a\"} 7\\:1", 4)];
+        let hosts = bytes_by_host(&senders.map(|(sender, bytes)| (sender.to_owned(), bytes)).into());
+        let expected = [("[fe80::1%eth0]", 9), ("a???7?", 4), ("10.0.0.1", 3)];
+        assert_eq!(hosts, expected.map(|(host, bytes)| (host.to_owned(), bytes)));
+        let many = (0..200).map(|number| (format!("host{number}:1"), number)).collect();
+        assert_eq!(bytes_by_host(&many).len(), MOST_HOSTS);
     }
 }

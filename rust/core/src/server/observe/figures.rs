@@ -37,6 +37,7 @@ pub(in crate::server) struct Figures {
 }
 
 impl Figures {
+    /// The figures of a server at this moment.
     pub(in crate::server) fn of(shared: &Shared) -> Self {
         let load = |count: &AtomicU64| count.load(Ordering::Relaxed);
         let shelves = shared.shelves.stores();

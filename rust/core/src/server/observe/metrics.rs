@@ -74,7 +74,7 @@ impl Sending {
         Self { since: Instant::now(), bounds: (before, before + len), relayed }
     }
 
-    /// The body is gone. One of which nothing was sent, as in the answer to HEAD, does not count.
+    /// Counts a body that has ended. One of which nothing was sent, as in the answer to HEAD, does not count.
     pub(in crate::server) fn end(&self, connection: &ConnectionContext) {
         let sent = connection.progress[0].bytes.load(Ordering::Relaxed);
         if sent > self.bounds.0 {

@@ -49,6 +49,8 @@ pub(in crate::server) struct Phases {
 pub(in crate::server) struct Sums {
     pub(in crate::server) healed: u64,
     pub(in crate::server) failed: u64,
+    /// Those that failed, by [`Failure::counted_as`].
+    pub(in crate::server) failures: BTreeMap<String, u64>,
     pub(in crate::server) bytes: u64,
     /// The part of the bytes that other receivers have sent, and their blocks that were not the source's.
     pub(in crate::server) relayed: u64,
@@ -87,6 +89,20 @@ pub(in crate::server) struct ReceiveFigures {
     pub(in crate::server) sums: Sums,
 }
 
+/// Why a receive failed, in the words of the program around the engine.
+#[derive(Clone, Copy, Debug)]
+pub struct Failure<'a> {
+    /// The class of the error, for people.
+    pub class: &'a str,
+    /// The label under which it is counted. Each label is a series of its own, so the caller takes it from a short list.
+    pub counted_as: &'a str,
+}
+
+impl Failure<'_> {
+    /// The label of what is on no list. It is always counted, so that a first failure is an increase.
+    pub const OTHER: &'static str = "other";
+}
+
 /// A receive of this process, which its [`crate::Server`] shows as running until [`Receive::end`]. One that is dropped
 /// before counts as failed.
 ///
@@ -121,6 +137,7 @@ impl Receives {
 }
 
 impl Running {
+    /// How far the receive is at this moment.
     fn look(&self) -> Underway {
         let (received, total) =
             self.opened.as_ref().map_or((0, 0), |(received, total)| (received.load(Ordering::Relaxed), *total));
@@ -136,6 +153,7 @@ impl Running {
 }
 
 impl Receive {
+    /// Notes that a receive of `step` begins.
     pub(in crate::server) fn begin(shared: &Arc<Shared>, step: i64) -> Self {
         let mut kept = shared.receives.kept();
         let number = kept.next;
@@ -152,12 +170,13 @@ impl Receive {
         }
     }
 
-    /// The receive is over, after `took` in all: with its report, or with an error of this class.
-    pub fn end(self, outcome: Result<&Report, &str>, took: Duration) {
+    /// Notes that the receive is over, after `took` in all: with its report, or with an error.
+    pub fn end(self, outcome: Result<&Report, Failure<'_>>, took: Duration) {
         self.note(outcome, Some(took));
     }
 
-    fn note(&self, outcome: Result<&Report, &str>, took: Option<Duration>) {
+    /// Moves the receive to those that ended, and adds it to the sums; does nothing the second time.
+    fn note(&self, outcome: Result<&Report, Failure<'_>>, took: Option<Duration>) {
         let mut kept = self.shared.receives.kept();
         let Some(running) = kept.running.remove(&self.number) else { return };
         let took = took.unwrap_or_else(|| running.began.elapsed());
@@ -177,8 +196,9 @@ impl Receive {
                 sums.phases.verify += verify;
                 Ok((report.clone(), Phases { open, fetch, build, verify }))
             }
-            Err(class) => {
+            Err(Failure { class, counted_as }) => {
                 kept.sums.failed += 1;
+                *kept.sums.failures.entry(counted_as.to_owned()).or_default() += 1;
                 Err(class.to_owned())
             }
         };
@@ -189,6 +209,6 @@ impl Receive {
 
 impl Drop for Receive {
     fn drop(&mut self) {
-        self.note(Err("ended without a result"), None);
+        self.note(Err(Failure { class: "ended without a result", counted_as: Failure::OTHER }), None);
     }
 }

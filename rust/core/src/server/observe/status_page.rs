@@ -3,6 +3,7 @@
 //! The browser asks for it again every two seconds. Text that may come from peers is escaped, and the page forbids the
 //! browser everything but its own style sheet, so that even text that was not escaped could do nothing.
 
+use std::cmp::Reverse;
 use std::fmt::{self, Display, Write as _};
 use std::time::Duration;
 
@@ -15,6 +16,9 @@ use super::transfers::Transfer;
 
 /// The media type of what [`render`] returns.
 pub(in crate::server) const MEDIA_TYPE: &str = "text/html; charset=utf-8";
+
+/// How many senders of a receive have a figure of their own.
+const MOST_SENDERS: usize = 12;
 
 const STYLE: &str = "\
 :root{color-scheme:light dark;font:15px/1.5 system-ui,sans-serif}
@@ -55,6 +59,7 @@ pub(in crate::server) fn render(figures: &Figures, nonce: &str) -> String {
     page
 }
 
+/// Writes the heading: what is served, whether the gate is open, and how the server is protected.
 fn summary(page: &mut String, figures: &Figures, title: &str) {
     let (class, gate) = if figures.allowed {
         ("open", "the gate is open: a checkpoint may be fetched")
@@ -80,6 +85,7 @@ fn summary(page: &mut String, figures: &Figures, title: &str) {
     );
 }
 
+/// Writes the transfers that run now.
 fn sending(page: &mut String, figures: &Figures) {
     let bodies = &figures.tallies.bodies;
     let _ = write!(
@@ -112,6 +118,7 @@ fn sending(page: &mut String, figures: &Figures) {
     }
 }
 
+/// Writes the receives of this process that run now.
 fn receiving(page: &mut String, running: &[Underway]) {
     page.push_str("<h2>Receiving</h2>\n");
     let heads = ["step", "phase", "progress", "#received", "#of", "#for"];
@@ -125,6 +132,7 @@ fn receiving(page: &mut String, running: &[Underway]) {
     });
 }
 
+/// Writes the last receives of this process that ended.
 fn received(page: &mut String, figures: &Figures) {
     let sums = &figures.receives.sums;
     let _ = write!(
@@ -164,10 +172,19 @@ fn received(page: &mut String, figures: &Figures) {
         if report.relays > 0 {
             routes.push(format!("{} from {} other receivers", Bytes(report.relayed as f64), report.relays));
         }
+        if report.senders.len() > 1 {
+            let mut senders: Vec<_> = report.senders.iter().collect();
+            senders.sort_by_key(|&(_, bytes)| Reverse(*bytes));
+            let more = senders.len().saturating_sub(MOST_SENDERS);
+            let named = senders.into_iter().take(MOST_SENDERS);
+            routes.extend(named.map(|(sender, bytes)| format!("{} sent by {sender}", Bytes(*bytes as f64))));
+            routes.extend((more > 0).then(|| format!("the rest by {more} more")));
+        }
         row.cell(format_args!("{} connections, {}", report.lanes, routes.join(", ")));
     });
 }
 
+/// Writes how many requests were refused, and the last ones.
 fn refused(page: &mut String, figures: &Figures) {
     let refusals = figures.tallies.answers.iter().filter(|(code, _)| **code >= 400);
     let counts: Vec<_> = refusals
@@ -235,6 +252,7 @@ impl Row<'_> {
         self.classed("n", value);
     }
 
+    /// Writes a cell with a bar and the percentage; an empty one if `total` is 0.
     fn progress(&mut self, done: u64, total: u64) {
         let _ = match total {
             0 => write!(self.0, "<td></td>"),

@@ -61,7 +61,7 @@ impl Transfers {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// An answer of `connection` begins, whose bytes `progress` counts.
+    /// Notes that an answer of `connection` begins, whose bytes `progress` counts.
     pub(in crate::server) fn begin(
         &self,
         connection: u64,
@@ -84,14 +84,14 @@ impl Transfers {
         sent.insert(connection, new);
     }
 
-    /// The latest answer of `connection` is over.
+    /// Notes that the latest answer of `connection` is over.
     pub(in crate::server) fn end(&self, connection: u64) {
         if let Some(known) = self.sent().get_mut(&connection) {
             known.ended = Some((Instant::now(), known.progress.bytes.load(Ordering::Relaxed)));
         }
     }
 
-    /// `connection` is closed.
+    /// Notes that `connection` is closed.
     pub(in crate::server) fn leave(&self, connection: u64) {
         self.sent().remove(&connection);
     }

@@ -35,7 +35,7 @@ impl<'py> Writer<'_, 'py> {
         self.is_plain_dtype(&value.getattr(intern!(py, "dtype"))?)
     }
 
-    /// An array or scalar for which `is_plain_array` is true.
+    /// Writes an array or scalar for which `is_plain_array` is true.
     pub(super) fn array(&mut self, value: &Bound<'py, PyAny>) -> Written {
         let py = self.py;
         let Some([array, _, rebuild_array, rebuild_scalar]) = self.numpy.clone() else { return Ok(None) };

@@ -93,6 +93,7 @@ struct Writer<'a, 'py> {
 type Written = PyResult<Option<()>>;
 
 impl<'py> Writer<'_, 'py> {
+    /// Writes an object of the state: number or text, view, array, or what the interpreter's pickler makes of it.
     fn object(&mut self, value: &Bound<'py, PyAny>) -> Written {
         if is_written(&mut self.pickle, value) {
             // Nothing else belongs to it.
@@ -116,7 +117,7 @@ impl<'py> Writer<'_, 'py> {
         })
     }
 
-    /// An `OrderedDict` for a tensor's hooks, which are not sent.
+    /// Writes an empty `OrderedDict` in place of a tensor's hooks, which are not sent.
     fn hooks(&mut self) -> Written {
         let written = self.function(3)?;
         self.pickle.op(pickle::EMPTY_TUPLE);
@@ -124,18 +125,20 @@ impl<'py> Writer<'_, 'py> {
         Ok(written)
     }
 
+    /// The function `self.functions[number]`, by its name the first time, then as what a reader memoized.
     fn function(&mut self, number: usize) -> Written {
-        if let Some(known) = self.functions_known[number] {
-            self.pickle.get(known);
+        if let Some(memoized) = self.functions_known[number] {
+            self.pickle.get(memoized);
         } else {
             let function = self.functions[number].clone();
-            let Some(known) = self.constant(&function)? else { return Ok(None) };
-            self.functions_known[number] = Some(known);
+            let Some(memoized) = self.constant(&function)? else { return Ok(None) };
+            self.functions_known[number] = Some(memoized);
         }
         Ok(Some(()))
     }
 
-    /// An object that is needed again and again, and that a reader makes once; returns what a reader memoized it as.
+    /// Writes an object that is needed again and again, and that a reader makes once; returns the number under which a
+    /// reader memoizes it.
     fn constant(&mut self, value: &Bound<'py, PyAny>) -> PyResult<Option<u32>> {
         let id = value.as_ptr() as usize;
         if let Some(&number) = self.known.get(&id) {
@@ -155,7 +158,7 @@ impl<'py> Writer<'_, 'py> {
         Ok(Some(number))
     }
 
-    /// What the interpreter's pickler writes.
+    /// Writes `value` as the interpreter's pickler does.
     fn splice(&mut self, value: &Bound<'py, PyAny>) -> Written {
         let pickled = self.foreign.call1((value, self.number))?;
         match pickled.cast::<PyBytes>() {

@@ -8,8 +8,8 @@ use crate::read_state::pickle;
 use crate::read_state::views::{View, typed};
 
 impl Writer<'_, '_> {
-    /// A leaf that is described here. Its own object occurs once among the objects, so that only the tensor that it is or
-    /// has may be referred to again.
+    /// Writes the leaf of the view at `place`: a tensor, or a `DTensor` and its local part. The leaf's own object occurs
+    /// once among the objects, so that only the tensor that it is or has may be referred to again.
     pub(super) fn leaf(&mut self, place: usize) -> Written {
         let (global, requires_grad, parameter) = {
             let view = &self.rows.views().all[place];
@@ -52,7 +52,7 @@ impl Writer<'_, '_> {
         Ok(Some(()))
     }
 
-    /// The tensor that a view is of.
+    /// Writes the tensor or parameter of the view at `place`, or refers to it where it was written before.
     fn tensor(&mut self, place: usize, requires_grad: bool, parameter: bool) -> Written {
         let (first, is_shared) = {
             let views = self.rows.views();
@@ -73,7 +73,7 @@ impl Writer<'_, '_> {
         Ok(written)
     }
 
-    /// A tensor, as torch's own pickling writes it.
+    /// Writes the tensor of the view at `place`, as torch's own pickling does.
     fn plain(&mut self, place: usize, requires_grad: bool) -> Written {
         if self.function(0)?.is_none() {
             return Ok(None);
@@ -106,6 +106,7 @@ impl Writer<'_, '_> {
         Ok(Some(()))
     }
 
+    /// Writes the parameter over the view at `place`, as torch's own pickling does.
     fn parameter(&mut self, place: usize, requires_grad: bool) -> Written {
         if self.function(1)?.is_none() || self.plain(place, false)?.is_none() {
             return Ok(None);

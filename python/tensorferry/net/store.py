@@ -6,16 +6,32 @@ thread waits instead; those who need an answer wait for the thread, as long as t
 
 from __future__ import annotations
 
+import atexit
+import os
 import threading
 import weakref
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from queue import SimpleQueue
 from typing import Any, TypeAlias, TypeVar
 
 T = TypeVar("T")
 
+#: How long the end of the process waits for stores. Until Python 3.14, a thread that comes back from torch's C++ while
+#: the interpreter ends aborts the process, which then looks like one that has failed.
+_EXIT_PATIENCE = 8.0
+
 _Order: TypeAlias = tuple[Future[Any], Callable[[], Any]]
+
+
+_unanswered: set[Future[Any]] = set()
+# A forked child has none of the threads.
+os.register_at_fork(after_in_child=_unanswered.clear)
+
+
+@atexit.register
+def _wait_for_answers() -> None:
+    wait(list(_unanswered), _EXIT_PATIENCE)
 
 
 class StoreThread:
@@ -32,11 +48,14 @@ class StoreThread:
             threading.Thread(target=_serve, args=(self._orders,), name="tensorferry-store", daemon=True).start()
             weakref.finalize(self, self._orders.put, None)
         answer: Future[T] = Future()
+        _unanswered.add(answer)
+        answer.add_done_callback(_unanswered.discard)
         self._orders.put((answer, call))
         return answer
 
 
 def _serve(orders: SimpleQueue[_Order | None]) -> None:
+    """Makes the calls that were ordered, one after the other, in the thread; ends at ``None``."""
     while (order := orders.get()) is not None:
         answer, call = order
         try:

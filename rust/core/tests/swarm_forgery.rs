@@ -1,0 +1,74 @@
+//! A member of a swarm that makes up blocks on purpose: their CRC is right.
+
+use std::io::Write;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use bytes::Bytes;
+use tensorferry_core::Stability;
+use tensorferry_wire::digest::checksum;
+
+use crate::common::faults::Liar;
+use crate::common::raw::get;
+use crate::common::{BLOCK, Rig, State};
+use crate::swarm::{join, length_of, member, offering, port_of};
+
+const BLOCKS: usize = 32;
+/// The polynomial of CRC-64/NVME, lowest bit first: whatever it is added to keeps its checksum.
+const NEUTRAL: u128 = (0x9A6C_9329_AC4B_C9B5 << 1) | 1;
+
+/// Other bytes with the same CRC in each block.
+fn forged(payload: &[u8]) -> Vec<u8> {
+    let mut forged = payload.to_vec();
+    for block in forged.chunks_mut(BLOCK) {
+        block[100..].iter_mut().zip(NEUTRAL.to_le_bytes()).for_each(|(byte, neutral)| *byte ^= neutral);
+    }
+    for (block, original) in forged.chunks(BLOCK).zip(payload.chunks(BLOCK)) {
+        assert!(block != original && checksum(block) == checksum(original));
+    }
+    forged
+}
+
+/// A relay that claims to have everything, and sends `container`.
+fn forger(container: Bytes, asked: Arc<AtomicUsize>) -> Liar {
+    Liar::new(move |mut stream, head, _| {
+        if head.contains("/have") {
+            let mut body = (BLOCKS as u64).to_le_bytes().to_vec();
+            body.extend(vec![0xff; 8 * BLOCKS.div_ceil(64)]);
+            write!(stream, "HTTP/1.1 200 OK\r\nContent-Length: {}\r\n\r\n", body.len())?;
+            return stream.write_all(&body);
+        }
+        asked.fetch_add(1, Ordering::SeqCst);
+        let range = head.lines().find_map(|line| line.strip_prefix("Range: bytes=")).unwrap();
+        let (start, last) = range.split_once('-').unwrap();
+        let (start, last): (usize, usize) = (start.parse().unwrap(), last.trim().parse().unwrap());
+        let (body, total) = (&container[start..=last], container.len());
+        write!(
+            stream,
+            "HTTP/1.1 206 Partial Content\r\nContent-Length: {}\r\nContent-Range: bytes {start}-{last}/{total}\r\n\r\n",
+            body.len()
+        )?;
+        stream.write_all(body)
+    })
+}
+
+#[test]
+fn a_block_that_is_made_up_to_have_the_right_crc_is_refused() {
+    let (state, rig) = (State::of(&[BLOCKS * BLOCK], 1), Rig::new());
+    for stability in [Stability::Private, Stability::Borrowed] {
+        let source = offering(&state, Some(16 * BLOCK as u64));
+        source.server.store().publish(7, state.publication(stability));
+        let start = length_of(&source) - BLOCKS * BLOCK;
+        let head = get(&source, &source.path("7/header"), &[]).body;
+        assert_eq!(head.len(), start);
+        let container = [head, forged(state.bytes("w0"))].concat();
+        let asked = Arc::<AtomicUsize>::default();
+        let forger = forger(container.into(), Arc::clone(&asked));
+        let _joined = join(&source, port_of(&forger.url()));
+        // Every byte is compared there.
+        let arrived = state.fetch(&[&source.url()], member(&rig)).unwrap();
+        assert!(asked.load(Ordering::SeqCst) > 0 && arrived.report().refused > 0, "{:?}", arrived.report());
+        let authority = forger.url().split('/').nth(2).unwrap().to_owned();
+        assert!(arrived.report().troubles.contains_key(&authority), "{:?}", arrived.report().troubles);
+    }
+}

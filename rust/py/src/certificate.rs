@@ -1,0 +1,37 @@
+//! `Certificate`: what a server shows to those who connect with TLS, with its key, which Python cannot show.
+
+use pyo3::prelude::*;
+use tensorferry_core::Identity;
+
+use crate::errors;
+
+/// A certificate and its key. The key cannot be read from it, and is not shown by `repr`.
+#[pyclass(name = "Certificate", module = "tensorferry._native", frozen)]
+pub(crate) struct PyCertificate(pub(crate) Identity);
+
+#[pymethods]
+impl PyCertificate {
+    /// The certificate and the key that two files in PEM form hold.
+    ///
+    /// # Errors
+    /// `InvalidArgument` when one of them holds none, or they do not belong together.
+    #[new]
+    fn new(py: Python<'_>, certificate: &[u8], key: &[u8]) -> PyResult<Self> {
+        Identity::from_pem(certificate, key).map(Self).map_err(|e| errors::to_py(py, &e))
+    }
+
+    /// The fingerprint in the URLs of a server that shows this certificate.
+    #[getter]
+    fn fingerprint(&self) -> String {
+        self.0.fingerprint()
+    }
+
+    /// The fingerprint of the certificate that a file in PEM form holds.
+    ///
+    /// # Errors
+    /// `InvalidArgument` when it holds none.
+    #[staticmethod]
+    fn fingerprint_of(py: Python<'_>, certificate: &[u8]) -> PyResult<String> {
+        Identity::fingerprint_of_pem(certificate).map_err(|e| errors::to_py(py, &e))
+    }
+}

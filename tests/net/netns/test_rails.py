@@ -1,0 +1,74 @@
+"""A source and a receiver with several links between them: all carry, and none is needed."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from network import Agent, Links, NotPermitted
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+MIB = 48
+STATE = MIB << 20
+
+
+@contextlib.contextmanager
+def hosts(mbits: list[int], advertise: str | None = None) -> Iterator[tuple[Links, Agent, dict[str, Any]]]:
+    """Yields the links, the receiver, and what the source has published."""
+    with contextlib.ExitStack() as stack:
+        try:
+            links = Links(mbits)
+        except NotPermitted as reason:
+            pytest.skip(f"no network namespaces here: {reason}")
+        stack.callback(links.remove)
+        source = Agent(links.source, "serve", mib=MIB, advertise=advertise)
+        stack.callback(source.end)
+        receiver = Agent(links.receiver, "receive")
+        stack.callback(receiver.end)
+        yield links, receiver, source.next()
+
+
+def receive(receiver: Agent, published: dict[str, Any], early: Callable[[], None] | None = None) -> dict[int, int]:
+    """Returns the bytes that came over each link, once the state has been compared."""
+    answer = receiver.ask(metadata=[published["metadata"]])
+    while "seconds" not in answer:
+        if early is not None and answer["done"] * 3 > answer["total"]:
+            early()
+            early = None
+        answer = receiver.next()
+    assert early is None, "it was over before anything could happen to it"
+    assert answer["digest"] == published["digest"]
+    return {int(here.split(".")[2]): nbytes for here, _, nbytes in answer["by_route"]}
+
+
+def test_four_links_carry_as_much_as_they_can() -> None:
+    with hosts([200, 200, 200, 50]) as (_, receiver, published):
+        carried = receive(receiver, published)
+    assert carried.keys() == {0, 1, 2, 3}
+    # The slow one has a share, and a smaller one than the others.
+    assert 0 < carried[3] < min(carried[0], carried[1], carried[2]), carried
+
+
+def test_only_the_links_that_are_advertised_carry() -> None:
+    with hosts([200, 200, 200], advertise="card1, 10.79.2.1") as (_, receiver, published):
+        assert published["metadata"].startswith("http://10.79.1.1:")
+        assert receive(receiver, published).keys() == {1, 2}
+    with hosts([200, 200], advertise="10.79.1.1") as (_, receiver, published):
+        assert receive(receiver, published).keys() == {1}
+
+
+@pytest.mark.parametrize("link", [0, 1])
+def test_a_link_that_is_cut_in_the_middle_is_done_without(link: int) -> None:
+    with hosts([100, 100, 100]) as (links, receiver, published):
+        carried = receive(receiver, published, lambda: links.cut(link))
+    assert carried[link] < min(nbytes for other, nbytes in carried.items() if other != link), carried
+
+
+@pytest.mark.parametrize("link", [0, 1])
+def test_a_link_that_swallows_everything_is_done_without(link: int) -> None:
+    with hosts([100, 100, 100]) as (links, receiver, published):
+        carried = receive(receiver, published, lambda: links.swallow(link))
+    assert carried[link] < min(nbytes for other, nbytes in carried.items() if other != link), carried

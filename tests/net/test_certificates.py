@@ -1,0 +1,179 @@
+"""Encryption from the environment, and certificates that are on disk before a server starts."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import ssl
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from equality import assert_same_state
+from secured import TIMEOUT, make_certificate, send, state
+from tensorferry import HTTPTransport, InvalidArgument, UnprovenSource, cli
+from tensorferry.cli import exits
+from tensorferry.dcp import PeerWriter
+from tensorferry.net.certificates import fingerprint_of, wants_tls
+
+pytestmark = pytest.mark.beyond_torchft
+
+#: A job that was swapped by its import line: nothing in it is about TLS.
+JOB = """
+from datetime import timedelta
+from tensorferry import HTTPTransport
+transport = HTTPTransport(timedelta(seconds=5))
+print(transport.metadata())
+transport.shutdown()
+"""
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> tuple[Path, Path]:
+    return make_certificate(tmp_path)
+
+
+@pytest.fixture
+def by_environment(monkeypatch: pytest.MonkeyPatch, files: tuple[Path, Path]) -> str:
+    """Names the certificate in the environment; its fingerprint."""
+    monkeypatch.setenv("TENSORFERRY_TLS_CERTIFICATE", str(files[0]))
+    monkeypatch.setenv("TENSORFERRY_TLS_KEY", str(files[1]))
+    return fingerprint_of(files[0])
+
+
+def digest(certificate: Path) -> str:
+    return f"sha256-{hashlib.sha256(ssl.PEM_cert_to_DER_cert(certificate.read_text())).hexdigest()}"
+
+
+@pytest.mark.parametrize("kind", ["ec", "rsa", "ed25519"])
+def test_a_certificate_of_every_kind_is_shown_and_its_fingerprint_stays(
+    open_transport: Any, tmp_path: Path, kind: str
+) -> None:
+    given = make_certificate(tmp_path, kind=kind)
+    for _ in range(2):
+        source = open_transport(tls=given, same_host=False)
+        assert send(source).startswith(f"https://{digest(given[0])}@")
+        received = open_transport(same_host=False, tls=True).recv_checkpoint(0, source.metadata(), 3, TIMEOUT)
+        assert_same_state(received, state())
+    assert fingerprint_of(given[0]) == digest(given[0])
+
+
+def test_a_job_that_only_swaps_the_import_line_encrypts(by_environment: str) -> None:
+    told = subprocess.run([sys.executable, "-c", JOB], capture_output=True, text=True, timeout=120, check=True)
+    assert told.stdout.startswith(f"https://{by_environment}@")
+
+
+@pytest.mark.usefixtures("by_environment")
+def test_an_argument_has_the_last_word(open_transport: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert open_transport(tls=False).metadata().startswith("http://")
+    monkeypatch.setenv("TENSORFERRY_TLS", "0")
+    assert open_transport().metadata().startswith("http://")
+
+
+def test_one_variable_is_enough_for_a_certificate_of_each_process(
+    open_transport: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = send(open_transport(same_host=False))
+    monkeypatch.setenv("TENSORFERRY_TLS", "1")
+    one, other = (open_transport().metadata() for _ in range(2))
+    assert one.startswith("https://sha256-")
+    assert one.split("@")[0] != other.split("@")[0]
+    # As with tls=True, what does not encrypt is refused.
+    with pytest.raises(UnprovenSource, match="does not encrypt"):
+        open_transport().recv_checkpoint(0, plain, 3, TIMEOUT)
+    assert cli.main(["inspect", plain]) == exits.STATUS[UnprovenSource]
+
+
+def test_verbs_and_other_doors_take_it_from_the_environment(
+    by_environment: str, open_transport: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    metadata = send(open_transport(same_host=False))
+    assert metadata.startswith(f"https://{by_environment}@")
+    for verb in (["inspect", metadata], ["top", metadata, "--once"]):
+        assert cli.main(verb) == exits.OK, capsys.readouterr()
+    writer = PeerWriter()
+    assert writer._server.url("here").startswith(f"https://{by_environment}@here:")
+    writer.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"TENSORFERRY_TLS": "yes"}, "TENSORFERRY_TLS must be 0 or 1, not 'yes'"),
+        ({"TENSORFERRY_TLS_CERTIFICATE": "CERT"}, "TENSORFERRY_TLS_CERTIFICATE is set, and TENSORFERRY_TLS_KEY is not"),
+        ({"TENSORFERRY_TLS_KEY": "KEY"}, "TENSORFERRY_TLS_KEY is set, and TENSORFERRY_TLS_CERTIFICATE is not"),
+        (
+            {"TENSORFERRY_TLS_CERTIFICATE": "/no/file", "TENSORFERRY_TLS_KEY": "KEY"},
+            "CERTIFICATE names a file that can",
+        ),
+        (
+            {"TENSORFERRY_TLS_CERTIFICATE": "CERT", "TENSORFERRY_TLS_KEY": "/no/file"},
+            "TLS_KEY names a file that cannot",
+        ),
+        ({"TENSORFERRY_TLS_CERTIFICATE": "", "TENSORFERRY_TLS_KEY": "KEY"}, "CERTIFICATE names a file that cannot be"),
+        (
+            {"TENSORFERRY_TLS_CERTIFICATE": "KEY", "TENSORFERRY_TLS_KEY": "KEY"},
+            "the certificate holds none in PEM form",
+        ),
+        ({"TENSORFERRY_TLS_CERTIFICATE": "CERT", "TENSORFERRY_TLS_KEY": "CERT"}, "the key holds no private key in PEM"),
+        ({"TENSORFERRY_TLS_CERTIFICATE": "CERT", "TENSORFERRY_TLS_KEY": "OTHER"}, "the key is not that of the certi"),
+    ],
+)
+def test_what_cannot_be_used_is_named(
+    files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, given: dict[str, str], words: str
+) -> None:
+    meant = {"CERT": files[0], "KEY": files[1]}
+    if "OTHER" in given.values():
+        meant["OTHER"] = make_certificate(files[0].parent, "other")[1]
+    for name, value in given.items():
+        monkeypatch.setenv(name, str(meant.get(value, value)))
+    with pytest.raises(InvalidArgument, match=words) as raised:
+        HTTPTransport(TIMEOUT)
+    assert "PRIVATE KEY" not in str(raised.value)
+
+
+@pytest.mark.parametrize("wrong", [("one.pem",), ("one.pem", "one.key", "two"), ("one.pem", 1), "one.pem", 1])
+def test_wrong_arguments_are_named(wrong: Any) -> None:
+    with pytest.raises(InvalidArgument, match=r"^tls must be"):
+        HTTPTransport(TIMEOUT, tls=wrong)
+
+
+def test_a_receiver_needs_no_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TENSORFERRY_TLS_CERTIFICATE", "/no/file")
+    monkeypatch.setenv("TENSORFERRY_TLS_KEY", "/no/file")
+    assert wants_tls(None)
+    assert not wants_tls(False)
+
+
+PLACE = "127.0.0.1:1/abcdefghijklmnop/checkpoint/"
+WRONG = {
+    f"https://{PLACE}": "without the fingerprint of (its|the) certificate",
+    f"https://sha256-12@{PLACE}": "is not the fingerprint of a certificate",
+    f"http://sha256-{'0' * 64}@{PLACE}": "does not encrypt, and",
+}
+
+
+@pytest.mark.parametrize("url", WRONG)
+@pytest.mark.parametrize(
+    "verb", [["pull", "URL", "-o", "x.safetensors"], ["inspect", "URL"], ["doctor", "URL"], ["top", "URL", "--once"]]
+)
+def test_every_verb_says_why_an_address_is_refused_and_where_the_whole_one_is_to_be_had(
+    url: str, verb: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    cli.main([url if part == "URL" else part for part in verb])
+    told = capsys.readouterr()
+    text = told.out + told.err
+    assert re.search(WRONG[url], text), text
+    assert "metadata()" in text
+    assert "`tensorferry serve`" in text
+    assert "abcdefghijklmnop" not in told.err
+
+
+@pytest.mark.parametrize("url", WRONG)
+def test_a_receive_says_it_too(url: str, open_transport: Any) -> None:
+    with pytest.raises(InvalidArgument, match=WRONG[url]) as raised:
+        open_transport().recv_checkpoint(0, url, 3, TIMEOUT)
+    assert "metadata() of the source" in str(raised.value)
