@@ -84,6 +84,8 @@ def wanted_addresses(advertise: str | None) -> list[str]:
     """
     chosen = _validate.string("advertise", advertise or setting(ADVERTISE) or "")
     items = [item.strip() for item in chosen.split(",")] if chosen else []
+    if len(items) == 1:
+        return [chosen]
     if not all(items):
         raise InvalidArgument(f"advertise={_validate.brief(chosen)} must have an address between any two commas")
     return items

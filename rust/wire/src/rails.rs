@@ -8,7 +8,7 @@
 //! the URL. What cannot be read is left out, so that later versions may say more.
 
 use std::fmt::Write as _;
-use std::net::IpAddr;
+use core::net::IpAddr;
 
 /// The header field of a source that can be reached by several addresses.
 pub const RAILS_HEADER: &str = "tensorferry-rails";
