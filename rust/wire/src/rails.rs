@@ -7,8 +7,8 @@
 //! Each is an address with the speed of its link in Mbit/s, 0 where that is not known. The port and the path are those of
 //! the URL. What cannot be read is left out, so that later versions may say more.
 
-use std::fmt::Write as _;
 use core::net::IpAddr;
+use std::fmt::Write as _;
 
 /// The header field of a source that can be reached by several addresses.
 pub const RAILS_HEADER: &str = "tensorferry-rails";
