@@ -4,6 +4,7 @@
 //! |---|---|
 //! | `region` | [`Memory`]: bytes a publication serves, owned or borrowed by address |
 //! | `arena` | [`Arena`]: the memory of one receive, released region by region |
+//! | `arena_layout` | where entries go in an arena |
 //! | `pool` | [`ArenaPool`]: memory kept from one receive to the next |
 //! | `mapping` | anonymous mappings, the only callers of `mmap` for received bytes |
 //! | `fresh` | [`FreshPages`]: small or huge pages for memory that was never touched, by what they cost |
@@ -19,6 +20,7 @@
 //! stays readable, or writable by nobody else, for as long as the documentation of that function says.
 
 mod arena;
+mod arena_layout;
 mod copies;
 mod file_pages;
 mod fresh;
@@ -31,8 +33,8 @@ mod region;
 mod room;
 mod shared;
 
-pub(crate) use self::arena::{ALIGNMENT, ArenaLayout};
 pub use self::arena::{Arena, Hold};
+pub(crate) use self::arena_layout::{ALIGNMENT, ArenaLayout};
 pub use self::copies::{Transfer, copy_all};
 pub use self::file_pages::FilePages;
 pub(crate) use self::fresh::{FreshPages, timed};
