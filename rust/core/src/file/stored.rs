@@ -15,10 +15,10 @@ use std::sync::Arc;
 use tensorferry_wire::container::{self, Entry, Header};
 use tensorferry_wire::digest::{Algorithm, BLOCK_SIZE, FILE_BLOCK_SIZE};
 
-use super::{Container, FileOptions, FileReport, PIECE, by_chunks};
+use super::{Container, FileOptions, FileReport, PIECE, StoredWaves, by_chunks};
 use crate::error::{Error, ErrorKind};
 use crate::memory::{ALIGNMENT, Arena, nontemporal};
-use crate::payload::{Destination, Item, Layout, Plan, ReceiveMemory, Segments, StagedRun, Waves, slices};
+use crate::payload::{Destination, Item, Layout, Plan, ReceiveMemory, Segments, Waves, slices};
 
 /// A container at rest: its header and the entries that describe it are here, its payload is still where it was.
 #[derive(Debug)]
@@ -230,7 +230,7 @@ impl Stored {
         Some(starts.map(block).collect())
     }
 
-    fn read(&self, plan: Plan, options: &FileOptions) -> Result<FileReport, Error> {
+    pub(super) fn read(&self, plan: Plan, options: &FileOptions) -> Result<FileReport, Error> {
         let wanted = plan.wanted();
         let bytes = match &self.bytes {
             Bytes::File(container) => container.read_plan(&plan.with_block_size(FILE_BLOCK_SIZE), options)?,
@@ -287,45 +287,4 @@ fn copy_block(plan: &Plan, block: u64, content: &Segments, payload_start: u64, c
         true
     });
     checked.then(|| digest.finish())
-}
-
-/// A fetch through a bounded buffer that is under way.
-#[derive(Debug)]
-pub struct StoredWaves {
-    stored: Arc<Stored>,
-    waves: Waves,
-    options: FileOptions,
-    report: FileReport,
-}
-
-impl StoredWaves {
-    /// Fetches the next wave; the runs that pass through the waves' memory are then at `address`. `None` after the last
-    /// one.
-    ///
-    /// # Errors
-    /// As [`Stored::fetch`].
-    ///
-    /// # Safety
-    /// `address` must be that of writable memory of as many bytes as were named when the fetch began, which nobody else
-    /// uses until this returns.
-    pub unsafe fn fetch(&mut self, address: usize) -> Result<Option<Vec<StagedRun>>, Error> {
-        // SAFETY: the caller's promise.
-        let Some((plan, parts)) = (unsafe { self.waves.next(address) })? else { return Ok(None) };
-        let read = self.stored.read(plan, &self.options)?;
-        self.report.bytes += read.bytes;
-        self.report.wanted += read.wanted;
-        Ok(Some(parts))
-    }
-
-    /// Ends the fetch after the last wave; returns the arena, the place of each entry in it, and what was read.
-    ///
-    /// # Errors
-    /// [`ErrorKind::Invalid`] when there are waves that were not fetched.
-    pub fn finish(self) -> Result<(Arena, Vec<Option<u64>>, FileReport), Error> {
-        if !self.waves.is_empty() {
-            return Err(Error::new(ErrorKind::Invalid, "there are waves that were not fetched"));
-        }
-        let (arena, offsets) = self.waves.into_memory();
-        Ok((arena, offsets, self.report))
-    }
 }
