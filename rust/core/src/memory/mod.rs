@@ -8,9 +8,10 @@
 //! | `pool` | [`ArenaPool`]: memory kept from one receive to the next |
 //! | `mapping` | anonymous mappings, the only callers of `mmap` for received bytes |
 //! | `fresh` | [`FreshPages`]: small or huge pages for memory that was never touched, by what they cost |
-//! | `shared` | memory that two processes map |
+//! | `shared`, `shared_buffer` | memory that two processes map |
 //! | `copies` | [`copy_all`]: many copies, made by several threads |
 //! | `file_pages` | [`FilePages`]: the pages of a file, readable even when the file was shortened |
+//! | `guard` | what keeps a page that cannot be read from ending the process |
 //! | `machine` | how much memory this process can have, and refusal of lengths beyond that |
 //! | `groups` | what its control groups allow |
 //! | `room` | buffers whose refusal by the system is an error |
@@ -25,6 +26,7 @@ mod copies;
 mod file_pages;
 mod fresh;
 mod groups;
+mod guard;
 mod machine;
 mod mapping;
 pub(crate) mod nontemporal;
@@ -32,6 +34,7 @@ mod pool;
 mod region;
 mod room;
 mod shared;
+mod shared_buffer;
 
 pub use self::arena::{Arena, Hold};
 pub(crate) use self::arena_layout::{ALIGNMENT, ArenaLayout};
@@ -43,8 +46,8 @@ pub use self::pool::{Allocation, ArenaPool};
 pub use self::region::Memory;
 pub(crate) use self::region::Region;
 pub(crate) use self::room::{check_room, make_room, zeroed, zeroed_for};
-pub use self::shared::SharedBuffer;
 pub(crate) use self::shared::{SharedMemory, SharedView};
+pub use self::shared_buffer::SharedBuffer;
 
 /// A page of memory, and of a file.
 pub(crate) const PAGE: usize = 4096;
