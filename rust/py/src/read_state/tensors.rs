@@ -7,7 +7,8 @@ use pyo3::types::{PyDict, PyList, PyString, PyTuple, PyType};
 use tensorferry_wire::dtype::Dtype;
 
 use super::PyRows;
-use super::views::{Store, View, typed};
+use super::reached::ReachedStorage;
+use super::view::{View, typed};
 use crate::memory::Described;
 use crate::rows::columns::Row;
 
@@ -249,7 +250,7 @@ impl PyRows {
         if spec.is_some_and(|spec| views.specs.get(spec).is_none_or(|spec| spec.1 != told.dtype)) {
             return Ok(None);
         }
-        let store = views.store(key, || Store::new(told.storage.clone().unbind(), address, told.nbytes, true));
+        let store = views.store(key, || ReachedStorage::new(told.storage.clone().unbind(), address, told.nbytes, true));
         Ok(views.view(store, start, tensor, told.dtype).map(|mut view| {
             (view.requires_grad, view.parameter) = (told.requires_grad, self.is_parameter(value));
             view

@@ -5,7 +5,7 @@ use pyo3::types::PyTuple;
 
 use super::{Writer, Written};
 use crate::read_state::pickle;
-use crate::read_state::views::{View, typed};
+use crate::read_state::view::{View, typed};
 
 impl Writer<'_, '_> {
     /// Writes the leaf of the view at `place`: a tensor, or a `DTensor` and its local part. The leaf's own object occurs
