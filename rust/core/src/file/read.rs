@@ -232,7 +232,7 @@ impl Container {
                 found = checksum_blocks(&Algorithm::Crc64, [&*bytes], FILE_BLOCK_SIZE);
             }
             if let Some(bad) = found.iter().position(|&found| expected.next() != Some(found)) {
-                return Err(self.corrupt(plan, at / FILE_BLOCK_SIZE + bad as u64));
+                return Err(self.damaged_block(at / FILE_BLOCK_SIZE + bad as u64));
             }
             at += bytes.len() as u64;
         }
@@ -253,14 +253,14 @@ impl Container {
         self.file.read_exact_at(rest, self.payload_start + at)
     }
 
-    /// The error for a `block` of `plan` that does not match its checksum.
-    fn corrupt(&self, plan: &Plan, block: u64) -> Error {
-        let (start, end) = plan.block_bounds(block);
+    /// The error for a `block` of the file that does not match its checksum.
+    pub(super) fn damaged_block(&self, block: u64) -> Error {
+        let (low, high) = (block * FILE_BLOCK_SIZE, ((block + 1) * FILE_BLOCK_SIZE).min(self.covered));
         let message = format!(
-            "{}: corrupt: block {block} (payload bytes {start}-{end}: {}) does not match its checksum: the file was \
+            "{}: corrupt: block {block} (payload bytes {low}-{high}: {}) does not match its checksum: the file was \
              damaged after it was written",
             self.path.display(),
-            slices::names(&self.header, start, end),
+            slices::names(&self.header, low, high),
         );
         Error::new(ErrorKind::Corrupt, message)
     }
