@@ -251,7 +251,8 @@ def test_an_index_of_a_rank_that_is_replaced_while_it_is_to_be_removed_stays(at,
 @uncoordinated
 def test_a_coordinated_save_begins_after_those_of_ranks_whatever_the_clock_says(tmp_path, monkeypatch) -> None:
     with monkeypatch.context() as ahead:
-        ahead.setattr(time, "time_ns", lambda now=time.time_ns() + 10**9: now)
+        later = time.time_ns() + 10**9
+        ahead.setattr(time, "time_ns", lambda: later)
         save_uncoordinated(tmp_path, 1)
     save(tmp_path, 2)
     assert held(tmp_path) == all_of(2)
@@ -292,7 +293,7 @@ def test_without_locks_the_index_is_still_read_again(at, tmp_path, monkeypatch) 
 
 def test_a_pull_or_another_commit_that_began_before_a_save_does_not_replace_it(tmp_path) -> None:
     save(tmp_path, 1)
-    began = commits.begin_after(commits.began(tmp_path / INDEX))
+    began = commits.begin_after(commits.beginnings(tmp_path / INDEX))
     name = f"rank00000-{names.new_id()}.safetensors"
     Container(no_rows(), None, True).write(tmp_path / name, partial=tmp_path / f"{name}.partial")
     save(tmp_path, 2)

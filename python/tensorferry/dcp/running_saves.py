@@ -80,7 +80,7 @@ class SaveRecord:
 
     def begin(self, names: set[str]) -> None:
         """Records which files of the folder the new index will replace; ``names`` are all its files but the marker."""
-        self.began = commits.begin_after(commits.began(self.index, *self._rank_indexes()))
+        self.began = commits.begin_after(commits.beginnings(self.index, *self._rank_indexes()))
         if self.coordinated and not (self.path / INDEX).is_file() and marker.is_marker(self.path / TORCH_INDEX):
             # Somebody has removed the index; if this save were killed, tools would take the folder for a checkpoint.
             leftovers.remove(self.path, [TORCH_INDEX])

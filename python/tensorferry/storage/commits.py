@@ -173,7 +173,7 @@ def committed(path: Path) -> Commit | None:
         return Commit({})
 
 
-def began(*indexes: Path) -> list[int]:
+def beginnings(*indexes: Path) -> list[int]:
     """Returns when the saves that wrote ``indexes`` began, for :func:`begin_after`; skips files that are no index."""
     beginnings = []
     for path in indexes:
