@@ -21,7 +21,7 @@ use super::{ArenaPool, FreshPages, check_machine_has};
 use crate::error::{Error, ErrorKind};
 
 /// The memory behind an arena, or behind a part of it.
-struct Backing {
+struct ArenaMemory {
     // Taken only by Drop.
     mapping: Option<Mapping>,
     pool: Option<Arc<ArenaPool>>,
@@ -29,7 +29,7 @@ struct Backing {
     in_parts: bool,
 }
 
-impl Drop for Backing {
+impl Drop for ArenaMemory {
     fn drop(&mut self) {
         if let (Some(pool), Some(mapping)) = (&self.pool, self.mapping.take_if(|m| m.usable > 0)) {
             pool.put(mapping);
@@ -39,7 +39,7 @@ impl Drop for Backing {
 
 /// Whole pages of an arena, which go back to the system when they have no owner any more.
 struct ArenaRegion {
-    backing: Arc<Backing>,
+    backing: Arc<ArenaMemory>,
     address: usize,
     len: usize,
 }
@@ -158,7 +158,7 @@ impl Arena {
         let start = mapping.start.as_ptr() as usize;
         let kept = pool.as_ref().is_some_and(|pool| mapping.usable <= pool.limit);
         let in_parts = !kept && matches!(mapping.held, Held::Own { .. });
-        let backing = Arc::new(Backing { mapping: Some(mapping), pool, in_parts });
+        let backing = Arc::new(ArenaMemory { mapping: Some(mapping), pool, in_parts });
         let (base, mut at) = (self.len(), 0);
         for end in first.ends.iter().copied().chain(then.ends.iter().map(|end| first.len + end)) {
             #[allow(clippy::cast_possible_truncation, reason = "offsets into a mapping that exists")]

@@ -36,7 +36,7 @@ pub(super) enum Read {
 }
 
 /// What torch says of a tensor beyond its description.
-pub(super) struct Told<'py> {
+pub(super) struct StorageFacts<'py> {
     pub(super) dtype: Dtype,
     pub(super) storage: Bound<'py, PyAny>,
     /// Bytes of the storage.
@@ -199,7 +199,11 @@ impl PyRows {
     }
 
     /// What torch says of a tensor beyond its description, `None` if more belongs to it than a container says.
-    pub(super) fn ask<'py>(&self, value: &Bound<'py, PyAny>, tensor: &Described) -> PyResult<Option<Told<'py>>> {
+    pub(super) fn ask<'py>(
+        &self,
+        value: &Bound<'py, PyAny>,
+        tensor: &Described,
+    ) -> PyResult<Option<StorageFacts<'py>>> {
         let dtype = match tensor.dtype {
             Some(dtype) => dtype,
             None => match self.byte_dtype(value)? {
@@ -219,7 +223,7 @@ impl PyRows {
             return Ok(None);
         }
         let nbytes = storage.len()?;
-        Ok(Some(Told { dtype, storage, nbytes, requires_grad }))
+        Ok(Some(StorageFacts { dtype, storage, nbytes, requires_grad }))
     }
 
     /// A tensor as a view of its storage, `None` if only Python can pickle it or say why it cannot be sent.
@@ -228,7 +232,7 @@ impl PyRows {
         &self,
         value: &Bound<'_, PyAny>,
         tensor: &Described,
-        told: &Told<'_>,
+        told: &StorageFacts<'_>,
         spec: Option<usize>,
     ) -> PyResult<Option<View>> {
         let py = value.py();

@@ -9,7 +9,7 @@ pub(super) fn table<'a, T: 'a>(
     heads: &[&str],
     none: &str,
     items: impl IntoIterator<Item = &'a T>,
-    fill: impl Fn(&mut Row<'_>, &'a T),
+    fill: impl Fn(&mut TableRow<'_>, &'a T),
 ) {
     let mut items = items.into_iter().peekable();
     if items.peek().is_none() {
@@ -26,16 +26,16 @@ pub(super) fn table<'a, T: 'a>(
     page.push_str("</tr>\n");
     for item in items {
         page.push_str("<tr>");
-        fill(&mut Row(page), item);
+        fill(&mut TableRow(page), item);
         page.push_str("</tr>\n");
     }
     page.push_str("</table>\n");
 }
 
 /// A row of a table; every cell is escaped.
-pub(super) struct Row<'a>(&'a mut String);
+pub(super) struct TableRow<'a>(&'a mut String);
 
-impl Row<'_> {
+impl TableRow<'_> {
     pub(super) fn cell(&mut self, value: impl Display) {
         let _ = write!(self.0, "<td>{}</td>", Escaped(value));
     }

@@ -13,7 +13,7 @@ use super::html::{Escaped, table};
 use super::metrics::Refusal;
 use super::receives::{Ended, Underway};
 use super::transfers::Transfer;
-use super::units::{Bytes, Rate, Time};
+use super::units::{Rate, Size, Time};
 
 /// The media type of what [`render`] returns.
 pub(in crate::server) const MEDIA_TYPE: &str = "text/html; charset=utf-8";
@@ -67,7 +67,7 @@ fn summary(page: &mut String, figures: &Figures, title: &str) {
     } else {
         ("shut", "the gate is closed: nothing is published now, and requests wait (normal between two heals)")
     };
-    let size = figures.published.map_or(String::new(), |len| format!(" ({})", Bytes(len as f64)));
+    let size = figures.published.map_or(String::new(), |len| format!(" ({})", Size(len as f64)));
     let modes = match (figures.encrypted, figures.secret) {
         (true, true) => ", with TLS and a shared secret",
         (true, false) => ", with TLS",
@@ -92,7 +92,7 @@ fn sending(page: &mut String, figures: &Figures) {
     let _ = write!(
         page,
         "<h2>Sending</h2>\n<p class=\"dim\">{} sent so far in {} answers, {} answers were cut off</p>\n",
-        Bytes(figures.sent as f64),
+        Size(figures.sent as f64),
         bodies.complete,
         bodies.cut,
     );
@@ -103,12 +103,12 @@ fn sending(page: &mut String, figures: &Figures) {
         row.cell(step);
         row.number(connections);
         row.progress(*sent, *total);
-        row.number(Bytes(*sent as f64));
+        row.number(Size(*sent as f64));
         row.number(Rate(*bytes_per_second));
         row.number(Time(*took));
     });
     if figures.relayed > 0 {
-        let _ = writeln!(page, "<p class=\"dim\">{} of it was being received here</p>", Bytes(figures.relayed as f64));
+        let _ = writeln!(page, "<p class=\"dim\">{} of it was being received here</p>", Size(figures.relayed as f64));
     }
     if !figures.members.is_empty() {
         page.push_str("<h2>Receivers that bring each other what is served</h2>\n");
@@ -127,8 +127,8 @@ fn receiving(page: &mut String, running: &[Underway]) {
         row.cell(receive.step);
         row.cell(receive.phase);
         row.progress(receive.received, receive.total);
-        row.number(Bytes(receive.received as f64));
-        row.number(Bytes(receive.total as f64));
+        row.number(Size(receive.received as f64));
+        row.number(Size(receive.total as f64));
         row.number(Time(receive.took));
     });
 }
@@ -141,7 +141,7 @@ fn received(page: &mut String, figures: &Figures) {
         "<h2>Last receives</h2>\n<p class=\"dim\">{} healed, {} failed, {} received, {} ranges fetched again</p>\n",
         sums.healed,
         sums.failed,
-        Bytes(sums.bytes as f64),
+        Size(sums.bytes as f64),
         sums.retries,
     );
     let heads = ["ended", "step", "#bytes", "#rate", "#open", "#fetch", "#build", "#in all", "route"];
@@ -160,7 +160,7 @@ fn received(page: &mut String, figures: &Figures) {
                 return;
             }
         };
-        row.number(Bytes(report.bytes as f64));
+        row.number(Size(report.bytes as f64));
         row.number(Rate(report.bytes as f64 / phases.fetch.as_secs_f64().max(1e-9)));
         row.number(Time(phases.open));
         row.number(Time(phases.fetch));
@@ -171,14 +171,14 @@ fn received(page: &mut String, figures: &Figures) {
             routes.push("shared memory".to_owned());
         }
         if report.relays > 0 {
-            routes.push(format!("{} from {} other receivers", Bytes(report.relayed as f64), report.relays));
+            routes.push(format!("{} from {} other receivers", Size(report.relayed as f64), report.relays));
         }
         if report.senders.len() > 1 {
             let mut senders: Vec<_> = report.senders.iter().collect();
             senders.sort_by_key(|&(_, bytes)| Reverse(*bytes));
             let more = senders.len().saturating_sub(MOST_SENDERS);
             let named = senders.into_iter().take(MOST_SENDERS);
-            routes.extend(named.map(|(sender, bytes)| format!("{} sent by {sender}", Bytes(*bytes as f64))));
+            routes.extend(named.map(|(sender, bytes)| format!("{} sent by {sender}", Size(*bytes as f64))));
             routes.extend((more > 0).then(|| format!("the rest by {more} more")));
         }
         row.cell(format_args!("{} connections, {}", report.lanes, routes.join(", ")));

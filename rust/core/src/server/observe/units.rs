@@ -4,9 +4,9 @@ use std::fmt::{self, Display};
 use std::time::Duration;
 
 /// A number of bytes in decimal units, as interfaces are rated.
-pub(super) struct Bytes(pub(super) f64);
+pub(super) struct Size(pub(super) f64);
 
-impl Display for Bytes {
+impl Display for Size {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mut value = self.0;
         for unit in ["B", "kB", "MB", "GB", "TB"] {
@@ -24,7 +24,7 @@ pub(super) struct Rate(pub(super) f64);
 
 impl Display for Rate {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}/s", Bytes(self.0))
+        write!(f, "{}/s", Size(self.0))
     }
 }
 
@@ -49,7 +49,7 @@ mod tests {
 
     #[test]
     fn sizes_and_times_have_the_digits_that_matter() {
-        let bytes = [0.0, 999.0, 1500.0, 123_456_789.0, 7.5e12].map(|bytes| Bytes(bytes).to_string());
+        let bytes = [0.0, 999.0, 1500.0, 123_456_789.0, 7.5e12].map(|bytes| Size(bytes).to_string());
         assert_eq!(bytes, ["0 B", "999 B", "1.5 kB", "123 MB", "7.5 TB"]);
         let times = [1, 59_000, 600_000, 7_200_000].map(|ms| Time(Duration::from_millis(ms)).to_string());
         assert_eq!(times, ["0.001 s", "59 s", "10 min", "2 h"]);
