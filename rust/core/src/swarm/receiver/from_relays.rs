@@ -14,13 +14,16 @@ const PATIENCE_FOR_OTHERS: Duration = Duration::from_secs(1);
 const MOST_PATIENCE: Duration = Duration::from_secs(4);
 
 impl Receiver {
-    /// Where it is. What others bring, it waits for anew if that has changed.
-    pub(crate) fn note_place(&mut self, place: Option<Place>) {
+    /// Where it is; `None` if it is alone. What others bring, it waits for anew if that has changed. Returns whether it has
+    /// been alone until now.
+    pub(crate) fn note_place(&mut self, place: Option<Place>) -> bool {
+        let are_new = self.place.is_none() && place.is_some();
         let shares = |place: Option<Place>| place.map(|place| (place.host, place.zone));
         if shares(self.place) != shares(place) {
             (self.held, self.impatient) = (None, false);
         }
         self.place = place;
+        are_new
     }
 
     /// Of the ranges in `waiting`, which to fetch from relay `relay`, at most `most` blocks of it.

@@ -6,9 +6,10 @@ use tensorferry_wire::request::MAX_RUNS;
 use tensorferry_wire::swarm::Nearness;
 
 use super::from_relays::fetches;
+use super::joining::Phase;
 use super::standing::Independence;
 use super::{FIRST_HEARTBEAT, FromSource, Receiver, Rule};
-use crate::swarm::picker::{Picker, mix};
+use crate::swarm::picker::Picker;
 
 /// Without a new byte for so long, the receiver fetches from the source whatever it lacks, whether or not there are relays.
 pub(crate) const STARVED: Duration = Duration::from_secs(5);
@@ -36,27 +37,24 @@ impl Receiver {
     }
 
     fn decide(&mut self, now: Duration, waiting: &[(u64, u64)]) -> FromSource {
-        let may_ask = !self.asking && self.rule == Rule::Swarm;
-        let is_due =
-            now.saturating_sub(self.asked) >= self.heartbeat && (!self.granted.is_empty() || waiting.is_empty());
-        if may_ask && self.took.is_some() && (is_due || self.independence == Independence::News) {
-            self.asking = true;
-            return FromSource::Ask(self.unoffered_of(now, waiting));
+        if self.phase == Phase::Member {
+            let has_time = !self.granted.is_empty() || waiting.is_empty();
+            if (has_time && self.is_due(now)) || (self.may_ask() && self.independence == Independence::News) {
+                self.asking = true;
+                return FromSource::Ask(self.unoffered_of(now, waiting));
+            }
         }
-        let Some(&first) = waiting.first() else { return FromSource::Wait(LOOK) };
-        if self.rule == Rule::Alone || self.is_starved(now) {
-            return FromSource::Take(0, first);
+        let Some(&(first, end)) = waiting.first() else { return FromSource::Wait(LOOK) };
+        if self.phase != Phase::Member || self.rule == Rule::Alone || self.is_starved(now) {
+            return FromSource::Take(0, (first, end.min(first + self.pace.blocks(now, self.bytes))));
         }
         if self.rule == Rule::Free {
             return FromSource::Wait(LOOK);
         }
-        if self.took.is_none() {
-            return self.first_of_own_choice(waiting);
-        }
         if self.relays > 0 && self.fetching >= LANES_BESIDE_RELAYS {
             return FromSource::Wait(LOOK);
         }
-        if let Some((index, run)) = self.take_granted(waiting) {
+        if let Some((index, run)) = self.take_granted(now, waiting) {
             return FromSource::Take(index, run);
         }
         if self.asking || now < self.ask_at {
@@ -78,7 +76,7 @@ impl Receiver {
     }
 
     /// The blocks of `waiting` that nobody offers who is no farther than the source.
-    fn unoffered_of(&mut self, now: Duration, waiting: &[(u64, u64)]) -> Vec<(u64, u64)> {
+    pub(super) fn unoffered_of(&mut self, now: Duration, waiting: &[(u64, u64)]) -> Vec<(u64, u64)> {
         if self.is_near_source() {
             self.needed(now, waiting, |picker, block| !picker.is_offered_nearer(block, Nearness::Far))
         } else {
@@ -102,19 +100,25 @@ impl Receiver {
         need
     }
 
-    /// One block to begin with, any one, so that receivers that begin together do not all choose the same.
-    fn first_of_own_choice(&mut self, waiting: &[(u64, u64)]) -> FromSource {
-        let (chosen, within) = (mix(self.seed), mix(!self.seed));
-        let index = usize::try_from(chosen % waiting.len() as u64).unwrap_or(0);
-        let (first, end) = waiting[index];
-        let block = first + within % (end - first);
-        self.took = Some(vec![(block, block + 1)]);
-        FromSource::Take(index, (block, block + 1))
+    fn may_ask(&self) -> bool {
+        !self.asking && self.rule == Rule::Swarm
+    }
+
+    /// Whether the tracker should hear of the receiver again.
+    fn is_due(&self, now: Duration) -> bool {
+        self.may_ask() && now.saturating_sub(self.asked) >= self.heartbeat
+    }
+
+    /// What to ask the tracker for while all lanes are busy: a receiver that has been alone hears in time of others.
+    pub(crate) fn next_question(&mut self, now: Duration, waiting: &[(u64, u64)]) -> Option<Vec<(u64, u64)>> {
+        let asks = self.phase == Phase::Member && self.place.is_none() && self.is_due(now);
+        self.asking |= asks;
+        asks.then(|| self.unoffered_of(now, waiting))
     }
 
     /// What the question to the tracker that is under way says was taken without a grant.
     pub(crate) fn take_taken(&mut self) -> Vec<(u64, u64)> {
-        self.took.replace(Vec::new()).unwrap_or_default()
+        std::mem::take(&mut self.took)
     }
 
     /// Whether no byte has come for so long that the source is asked for whatever is lacking.
@@ -129,11 +133,12 @@ impl Receiver {
 
     /// The part of a granted run that is still waiting, and the number of its range. What a relay has brought or brings
     /// is no longer granted.
-    fn take_granted(&mut self, waiting: &[(u64, u64)]) -> Option<(usize, (u64, u64))> {
+    fn take_granted(&mut self, now: Duration, waiting: &[(u64, u64)]) -> Option<(usize, (u64, u64))> {
         while let Some((first, end)) = self.granted.pop() {
             let overlap = |&(from, to): &(u64, u64)| (from.max(first), to.min(end));
             let found = waiting.iter().map(overlap).enumerate().find(|(_, (from, to))| from < to);
             let Some((index, (from, to))) = found else { continue };
+            let to = to.min(from + self.pace.blocks(now, self.bytes));
             if to < end {
                 self.granted.push((to, end));
             }
@@ -148,7 +153,7 @@ impl Receiver {
     /// The tracker has granted blocks, or none, instead of those that it has granted before, and wants to be asked again
     /// after `wait`.
     pub(crate) fn note_answer(&mut self, now: Duration, mut grant: Vec<(u64, u64)>, wait: Duration) {
-        (self.asking, self.asked, self.unanswered) = (false, now, 0);
+        (self.phase, self.asking, self.asked, self.unanswered) = (Phase::Member, false, now, 0);
         // Who could do without the source asks again soon: it may be let go at any time.
         let is_ready = self.independence == Independence::Told;
         self.heartbeat = if is_ready { wait } else { 2 * self.heartbeat }.clamp(FIRST_HEARTBEAT, HEARTBEAT);
@@ -181,22 +186,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn one_block_of_its_own_choice_comes_while_the_tracker_is_asked() {
-        let chosen: std::collections::HashSet<_> = (0..64)
-            .map(|seed| {
-                let mut receiver = Receiver::new(64, seed);
-                let waiting = [(0, 16), (32, 64)];
-                let FromSource::Take(index, (first, end)) = receiver.next_from_source(at(0), &waiting) else {
-                    panic!("the link is idle")
-                };
-                assert!(waiting[index].0 <= first && end <= waiting[index].1 && end == first + 1);
-                assert_eq!(receiver.next_from_source(at(0), &[(7, 9)]), FromSource::Ask(vec![(7, 9)]));
-                assert_eq!(receiver.take_taken(), [(first, end)]);
-                assert!(receiver.take_taken().is_empty(), "it is said once");
-                first
-            })
-            .collect();
-        assert!(chosen.len() > 20, "{chosen:?}");
+    fn a_receiver_that_was_alone_asks_again_while_its_lanes_are_busy() {
+        let mut receiver = begun();
+        receiver.note_answer(at(0), vec![(0, 64)], at(1000));
+        assert_eq!(receiver.next_question(at(99), &[(8, 64)]), None);
+        assert_eq!(receiver.next_question(at(100), &[(8, 64)]), Some(vec![(8, 64)]));
+        assert_eq!(receiver.next_question(at(900), &[(8, 64)]), None, "it has not been answered");
     }
 
     #[test]
@@ -291,7 +286,7 @@ mod tests {
         assert!(matches!(receiver.next_from_source(at(999), &[(3, 5)]), FromSource::Wait(_)));
         receiver.note_bytes(at(1000), 2);
         receiver.note_no_tracker(at(1000));
-        assert_eq!(receiver.next_from_source(at(1001), &[(3, 5)]), FromSource::Take(0, (3, 5)));
+        assert_eq!(receiver.next_from_source(at(1001), &[(3, 5)]), FromSource::Take(0, (3, 4)));
         // A relay that lives is waited for, and one that is set aside is not.
         let mut receiver = begun();
         receiver.note_answer(at(0), vec![], at(u64::MAX));

@@ -2,17 +2,19 @@
 //!
 //! The source is spared: only blocks that it has granted are fetched from it, and grants are asked for blocks that no
 //! relay offers. A receiver that gets nothing that way is not bound by it. So no relay and no tracker holds up a receive
-//! for longer than [`STARVED`] without a byte. Something of its own choice it fetches at once, so that its link is not
-//! idle while it asks for the first time; where there are no others, the answer grants it everything.
+//! for longer than [`from_source::STARVED`] without a byte. It begins as if there were no swarm, and takes part once that
+//! is worth it (`joining`); where there are no others, the tracker grants it everything.
 
 mod from_relays;
 mod from_source;
+mod joining;
 mod standing;
 
 use std::time::Duration;
 
 use tensorferry_wire::swarm::{Nearness, Place};
 
+use self::joining::{Pace, Phase};
 use self::standing::Independence;
 use super::BlockSet;
 use super::picker::Picker;
@@ -46,9 +48,13 @@ pub(crate) struct Receiver {
     picker: Picker,
     /// Blocks that the tracker has granted, in runs, the next one last.
     granted: Vec<(u64, u64)>,
-    /// What it began with without a grant, which the next question names; `None` before.
-    took: Option<Vec<(u64, u64)>>,
-    seed: u64,
+    /// What it began with without a grant, which the next question names.
+    took: Vec<(u64, u64)>,
+    phase: Phase,
+    pace: Pace,
+    /// Bytes a second of a source that is so fast that a swarm would be no help.
+    fast: u64,
+    blocks: u64,
     asking: bool,
     asked: Duration,
     heartbeat: Duration,
@@ -76,15 +82,19 @@ pub(crate) struct Receiver {
 }
 
 impl Receiver {
-    /// For a payload of `blocks` blocks; `seed` should differ from receiver to receiver.
-    pub(crate) fn new(blocks: usize, seed: u64) -> Self {
+    /// For a payload of `blocks` blocks; `seed` should differ from receiver to receiver. From a source that brings more
+    /// than `fast` bytes a second it fetches as if there were no swarm.
+    pub(crate) fn new(blocks: usize, seed: u64, fast: u64) -> Self {
         let never = Duration::ZERO;
         let picker = Picker::new(blocks, seed);
         Self {
             picker,
             granted: Vec::new(),
-            took: None,
-            seed,
+            took: Vec::new(),
+            phase: Phase::Quiet,
+            pace: Pace::default(),
+            fast,
+            blocks: blocks as u64,
             asking: false,
             asked: never,
             heartbeat: FIRST_HEARTBEAT,
@@ -129,6 +139,7 @@ impl Receiver {
         if bytes != self.bytes {
             (self.bytes, self.fed) = (bytes, now);
         }
+        self.pace.note(now, bytes);
     }
 
     /// A lane no longer fetches from the source what [`FromSource::Take`] has told it.
@@ -158,8 +169,8 @@ mod fixtures {
         BlockSet::decode(&map.encode(), 64).unwrap().1
     }
 
-    /// A receiver that has made its first choice.
+    /// A receiver that takes part, and to which bytes come fast.
     pub(super) fn begun() -> Receiver {
-        Receiver { took: Some(Vec::new()), ..Receiver::new(64, 1) }
+        Receiver { phase: Phase::Member, bytes: 1 << 40, ..Receiver::new(64, 1, u64::MAX) }
     }
 }

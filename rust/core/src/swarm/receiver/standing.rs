@@ -5,6 +5,7 @@ use std::time::Duration;
 use tensorferry_wire::swarm::Standing;
 
 use super::from_source::HEARTBEAT;
+use super::joining::Phase;
 use super::{Receiver, Rule};
 
 /// Questions to the tracker without an answer after which the source counts as gone.
@@ -73,7 +74,7 @@ impl Receiver {
     /// The tracker does not answer, or nothing that makes sense. Without the digests, the source must be there, and is
     /// asked for everything; with them, it may be gone.
     pub(crate) fn note_no_tracker(&mut self, now: Duration) {
-        self.asking = false;
+        (self.phase, self.asking) = (Phase::Member, false);
         if !self.has_table || self.relays == 0 {
             self.rule = Rule::Alone;
             return;
