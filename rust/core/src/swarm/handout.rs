@@ -27,6 +27,8 @@ const MOST_HOLD: Duration = Duration::from_secs(8);
 /// Members that are being sent granted blocks at once, so that a block does not leave beside too many others: it is
 /// complete, and passed on, sooner. More than a few, so that slow members do not hold all places.
 const MOST_SEEDS: usize = 12;
+/// The same where there are members in other zones: with more, more crosses (in the simulator).
+const MOST_SEEDS_FOR_ZONES: usize = 4;
 /// The members that one answer names.
 pub(crate) const MOST_NEIGHBOURS: usize = 12;
 /// The members of a swarm: what comes then is served without one.
@@ -164,7 +166,8 @@ impl Handout {
         self.take_back(number, need);
         let hold = self.hold();
         let seeds = self.members.iter().filter(|known| known.granted.is_some_and(|at| now.saturating_sub(at) < hold));
-        let has_room = seeds.count() < MOST_SEEDS;
+        let most_seeds = if self.has_far_members() { MOST_SEEDS_FOR_ZONES } else { MOST_SEEDS };
+        let has_room = seeds.count() < most_seeds;
         let grant = if has_room { self.grant(now, number, need, most) } else { Vec::new() };
         if let Some(known) = self.members.iter_mut().find(|known| known.number == number) {
             let granted = (!grant.is_empty()).then_some(now);
