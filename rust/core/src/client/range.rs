@@ -22,6 +22,21 @@ impl Transfer<'_> {
     pub(super) fn fetch_range(
         &self,
         index: usize,
+        from: (usize, &Source, &Limits),
+        connection: &mut Option<Connection>,
+        range: &mut Taken<'_>,
+        sink: &mut [u8],
+    ) -> Result<(), Error> {
+        let result = self.fetch_runs(index, from, connection, range, sink);
+        if let Some(swarm) = self.swarm.filter(|_| from.0 < self.sources.len()) {
+            swarm.receiver().note_source_done();
+        }
+        result
+    }
+
+    fn fetch_runs(
+        &self,
+        index: usize,
         (origin, source, limits): (usize, &Source, &Limits),
         connection: &mut Option<Connection>,
         range: &mut Taken<'_>,
@@ -46,7 +61,8 @@ impl Transfer<'_> {
             crate::priority::lower_priority();
         }
         self.received.note_route(connection.route(), connection.is_same_host());
-        self.watch.begin(index, end, connection.socket());
+        let len = self.plan.held(&runs);
+        self.watch.begin(index, (end, len), connection.socket());
         let etag = self.etag(source, connection)?;
         self.ask(connection, &runs, etag)?;
         for &(first, end) in &runs {

@@ -88,6 +88,15 @@ impl Queue {
         self
     }
 
+    /// The same queue beginning at the range that `seed` says.
+    pub(crate) fn beginning_at(self, seed: [u8; 8]) -> Self {
+        let mut state = self.state();
+        let ranges = state.waiting.len().max(1) as u64;
+        state.waiting.rotate_left(usize::try_from(u64::from_ne_bytes(seed) % ranges).unwrap_or(0));
+        drop(state);
+        self
+    }
+
     fn state(&self) -> MutexGuard<'_, QueueState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }

@@ -13,6 +13,7 @@ use super::verify::Passes;
 use crate::client::blocks::push_block;
 use crate::client::connection::Connection;
 use crate::client::ledger::BlockLedger;
+use crate::client::pilot::Pilot;
 use crate::client::rails::{self, RailLanes};
 use crate::client::relaying::OpenRelay;
 use crate::client::stragglers::StragglerMonitor;
@@ -21,6 +22,7 @@ use crate::client::{lane, lane_count};
 use crate::error::Error;
 use crate::payload::{Plan, Queue};
 use crate::report::Report;
+use crate::trust::random;
 
 /// Blocks of 1 MiB in one request of a lane, at most.
 const MAX_RANGE_BLOCKS: u64 = 16;
@@ -201,12 +203,15 @@ impl Remote {
         let lanes = usize::try_from(lanes).unwrap_or(1);
         let rail_lanes = RailLanes::new(&self.sources, lanes, if rails == 0 { 0 } else { each }, &self.limits);
         let queue = Queue::new(runs, per_range);
+        // Receivers that begin together do not fetch the same at first.
+        let queue = if relay.is_some() { queue.beginning_at(random::bytes()?) } else { queue };
         let queue = if rails == 0 { queue } else { queue.tapered(8 * (lanes + rail_lanes.lanes.len()) as u64) };
         report.lanes = report.lanes.max(lanes + rail_lanes.lanes.len());
         let swarm = match relay {
             Some(relay) => {
                 let of = (self.header_digest, self.header.payload_len());
-                Swarm::new(relay, &self.sources[self.primary], &self.key, plan, of, &self.limits)?
+                let source = &self.sources[self.primary];
+                Swarm::new(relay, source, (&self.key, &self.prefix), plan, of, self.relays_at_once, &self.limits)?
             }
             None => None,
         };
@@ -230,6 +235,7 @@ impl Remote {
             swarm: swarm.as_ref(),
             rails: &rail_lanes,
             alive: lanes.into(),
+            pilot: Pilot::here(),
         };
         let builder = |index| std::thread::Builder::new().name(format!("tensorferry-lane-{index}"));
         self.connections = transfer.run_all(lanes, std::mem::take(&mut self.connections), builder);
@@ -240,7 +246,7 @@ impl Remote {
         report.add_routes(received.take_routes());
         drop(transfer);
         queue.finish()?;
-        Ok(swarm.map(Swarm::end))
+        Ok(swarm.and_then(Swarm::end))
     }
 
     /// How many other addresses the sources have.
