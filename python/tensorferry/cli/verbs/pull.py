@@ -210,7 +210,7 @@ class _Pull:
         saves: list[FolderSave] = []
 
         def begin(remote: Remote, step: int) -> tuple[_Target, Download]:
-            save = SaveId.new(step=step, known=KnownSaves().began(folder))
+            save = SaveId.new(step=step, known=KnownSaves().beginnings(folder))
             saves.append(FolderSave(folder, save))
             partial = folder / _partial_name(urls[:1], step)
             return _Target(saves[-1].path), Download(remote, partial, step=step, unique=True)
@@ -246,7 +246,7 @@ class _Pull:
         from ...storage.folder_save import FolderSave, SaveId
         from ...storage.series import KnownSaves
 
-        first = SaveId.new(0, len(urls), self._step, KnownSaves().began(folder))
+        first = SaveId.new(0, len(urls), self._step, KnownSaves().beginnings(folder))
         saves: list[FolderSave] = []
         try:
             for rank, url in enumerate(urls):
@@ -285,7 +285,7 @@ class _Pull:
             make_folder(folder)
         except OSError as e:
             raise SystemRefused(e.errno, f"{folder}: cannot be created: {e.strerror}") from e
-        save_id, began, names = new_id(), commits.begin_after(commits.began(folder / INDEX)), []
+        save_id, began, names = new_id(), commits.begin_after(commits.beginnings(folder / INDEX)), []
         for rank, url in enumerate(urls):
             name = f"rank{rank:05d}-{save_id}.safetensors"
 

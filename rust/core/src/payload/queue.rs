@@ -8,6 +8,7 @@
 //! * the first failure is the one reported.
 
 use std::collections::VecDeque;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -31,6 +32,8 @@ pub(crate) enum Next<'a> {
 pub(crate) struct Queue {
     state: Mutex<QueueState>,
     done: Condvar,
+    /// Whether there was a failure, for lanes that look after each block.
+    has_failed: AtomicBool,
 }
 
 #[derive(Debug)]
@@ -74,7 +77,8 @@ impl Queue {
                 at = stop;
             }
         }
-        Self { state: Mutex::new(QueueState { waiting, running: 0, failed: None, parts: None }), done: Condvar::new() }
+        let state = QueueState { waiting, running: 0, failed: None, parts: None };
+        Self { state: Mutex::new(state), done: Condvar::new(), has_failed: AtomicBool::new(false) }
     }
 
     /// The same queue with shorter ranges towards the end: each at most the `parts`-th part of what is left. So lanes of
@@ -159,13 +163,14 @@ impl Queue {
     pub(crate) fn fail(&self, error: Error) {
         let mut state = self.state();
         state.failed.get_or_insert(error);
+        self.has_failed.store(true, Ordering::Relaxed);
         drop(state);
         self.done.notify_all();
     }
 
     /// Whether some thread has reported a failure, so that the others may stop in the middle of a range.
     pub(crate) fn has_failed(&self) -> bool {
-        self.state().failed.is_some()
+        self.has_failed.load(Ordering::Relaxed)
     }
 
     /// Whether nothing is left that a thread could still bring, or the transfer has failed.
