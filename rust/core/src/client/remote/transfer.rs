@@ -203,8 +203,9 @@ impl Remote {
         let lanes = usize::try_from(lanes).unwrap_or(1);
         let rail_lanes = RailLanes::new(&self.sources, lanes, if rails == 0 { 0 } else { each }, &self.limits);
         let queue = Queue::new(runs, per_range);
-        // Receivers that begin together do not fetch the same at first.
-        let queue = if relay.is_some() { queue.beginning_at(random::bytes()?) } else { queue };
+        // Receivers that begin together do not fetch the same at first; a source that is still copying has the beginning.
+        let anywhere = relay.is_some() && self.sources[self.primary].is_full();
+        let queue = if anywhere { queue.beginning_at(random::bytes()?) } else { queue };
         let queue = if rails == 0 { queue } else { queue.tapered(8 * (lanes + rail_lanes.lanes.len()) as u64) };
         report.lanes = report.lanes.max(lanes + rail_lanes.lanes.len());
         let swarm = match relay {
