@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import logging
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -31,7 +28,7 @@ def put_together(folder: Path, index: Index, rank: int, state: Any) -> Any:
     Raises:
         TensorferryError: the files of other ranks cannot be read, or there is no memory for the tensors
     """
-    return Resharding(folder, index, rank, None, None).gathered(state)
+    return Resharding(folder, index, rank, None, None).with_whole_tensors(state)
 
 
 def without_ranks(state: Any, place: str) -> Any:
@@ -55,15 +52,3 @@ def _whole(value: Any, name: str) -> Tensor:
             "are not there: convert a checkpoint that has those of all ranks, or keep the format with --to tensorferry"
         )
     return cast("Tensor", whole.detach())
-
-
-@contextlib.contextmanager
-def without_groups() -> Iterator[None]:
-    """Keeps torch from warning that the meshes of DTensors are read without their process groups."""
-    logger = logging.getLogger("torch.distributed.device_mesh")
-    before = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from ...errors import InvalidArgument
+from ...storage.reserved import PICKLE
 from ..flags import Receiving, Trust
-from ..places import Kind, find
+from ..places import CheckpointKind, find
 from .leaf import Leaf, Listing, by_path
 from .listing import listings
 
@@ -22,7 +22,7 @@ class _Side:
         self._text, self._step, self._receiving, self._trust = text, step, receiving, trust
         self.place = find(text)
         # What torch has written in several files has no digests: its bytes are read.
-        digests = self.place.layout is not Kind.TORCH_DISTRIBUTED
+        digests = self.place.layout is not CheckpointKind.TORCH_DISTRIBUTED
         self.listings = listings([text], step, receiving, trust, digests=digests)
         self._values: dict[int, dict[str, Any]] = {}
         #: The state of all ranks, once they were put together.
@@ -32,16 +32,16 @@ class _Side:
         """Returns the leaves of the container of this number, by their paths."""
         if number not in self._values:
             from .torch_leaves import values_of
-            from .values import whole_of
+            from .values import without_groups
 
-            values = values_of(self._state(number))
-            self._values[number] = {path: whole_of(value) for path, value in values.items()}
+            with without_groups():
+                self._values[number] = values_of(self._state(number))
         return self._values[number]
 
     @property
     def is_distributed(self) -> bool:
         """Whether an index lists the leaves, as ``torch.distributed.checkpoint`` cuts a state into them."""
-        return self.place.layout in (Kind.DISTRIBUTED, Kind.TORCH_DISTRIBUTED)
+        return self.place.layout in (CheckpointKind.DISTRIBUTED, CheckpointKind.TORCH_DISTRIBUTED)
 
     def list_as_state(self) -> None:
         """Lists the leaves of a distributed checkpoint as those of a state, which may be others; digests stay."""
@@ -61,7 +61,7 @@ class _Side:
 
         Of what several ranks have besides, the first rank's is taken.
         """
-        if len(self.listings) == 1 and not (self.place.kind is Kind.CHECKPOINT and any(self.parts())):
+        if len(self.listings) == 1 and not (self.place.kind is CheckpointKind.CHECKPOINT and any(self.parts())):
             return
         from .torch_leaves import leaves_of
 
@@ -72,14 +72,14 @@ class _Side:
 
     def _state_of_all_ranks(self) -> Any:
         """Returns the state of a checkpoint of several ranks, with whole tensors."""
-        if self.place.kind is Kind.CHECKPOINT:
+        if self.place.kind is CheckpointKind.CHECKPOINT:
             from ...checkpointing import loading
+            from .values import without_groups
 
-            # It warns of meshes of which no process group is there, as here.
-            logging.getLogger("torch.distributed.device_mesh").setLevel(logging.ERROR)
-            return loading.read(self.place.path, rank=0, world_size=1)[0]
+            with without_groups():
+                return loading.read(self.place.path, rank=0, world_size=1)[0]
         from ...dcp import PeerReader
-        from ..mapped_states import of_distributed
+        from ..mapped_states import state_of_distributed
 
         reader = PeerReader(
             self._text,
@@ -88,7 +88,7 @@ class _Side:
             secret=self._trust.given_secret(),
             same_host=self._trust.same_host,
         )
-        return of_distributed(reader)
+        return state_of_distributed(reader)
 
     def _state(self, number: int) -> Any:
         """Returns the state in the container of this number."""
@@ -98,18 +98,18 @@ class _Side:
         match self.place.layout:
             case _ if self._whole is not None:
                 return self._whole
-            case Kind.PEERS:
+            case CheckpointKind.PEERS:
                 return self._of_peer(number)
-            case Kind.CONTAINER:
-                return mapped_states.of_container(path)
-            case Kind.ARCHIVE:
-                return mapped_states.of_archive(path)
-            case Kind.SHARDS:
-                return mapped_states.of_shards(path)
-            case Kind.CHECKPOINT:
-                return mapped_states.of_container(Path(self.listings[number][0]))
+            case CheckpointKind.CONTAINER:
+                return mapped_states.state_of_container(path)
+            case CheckpointKind.ARCHIVE:
+                return mapped_states.state_of_archive(path)
+            case CheckpointKind.SHARDS:
+                return mapped_states.state_of_shards(path)
+            case CheckpointKind.CHECKPOINT:
+                return mapped_states.state_of_container(Path(self.listings[number][0]))
             case _:
-                return mapped_states.of_distributed(path)
+                return mapped_states.state_of_distributed(path)
 
     def _of_peer(self, number: int) -> Any:
         """Fetches the state that a peer serves."""
@@ -174,7 +174,10 @@ class Comparison:
         """Compares two listings leaf by leaf, by digests and else by values, and notes the differences."""
         first, second = by_path(one.leaves), by_path(other.leaves)
         # Views and objects are the same if the memory behind them and their pickle are.
-        hidden = bool(one.hidden) and one.hidden == other.hidden and one.tree == other.tree
+        same_tree = one.tree == other.tree
+        hidden = bool(one.hidden) and one.hidden == other.hidden and same_tree
+        pickles = one.hidden.get(PICKLE), other.hidden.get(PICKLE)
+        same_objects = same_tree and pickles[0] is not None and pickles[0] == pickles[1]
         for path in [*first, *(path for path in second if path not in first)]:
             if path not in second or path not in first:
                 self._note(prefix + path, f"only in the {'first' if path in first else 'second'}")
@@ -184,9 +187,9 @@ class Comparison:
                 continue
             if (how := _unlike(a, b)) is not None:
                 self._note(prefix + path, how)
-            elif a.digest is not None and a.digest == b.digest:
+            elif a.digest is not None and a.digest == b.digest and (not a.part or same_objects):
                 self._by_digest += 1
-            elif a.kind == b.kind == "tensor" and a.digest is not None and b.digest is not None:
+            elif None not in (a.digest, b.digest) and a.digest != b.digest and _is_plain(a) and _is_plain(b):
                 self._by_digest += 1
                 self._note(prefix + path, "the bytes differ")
             elif a.digest is None and b.digest is None and hidden:
@@ -203,6 +206,11 @@ class Comparison:
 
     def _note(self, path: str, how: str) -> None:
         self._differences.append({"path": path, "how": how})
+
+
+def _is_plain(leaf: Leaf) -> bool:
+    """Whether its digest is that of its bytes in order, and not of how they are cut into shards."""
+    return leaf.kind == "tensor" or bool(leaf.part)
 
 
 def _unlike(a: Leaf, b: Leaf) -> str | None:

@@ -73,7 +73,7 @@ class Listing:
     hidden: dict[str, str] = field(default_factory=dict)
 
 
-def of_file(path: Path, *, digests: bool) -> Listing:
+def list_file(path: Path, *, digests: bool) -> Listing:
     """Lists a container file; with ``digests``, those of its tensors, too.
 
     Raises:
@@ -82,17 +82,17 @@ def of_file(path: Path, *, digests: bool) -> Listing:
     stored = Stored.open(path, checksums=False)
     known = _file_entry_digests(path) if digests else None
     about: dict[str, Any] = {"kind": _kind(stored), "file_bytes": path.stat().st_size, "checksums": stored.is_verified}
-    return _of_container(stored, about, lambda: known)
+    return _list_container(stored, about, lambda: known)
 
 
-def of_remote(remote: Remote, step: int, *, digests: bool) -> Listing:
+def list_remote(remote: Remote, step: int, *, digests: bool) -> Listing:
     """Lists what a peer serves. With ``digests`` this counts as the fetch.
 
     Raises:
         TensorferryError: as for ``HTTPTransport.recv_checkpoint``
     """
     about = {"kind": _kind(remote), "step": step, "checksums": True}
-    return _of_container(remote, about, remote.entry_digests if digests else lambda: None)
+    return _list_container(remote, about, remote.entry_digests if digests else lambda: None)
 
 
 def _kind(container: Stored | Remote) -> str:
@@ -101,7 +101,7 @@ def _kind(container: Stored | Remote) -> str:
     return "index" if reserved.INDEX in container.names else "tensors"
 
 
-def _of_container(
+def _list_container(
     container: Stored | Remote, about: dict[str, Any], digests: Callable[[], list[int] | None]
 ) -> Listing:
     """Lists a container: adds to ``about`` what it says of itself, and to its leaves what ``digests`` returns."""
@@ -121,9 +121,45 @@ def _of_container(
         by_name = {name: f"{digest:016x}" for name, digest in zip(names, entry_digests, strict=True)}
         of_path = {names[number]: by_name[names[number]] for number in plain}
         leaves = [replace(leaf, digest=of_path.get(leaf.path)) if leaf.kind == "tensor" else leaf for leaf in leaves]
+        if manifest is not None:
+            leaves = _with_digests_of_parts(leaves, fields, entry_digests, container.sizes)
         shown = {names[number] for number in plain} | {reserved.DIGESTS}
         hidden = {name: digest for name, digest in by_name.items() if name not in shown}
     return Listing(about, leaves, tree, hidden)
+
+
+def _with_digests_of_parts(leaves: list[Leaf], fields: dict[str, Any], digests: list[int], sizes: Any) -> list[Leaf]:
+    """Returns ``leaves`` with the digests of those parts of tensors that are all of their memory, in order.
+
+    A part is one entry of the container then; that of another has elements of others between its own.
+    """
+    shards, storages = fields.get("shards") or {}, fields.get("storages") or []
+    found = []
+    for leaf in leaves:
+        shard = shards.get(leaf.path) if leaf.part else None
+        if isinstance(shard, dict) and not shard.get("storage_offset") and _is_in_order(shard):
+            number = shard.get("storage")
+            match storages[number] if type(number) is int and 0 <= number < len(storages) else None:
+                case [_, [[int(entry), 0]]] if 0 <= entry < len(sizes) and sizes[entry] == _part_bytes(leaf, shard):
+                    leaf = replace(leaf, digest=f"{digests[entry]:016x}")
+        found.append(leaf)
+    return found
+
+
+def _is_in_order(shard: dict[str, Any]) -> bool:
+    """Whether the elements of a part lie one behind the other."""
+    shape, stride, step = shard.get("shape"), shard.get("stride"), 1
+    if not isinstance(shape, list) or not isinstance(stride, list) or len(shape) != len(stride):
+        return False
+    for length, there in zip(reversed(shape), reversed(stride), strict=True):
+        if type(length) is not int or (length != 1 and there != step):
+            return False
+        step *= length
+    return True
+
+
+def _part_bytes(leaf: Leaf, shard: dict[str, Any]) -> int:
+    return nbytes(leaf.dtype, tuple(shard["shape"]))
 
 
 def _loaded(text: str | bytes) -> Any:
@@ -270,7 +306,7 @@ def by_path(leaves: Iterable[Leaf]) -> dict[str, Leaf]:
     return found
 
 
-def of_distributed(fields: dict[str, Any], where: Path) -> Listing:
+def list_distributed(fields: dict[str, Any], where: Path) -> Listing:
     """Lists a distributed checkpoint by its index.
 
     Raises:

@@ -23,7 +23,7 @@ use tensorferry_wire::digest::{Algorithm, BLOCK_SIZE};
 
 #[cfg(fuzzing)]
 pub(super) use self::first_fetch::FirstFetch;
-pub(super) use self::transfer::{PlannedFetch, default_lanes};
+pub(super) use self::transfer::PlannedFetch;
 pub(super) use self::verify::Passes;
 use super::blocks::block_len;
 use super::connection::Connection;
@@ -64,6 +64,7 @@ pub struct Remote {
     progress: Arc<AtomicU64>,
     /// Serves on what is received, where this takes part in a swarm.
     relay: Option<Arc<dyn RelayHost>>,
+    relays_at_once: bool,
     /// The addresses at both ends of the connection that brought the header, if it went over the network.
     route: Option<(IpAddr, IpAddr)>,
     /// Those that can be used again.
@@ -133,7 +134,7 @@ impl Remote {
         }
         self.copy_prefix(&plan)?;
         let fetch = PlannedFetch { plan: &plan, missing: &missing, held: &self.blocks(), received: &received };
-        let relay = host.and_then(|host| OpenRelay::open(&*host, &self, &plan, &missing));
+        let relay = host.and_then(|host| OpenRelay::new(host, &self, &plan, &missing));
         if missing.is_empty() && !is_small {
             // Nothing is to be fetched, but what is here may have been at the source at different moments.
             self.settle(&[fetch], None, &mut report)?;
@@ -141,11 +142,6 @@ impl Remote {
             self.transfer(&[fetch], relay, &mut report)?;
         }
         Ok(Arrived { arena, offsets, report: self.complete(report, started) })
-    }
-
-    /// The first bytes of the payload, which are here.
-    pub(super) fn prefix(&self) -> &[u8] {
-        &self.prefix
     }
 
     /// What serves on what is received, if this takes part in a swarm. Grants are of one source, and so are the digests
