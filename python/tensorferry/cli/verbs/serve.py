@@ -200,7 +200,7 @@ class Publisher:
         from ...state.snapshot import StateSnapshot
         from ...torchft import compat
         from ..leaves.shards import files_of
-        from ..mapped_states import of_shards
+        from ..mapped_states import state_of_shards
 
         step = self._step or 0
         pages: list[FilePages] = []
@@ -208,12 +208,12 @@ class Publisher:
         with contextlib.ExitStack() as stack:
             for path in paths:
                 stack.enter_context(self.files.opening(path))
-            packed = StateSnapshot(of_shards(folder, pages), HostStager(ACCELERATOR), "borrow")
+            packed = StateSnapshot(state_of_shards(folder, pages), HostStager(ACCELERATOR), "borrow")
         for path, one in zip(paths, pages, strict=True):
             self.files.add(path, one)
         bodies = compat.bodies(packed.rebuild, 0)
         packed.container().publish(self._server, step, alternate=bodies, pages=pages)
-        return self._told(step, [self._server.url(self._host)], folder)
+        return self._published(step, [self._server.url(self._host)], folder)
 
     def _publish(
         self, path: Path, where: Server | Shelf, step: int, control: list[tuple[str, bytes]] | None = None
