@@ -18,6 +18,8 @@ _LONG_S = 2.0
 _SLOW = 0.1
 #: How many senders a log line names.
 _MOST_SENDERS = 12
+#: How many characters of a path it has.
+_LONGEST_PATH = 200
 
 
 class InPlace(NamedTuple):
@@ -26,7 +28,7 @@ class InPlace(NamedTuple):
     Attributes:
         matched: how many of the source's tensors have a counterpart in the live state
         offered: how many tensors the source has
-        there: the path of one of the source's tensors, for messages
+        there: the path of one of the source's tensors, for messages: of one without a counterpart, if there is one
         here: the path of one of the live state's tensors, for messages
     """
 
@@ -131,7 +133,14 @@ def _shares(senders: dict[str, int]) -> str:
 
 def in_place(fit: InPlace | None) -> str:
     """Returns the end of a log line: how many tensors were received in place; empty without a live state."""
-    return "" if fit is None else f", {fit.matched} of {fit.offered} tensors in place"
+    if fit is None:
+        return ""
+    text = f", {fit.matched} of {fit.offered} tensors in place"
+    if not 0 < fit.matched < fit.offered:
+        return text
+    more = fit.offered - fit.matched - 1
+    others = f" and {more} more are" if more else " is"
+    return f"{text} ({fit.there[:_LONGEST_PATH]}{others} not in the live state, so came into fresh memory)"
 
 
 def log_receive(report: ReceiveReport, *, tls: bool, secret: bool) -> None:
@@ -153,7 +162,8 @@ def log_receive(report: ReceiveReport, *, tls: bool, secret: bool) -> None:
     relayed = ""
     if report.relays:
         own = max(report.bytes - report.relayed_bytes, 0)
-        relayed = f", {own} bytes from the source and {report.relayed_bytes} from {report.relays} other receivers"
+        others = "other receiver" if report.relays == 1 else "other receivers"
+        relayed = f", {own} bytes from the source and {report.relayed_bytes} from {report.relays} {others}"
     log_heal(
         "received step %d: %d bytes in %.3f s (%.2f GB/s; open %.3f s, fetch %.3f s), %d lanes over %s, %d retries, "
         "%s TLS, %s a secret%s",
