@@ -36,7 +36,7 @@ from ..storage.pending import pending
 from ..storage.reserved import is_reserved
 from . import mapped_states, numbers, parts, whole_states
 from .leaves.torch_leaves import values_of
-from .leaves.values import has_elements, whole
+from .leaves.values import has_elements, whole, without_groups
 from .places import CheckpointKind, Place
 
 #: The names of the dtypes that a safetensors file can have.
@@ -139,7 +139,7 @@ class Conversion:
         path = self._place.path
         match self._place.kind:
             case CheckpointKind.CONTAINER:
-                with whole_states.without_groups():
+                with without_groups():
                     return mapped_states.state_of_container(self._undamaged(path), self._pages)
             case CheckpointKind.ARCHIVE:
                 return mapped_states.state_of_archive(path, self._pages)
@@ -161,7 +161,7 @@ class Conversion:
             self._step = index.step
         self._ranks = index.world_size
         # Of the other ranks' files, only parts of tensors are read, each with its checksums.
-        with whole_states.without_groups():
+        with without_groups():
             state = mapped_states.state_of_container(self._undamaged(folder / index.files[self._rank][0]), self._pages)
             if self._only is not None:
                 # The files of the other ranks name tensors by their keys in the whole state.

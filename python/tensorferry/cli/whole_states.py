@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import logging
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -55,15 +52,3 @@ def _whole(value: Any, name: str) -> Tensor:
             "are not there: convert a checkpoint that has those of all ranks, or keep the format with --to tensorferry"
         )
     return cast("Tensor", whole.detach())
-
-
-@contextlib.contextmanager
-def without_groups() -> Iterator[None]:
-    """Keeps torch from warning that the meshes of DTensors are read without their process groups."""
-    logger = logging.getLogger("torch.distributed.device_mesh")
-    before = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)

@@ -34,6 +34,9 @@ PROTOCOL = 4
 
 _GLOBALS = (type, types.FunctionType, types.BuiltinFunctionType)
 
+#: torch's classes that keep the hash of their fields once it was asked for. It differs from process to process.
+_KEEPS_HASH = frozenset({"DTensorSpec", "DeviceMesh"})
+
 #: What rebuilds a tensor, a Parameter and a DTensor, and the class of their hooks.
 _FUNCTIONS = (torch._utils._rebuild_tensor_v2, torch._utils._rebuild_parameter, rebuild_dtensor, OrderedDict)
 
@@ -113,6 +116,8 @@ class _Pickler(pickle.Pickler):
         if isinstance(value, _GLOBALS):
             self.globals.setdefault((value.__module__ or "", value.__qualname__), self._path)
             return NotImplemented
+        if type(value).__name__ in _KEEPS_HASH and getattr(value, "_hash", None) is not None:
+            return _without_hash(value)
         if isinstance(value, torch.Tensor) and rebuilds_without_grad(value):
             return with_grad, (value.detach(),), value.__dict__ or None
         if isinstance(value, torch.Tensor) and rebuilds_from_local(value):
@@ -153,6 +158,12 @@ class _Pickler(pickle.Pickler):
                 raise ValueError(f"its storage has {whole[1]} bytes and it needs {span[1]}: the memory was freed")
             span = whole
         return _reach(self._flat.rows, storage, key, (address, whole[1]), span)
+
+
+def _without_hash(value: Any) -> Any:
+    """Returns how ``value`` is pickled, without the hash that it keeps: whoever reads it makes one of its own."""
+    function, arguments, state, *more = value.__reduce_ex__(PROTOCOL)
+    return function, arguments, {**state, "_hash": None} if isinstance(state, dict) else state, *more
 
 
 def _is_any_overridden() -> bool:

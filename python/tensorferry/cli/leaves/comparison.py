@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from ...errors import InvalidArgument
+from ...storage.reserved import PICKLE
 from ..flags import Receiving, Trust
 from ..places import CheckpointKind, find
 from .leaf import Leaf, Listing, by_path
@@ -32,10 +32,10 @@ class _Side:
         """Returns the leaves of the container of this number, by their paths."""
         if number not in self._values:
             from .torch_leaves import values_of
-            from .values import whole_of
+            from .values import without_groups
 
-            values = values_of(self._state(number))
-            self._values[number] = {path: whole_of(value) for path, value in values.items()}
+            with without_groups():
+                self._values[number] = values_of(self._state(number))
         return self._values[number]
 
     @property
@@ -74,10 +74,10 @@ class _Side:
         """Returns the state of a checkpoint of several ranks, with whole tensors."""
         if self.place.kind is CheckpointKind.CHECKPOINT:
             from ...checkpointing import loading
+            from .values import without_groups
 
-            # It warns of meshes of which no process group is there, as here.
-            logging.getLogger("torch.distributed.device_mesh").setLevel(logging.ERROR)
-            return loading.read(self.place.path, rank=0, world_size=1)[0]
+            with without_groups():
+                return loading.read(self.place.path, rank=0, world_size=1)[0]
         from ...dcp import PeerReader
         from ..mapped_states import state_of_distributed
 
@@ -174,7 +174,10 @@ class Comparison:
         """Compares two listings leaf by leaf, by digests and else by values, and notes the differences."""
         first, second = by_path(one.leaves), by_path(other.leaves)
         # Views and objects are the same if the memory behind them and their pickle are.
-        hidden = bool(one.hidden) and one.hidden == other.hidden and one.tree == other.tree
+        same_tree = one.tree == other.tree
+        hidden = bool(one.hidden) and one.hidden == other.hidden and same_tree
+        pickles = one.hidden.get(PICKLE), other.hidden.get(PICKLE)
+        same_objects = same_tree and pickles[0] is not None and pickles[0] == pickles[1]
         for path in [*first, *(path for path in second if path not in first)]:
             if path not in second or path not in first:
                 self._note(prefix + path, f"only in the {'first' if path in first else 'second'}")
@@ -184,9 +187,9 @@ class Comparison:
                 continue
             if (how := _unlike(a, b)) is not None:
                 self._note(prefix + path, how)
-            elif a.digest is not None and a.digest == b.digest:
+            elif a.digest is not None and a.digest == b.digest and (not a.part or same_objects):
                 self._by_digest += 1
-            elif a.kind == b.kind == "tensor" and a.digest is not None and b.digest is not None:
+            elif None not in (a.digest, b.digest) and a.digest != b.digest and _is_plain(a) and _is_plain(b):
                 self._by_digest += 1
                 self._note(prefix + path, "the bytes differ")
             elif a.digest is None and b.digest is None and hidden:
@@ -203,6 +206,11 @@ class Comparison:
 
     def _note(self, path: str, how: str) -> None:
         self._differences.append({"path": path, "how": how})
+
+
+def _is_plain(leaf: Leaf) -> bool:
+    """Whether its digest is that of its bytes in order, and not of how they are cut into shards."""
+    return leaf.kind == "tensor" or bool(leaf.part)
 
 
 def _unlike(a: Leaf, b: Leaf) -> str | None:

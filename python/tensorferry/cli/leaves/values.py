@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import pickle
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from ..._native import _check_machine_has, _checksum
-from ...memory.tensors import spread_parts
+from ...memory.tensors import is_spread, spread_parts
 
 #: Tensors that are described by dtype, shape and elements.
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -73,11 +76,69 @@ def _parts(tensor: torch.Tensor) -> list[Any]:
     return [str(tensor.qscheme()), tensor.int_repr(), scales, zeros, tensor.q_per_channel_axis()]
 
 
+@contextlib.contextmanager
+def without_groups() -> Iterator[None]:
+    """Keeps torch from warning that the meshes of DTensors are read without their process groups."""
+    logger = logging.getLogger("torch.distributed.device_mesh")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
 def are_same(a: Any, b: Any) -> bool:
-    """Whether two leaves have the same value, tensors bit by bit."""
-    if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
-        if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
+    """Whether two leaves have the same value: tensors bit by bit, those that are spread over ranks also in placements.
+
+    What a process has left in an object beside its value, such as the hash that a mesh keeps, does not count.
+    """
+    try:
+        return _Comparison().of(a, b)
+    except Exception:  # Objects of others can raise anything.
+        return False
+
+
+class _Comparison:
+    """Compares two values, each pair of objects in them once: they may contain themselves."""
+
+    def __init__(self) -> None:
+        self._begun: set[tuple[int, int]] = set()
+        #: What was made for the comparison lives as long: a new object could get its address.
+        self._made: list[Any] = []
+
+    def of(self, a: Any, b: Any) -> bool:
+        if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+            return self._tensors(a, b)
+        if type(a) is not type(b):
             return False
+        if a is b or isinstance(a, str | bytes | int | type):
+            return bool(a == b)
+        pair = id(a), id(b)
+        if pair in self._begun:
+            return True
+        self._begun.add(pair)
+        if type(a) in (list, tuple):
+            return len(a) == len(b) and all(map(self.of, a, b))
+        if type(a) is dict:
+            return a.keys() == b.keys() and all(self.of(value, b[key]) for key, value in a.items())
+        return self._objects(a, b)
+
+    def _objects(self, a: Any, b: Any) -> bool:
+        """Compares two objects of one class by their pickles, by ``==``, and then by what they are pickled as."""
+        if pickle.dumps(a) == pickle.dumps(b):
+            return True
+        with contextlib.suppress(Exception):
+            if bool(a == b):
+                return True
+        one, other = _reduced(a), _reduced(b)
+        self._made += [one, other]
+        return not isinstance(one, str) and self.of(one, other)
+
+    def _tensors(self, a: torch.Tensor, b: torch.Tensor) -> bool:
+        if is_spread(a) and is_spread(b):
+            return self._spread(a, b)
+        a, b = whole_of(a), whole_of(b)
         if (a.dtype, a.shape, a.layout) != (b.dtype, b.shape, b.layout):
             return False
         one, other = digest_of(a), digest_of(b)
@@ -85,12 +146,30 @@ def are_same(a: Any, b: Any) -> bool:
             return one == other
         parts = _parts(a), _parts(b)
         if parts[0] and parts[1]:
-            return len(parts[0]) == len(parts[1]) and all(map(are_same, *parts))
-    if type(a) is not type(b):
-        return False
-    try:
-        if pickle.dumps(a) == pickle.dumps(b):
-            return True
-        return bool(a == b)
-    except Exception:  # Objects of others can raise anything.
-        return False
+            return len(parts[0]) == len(parts[1]) and all(map(self.of, *parts))
+        return type(a) is type(b) and self._objects(a, b)
+
+    def _spread(self, a: Any, b: Any) -> bool:
+        """Compares what two tensors are parts of, how that is spread, and the parts."""
+        if type(a) is not type(b) or (a.dtype, a.size()) != (b.dtype, b.size()):
+            return False
+        for name in ("placements", "device_mesh"):
+            one, other = getattr(a, name, None), getattr(b, name, None)
+            # A placement may equal one of another class.
+            if one != other or (name == "placements" and [*map(type, one or ())] != [*map(type, other or ())]):
+                return False
+        parts, others = spread_parts(a) or [], spread_parts(b) or []
+        if [offsets for _, offsets in parts] != [offsets for _, offsets in others]:
+            return False
+        return all(self.of(one, other) for (one, _), (other, _) in zip(parts, others, strict=True))
+
+
+def _reduced(value: Any) -> Any:
+    """Returns what an object is pickled as, without iterators and without hashes that it keeps."""
+    reduced = value.__reduce_ex__(pickle.DEFAULT_PROTOCOL)
+    if isinstance(reduced, str):
+        return reduced
+    function, arguments, state, items, pairs, *_ = [*reduced, None, None, None]
+    if isinstance(state, dict):
+        state = {name: one for name, one in state.items() if name != "_hash"}
+    return [function, arguments, state, None if items is None else [*items], None if pairs is None else [*pairs]]
