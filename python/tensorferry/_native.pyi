@@ -19,6 +19,7 @@ __all__ = [
     "Remote",
     "Report",
     "Rows",
+    "Seat",
     "Secret",
     "Server",
     "SharedBuffer",
@@ -142,12 +143,18 @@ class HttpAnswer:
     def close(self) -> None: ...
 
 @final
+class Seat:
+    @staticmethod
+    def take(cards: list[str]) -> tuple[int, Seat] | None: ...
+
+@final
 class Server:
     def __new__(
         cls,
         *,
         patience: float,
         bind: str | None = None,
+        also: list[str] = ...,
         ports: tuple[int, int] = ...,
         metrics_ports: tuple[int, int] | None = None,
         same_host: bool = True,
@@ -157,6 +164,8 @@ class Server:
         certificate: Certificate | None = None,
         swarm: bool = False,
         rails: list[tuple[str, int]] = ...,
+        card: str | None = None,
+        seat: Seat | None = None,
         zone: str | None = None,
     ) -> Server: ...
     @property

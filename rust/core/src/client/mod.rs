@@ -9,6 +9,7 @@
 //! | `stragglers`, `ledger` | lanes that are too slow; received blocks |
 //! | `swarm`, `relaying` | fetching from other receivers, with the tracker of the source; serving on what has come |
 //! | `source`, `url`, `resolver` | where a source is and how to reach it |
+//! | `rails`, `pairs`, `routes` | lanes over each of its network cards and ours |
 //! | `get` | [`Get`]: one answer that is no container |
 //! | `connection` | blocking HTTP/1.1 over TCP, TLS or shared memory |
 //! | `limits` | one deadline for everything, and what counts as stuck |
@@ -33,11 +34,13 @@ mod get;
 mod lane;
 mod ledger;
 mod limits;
+mod pairs;
 mod rails;
 mod range;
 mod relaying;
 mod remote;
 mod resolver;
+mod routes;
 mod source;
 mod staged;
 mod stragglers;

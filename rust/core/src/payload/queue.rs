@@ -9,7 +9,7 @@
 
 use std::collections::VecDeque;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use crate::error::{Error, ErrorKind};
 
@@ -77,11 +77,10 @@ impl Queue {
         Self { state: Mutex::new(QueueState { waiting, running: 0, failed: None, parts: None }), done: Condvar::new() }
     }
 
-    /// The same queue with shorter ranges towards the end: each at most the `parts`-th part of what is left. So lanes of
+    /// From here on ranges get shorter towards the end: each is at most the `parts`-th part of what is left. So lanes of
     /// different speeds end together, and what one gives back is shared out.
-    pub(crate) fn tapered(self, parts: u64) -> Self {
+    pub(crate) fn taper(&self, parts: u64) {
         self.state().parts = Some(parts.max(1));
-        self
     }
 
     fn state(&self) -> MutexGuard<'_, QueueState> {
@@ -131,6 +130,15 @@ impl Queue {
         }
         state.running += 1;
         Next::Taken(Taken { queue: self, at, end })
+    }
+
+    /// Waits for `length`, or until all is done or has failed.
+    pub(crate) fn rest(&self, length: Duration) {
+        let (started, mut state) = (Instant::now(), self.state());
+        while state.failed.is_none() && (!state.waiting.is_empty() || state.running > 0) {
+            let Some(left) = length.checked_sub(started.elapsed()).filter(|left| !left.is_zero()) else { return };
+            state = self.done.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
+        }
     }
 
     /// Waits until something changes, or for `at_most`.

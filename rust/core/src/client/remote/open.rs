@@ -96,8 +96,10 @@ impl Remote {
             let url = &sources[primary].url;
             let (etag, gone) = &mut begun[primary];
             let (share, patience) = share_and_patience(&limits, standing.len(), asked, gone.is_some());
+            let mut by_card = false;
             let (opened, nobody) = match Connection::open(url, &share) {
                 Ok(connection) => {
+                    by_card = connection.route().is_some_and(|route| url.card() == Some(route.1));
                     let passes = &mut passes[primary];
                     let ahead = (options.ahead, options.most_described);
                     let opened = FirstFetch::read(connection, step, ahead, &share, patience, etag, passes);
@@ -142,11 +144,20 @@ impl Remote {
                         limits,
                     });
                 }
+                Err(e) if by_card && !e.is_timeout() && limits.left().is_ok() => {
+                    // The host may lead elsewhere: behind a proxy, its port is that of another program here.
+                    url.give_up_card();
+                    last = e;
+                    standing.push_front(Turn { source: primary, asked, failures, not_before: None });
+                }
                 Err(e) if e.is_timeout() && gone.is_some() => {
                     // This wait is for another snapshot than the one that was begun, and may last for ever.
                     last = gone.take().unwrap_or(e);
                 }
                 Err(e) => {
+                    if by_card {
+                        url.give_up_card();
+                    }
                     // A refusal by status is the source's answer and stays. A refused connection is retried once.
                     let refused = matches!(e.kind(), ErrorKind::Status(_));
                     let repairable = e.is_transient() || e.kind() == ErrorKind::Changed;

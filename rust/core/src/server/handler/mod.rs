@@ -172,9 +172,8 @@ async fn resolve<B>(
     if offers_swarm && matches!(resource, Resource::Container(_)) {
         found.headers_mut().insert(SWARM_HEADER, HeaderValue::from_static("1"));
     }
-    if let Some(rails) =
-        connection.shared.rails.as_ref().filter(|_| is_source && matches!(resource, Resource::Container(_)))
-    {
+    let begins = matches!(resource, Resource::Container(_) | Resource::Digests(_));
+    if let Some(rails) = connection.shared.rails.as_ref().filter(|_| is_source && begins) {
         found.headers_mut().insert(RAILS_HEADER, rails.clone());
     }
     if let Some(name) = connection.shared.same_host.as_ref().filter(|_| !connection.same_host) {
