@@ -62,7 +62,7 @@ mod trust;
 pub use cancel::Cancel;
 #[cfg(fuzzing)]
 pub use client::fuzzing;
-pub use client::{Arrived, FetchOptions, Get, Remote, SliceRequest, StagedFetch, fetch_slices, resolve};
+pub use client::{Arrived, FetchOptions, Get, RailRate, Remote, SliceRequest, StagedFetch, fetch_slices, resolve};
 pub use error::{Error, ErrorKind, Hint};
 pub use file::{
     Container, DIRECT_FROM, FileOptions, FileReport, ServedFiles, Stored, StoredWaves, Written, rename_new, seal_file,

@@ -77,7 +77,10 @@ pub fn parse(value: &str) -> Vec<Rail> {
         let Some((address, mbit)) = item.trim().split_once('/') else { continue };
         let (Ok(address), Ok(mbit)) = (address.parse::<IpAddr>(), mbit.parse()) else { continue };
         let rail = Rail { address: address.to_canonical(), mbit };
-        if is_usable(&rail.address) && !rails.iter().any(|known| known.address == rail.address) && rails.len() < MAX_RAILS {
+        if is_usable(&rail.address)
+            && !rails.iter().any(|known| known.address == rail.address)
+            && rails.len() < MAX_RAILS
+        {
             rails.push(rail);
         }
     }
@@ -108,7 +111,9 @@ mod tests {
             assert_eq!(card(&format!("/{segment}/checkpoint/")), Some(address.parse().unwrap()));
         }
         assert_eq!(without_card("0f"), "0f");
-        for none in ["", "/", "/0f/checkpoint/", "/0f/a~10.0.1.7/", "/0f~/", "/0f~node-7/", "/0f~0.0.0.0/", "/0f~ff02::1/"] {
+        for none in
+            ["", "/", "/0f/checkpoint/", "/0f/a~10.0.1.7/", "/0f~/", "/0f~node-7/", "/0f~0.0.0.0/", "/0f~ff02::1/"]
+        {
             assert_eq!(card(none), None, "{none}");
         }
     }

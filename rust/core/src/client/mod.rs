@@ -53,7 +53,7 @@ use std::time::Duration;
 
 pub use self::fetch_slices::{SliceRequest, fetch_slices};
 pub use self::get::Get;
-pub use self::remote::Remote;
+pub use self::remote::{RailRate, Remote};
 pub use self::resolver::resolve;
 use self::source::Source;
 pub use self::staged::StagedFetch;

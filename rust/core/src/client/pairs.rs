@@ -38,7 +38,8 @@ pub(super) fn pairs(
     let unused: Vec<_> = own.iter().filter(|one| !used.iter().any(|&at| device_of(own, at) == one.device)).collect();
     for one in unused {
         let times = |there: IpAddr| found.iter().filter(|pair| pair.1 == there).count() + usize::from(there == first.1);
-        let there = others.iter().chain([&first.1]).copied().filter(|&there| leads_to(one, there)).min_by_key(|&at| times(at));
+        let there =
+            others.iter().chain([&first.1]).copied().filter(|&there| leads_to(one, there)).min_by_key(|&at| times(at));
         if let Some(there) = there
             && !used.iter().any(|&at| device_of(own, at) == one.device)
         {

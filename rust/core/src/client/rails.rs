@@ -65,6 +65,8 @@ struct Learned {
     /// The addresses at both ends of the connection that brought it.
     first: (IpAddr, IpAddr),
     others: Vec<IpAddr>,
+    /// All that it has named.
+    named: Vec<Rail>,
 }
 
 impl Rails {
@@ -77,7 +79,17 @@ impl Rails {
             rail.address != first.1 && fast_enough && rail.address.is_loopback() == first.1.is_loopback()
         };
         let others = rails.iter().filter(|rail| is_usable(rail)).map(|rail| rail.address).collect();
-        let _ = self.learned.set(Learned { first, others });
+        let _ = self.learned.set(Learned { first, others, named: rails.to_vec() });
+    }
+
+    /// What the source has named.
+    pub(super) fn named(&self) -> &[Rail] {
+        self.learned.get().map_or(&[], |learned| &learned.named)
+    }
+
+    /// The pair by which a receive would use the rail at `address`.
+    pub(super) fn pair(&self, address: IpAddr) -> Pair {
+        self.pairs(&mut Vec::new()).into_iter().find(|pair| pair.1 == address).unwrap_or((None, address))
     }
 
     /// The other addresses.
@@ -199,7 +211,8 @@ fn leave_alone(pair: Pair, port: u16, length: Duration) {
 
 /// For how long a rail is to be left alone still.
 fn is_left_alone(pair: Pair, port: u16) -> Duration {
-    let until = LEFT.try_lock().ok().and_then(|left| left.iter().find(|one| (one.0, one.1) == (pair, port)).map(|one| one.2));
+    let until =
+        LEFT.try_lock().ok().and_then(|left| left.iter().find(|one| (one.0, one.1) == (pair, port)).map(|one| one.2));
     until.map_or(Duration::ZERO, |until| until.saturating_duration_since(Instant::now()))
 }
 

@@ -239,9 +239,8 @@ impl Server {
         let (listeners, address) = bound(&addresses, &config.ports, "checkpoint requests", Hint::ChoosePort)?;
         let observers = config.metrics_ports.as_ref();
         let observers = observers.map(|ports| bound(&addresses, ports, "scrapers", Hint::ChooseMetricsPort));
-        let (observers, metrics_port) = observers
-            .transpose()?
-            .map_or((Vec::new(), None), |(listeners, address)| (listeners, Some(address.port())));
+        let (observers, metrics_port) =
+            observers.transpose()?.map_or((Vec::new(), None), |(listeners, address)| (listeners, Some(address.port())));
         let token = if config.capability { random::token()? } else { String::new() };
         // If the system lets us have one: everything works without.
         let name = same_host::Name::new(&random::token()?);

@@ -62,7 +62,15 @@ mod tests {
         held.push(Seat::take(&cards).unwrap());
         assert_eq!(held.last().unwrap().0, 2);
         let near = [&cards[3], &cards[2]];
-        assert_eq!((0..3).map(|_| { held.push(Seat::take(&near).unwrap()); held.last().unwrap().0 }).collect::<Vec<_>>(), [0, 1, 0]);
+        assert_eq!(
+            (0..3)
+                .map(|_| {
+                    held.push(Seat::take(&near).unwrap());
+                    held.last().unwrap().0
+                })
+                .collect::<Vec<_>>(),
+            [0, 1, 0]
+        );
         let long = "x".repeat(200);
         assert!(Seat::take(&[long]).is_none());
         assert!(Seat::take(&[""; 0]).is_none());

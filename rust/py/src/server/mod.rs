@@ -61,7 +61,7 @@ impl PyServer {
     #[pyo3(signature = (*, patience, bind = None, also = Vec::new(), ports = (0, 0), metrics_ports = None, same_host = true,
                         max_bandwidth = None, secret = None, tls = false, certificate = None,
                         swarm = false, rails = Vec::new(), card = None, seat = None, zone = None))]
-    #[allow(clippy::too_many_arguments, reason = "keywords in Python")]
+    #[allow(clippy::too_many_arguments, clippy::needless_pass_by_value, reason = "keywords in Python")]
     fn new(
         py: Python<'_>,
         patience: f64,

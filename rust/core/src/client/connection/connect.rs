@@ -16,8 +16,8 @@ use super::session::Session;
 use super::{Connection, is_timeout};
 use crate::client::limits::Limits;
 use crate::client::pairs::Pair;
-use crate::client::{resolver, routes};
 use crate::client::url::SourceUrl;
+use crate::client::{resolver, routes};
 use crate::error::{Error, ErrorKind};
 use crate::fork::CloseOnFork;
 use crate::same_host::{self, GREETING, ring::RingReader};
@@ -66,9 +66,9 @@ impl Connection {
                 }
                 Self::over(stream, url, limits).secured()
             }
-            None => Err(failed(race.failed.unwrap_or_else(|| {
-                io::Error::new(io::ErrorKind::NotFound, "the name has no address")
-            }))),
+            None => Err(failed(
+                race.failed.unwrap_or_else(|| io::Error::new(io::ErrorKind::NotFound, "the name has no address")),
+            )),
         }
     }
 
@@ -163,6 +163,9 @@ struct Race<'a> {
     failed: Option<io::Error>,
 }
 
+/// A socket that is connected, and to where.
+type Connected = (Arc<CloseOnFork<Socket>>, SocketAddr);
+
 struct Attempt {
     socket: Arc<CloseOnFork<Socket>>,
     address: SocketAddr,
@@ -183,7 +186,7 @@ impl<'a> Race<'a> {
     }
 
     /// The first that succeeds, within `at_most`; `None` if none has. The error ends the whole transfer.
-    fn run(&mut self, at_most: Option<Duration>) -> Result<Option<(Arc<CloseOnFork<Socket>>, SocketAddr)>, Error> {
+    fn run(&mut self, at_most: Option<Duration>) -> Result<Option<Connected>, Error> {
         let started = Instant::now();
         loop {
             let due = self.under_way.is_empty() || self.begun.is_none_or(|begun| begun.elapsed() >= self.stagger);
@@ -214,7 +217,7 @@ impl<'a> Race<'a> {
                 self.under_way.remove(0);
                 continue;
             }
-            let mut wait = left.min(CANCEL_POLL).min(self.limits.stall - since);
+            let mut wait = left.min(CANCEL_POLL).min(self.limits.stall.saturating_sub(since));
             if let Some(most) = at_most {
                 let Some(rest) = most.checked_sub(started.elapsed()).filter(|rest| !rest.is_zero()) else {
                     return Ok(None);
@@ -231,8 +234,9 @@ impl<'a> Race<'a> {
     }
 
     /// Waits for at most `wait` until one has succeeded; those that fail are dropped.
-    fn poll(&mut self, wait: Duration) -> Option<(Arc<CloseOnFork<Socket>>, SocketAddr)> {
-        let polled = |attempt: &Attempt| libc::pollfd { fd: attempt.socket.as_raw_fd(), events: libc::POLLOUT, revents: 0 };
+    fn poll(&mut self, wait: Duration) -> Option<Connected> {
+        let polled =
+            |attempt: &Attempt| libc::pollfd { fd: attempt.socket.as_raw_fd(), events: libc::POLLOUT, revents: 0 };
         let mut polls: Vec<_> = self.under_way.iter().map(polled).collect();
         let millis = i32::try_from(wait.as_micros().div_ceil(1000)).unwrap_or(i32::MAX).max(1);
         let count = libc::nfds_t::try_from(polls.len()).unwrap_or(0);

@@ -194,13 +194,14 @@ impl Remote {
         let per_range = (blocks / (wanted * 4)).clamp(plan.stride().div_ceil(4), most);
         let wanted = wanted.min(blocks.div_ceil(per_range)).max(1);
         let is_large = plan.held(runs) >= rails::LEAST_BYTES;
-        let rails = if is_large { self.rails() } else { 0 };
+        let rails = if is_large { self.other_addresses() } else { 0 };
         // As many connections in all, but at least two at each address: one waits for a request while the other receives.
         let each = wanted.div_ceil(rails + 1).max(2);
         let lanes = if rails == 0 { wanted } else { each * self.sources.len() as u64 };
         let fitting = |number: u64| usize::try_from(number).unwrap_or(1);
         let lanes = fitting(lanes);
-        let rail_lanes = RailLanes::new(self.sources.len(), lanes, if is_large { fitting(each) } else { 0 }, &self.limits);
+        let rail_lanes =
+            RailLanes::new(self.sources.len(), lanes, if is_large { fitting(each) } else { 0 }, &self.limits);
         let queue = Queue::new(runs, per_range);
         let swarm = match relay {
             Some(relay) => {
@@ -222,10 +223,7 @@ impl Remote {
             algorithm: &self.algorithm,
             limits: &self.limits,
             received,
-            watch: StragglerMonitor::new(
-                (lanes, rail_lanes.most()),
-                if swarm.is_some() { MOST_RELAYS } else { 0 },
-            ),
+            watch: StragglerMonitor::new((lanes, rail_lanes.most()), if swarm.is_some() { MOST_RELAYS } else { 0 }),
             swarm: swarm.as_ref(),
             rails: &rail_lanes,
             alive: lanes.into(),
@@ -244,7 +242,7 @@ impl Remote {
     }
 
     /// How many other addresses the sources have.
-    fn rails(&self) -> u64 {
+    fn other_addresses(&self) -> u64 {
         self.sources.iter().filter(|source| source.has_rails()).map(|source| source.rails.others().len() as u64).sum()
     }
 
