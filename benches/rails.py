@@ -2,8 +2,8 @@
 
 Each host is a network namespace of this machine; `tc` limits each link both ways. The kinds take turns: tensorferry
 over all links, tensorferry over one (`advertise=` with one address), and torchft's transport, which knows one. With
-faults, one link goes in the middle of a receive, drops everything from its beginning on, or delays what it carries. Shares
-are of what all links together carry as frames, of which 0.956 is payload. It needs root, `ip` and `tc`.
+faults, one link goes in the middle of a receive, drops everything from its beginning on, or delays what it carries.
+Shares are of what all links together carry as frames, of which 0.956 is payload. It needs root, `ip` and `tc`.
 """
 
 from __future__ import annotations
@@ -97,8 +97,8 @@ class Hosts:
     ) -> float:
         """Returns the seconds until the last of `ranks` receives had ended.
 
-        Link `cut` drops everything from half of the expected time on, or if not `late`, from before the beginning. If the
-        last link is `delayed`, every byte takes 20 ms longer on it, each way.
+        Link `cut` drops everything from half of the expected time on, or if not `late`, from before the beginning. If
+        the last link is `delayed`, every byte takes :data:`DELAY` seconds longer on it, each way.
 
         Raises:
             RuntimeError: what came is not what was sent

@@ -20,8 +20,8 @@ class RailRate(NamedTuple):
         there: the peer's address
         here: the address here; empty if nobody has answered
         rate: bytes per second; 0 if nobody has answered
-        expected: the speed of the slower of its two links, or else the rate of the other rails, in bytes per second; 0 if
-            neither is known
+        expected: the speed of the slower of its two links, or else the rate of the other rails, in bytes per second; 0
+            if neither is known
         measured: what ``expected`` is, in words
         trouble: why nothing has come; empty if something has
     """

@@ -71,7 +71,7 @@ def _steps(one: Path, other: Path) -> int:
 
 
 def _processors_node() -> int:
-    """Returns the NUMA node of all processors that this process may use; -1 if there are several, or only one at all."""
+    """Returns the NUMA node of all processors that this process may use; -1 if there are several, or one in all."""
     try:
         allowed = os.sched_getaffinity(0)
         nodes = {int(path.name[4:]): _numbers(path / "cpulist") for path in _NODES.glob("node[0-9]*")}

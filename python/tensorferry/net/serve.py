@@ -65,7 +65,8 @@ def serve(
     Args:
         timeout: how long a request waits until something is served
         options: as for :func:`start`
-        swarm, accelerator: as for :func:`start`
+        swarm: as for :func:`start`
+        accelerator: as for :func:`start`
 
     Raises:
         SystemRefused: no port can be opened
