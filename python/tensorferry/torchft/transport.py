@@ -94,9 +94,9 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
             contains one of its addresses; or on several, with commas between them. ``None`` takes
             ``TENSORFERRY_INTERFACE``; by default all.
         advertise: the name or address that peers use, or one of this host's interfaces or networks; or several, with
-            commas between them. ``None`` takes ``TENSORFERRY_ADVERTISE``; by default the address listened on, the host's
-            name if it resolves to an address that other hosts can use, or the address of the interface with the default
-            route. docs/guides/ports.md says what hosts with several network cards do.
+            commas between them. ``None`` takes ``TENSORFERRY_ADVERTISE``; by default the address listened on, the
+            host's name if it resolves to an address that other hosts can use, or the address of the interface with the
+            default route. docs/guides/ports.md says what hosts with several network cards do.
         max_bandwidth: bytes per second that all receivers together may take from here; ``None`` means no limit
         port: listen on this port, or on the first free one of a range like ``"29600-29699"``, so that a firewall can
             let peers in. ``None`` takes ``TENSORFERRY_PORT``; by default any free port.
