@@ -1,4 +1,4 @@
-"""How long several receivers of one source take on equal links: torchft's transport, ours, and ours with relays.
+"""How long several receivers of one source take on equal links: torchft's transport, ours without relays, and ours.
 
 Each host is a network namespace of this machine with a link of its own to one switch; `tc` limits both directions.
 Times are in copies: what one receiver alone takes for the state. `sent` is what the counter of the source's link says,
@@ -22,6 +22,7 @@ from typing import Any
 
 AGENT = Path(__file__).with_name("fleet_host.py")
 KINDS = {"torchft": "torchft's HTTPTransport", "ours": "tensorferry, relay=False", "relay": "tensorferry"}
+SCENARIOS = ("alone", "at-once", "apart", "killed", "in-place", "source-dies", "source-leaves", "source-goes-early")
 #: Seconds from the order to its beginning, for all hosts to have read it.
 LEAD = 0.3
 PATIENCE_S = 60
@@ -43,6 +44,7 @@ class Result:
         last: copies until the last of them had ended, from its own beginning
         mean: the same on average
         sent: copies that left the source
+        freed: copies until the source had its state back, from the beginning of the first; 0 where it was not asked to
     """
 
     scenario: str
@@ -52,6 +54,7 @@ class Result:
     last: float
     mean: float
     sent: float
+    freed: float = 0.0
 
 
 def run(*command: str) -> None:
@@ -180,8 +183,28 @@ class Bench:
         self.copy_s = self.copy_bytes = 0.0
         self.results: list[Result] = []
 
-    def round(self, scenario: str, kind: str, count: int, apart: float = 0.0, killed: int = 0) -> tuple[float, float]:
+    def round(
+        self,
+        scenario: str,
+        kind: str,
+        count: int,
+        apart: float = 0.0,
+        killed: int = 0,
+        in_place: bool = False,
+        withdraws: float = 0.0,
+        dies: float = 0.0,
+    ) -> tuple[float, float]:
         """Lets `count` receivers begin, each `apart` copies after the one before; kills some after half a copy.
+
+        Args:
+            scenario: what the row is called
+            kind: the transport
+            count: how many receive
+            apart: copies between their beginnings
+            killed: how many are killed
+            in_place: they receive into a live state
+            withdraws: copies after which the source takes its state back, and is killed as soon as it has it
+            dies: copies after which the source is killed
 
         Returns:
             The longest of their times in seconds, and the bytes that have left the source.
@@ -193,26 +216,39 @@ class Bench:
         receivers = self.receivers[:count]
         for number, host in enumerate(receivers):
             at = begin + number * apart * self.copy_s
-            host.order(do="receive", kind=kind, step=self.step, metadata=metadata, at=at)
+            host.order(do="receive", kind=kind, step=self.step, metadata=metadata, at=at, in_place=in_place)
         dying = receivers[:killed]
         if killed:
             time.sleep(max(begin + self.copy_s / 2 - time.monotonic(), 0))
             for host in dying:
                 host.end()
+        freed = 0.0
+        if withdraws or dies:
+            time.sleep(max(begin + (withdraws or dies) * self.copy_s - time.monotonic(), 0))
+            if withdraws:
+                self.source.order(do="stop")
+                self.source.answer()
+                freed = (time.monotonic() - begin) / self.copy_s
+            self.source.end()
         answers = [host.answer() for host in receivers if host not in dying]
         took = [answer["seconds"] for answer in answers]
         good = sum(answer["equal"] for answer in answers)
-        self.source.order(do="stop")
+        if self.source.process is None:
+            self.source.start(self.mib)
+        else:
+            self.source.order(do="stop")
         self.source.answer()
         sent = self.source.sent() - sent
         if self.copy_s:
             in_copies = [seconds / self.copy_s for seconds in took]
             mean = statistics.mean(in_copies)
-            result = Result(scenario, kind, count, good, max(in_copies), mean, sent / self.copy_bytes)
+            result = Result(scenario, kind, count, good, max(in_copies), mean, sent / self.copy_bytes, freed)
             self.results.append(result)
             row = f"{result.finished} of {count - killed}"
             print(
-                f"{scenario:34} {KINDS[kind]:26} {row:>8} {result.last:8.2f} {mean:8.2f} {result.sent:8.2f}", flush=True
+                f"{scenario:34} {KINDS[kind]:26} {row:>8} {result.last:8.2f} {mean:8.2f} {result.sent:8.2f}"
+                + (f"   free after {freed:.2f}" if freed else ""),
+                flush=True,
             )
         for host in dying:
             host.start(self.mib)
@@ -220,8 +256,8 @@ class Bench:
             host.answer()
         return max(took), sent
 
-    def all(self, counts: list[int], kinds: list[str], rounds: int) -> None:
-        """Runs every scenario."""
+    def all(self, counts: list[int], kinds: list[str], rounds: int, scenarios: list[str]) -> None:
+        """Runs the scenarios."""
         # The first connection of a process loads code.
         for kind in KINDS:
             self.round("warm-up", kind, 1)
@@ -231,26 +267,41 @@ class Bench:
         print(f"one copy takes {self.copy_s:.2f} s, and {self.copy_bytes / 1e6:.1f} MB on the link")
         print(f"{'scenario':34} {'transport':26} {'right':>8} {'last':>8} {'mean':>8} {'sent':>8}")
         for _ in range(rounds):
-            for kind in kinds:
-                self.round("1 receiver", kind, 1)
-            for count in counts:
+            for scenario in scenarios:
                 for kind in kinds:
-                    self.round(f"{count} receivers at once", kind, count)
-            most = counts[-1]
-            for kind in kinds:
-                self.round(f"{most} receivers, 0.3 copies apart", kind, most, apart=0.3)
-            for kind in kinds:
-                self.round(f"{most} receivers, 2 killed at half", kind, most, killed=min(2, most - 1))
+                    self.one(scenario, kind, counts)
+
+    def one(self, scenario: str, kind: str, counts: list[int]) -> None:
+        """Runs one scenario with one transport."""
+        most = counts[-1]
+        if scenario == "alone":
+            self.round("1 receiver", kind, 1)
+        elif scenario == "at-once":
+            for count in counts:
+                self.round(f"{count} receivers at once", kind, count)
+        elif scenario == "apart":
+            self.round(f"{most} receivers, 0.3 copies apart", kind, most, apart=0.3)
+        elif scenario == "killed":
+            self.round(f"{most} receivers, 2 killed at half", kind, most, killed=min(2, most - 1))
+        elif scenario == "in-place" and kind != "torchft":
+            self.round(f"{most} receivers, in place", kind, most, in_place=True)
+        elif scenario == "source-dies":
+            self.round(f"{most} receivers, source dies at 1.6", kind, most, dies=1.6)
+        elif scenario == "source-leaves":
+            self.round(f"{most} receivers, source leaves at 1.6", kind, most, withdraws=1.6)
+        elif scenario == "source-goes-early" and kind == "relay":
+            self.round(f"{most} receivers, source leaves at 0.5", kind, most, withdraws=0.5)
 
 
 def main() -> int:
     """Runs the bench; 0 also where it cannot run, which it says."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--mbit", type=int, default=100, help="speed of each link, each way")
-    parser.add_argument("--mib", type=int, default=64, help="size of the state")
+    parser.add_argument("--mib", type=int, default=128, help="size of the state")
     parser.add_argument("--receivers", default="2,4,8", help="how many, ascending")
     parser.add_argument("--kinds", default=",".join(KINDS), help="which transports")
     parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--scenarios", default=",".join(SCENARIOS), help="which")
     parser.add_argument("--json", type=Path, help="also write all figures here")
     options = parser.parse_args()
     counts = [int(count) for count in options.receivers.split(",")]
@@ -266,7 +317,7 @@ def main() -> int:
             print(f"SKIPPED: no network namespaces with shaped links here (root is needed): {reason}")
             return 0
         bench = Bench(network, options.mib)
-        bench.all(counts, options.kinds.split(","), options.rounds)
+        bench.all(counts, options.kinds.split(","), options.rounds, options.scenarios.split(","))
     finally:
         network.remove()
     if options.json:

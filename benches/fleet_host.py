@@ -30,12 +30,12 @@ def state_of(step: int, mib: int) -> dict[str, torch.Tensor]:
     return {f"layer{i}": torch.randint(0, 255, ((mib << 20) // LAYERS,), dtype=torch.uint8) for i in range(LAYERS)}
 
 
-def transport_of(kind: str, address: str, **more: Any) -> Any:
-    """Returns a new transport."""
+def transport_of(kind: str, address: str, live: dict[str, torch.Tensor] | None = None, **more: Any) -> Any:
+    """Returns a new transport, which receives into the tensors of `live` if there are some."""
     if kind == "torchft":
         return Torchft(TIMEOUT, 0)
     more = {"advertise": None if kind == "rails" else address, **more}
-    return HTTPTransport(TIMEOUT, relay=kind == "relay", **more)
+    return HTTPTransport(TIMEOUT, relay=kind == "relay", state_dict=(lambda: live) if live else None, **more)
 
 
 def metadata_of(transport: Any, address: str) -> str:
@@ -46,8 +46,9 @@ def metadata_of(transport: Any, address: str) -> str:
 
 def receive(address: str, mib: int, order: dict[str, Any]) -> None:
     """Receives at the time that was ordered, and says how long it took and whether the state is right."""
-    transport = transport_of(order["kind"], address)
     expected = state_of(order["step"], mib)
+    live = {name: torch.zeros_like(tensor) for name, tensor in expected.items()} if order.get("in_place") else None
+    transport = transport_of(order["kind"], address, live)
     time.sleep(max(order["at"] - time.monotonic(), 0))
     try:
         state = transport.recv_checkpoint(0, order["metadata"], order["step"], TIMEOUT)
@@ -56,6 +57,8 @@ def receive(address: str, mib: int, order: dict[str, Any]) -> None:
         state = {}
     seconds = time.monotonic() - order["at"]
     equal = state.keys() == expected.keys() and all(torch.equal(state[name], expected[name]) for name in expected)
+    if live:
+        equal = equal and all(state[name].data_ptr() == live[name].data_ptr() for name in live)
     say(seconds=seconds, equal=equal)
     transport.shutdown(wait=False)
 

@@ -274,8 +274,8 @@ def test_amounts_of_memory(monkeypatch):
     for text in ("", "G", "-1G", "1 parrot", "101%", "200G", "1K", "1e9", "1GG", "0x10", "nan"):
         with pytest.raises(InvalidArgument, match="memory must be"):
             limits.memory_limit(text)
-    assert limits.shown(1536 << 20) == "1.5 GiB"
-    assert limits.shown(12) == "12 bytes"
+    assert limits.readable(1536 << 20) == "1.5 GiB"
+    assert limits.readable(12) == "12 bytes"
 
 
 def test_fields_of_a_snapshot_come_back():

@@ -48,7 +48,7 @@ def test_a_save_that_fails_leaves_nothing(
         (path / "begun").touch()
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
-    monkeypatch.setattr(disk_rates, "_theirs", full)
+    monkeypatch.setattr(disk_rates, "_torch_writer", full)
     done = run("bench", "--save", tmp_path, "--size", "1M", "--rounds", "1")
     assert done.status == exits.STATUS[SystemRefused]
     assert "No space left" in done.err

@@ -1,4 +1,4 @@
-"""``tensorferry pull --relay``: hosts that pull from one source bring each other what they have."""
+"""``tensorferry pull``: hosts that pull from one source bring each other what they have."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.beyond_torchft
 #: 48 MiB from the source to two receivers would take 12 s.
-SLOW = ("--relay", "--no-same-host", "--max-bandwidth", "8M")
+SLOW = ("--no-same-host", "--max-bandwidth", "8M")
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def pulled(metadata: str, outputs: list[Path], *arguments: object) -> list[dict[
 def test_pulls_bring_each_other_what_they_have(checkpoint: Path, tmp_path: Path, run: Callable[..., Any]) -> None:
     outputs = [tmp_path / "a.safetensors", tmp_path / "b.safetensors"]
     with serving(checkpoint, *SLOW) as (metadata,):
-        told = pulled(metadata, outputs, "--relay")
+        told = pulled(metadata, outputs)
         assert sum(each["relayed"] for each in told) > 16 << 20
     for output in outputs:
         assert run("diff", checkpoint, output).status == 0
@@ -56,7 +56,7 @@ def test_pulls_bring_each_other_what_they_have(checkpoint: Path, tmp_path: Path,
     assert not [name for name in os.listdir(tmp_path) if name.endswith(".partial")]
 
 
-def test_nothing_is_relayed_unless_both_ask_for_it(checkpoint: Path, tmp_path: Path) -> None:
+def test_nothing_is_relayed_where_one_side_does_not_want_it(checkpoint: Path, tmp_path: Path) -> None:
     outputs = [tmp_path / "a.safetensors", tmp_path / "b.safetensors"]
     with serving(checkpoint, *SLOW[:-1], "64M") as (metadata,):
         assert [each["relayed"] for each in pulled(metadata, outputs, "--no-relay")] == [0, 0]

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from
 
 import tensorferry
 from tensorferry.dcp import FileReader, FileWriter, PeerReader, PeerWriter, index, load_plan, save_plan
-from tensorferry.memory.tensors import room
+from tensorferry.memory.tensors import memory_for_bytes
 from tensorferry.pickles.allowlist import Allowed
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.filterwarnings("ignore")]
@@ -187,15 +187,15 @@ def test_the_announced_length_of_an_object_takes_no_memory(over, tmp_path, monke
 def test_room_takes_memory_when_bytes_come():
     peak()
     before = peak()
-    memory, start = room(MUCH)
+    memory, start = memory_for_bytes(MUCH)
     assert len(memory) == MUCH
     assert start
     assert peak() < before + 256
     with pytest.raises(tensorferry.SystemRefused):
-        room(1 << 50)
-    assert room(0) == (b"", 0)
+        memory_for_bytes(1 << 50)
+    assert memory_for_bytes(0) == (b"", 0)
     for nbytes in (1, 1 << 20):
-        memory, _ = room(nbytes)
+        memory, _ = memory_for_bytes(nbytes)
         assert bytes(memory) == bytes(nbytes)
 
 

@@ -126,15 +126,15 @@ def choose(kept, folder, held, apart, **options):
 
     # As if the first rank's machine had, or said, something else than the others.
     is_first = torch.distributed.get_rank() == 0
-    real = page_cache.place
+    real = page_cache.cache_of
 
-    def place(folder):
+    def cache_of(folder):
         boot, *inode = real(folder)
         return (boot + str(is_first and apart), *inode)
 
     with (
         mock.patch.object(page_cache, "holds", return_value=held if is_first else True),
-        mock.patch.object(page_cache, "place", place),
+        mock.patch.object(page_cache, "cache_of", cache_of),
     ):
         return load_large(kept, folder, True, **options)
 
@@ -167,7 +167,7 @@ def look_at_the_page_cache(kept, folder):
         dropped = page_cache.holds([path])
     os.mkfifo(path.with_name("pipe"))
     others = [page_cache.holds([path.with_name(name)]) for name in ("pipe", "none")]
-    places = [page_cache.place(Path(name)) for name in (folder, folder, "/proc", f"{folder}/none", f"{folder}/none")]
+    places = [page_cache.cache_of(Path(name)) for name in (folder, folder, "/proc", f"{folder}/none", f"{folder}/none")]
     return held, dropped, others, [places.index(place) for place in places]
 
 

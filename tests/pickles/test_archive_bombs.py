@@ -68,7 +68,7 @@ def test_a_pickle_that_is_compressed_is_not_unpacked(tmp_path: Path) -> None:
     with pytest.raises(ProtocolError, match="they are compressed"):
         unpickled(bomb, "an object", Allowed())
     with pytest.raises(ProtocolError, match="is compressed"):
-        mapped_states.of_archive(path)
+        mapped_states.state_of_archive(path)
 
 
 def test_records_that_lie_in_each_other_are_refused(tmp_path: Path) -> None:
@@ -77,7 +77,7 @@ def test_records_that_lie_in_each_other_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ProtocolError, match="its records have"):
         load_file(path, Allowed())
     with pytest.raises(ProtocolError, match="its records are longer than the file"):
-        mapped_states.of_archive(path)
+        mapped_states.state_of_archive(path)
 
 
 def test_pages_of_a_compressed_record_are_not_taken_for_a_tensor(tmp_path: Path) -> None:
@@ -91,14 +91,14 @@ def test_pages_of_a_compressed_record_are_not_taken_for_a_tensor(tmp_path: Path)
         for name, data in records.items():
             new.writestr(name, data, zipfile.ZIP_DEFLATED if name.endswith("data/0") else zipfile.ZIP_STORED)
     with pytest.raises(ProtocolError, match="is compressed"):
-        mapped_states.of_archive(path)
+        mapped_states.state_of_archive(path)
 
 
 def test_what_another_tool_has_packed_without_compression_is_read(tmp_path: Path) -> None:
     path = tmp_path / "stored.pt"
     path.write_bytes(packed(compression=zipfile.ZIP_STORED))
     assert torch.equal(load_file(path, Allowed())["w"], STATE["w"])
-    assert torch.equal(mapped_states.of_archive(path)["w"], STATE["w"])
+    assert torch.equal(mapped_states.state_of_archive(path)["w"], STATE["w"])
     assert torch.equal(unpickled(saved(), "an object", Allowed())["w"], STATE["w"])
 
 

@@ -91,7 +91,7 @@ def test_the_engine_connects_in_one_place_and_compares_certificates_in_one() -> 
         "rust/core/src/client/connection/connect.rs",
         "rust/core/src/same_host/mod.rs",
     }
-    assert having(".dangerous()", "with_custom_certificate_verifier") == {"rust/core/src/trust/tls.rs"}
+    assert having(".dangerous()", "with_custom_certificate_verifier") == {"rust/core/src/trust/pinned.rs"}
     # What makes the configuration of a client takes the fingerprint, and is called where a URL is read.
     assert having("tls::client(") == {"rust/core/src/client/url.rs"}
 

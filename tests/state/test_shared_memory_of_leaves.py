@@ -248,7 +248,7 @@ def test_groups_are_found_by_address_natively_as_by_looking() -> None:
             state[f"{number}"] = torch.from_numpy(view.numpy()) if chance.random() < 0.5 else view
         state["alone"] = torch.zeros(3)
         flat = tree.flatten(state)
-        groups = aliases.Memory(flat).groups
+        groups = aliases.LeafMemory(flat).groups
         found = {layout.leaf: n for n, group in enumerate(groups) for layout in group}
         spans = {k: (v.data_ptr(), v.data_ptr() + v.nbytes) for k, v in state.items() if v.nbytes}
         numbers = {path[0][1:]: number for number, path in tree.positions(flat.tree, flat.keys)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import inspect
 import os
 import signal
 import subprocess
@@ -32,6 +33,10 @@ pytestmark = [
 ]
 WAIT_S = 60
 INDEX = "index.safetensors"
+RANK_INDEX = "index-rank00000.safetensors"
+uncoordinated = pytest.mark.skipif(
+    "use_collectives" not in inspect.signature(dcp.save).parameters, reason="this torch always coordinates"
+)
 
 
 def save(where: Path, value: float, writer=None) -> None:
@@ -87,6 +92,10 @@ class Waiting:
         self.error: BaseException | None = None
 
     def begin(self) -> None:
+        self.start()
+        self.has_come()
+
+    def start(self) -> None:
         real = fcntl.flock
 
         def flock(file, how):
@@ -98,6 +107,8 @@ class Waiting:
 
         self._patch.setattr(fcntl, "flock", flock)
         self._thread.start()
+
+    def has_come(self) -> None:
         assert self._tries.wait(WAIT_S), "it does not wait for the lock"
         assert self._thread.is_alive()
 
@@ -181,6 +192,73 @@ def test_of_two_saves_at_once_the_one_that_began_later_stays(moment, at, tmp_pat
     assert len(files(tmp_path)) == 2
 
 
+def save_uncoordinated(where: Path, value: float, writer=None) -> None:
+    state = {"a": torch.full((100,), float(value))}
+    dcp.save(state, storage_writer=writer or FileWriter(where), no_dist=True, use_collectives=False)
+
+
+@uncoordinated
+def test_ranks_that_save_without_a_coordinator_in_the_middle_of_a_coordinated_save_lose_nothing(tmp_path) -> None:
+    class Slow(FileWriter):
+        def finish(self, metadata, results):
+            save_uncoordinated(tmp_path, 2)
+            super().finish(metadata, results)
+
+    save(tmp_path, 1, Slow(tmp_path))
+    assert held(tmp_path) == all_of(1)
+    (of_rank,) = commits.files_of(tmp_path / RANK_INDEX).files
+    assert (tmp_path / of_rank).is_file()
+    # One that begins later replaces both.
+    save(tmp_path, 3)
+    assert held(tmp_path) == all_of(3)
+    assert len(files(tmp_path)) == 2
+
+
+@uncoordinated
+def test_an_index_of_a_rank_that_is_replaced_while_it_is_to_be_removed_stays(at, tmp_path, monkeypatch) -> None:
+    save_uncoordinated(tmp_path, 1)
+    begun, go = threading.Event(), threading.Event()
+
+    class Late(FileWriter):
+        def finish(self, metadata, results):
+            begun.set()
+            assert go.wait(WAIT_S)
+            super().finish(metadata, results)
+
+    class Coordinated(FileWriter):
+        def finish(self, metadata, results):
+            # A save without a coordinator is refused once there is an index of all ranks: it begins before.
+            late.start()
+            assert begun.wait(WAIT_S)
+            super().finish(metadata, results)
+
+    late = Waiting(monkeypatch, lambda: save_uncoordinated(tmp_path, 2, Late(tmp_path)))
+    real = commits.remove_earlier
+
+    def remove_earlier(index: Path, began: int) -> None:
+        at("checked", lambda: (go.set(), late.has_come()))
+        real(index, began)
+
+    monkeypatch.setattr(commits, "remove_earlier", remove_earlier)
+    save(tmp_path, 3, Coordinated(tmp_path))
+    late.end()
+    assert held(tmp_path) == all_of(3)
+    (of_rank,) = commits.files_of(tmp_path / RANK_INDEX).files
+    assert (tmp_path / of_rank).is_file()
+    assert len(files(tmp_path)) == 4
+
+
+@uncoordinated
+def test_a_coordinated_save_begins_after_those_of_ranks_whatever_the_clock_says(tmp_path, monkeypatch) -> None:
+    with monkeypatch.context() as ahead:
+        later = time.time_ns() + 10**9
+        ahead.setattr(time, "time_ns", lambda: later)
+        save_uncoordinated(tmp_path, 1)
+    save(tmp_path, 2)
+    assert held(tmp_path) == all_of(2)
+    assert len(files(tmp_path)) == 2
+
+
 def test_an_edit_that_saves_overtake_again_and_again_ends_with_an_error_and_removes_nothing(
     tmp_path, monkeypatch
 ) -> None:
@@ -215,7 +293,7 @@ def test_without_locks_the_index_is_still_read_again(at, tmp_path, monkeypatch) 
 
 def test_a_pull_or_another_commit_that_began_before_a_save_does_not_replace_it(tmp_path) -> None:
     save(tmp_path, 1)
-    began = commits.begin_after(commits.began(tmp_path / INDEX))
+    began = commits.begin_after(commits.beginnings(tmp_path / INDEX))
     name = f"rank00000-{names.new_id()}.safetensors"
     Container(no_rows(), None, True).write(tmp_path / name, partial=tmp_path / f"{name}.partial")
     save(tmp_path, 2)

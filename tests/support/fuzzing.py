@@ -357,7 +357,7 @@ class Stock:
     def __init__(self, chance: random.Random) -> None:
         self._chance = chance
         self._body = b""
-        recorder = compat._Recorder()
+        recorder = compat._RecordCollector()
         torch.serialization._save(sample(), recorder, pickle, 2, False)
         self._records = recorder.records
         self._raw = b""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import http.client
 import json
@@ -254,10 +255,9 @@ def test_the_source_shows_its_members(open_transport: Any, capsys: pytest.Captur
 
 @pytest.mark.parametrize("who", ["source", "receiver", "both", "both by the environment"])
 def test_both_sides_have_to_agree(who: str, open_transport: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    if who == "both by the environment":
+    if "environment" in who:
         monkeypatch.setenv("TENSORFERRY_RELAY", "0")
-    # Without a word it is off.
-    off = OPTIONS | {"relay": False if who in ("source", "receiver") else None}
+    off = OPTIONS | {"relay": None if "environment" in who else False}
     source = open_transport(**(OPTIONS if who == "receiver" else off))
     healing = open_transport(**(OPTIONS if who == "source" else off))
     values = state()
@@ -294,13 +294,28 @@ def test_what_takes_no_part_says_nothing(
 @pytest.mark.parametrize("options", [{"tls": True}, {"secret": "at least sixteen bytes"}], ids=["TLS", "a secret"])
 def test_guarded_members_take_part(options: dict[str, Any], open_transport: Any) -> None:
     seen: list[float] = []
-    source = open_transport(**OPTIONS, **options, max_bandwidth=4 * SLOW)
+    source = open_transport(**OPTIONS, **options, max_bandwidth=SLOW)
     healing = open_transport(
         **OPTIONS, **options, progress=lambda *_: seen.append(figure(figures(source), "swarm_members"))
     )
     source.send_checkpoint([1], 7, state(), TIMEOUT)
     healing.recv_checkpoint(0, source.metadata(), 7, TIMEOUT)
     assert 1 in seen
+
+
+def test_a_receive_takes_part_unasked_where_the_source_is_slow_and_only_there(open_transport: Any) -> None:
+    unasked = {name: value for name, value in OPTIONS.items() if name != "relay"}
+    for bandwidth, expected in [(SLOW, 1), (None, 0)]:
+        seen: list[float] = []
+
+        def note(*_: int, source: Any, seen: list[float]) -> None:
+            seen.append(figure(figures(source), "swarm_members"))
+
+        source = open_transport(**unasked, max_bandwidth=bandwidth)
+        healing = open_transport(**unasked, progress=functools.partial(note, source=source, seen=seen))
+        source.send_checkpoint([1], 7, state(), TIMEOUT)
+        healing.recv_checkpoint(0, source.metadata(), 7, TIMEOUT)
+        assert max(seen) == expected
 
 
 def test_the_choice_is_checked(open_transport: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -73,7 +73,7 @@ def find_latest(root: Path, ranks: Ranks, keeper: LoadingKeeper | None) -> tuple
     gathered = ranks.gather(own)
     choice: list[Any] | None = None
     if ranks.rank == 0:
-        choice = max([*_committed(root), *_in_memory(gathered or [own], gathered is not None)], default=None)
+        choice = max([*_committed(root), *_kept_for_all_ranks(gathered or [own], gathered is not None)], default=None)
     choice = ranks.from_first(choice)
     return None if choice is None else (root / choice[1], str(choice[2]))
 
@@ -88,7 +88,7 @@ def _committed(root: Path) -> list[list[Any]]:
     return [[index.began, folder.name, index.save_id] for folder, index in checkpoints]
 
 
-def _in_memory(gathered: Sequence[list[list[Any]]], of_all: bool) -> list[list[Any]]:
+def _kept_for_all_ranks(gathered: Sequence[list[list[Any]]], of_all: bool) -> list[list[Any]]:
     """Returns what each rank has listed; of rank 0 alone, what it knows to be there for all ranks."""
     common = {(began, name, save_id) for began, name, save_id, complete in gathered[0] if complete or of_all}
     for listed in gathered[1:]:

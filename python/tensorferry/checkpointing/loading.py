@@ -232,7 +232,7 @@ class _StateLoad:
         try:
             if self.state_dict is None:
                 state, _, _ = receive(stored, allowed, None, bounce, relocate)
-                return (state if resharding is None else resharding.gathered(state)), []
+                return (state if resharding is None else resharding.with_whole_tensors(state)), []
             if resharding is None:
                 check_parts(stored, self.state_dict)
             kept = None if resharding is None else resharding.plan(self.state_dict)
@@ -269,7 +269,7 @@ class _StateLoad:
         try:
             state = torch_archives.load_file(path, self.allowed, _here, stand_in)
             flat = tree.flatten(state)
-            chosen = part.Part(flat.tree, flat.objects, self.state_dict, self.strict)
+            chosen = part.RequestedPart(flat.tree, flat.objects, self.state_dict, self.strict)
             needed = part.storages_of(
                 [flat.plain[n] for n in chosen.leaves] + [flat.objects[n] for n in chosen.objects]
             )

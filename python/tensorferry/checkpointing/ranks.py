@@ -65,7 +65,7 @@ class Ranks:
         if self.rank != 0:
             own = SaveId.new(self.rank, self.world_size, step)
         else:
-            own = SaveId.new(0, self.world_size, step, [*self._saves.began(folder), *known])
+            own = SaveId.new(0, self.world_size, step, [*self._saves.beginnings(folder), *known])
             self._saves.add(own.began)
         if self.world_size == 1:
             return own

@@ -108,7 +108,7 @@ class Resharding:
         _refuse(wrong)
         return kept
 
-    def gathered(self, state: Any) -> Any:
+    def with_whole_tensors(self, state: Any) -> Any:
         """Returns ``state``; if another number of ranks has saved it, with a whole tensor in place of each part."""
         if not self._index.shards:
             return state

@@ -278,7 +278,7 @@ class _Child:
                 if message.kind == "refused":
                     why = _error(message.fields)
                     break
-                self._hear(message)
+                self._handle(message)
         with self._lock:
             self.takes = False
             left, self._unconfirmed = list(self._unconfirmed.values()), {}
@@ -289,7 +289,7 @@ class _Child:
         for delivery in left:
             self._left(delivery, lost)
 
-    def _hear(self, message: Message) -> None:
+    def _handle(self, message: Message) -> None:
         """Passes on what the process says of a delivery: that it has accepted it, or how the save went."""
         key = message.fields.get("save_id")
         if message.kind == "accepted":

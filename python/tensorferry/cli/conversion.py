@@ -37,7 +37,7 @@ from ..storage.reserved import is_reserved
 from . import mapped_states, numbers, parts, whole_states
 from .leaves.torch_leaves import values_of
 from .leaves.values import has_elements, whole
-from .places import Kind, Place
+from .places import CheckpointKind, Place
 
 #: The names of the dtypes that a safetensors file can have.
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -102,9 +102,9 @@ class Conversion:
         state = self._state(partial.parent)
         if self._only is not None:
             state = parts.find(state, self._only).of(state)
-        if self._place.kind in (Kind.DISTRIBUTED, Kind.TORCH_DISTRIBUTED):
+        if self._place.kind in (CheckpointKind.DISTRIBUTED, CheckpointKind.TORCH_DISTRIBUTED):
             # The formats of a distributed checkpoint have all keys as text in any case.
-            facts["numbers"] = [] if to in ("dcp", "torch-dcp") else numbers.in_text(state)
+            facts["numbers"] = [] if to in ("dcp", "torch-dcp") else numbers.dicts_with_numbers_as_keys(state)
         values = values_of(state)
         if to not in ("tensorferry", "checkpoint") and any(map(is_spread, values.values())):
             state = whole_states.without_ranks(state, self._place.text)
@@ -138,19 +138,19 @@ class Conversion:
         """Returns the state of the source; a distributed checkpoint's tensors lie in a file in ``scratch``."""
         path = self._place.path
         match self._place.kind:
-            case Kind.CONTAINER:
+            case CheckpointKind.CONTAINER:
                 with whole_states.without_groups():
-                    return mapped_states.of_container(self._verified(path), self._pages)
-            case Kind.ARCHIVE:
-                return mapped_states.of_archive(path, self._pages)
-            case Kind.SHARDS:
-                return mapped_states.of_shards(path, self._pages)
-            case Kind.CHECKPOINT:
-                return self._of_ranks(path)
+                    return mapped_states.state_of_container(self._undamaged(path), self._pages)
+            case CheckpointKind.ARCHIVE:
+                return mapped_states.state_of_archive(path, self._pages)
+            case CheckpointKind.SHARDS:
+                return mapped_states.state_of_shards(path, self._pages)
+            case CheckpointKind.CHECKPOINT:
+                return self._state_of_rank(path)
             case _:
-                return mapped_states.of_distributed(path, scratch)
+                return mapped_states.state_of_distributed(path, scratch)
 
-    def _of_ranks(self, folder: Path) -> Any:
+    def _state_of_rank(self, folder: Path) -> Any:
         """Returns the state of a rank, with whole tensors in place of those that are spread over ranks."""
         index: Index = read_index(folder)
         if missing := missing_files(folder, index):
@@ -162,13 +162,13 @@ class Conversion:
         self._ranks = index.world_size
         # Of the other ranks' files, only parts of tensors are read, each with its checksums.
         with whole_states.without_groups():
-            state = mapped_states.of_container(self._verified(folder / index.files[self._rank][0]), self._pages)
+            state = mapped_states.state_of_container(self._undamaged(folder / index.files[self._rank][0]), self._pages)
             if self._only is not None:
                 # The files of the other ranks name tensors by their keys in the whole state.
                 state = parts.find(state, self._only).alone(state)
             return whole_states.put_together(folder, index, self._rank, state)
 
-    def _verified(self, path: Path) -> Path:
+    def _undamaged(self, path: Path) -> Path:
         if self._verify and (damaged := _file_damage(path)):
             raise CorruptCheckpoint(f"{path} is damaged at {len(damaged)} places: see tensorferry verify")
         return path

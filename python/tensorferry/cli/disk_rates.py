@@ -47,7 +47,7 @@ def measure(nbytes: int, count: int, folder: Path) -> list[SaveTimes]:
     from ..checkpointing import AsyncCheckpointer
     from .mapped_states import typed_errors
 
-    state = rates.state(nbytes)
+    state = rates.sample_state(nbytes)
     with (
         # What is left where the scratch folder cannot be removed is an error of the disk, and said already.
         tempfile.TemporaryDirectory(prefix="tensorferry-bench-", dir=folder, ignore_cleanup_errors=True) as scratch,
@@ -71,7 +71,7 @@ def _kinds(checkpointer: Any) -> dict[str, tuple[_Save, _Load]]:
             lambda state, path: checkpointer.load(path, state),
         ),
         "dcp.async_save of torch": (
-            lambda state, path: _later(None, dcp.async_save(state, storage_writer=_theirs(path, cores))),
+            lambda state, path: _later(None, dcp.async_save(state, storage_writer=_torch_writer(path, cores))),
             lambda state, path: dcp.load(state, storage_reader=dcp.FileSystemReader(path)),
         ),
         "dcp.save, FileWriter": (
@@ -79,7 +79,7 @@ def _kinds(checkpointer: Any) -> dict[str, tuple[_Save, _Load]]:
             lambda state, path: dcp.load(state, storage_reader=FileReader(path)),
         ),
         "dcp.save of torch": (
-            lambda state, path: _now(dcp.save(state, storage_writer=_theirs(path, cores))),
+            lambda state, path: _now(dcp.save(state, storage_writer=_torch_writer(path, cores))),
             lambda state, path: dcp.load(state, storage_reader=dcp.FileSystemReader(path)),
         ),
         "torch.save, fsync": (_torch_save, _torch_load),
@@ -109,7 +109,7 @@ def _summed(what: str, times: list[tuple[float, float, float]]) -> SaveTimes:
     return SaveTimes(what, median(stands), (median(saved), min(saved), max(saved)), median(loaded))
 
 
-def _theirs(path: Path, threads: int) -> Any:
+def _torch_writer(path: Path, threads: int) -> Any:
     """Returns torch's writer with as many threads as there are cores, which is the fastest that it has."""
     from torch.distributed.checkpoint import FileSystemWriter
 

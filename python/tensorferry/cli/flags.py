@@ -82,7 +82,7 @@ class Serving:
         metrics_port: serve /metrics and a status page, and nothing else, on this port too, to everybody
         advertise: the name or address by which peers reach this host
         max_bandwidth: bytes per second for all receivers together, such as 500M
-        relay: several pulls with --relay bring each other what they have (default: TENSORFERRY_RELAY)
+        relay: pulls that take long bring each other what they have (default: TENSORFERRY_RELAY, or yes)
     """
 
     interface: str | None = None

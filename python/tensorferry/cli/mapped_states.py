@@ -41,7 +41,7 @@ from .mapped import Mapping, check_dimensions
 _QUANTIZED = (torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4)
 
 
-def of_container(path: Path, pages: list[FilePages] | None = None) -> Any:
+def state_of_container(path: Path, pages: list[FilePages] | None = None) -> Any:
     """Returns the state in a container file; of a safetensors file of another program, a dict of its tensors.
 
     Args:
@@ -84,7 +84,7 @@ def of_container(path: Path, pages: list[FilePages] | None = None) -> Any:
     return builder.build(stored.pickle or b"", Allowed().detached(), memory)
 
 
-def of_shards(folder: Path, pages: list[FilePages] | None = None) -> dict[str, Any]:
+def state_of_shards(folder: Path, pages: list[FilePages] | None = None) -> dict[str, Any]:
     """Returns the tensors of a model in several safetensors files, by their names.
 
     Args:
@@ -96,13 +96,13 @@ def of_shards(folder: Path, pages: list[FilePages] | None = None) -> dict[str, A
     """
     found: dict[str, Any] = {}
     for path, names in shards.files_of(folder).items():
-        state = of_container(path, pages)
+        state = state_of_container(path, pages)
         shards.check_names(path, names, list(state))
         found |= {name: state[name] for name in names}
     return found
 
 
-def of_archive(path: Path, pages: list[FilePages] | None = None) -> Any:
+def state_of_archive(path: Path, pages: list[FilePages] | None = None) -> Any:
     """Returns what ``torch.save`` wrote.
 
     Args:
@@ -126,7 +126,7 @@ def of_archive(path: Path, pages: list[FilePages] | None = None) -> Any:
     return torch_archives.load_file(path, Allowed(), "cpu", mapped=mapped)
 
 
-def of_distributed(checkpoint: Path | SliceReader, scratch: Path | None = None) -> Any:
+def state_of_distributed(checkpoint: Path | SliceReader, scratch: Path | None = None) -> Any:
     """Returns the whole state of a distributed checkpoint, of this package or of torch.
 
     Args:

@@ -22,7 +22,7 @@ def restore(state: Any) -> None:
                 of_parameters.update(restored)
 
 
-def in_text(state: Any) -> list[str]:
+def dicts_with_numbers_as_keys(state: Any) -> list[str]:
     """Returns the paths of dicts whose keys are all numbers written as text: they may have been integers."""
     return [path or "the state" for path, node in _dicts(state, "") if node and all(map(_is_number, node))]
 

@@ -10,7 +10,7 @@ from ..errors import InvalidArgument
 _NAMED = 5
 
 
-class Part(NamedTuple):
+class StatePart(NamedTuple):
     """Where a part lies in a state.
 
     Attributes:
@@ -25,7 +25,7 @@ class Part(NamedTuple):
         """Returns the state without everything else; what is left has the keys that it had."""
         if not self.keys:
             return {key: value for key, value in state.items() if _begins(key, self.prefix)} if self.prefix else state
-        return {self.keys[0]: Part(self.keys[1:], self.prefix).alone(state[self.keys[0]])}
+        return {self.keys[0]: StatePart(self.keys[1:], self.prefix).alone(state[self.keys[0]])}
 
     def of(self, state: Any) -> Any:
         """Returns the part itself, with the keys that it has below its own name."""
@@ -36,7 +36,7 @@ class Part(NamedTuple):
         return {key.removeprefix(self.prefix): value for key, value in state.items() if _begins(key, self.prefix)}
 
 
-def find(state: Any, path: str) -> Part:
+def find(state: Any, path: str) -> StatePart:
     """Returns where the part ``path`` lies: keys joined with dots, in nested dicts or within the names of one dict.
 
     Raises:
@@ -55,17 +55,17 @@ def find(state: Any, path: str) -> Part:
     return found
 
 
-def _find(state: Any, path: str) -> Part | None:
+def _find(state: Any, path: str) -> StatePart | None:
     if not isinstance(state, dict):
         return None
     for key in state:
         if str(key) == path:
-            return Part((key,), "")
+            return StatePart((key,), "")
     for key in state:
         if path.startswith(f"{key}.") and (below := _find(state[key], path[len(str(key)) + 1 :])) is not None:
-            return Part((key, *below.keys), below.prefix)
+            return StatePart((key, *below.keys), below.prefix)
     prefix = f"{path}."
-    return Part((), prefix) if any(_begins(key, prefix) for key in state) else None
+    return StatePart((), prefix) if any(_begins(key, prefix) for key in state) else None
 
 
 def _begins(key: Any, prefix: str) -> bool:

@@ -32,7 +32,7 @@ _LONGEST_HEADER, _NAMED = 100_000_000, 8
 _T = TypeVar("_T")
 
 
-class Kind(Enum):
+class CheckpointKind(Enum):
     """What there is."""
 
     PEERS = "peers"
@@ -54,7 +54,7 @@ class Place:
         text: as it was given
     """
 
-    kind: Kind
+    kind: CheckpointKind
     text: str
 
     @property
@@ -63,12 +63,12 @@ class Place:
         return Path(self.text)
 
     @property
-    def layout(self) -> Kind:
+    def layout(self) -> CheckpointKind:
         """How its files are laid out: those of most of Megatron's backends are a distributed checkpoint's."""
-        if self.kind is Kind.MEGATRON and (self.path / INDEX).is_file():
-            return Kind.DISTRIBUTED
-        if self.kind is Kind.MEGATRON and (self.path / marker.NAME).is_file():
-            return Kind.TORCH_DISTRIBUTED
+        if self.kind is CheckpointKind.MEGATRON and (self.path / INDEX).is_file():
+            return CheckpointKind.DISTRIBUTED
+        if self.kind is CheckpointKind.MEGATRON and (self.path / marker.NAME).is_file():
+            return CheckpointKind.TORCH_DISTRIBUTED
         return self.kind
 
 
@@ -81,7 +81,7 @@ def find(text: str) -> Place:
         SystemRefused: it cannot be read
     """
     if is_metadata(text):
-        return Place(Kind.PEERS, text)
+        return Place(CheckpointKind.PEERS, text)
     if not text or "\0" in text:
         raise InvalidArgument("a path must not be empty, and must not have NUL characters")
     path = Path(text)
@@ -92,7 +92,7 @@ def find(text: str) -> Place:
         if not stat.S_ISREG(mode):
             raise ProtocolError(f"{path} is neither a file nor a folder")
         if path.name == shards.INDEX:
-            return Place(Kind.SHARDS, str(path.parent))
+            return Place(CheckpointKind.SHARDS, str(path.parent))
         with path.open("rb") as file:
             head = file.read(_HEAD)
     except TensorferryError:  # Some are an OSError as well, and are whole as they are.
@@ -102,10 +102,10 @@ def find(text: str) -> Place:
     except OSError as e:
         raise SystemRefused(e.errno, f"{path}: cannot be read: {e.strerror}") from e
     if head.startswith(b"PK\x03\x04"):
-        return Place(Kind.ARCHIVE, text)
+        return Place(CheckpointKind.ARCHIVE, text)
     if (what := _unlike_a_container(head)) is not None:
         raise ProtocolError(f"{path} is neither a safetensors nor a torch.save file: {what}")
-    return Place(Kind.CONTAINER, text)
+    return Place(CheckpointKind.CONTAINER, text)
 
 
 def settled(read: Callable[[], _T], *texts: str, attempts: int = ATTEMPTS, still: bool = False) -> _T:
@@ -130,24 +130,24 @@ def _is_text(head: bytes) -> bool:
     return all(32 <= byte < 127 or byte in b"\t\r\n" for byte in head)
 
 
-def _kind_of_folder(folder: Path) -> Kind:
+def _kind_of_folder(folder: Path) -> CheckpointKind:
     """Returns what kind of checkpoint a folder holds, by the index in it; raises as :func:`find`."""
     index = folder / INDEX
     # Megatron's folders hold one of the others.
     if (folder / _MEGATRON).is_file():
-        return Kind.MEGATRON
+        return CheckpointKind.MEGATRON
     if index.is_file():
         checkpoint, distributed = _file_entries(index, [reserved.CHECKPOINT, reserved.INDEX])
         if checkpoint is not None:
-            return Kind.CHECKPOINT
+            return CheckpointKind.CHECKPOINT
         if distributed is not None:
-            return Kind.DISTRIBUTED
+            return CheckpointKind.DISTRIBUTED
         raise ProtocolError(f"{index} is not an index: it has neither {reserved.CHECKPOINT} nor {reserved.INDEX}")
     torch_index = folder / marker.NAME
     if torch_index.is_file() and not marker.is_marker(torch_index):
-        return Kind.TORCH_DISTRIBUTED
+        return CheckpointKind.TORCH_DISTRIBUTED
     if (folder / shards.INDEX).is_file():
-        return Kind.SHARDS
+        return CheckpointKind.SHARDS
     if (folder / _RANK_FILE).is_file():
         raise InvalidArgument(f"{folder} is a folder of torch's own checkpointer: name the file of a rank in it")
     held = _checkpoints_in(folder)

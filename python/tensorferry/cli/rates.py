@@ -36,7 +36,7 @@ class Rate(NamedTuple):
     most: float
 
 
-def state(nbytes: int) -> dict[str, Any]:
+def sample_state(nbytes: int) -> dict[str, Any]:
     """Returns a state of ``nbytes`` in equal tensors, none of whose pages are shared."""
     import torch
 
@@ -54,7 +54,7 @@ def rounds(nbytes: int, count: int, *, into: str = "place") -> Iterator[tuple[st
     """
     from ..torchft.transport import HTTPTransport
 
-    sent = state(nbytes)
+    sent = sample_state(nbytes)
     live = {name: tensor.clone() for name, tensor in sent.items()}
     with ExitStack() as stack:
         here: dict[str, Any] = {"state_dict": lambda: live} if into == "place" else {}

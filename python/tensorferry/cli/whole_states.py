@@ -31,7 +31,7 @@ def put_together(folder: Path, index: Index, rank: int, state: Any) -> Any:
     Raises:
         TensorferryError: the files of other ranks cannot be read, or there is no memory for the tensors
     """
-    return Resharding(folder, index, rank, None, None).gathered(state)
+    return Resharding(folder, index, rank, None, None).with_whole_tensors(state)
 
 
 def without_ranks(state: Any, place: str) -> Any:

@@ -22,7 +22,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 _noted: ContextVar[list[TensorferryError] | None] = ContextVar("tensorferry_noted", default=None)
 
 
-def tell_of_numpy() -> None:
+def fail_without_numpy() -> None:
     """Says what to do before torch fails in the first collective of a save or load, with the tracebacks of all ranks.
 
     To be called by a method that torch calls in every save or load, ahead of the collective: it calls ``reset`` only
@@ -42,7 +42,7 @@ def noted(read: F) -> F:
     @functools.wraps(read)
     def noting_errors(*args: Any, **kwargs: Any) -> Any:
         if kwargs.get("rank") is None:  # Otherwise it is called a second time, for an index of this rank alone.
-            tell_of_numpy()
+            fail_without_numpy()
         try:
             return read(*args, **kwargs)
         except TensorferryError as e:

@@ -33,7 +33,7 @@ from ..storage.room import making_room
 from ..storage.source import Progress
 from ..storage.whole_files import make_folder
 from . import index, marker
-from .failures import tell_of_numpy
+from .failures import fail_without_numpy
 from .in_folder import TORCH_INDEX, InFolder, thread_count
 from .running_saves import RunningSaves, SaveRecord
 from .save_plan import ABOUT, PlanSnapshot
@@ -195,7 +195,7 @@ class FileWriter(InFolder, StorageWriter):  # type: ignore[misc]  # mypy does no
         self._running.calls.check()
         coordinated = kwargs.get("use_collectives", True)
         if coordinated:
-            tell_of_numpy()
+            fail_without_numpy()
         self._running.save = SaveRecord(
             self._running.path or self._path, kwargs.get("rank") or 0, coordinated, is_coordinator or not coordinated
         )

@@ -16,7 +16,16 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from .. import _gc
 from ..errors import ProtocolError, StateMismatch
 from ..memory.accelerator import ACCELERATOR
-from ..memory.tensors import DTYPE_NAMES, address, byte_strides, room, scratch, takes_bytes, view_as, why_not_writable
+from ..memory.tensors import (
+    DTYPE_NAMES,
+    address,
+    byte_strides,
+    memory_for_bytes,
+    scratch,
+    takes_bytes,
+    view_as,
+    why_not_writable,
+)
 from ..pickles.allowlist import Allowed
 from ..pickles.torch_archives import unpickled
 from ..storage.slices import SliceTuple, contiguous_strides, runs
@@ -230,7 +239,7 @@ class Reading:
     def _schedule_entry(self, ref: EntryRef, load: Callable[[bytes], None]) -> None:
         """Schedules the read of a whole entry, and then a call of ``load`` with its bytes."""
         self._make_room(ref.nbytes)
-        memory, start = room(ref.nbytes)
+        memory, start = memory_for_bytes(ref.nbytes)
         if ref.nbytes:
             self._schedule_slice(ref, 0, ref.nbytes, start, [])
         self._after_read.append(lambda: load(bytes(memory)))

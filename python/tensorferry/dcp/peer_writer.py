@@ -29,7 +29,7 @@ from ..storage import reserved
 from ..storage.container import Container
 from ..storage.peers import container_name, publication_metadata
 from . import index
-from .failures import tell_of_numpy
+from .failures import fail_without_numpy
 from .save_plan import ABOUT, PlanSnapshot
 from .torch_view import Index, TorchView, in_reading_order
 
@@ -197,7 +197,7 @@ class PeerWriter(StorageWriter):  # type: ignore[misc]  # mypy does not follow t
         del args
         self._saving.check()
         if kwargs.get("use_collectives", True):
-            tell_of_numpy()
+            fail_without_numpy()
         self._coordinates = is_coordinator
         self._saved = False
         self._failure = None

@@ -80,7 +80,7 @@ class SaveRecord:
 
     def begin(self, names: set[str]) -> None:
         """Records which files of the folder the new index will replace; ``names`` are all its files but the marker."""
-        self.began = commits.begin_after(commits.began(self.index))
+        self.began = commits.begin_after(commits.beginnings(self.index, *self._rank_indexes()))
         if self.coordinated and not (self.path / INDEX).is_file() and marker.is_marker(self.path / TORCH_INDEX):
             # Somebody has removed the index; if this save were killed, tools would take the folder for a checkpoint.
             leftovers.remove(self.path, [TORCH_INDEX])
@@ -122,7 +122,9 @@ class SaveRecord:
             self._of_torch = [name for name in self._of_torch if name != TORCH_INDEX]
         # The other indexes go first: without its index a checkpoint cannot be loaded by mistake.
         leftovers.remove(self.path, sorted(self._of_torch))
-        if self.coordinated:
-            for rank_index in sorted(self.path.glob("index-rank*.safetensors")):
-                of_rank = commits.committed(rank_index)
-                leftovers.remove(self.path, [rank_index.name, *(of_rank.files if of_rank else ())])
+        for rank_index in self._rank_indexes():
+            commits.remove_earlier(rank_index, self.began)
+
+    def _rank_indexes(self) -> list[Path]:
+        """The indexes of ranks that were not coordinated, which this save replaces if it is coordinated itself."""
+        return sorted(self.path.glob("index-rank*.safetensors")) if self.coordinated else []

@@ -108,20 +108,20 @@ class TorchView:
             ProtocolError: the planner has written items that its metadata does not describe
         """
         file = name.removeprefix("dcp/")
-        if file in self._own:
-            return self._parts(self._own[file])
+        if file in self._own_rows:
+            return self._parts(self._own_rows[file])
         if self._index is None:
             return None if file else f"{self._urls[0]}{self._folder}"
         if not file:
             return [self._listing()]
-        metadata, urls = self._of_all
+        metadata, urls = self._global_index
         if file == ".metadata":
             return [pickle.dumps(metadata)]
         return f"{urls[file]}{self._folder}{file}" if file in urls else None
 
     def _listing(self) -> bytes:
         """Returns the page by which fsspec lists a folder: any page with links to its files."""
-        links = "".join(f'<li><a href="{name}">{name}</a></li>\n' for name in (".metadata", *self._of_all[1]))
+        links = "".join(f'<li><a href="{name}">{name}</a></li>\n' for name in (".metadata", *self._global_index[1]))
         return f"<!DOCTYPE html>\n<title>checkpoint</title>\n<ul>\n{links}</ul>\n".encode()
 
     def _parts(self, of_file: list[int]) -> list[Any]:
@@ -135,7 +135,7 @@ class TorchView:
         return parts
 
     @functools.cached_property
-    def _own(self) -> dict[str, list[int]]:
+    def _own_rows(self) -> dict[str, list[int]]:
         """The rows of each file of this rank."""
         snapshot = self._snapshot
         lengths = (_length(*entry) for entry in zip(snapshot.elements, snapshot.rows.sizes, strict=True))
@@ -145,7 +145,7 @@ class TorchView:
         return dict(found)
 
     @functools.cached_property
-    def _of_all(self) -> tuple[Metadata, dict[str, str]]:
+    def _global_index(self) -> tuple[Metadata, dict[str, str]]:
         """Torch's index, and the URL of the rank that has each file it names."""
         assert self._index is not None
         text, entries = self._index
@@ -181,7 +181,7 @@ def _length(elements: Elements | None, nbytes: int) -> int:
     return nbytes + (sum(map(len, _around(*elements))) if elements else 0)
 
 
-class _Recorder:
+class _BytesAroundElements:
     """Stands in for the file that ``torch.save`` writes; keeps all bytes except the elements, which torch skips."""
 
     def __init__(self) -> None:
@@ -264,7 +264,7 @@ def _around_in_archive(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[byte
     """Returns the bytes that ``torch.save`` writes before and behind the elements of a tensor, in its zip format."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    recorder = _Recorder()
+    recorder = _BytesAroundElements()
     with FakeTensorMode(), torch.serialization.skip_data(materialize_fake_tensors=True):
         torch.save(torch.empty(shape, dtype=dtype, device="cpu"), recorder)
     before, *behind = (part.getvalue() for part in recorder.parts)

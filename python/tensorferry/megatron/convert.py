@@ -25,7 +25,7 @@ from ..pickles.allowlist import Allowed
 from ..storage.pending import pending
 from . import common
 from .formats.convert_outputs import OUTPUTS
-from .formats.convert_sources import ZARR, FerrySource, Source, ZarrSource
+from .formats.convert_sources import ZARR, ConversionSource, FerrySource, ZarrSource
 from .formats.convert_torch_dist import TorchDistSource
 from .release import CheckpointingException
 from .shards import Box
@@ -106,7 +106,7 @@ def convert(
     return done
 
 
-def _open(folder: Path, allowed: Allowed, fill_missing: bool) -> Source:
+def _open(folder: Path, allowed: Allowed, fill_missing: bool) -> ConversionSource:
     """Opens a checkpoint as a source of the backend that its ``metadata.json`` names."""
     config = common.config(folder)
     kind = _SOURCES.get(config.sharded_backend)
@@ -115,11 +115,13 @@ def _open(folder: Path, allowed: Allowed, fill_missing: bool) -> Source:
             f"{folder} is of backend {config.sharded_backend!r}, version {config.sharded_backend_version!r}: "
             f"checkpoints of version 1 of {', '.join(_SOURCES)} can be converted"
         )
-    opened: Source = kind(folder, allowed, fill_missing) if config.sharded_backend == ZARR else kind(folder, allowed)
+    opened: ConversionSource = (
+        kind(folder, allowed, fill_missing) if config.sharded_backend == ZARR else kind(folder, allowed)
+    )
     return opened
 
 
-def _copy(source: Source, folder: Path, to: str, window: int, threads: int) -> Converted:
+def _copy(source: ConversionSource, folder: Path, to: str, window: int, threads: int) -> Converted:
     """Copies everything from ``source`` into ``folder``; one half of the window is read while the other is written."""
     output = OUTPUTS[to](folder)
     tensors = total = 0
@@ -156,7 +158,7 @@ def _room(box: Box, dtype: torch.dtype) -> torch.Tensor:
     return scratch(box.numel * dtype.itemsize).view(dtype).view(box.sizes)
 
 
-def _batches(source: Source, most: int) -> Iterator[list[tuple[str, Box, torch.dtype, int]]]:
+def _batches(source: ConversionSource, most: int) -> Iterator[list[tuple[str, Box, torch.dtype, int]]]:
     """Yields what is read at a time: key, box, dtype and number of the stored chunk that the box is in."""
     batch: list[tuple[str, Box, torch.dtype, int]] = []
     held = 0

@@ -25,7 +25,7 @@ from .release import (
 )
 
 
-class Part(NamedTuple):
+class ChunkPart(NamedTuple):
     """What one leaf needs of one stored chunk.
 
     Attributes:
@@ -67,7 +67,7 @@ class Loading:
     ) -> None:
         self.reader = reader
         self._metadata = metadata
-        self.parts: list[Part] = []
+        self.parts: list[ChunkPart] = []
         self.tensors: dict[int, ShardedTensor] = {}
         self._targets: dict[int, torch.Tensor] = {}
         self.values: dict[str, Any] = {}
@@ -112,7 +112,7 @@ class Loading:
             inside = tuple(a - b for a, b in zip(common_part.offsets, stored.offsets, strict=True))
             local = tuple(a - b for a, b in zip(common_part.offsets, box.offsets, strict=True))
             wanted = shards.Box(local, common_part.sizes)
-            self.parts.append(Part(number, shard.key, stored.offsets, inside, wanted))
+            self.parts.append(ChunkPart(number, shard.key, stored.offsets, inside, wanted))
             there += wanted.numel
         if there != box.numel and shape == asked:
             raise CheckpointingException(
@@ -120,7 +120,7 @@ class Loading:
                 "not complete. Load another checkpoint"
             )
 
-    def item(self, part: Part) -> ReadItem:
+    def item(self, part: ChunkPart) -> ReadItem:
         """Returns the item that reads a part. The target is known by the path of the leaf and the place in it."""
         return ReadItem(
             type=LoadItemType.TENSOR,

@@ -20,7 +20,7 @@ def holds(files: Iterable[Path]) -> bool | None:
         return None
 
 
-def place(folder: Path) -> tuple[str, int, int]:
+def cache_of(folder: Path) -> tuple[str, int, int]:
     """Returns what is the same for two processes if one finds in the page cache what the other reads from a folder."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()

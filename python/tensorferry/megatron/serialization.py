@@ -74,7 +74,7 @@ def save(
         CheckpointingException: the state cannot be saved; it is raised on all ranks
     """
     strategy = save_strategy() if sharded_strategy is None else sharded_strategy
-    ours = _ours(strategy, SaveStrategy, "save_strategy")
+    ours = _own_strategy(strategy, SaveStrategy, "save_strategy")
     ranks = Together(ours.process_group, ours.timeout)
     found: list[Any] = []
 
@@ -157,7 +157,7 @@ def load(
             ranks. Unexpected keys are found before anything is overwritten
     """
     strategy = load_strategy() if sharded_strategy is None else sharded_strategy
-    ours = _ours(strategy, LoadStrategy, "load_strategy")
+    ours = _own_strategy(strategy, LoadStrategy, "load_strategy")
     ranks = Together(ours.process_group, ours.timeout)
     handling = parse_strict_flag(strict)
     where = f"load {ours.name(checkpoint_dir)}"
@@ -333,7 +333,7 @@ def restore_common(checkpoint_dir: str | Path) -> None:
     common.mark(Path(checkpoint_dir), BACKEND, VERSION)
 
 
-def _ours(strategy: Any, kind: Any, maker: str) -> Any:
+def _own_strategy(strategy: Any, kind: Any, maker: str) -> Any:
     """Returns the strategy of this door that ``strategy`` is, or wraps.
 
     Raises:

@@ -17,7 +17,7 @@ from ..net.options import ServerOptions
 from ..storage.container import Container
 from ..storage.slices import SliceTuple
 from . import shards
-from .loading import Loading, Part
+from .loading import ChunkPart, Loading
 
 #: Bytes that are read before others may fetch them.
 _BATCH = 16 << 20
@@ -121,7 +121,7 @@ class Exchange:
         self._leaves: dict[ShardId, list[int]] = defaultdict(list)
         for number, shard, _ in needs_of(loading):
             self._leaves[shard].append(number)
-        self._parts: dict[int, list[Part]] = defaultdict(list)
+        self._parts: dict[int, list[ChunkPart]] = defaultdict(list)
         for part in loading.parts:
             self._parts[part.number].append(part)
 
@@ -341,7 +341,7 @@ def _slice(number: int, tensor: torch.Tensor) -> SliceTuple:
     return (str(number), "U8", tensor.nbytes, 0, tensor.nbytes, address(tensor), [])
 
 
-def _in_order(parts: list[Part], shape: Sequence[int], size: int) -> Iterator[tuple[Part, int]]:
+def _in_order(parts: list[ChunkPart], shape: Sequence[int], size: int) -> Iterator[tuple[ChunkPart, int]]:
     """Yields parts of about ``_BATCH`` bytes at most, in order, each with how many elements are complete behind it.
 
     Those are the elements at the beginning of the shard without a gap: parts that are not whole rows of the shard are
@@ -369,7 +369,7 @@ def _without(sizes: Sequence[int], dim: int) -> tuple[int, ...]:
     return (*sizes[:dim], *sizes[dim + 1 :])
 
 
-def _pieces(part: Part, size: int, dim: int | None = None) -> Iterator[Part]:
+def _pieces(part: ChunkPart, size: int, dim: int | None = None) -> Iterator[ChunkPart]:
     """Divides a part in one dimension, the first that has more than one element, into pieces of about ``_BATCH``."""
     if dim is None:
         dim = next((d for d, length in enumerate(part.wanted.sizes) if length > 1), 0)

@@ -112,7 +112,7 @@ class TwoStageDataParallelLoadShardedStrategy(LoadStrategy):
         def tell() -> tuple[str | None, _Cached, dict[ShardId, Need], list[str]]:
             decides = self._spread is None and not self.is_live
             held = page_cache.holds(loading.files()) if decides else None
-            cached = _Cached(held, None if held is None else page_cache.place(loading.folder))
+            cached = _Cached(held, None if held is None else page_cache.cache_of(loading.folder))
             url = open_server() if held is None and self._spread is not False else None
             return url, cached, {shard: need for _, shard, need in needs_of(loading)}, list(loading.objects)
 
@@ -153,7 +153,7 @@ class _Cached(NamedTuple):
 
     Attributes:
         held: as :func:`page_cache.holds` returns it
-        place: as :func:`page_cache.place` does
+        place: as :func:`page_cache.cache_of` does
     """
 
     held: bool | None

@@ -20,7 +20,7 @@ from .. import _validate
 from ..memory.tensors import scratch, why_not_writable
 from ..pickles.allowlist import Allowed
 from . import common, shards
-from .formats.zarr_arrays import Piece, ZarrArray, open_array
+from .formats.zarr_arrays import PieceOfChunk, ZarrArray, open_array
 from .formats.zarr_folders import arrays_of, load_object, objects_of
 from .interfaces import LoadShardedStrategy
 from .release import (
@@ -259,7 +259,7 @@ class _Part:
         self._target = whole[tuple(slice(0, n) for n in self._there)]
         return target
 
-    def read(self, piece: Piece) -> int:
+    def read(self, piece: PieceOfChunk) -> int:
         """Reads a piece; returns how many bytes that took, 0 if its chunk is missing."""
         return self.array.read(piece, piece.of(self._target))
 
@@ -309,7 +309,7 @@ def call_all(pool: ThreadPoolExecutor, call: Callable[[Any], Any], jobs: Iterabl
     return list(pool.map(call, jobs))
 
 
-def _pieces(parts: list[_Part]) -> Iterator[tuple[_Part, Piece]]:
+def _pieces(parts: list[_Part]) -> Iterator[tuple[_Part, PieceOfChunk]]:
     return ((part, piece) for part in parts for piece in part.pieces)
 
 

@@ -187,7 +187,7 @@ def _place(pieces: list[Piece], pool: HostPool) -> None:
             piece.aim(buffer, offset)
 
 
-class _Batch:
+class _CopyBatch:
     """Copies that are queued together on one device, and the payload bytes ``[start, end)`` that they complete."""
 
     def __init__(self, device: torch.device, start: int) -> None:
@@ -237,7 +237,7 @@ class Staging:
 
     def _run(self, placed: list[tuple[int, Piece]], ready: Callable[[int], bool] | None) -> None:
         """Queues a few batches ahead of the device, and reports each one that it has copied."""
-        queued: deque[tuple[Event, _Batch]] = deque()
+        queued: deque[tuple[Event, _CopyBatch]] = deque()
         reported = -1
 
         def is_wanted(copied: int) -> bool:
@@ -263,9 +263,9 @@ class Staging:
             queued.popleft()[0].synchronize()
         is_wanted(end)
 
-    def _batches(self, placed: list[tuple[int, Piece]]) -> Iterator[_Batch]:
+    def _batches(self, placed: list[tuple[int, Piece]]) -> Iterator[_CopyBatch]:
         """Yields all copies in order, in batches of at most :data:`PART` bytes; larger pieces are split."""
-        batch: _Batch | None = None
+        batch: _CopyBatch | None = None
         for start, piece in placed:
             assert piece.storage is not None
             device = self._accelerator.device_of(piece.storage)
@@ -274,7 +274,7 @@ class Staging:
                 if batch is None or batch.device != device or batch.nbytes + target.nbytes > PART:
                     if batch is not None:
                         yield batch
-                    batch = _Batch(device, start + at)
+                    batch = _CopyBatch(device, start + at)
                 batch.pairs.append((target, source))
                 batch.nbytes += target.nbytes
                 batch.end = start + at + target.nbytes

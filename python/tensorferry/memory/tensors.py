@@ -288,7 +288,7 @@ def _refused(nbytes: int) -> SystemRefused:
     )
 
 
-def room(nbytes: int) -> tuple[Any, int]:
+def memory_for_bytes(nbytes: int) -> tuple[Any, int]:
     """Returns a buffer of ``nbytes`` bytes for data that is not a tensor, and its address (0 if it is empty).
 
     A peer or a file may have announced ``nbytes``: from ``_MAPPED`` on, a page takes memory only when the first byte is

@@ -146,12 +146,12 @@ def wants_relay(asked: bool | None) -> bool:
     """Whether a transport takes part where receivers bring each other what they have.
 
     Args:
-        asked: the user's choice; ``None`` reads ``TENSORFERRY_RELAY`` (``1`` means yes, ``0`` or unset means no)
+        asked: the user's choice; ``None`` reads ``TENSORFERRY_RELAY`` (``0`` means no, ``1`` or unset means yes)
 
     Raises:
         InvalidArgument: ``asked`` is not a ``bool``, or the variable neither ``0`` nor ``1``
     """
-    return _switch("relay", asked, _settings.RELAY, False)
+    return _switch("relay", asked, _settings.RELAY, True)
 
 
 def zone_name() -> str | None:

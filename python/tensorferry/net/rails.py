@@ -35,7 +35,7 @@ def advertised_rails(advertise: str | None, listening: list[str]) -> list[tuple[
     if len(wanted) == 1 or (not wanted and len(listening) == 1):
         return []
     try:
-        found = _listed(wanted or listening) if wanted or listening else _usable()
+        found = _listed(wanted or listening) if wanted or listening else _usable_addresses()
     except SystemRefused as e:
         # The address in the metadata is enough.
         logger.warning("receivers are told of one address only: %s", e)
@@ -90,7 +90,7 @@ def _listed(wanted: list[str]) -> list[tuple[str, int]]:
     return list(found.items())
 
 
-def _usable() -> list[tuple[str, int]]:
+def _usable_addresses() -> list[tuple[str, int]]:
     """Returns one address of each interface that leads to other hosts, an IPv4 address where it has one."""
     best: dict[str, ipaddress.IPv4Address | ipaddress.IPv6Address] = {}
     for name, text in interfaces():

@@ -40,7 +40,7 @@ class Layout(NamedTuple):
 Groups: TypeAlias = list[list[Layout]]
 
 
-class Memory:
+class LeafMemory:
     """The addresses of all tensors among the leaves of a state, as of the constructor's call.
 
     The object holds the storages, so that no other tensor can get the same memory meanwhile.
@@ -101,7 +101,7 @@ Landed: TypeAlias = tuple[int, int]
 
 
 def clashes(
-    flat: Flat, memory: Memory, theirs: Groups, landed: dict[int, int], twice: list[tuple[Landed, Landed]]
+    flat: Flat, memory: LeafMemory, theirs: Groups, landed: dict[int, int], twice: list[tuple[Landed, Landed]]
 ) -> Iterator[tuple[Landed, Landed]]:
     """Finds leaves of the receiver that would lose their values, because another leaf that is written shares memory.
 
@@ -223,7 +223,7 @@ def _overlap(first: torch.Tensor, second: torch.Tensor, at: int) -> bool:
     grid = sorted({1, *(step for value in (first, second) for step, _ in _steps(value))}, reverse=True)
     if grid[-1] == 0 or any(outer % inner for outer, inner in itertools.pairwise(grid)):
         return True
-    one, two = _box(first, 0, grid), _box(second, at, grid)
+    one, two = _coordinates(first, 0, grid), _coordinates(second, at, grid)
     for box in (one, two):
         sizes = zip(grid, grid[1:], box[1:], strict=False)
         if any(end * inner > outer for outer, inner, (_, end) in sizes):
@@ -231,7 +231,7 @@ def _overlap(first: torch.Tensor, second: torch.Tensor, at: int) -> bool:
     return all(a < d and c < b for (a, b), (c, d) in zip(one, two, strict=True))
 
 
-def _box(value: torch.Tensor, at: int, grid: list[int]) -> list[tuple[int, int]]:
+def _coordinates(value: torch.Tensor, at: int, grid: list[int]) -> list[tuple[int, int]]:
     """Returns the first and last coordinate (exclusive) of a tensor in each dimension of a grid.
 
     ``at`` is the byte at which the tensor begins; ``grid`` has the grid's strides in bytes, the last of which is 1.

@@ -17,7 +17,7 @@ from ..memory.accelerator import ACCELERATOR, Accelerator
 from ..memory.tensors import DTYPES, as_bytes, copy_into, why_not_writable
 from ..net.report import InPlace
 from . import aliases, tree
-from .aliases import Memory
+from .aliases import LeafMemory
 from .manifest import describe, dtype_and_shape
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ class InPlaceTargets:
                 f"state_dict= gave {brief(live)}, which has no tensors to receive into: it must return the live state, "
                 "a dict or another container with tensors in it"
             )
-        self._memory = Memory(flat)
+        self._memory = LeafMemory(flat)
         self._by_path = {
             path: number
             for number, path in tree.positions(flat.tree, flat.keys)
@@ -177,7 +177,7 @@ class InPlaceTargets:
         names = flat.rows.names
         offered = {n: (names[n], str(t.dtype), list(t.shape)) for n, t in enumerate(flat.plain)}
         offered |= {-number - 1: (path, dtype, shape) for number, path, dtype, shape in describe(flat)}
-        self._match(tree.positions(flat.tree, flat.keys), offered, Memory(flat).groups)
+        self._match(tree.positions(flat.tree, flat.keys), offered, LeafMemory(flat).groups)
         filled = tree.unflatten(flat.tree, flat.plain, flat.objects, self.take)
         self.write()
         return filled
@@ -228,8 +228,8 @@ class InPlaceTargets:
                 "nothing was overwritten: the source's state does not fit into this one; the leaves that differ:\n  "
                 + "\n  ".join(wrong)
             )
-        there = next((tree.shown(path) for number, path in places if number in offered), "nowhere")
-        first = next(map(tree.shown, self._by_path), "nowhere")
+        there = next((tree.path_as_text(path) for number, path in places if number in offered), "nowhere")
+        first = next(map(tree.path_as_text, self._by_path), "nowhere")
         self.fit = InPlace(len(found), len(offered), there, first)
         self._offered = offered
         self._waiting = iter([(self._by_path.get(path), number) for number, path in places])
@@ -241,7 +241,7 @@ class InPlaceTargets:
         for number, path in places:
             one = (self._by_path.get(path, 0), number)
             if path in self._by_path and one in landed:
-                found.setdefault(one, tree.shown(path))
+                found.setdefault(one, tree.path_as_text(path))
         paths = list(found.values())
         if len(paths) == 1:
             return f"{paths[0]}: several of its elements share memory here, but not in the same way at the source"
@@ -259,7 +259,7 @@ class InPlaceTargets:
         """Returns a line for each tensor that only one side has; ``found`` are the source's that we have, too."""
         theirs = {path for number, path in places if number in offered}
         only = [f"{name}: only at the source" for number, (name, *_) in offered.items() if number not in found]
-        only += [f"{tree.shown(path)}: only here" for path in self._by_path if path not in theirs]
+        only += [f"{tree.path_as_text(path)}: only here" for path in self._by_path if path not in theirs]
         return only[:_LISTED] + ([f"and {len(only) - _LISTED} more"] if len(only) > _LISTED else [])
 
     def take(self, value: Any) -> Any:
@@ -311,7 +311,7 @@ class InPlaceTargets:
             )
 
     def _shown(self, here: int) -> str:
-        return next(tree.shown(path) for path, number in self._by_path.items() if number == here)
+        return next(tree.path_as_text(path) for path, number in self._by_path.items() if number == here)
 
     def _uncopied(self, here: int, error: Exception) -> StateMismatch:
         return StateMismatch(

@@ -19,7 +19,7 @@ from . import tree
 from .build import Relocate, StandIns, StateBuilder
 from .in_place import InPlaceTargets
 from .manifest import Manifest
-from .part import Part, storages_of
+from .part import RequestedPart, storages_of
 
 
 def receive(
@@ -92,10 +92,10 @@ def receive_part(
         if objects is None:
             whole, _, _ = _receive(stored, builder, pickled, allowed, None, bounce, None, None)
             flat = tree.flatten(whole)
-            part = Part(flat.tree, flat.objects, asking, strict, kept)
+            part = RequestedPart(flat.tree, flat.objects, asking, strict, kept)
             chosen = tree.unflatten(part.tree, flat.plain, flat.objects)
             return InPlaceTargets(asking, bounce.accelerator).fill(chosen), part.missing
-        part = Part(builder.manifest.tree, objects, asking, strict, kept)
+        part = RequestedPart(builder.manifest.tree, objects, asking, strict, kept)
         storages = storages_of([objects[number] for number in part.objects])
         del objects
         builder.manifest.tree = part.tree

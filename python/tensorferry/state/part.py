@@ -21,7 +21,7 @@ from .grammar import Node, children, objects_of
 from .in_place import InPlaceTargets
 
 
-class Part:
+class RequestedPart:
     """The part of a state that ``asking`` asks for.
 
     Args:
@@ -72,12 +72,12 @@ class Part:
     def _chosen(self, node: Node, asking: Any, path: str) -> Node:
         """Returns the part of ``node`` that ``asking`` asks for."""
         if asking is None:
-            return self._whole(node)
+            return self._take_whole(node)
         if id(asking) in self._kept:
             return {}
         if type(node) is int:
             self._compare(node, asking, path)
-            return self._whole(node)
+            return self._take_whole(node)
         kind = "dict" if type(node) is dict or node[0] in "odf" else node[0]
         if kind == "a":
             # The attributes of a dict that is there already are its own.
@@ -136,7 +136,7 @@ class Part:
         self._wrong.append(f"{path or 'the state itself'}: {type(asking).__name__} here, {there} in the checkpoint")
         return 0
 
-    def _whole(self, node: Node) -> Node:
+    def _take_whole(self, node: Node) -> Node:
         """Notes all leaves and objects of ``node``, and returns it."""
         if type(node) is int:
             if node >= 0:
@@ -147,7 +147,7 @@ class Part:
             for number in objects_of(node):
                 self._object(number)
             for _, _, child in children(node):
-                self._whole(child)
+                self._take_whole(child)
         return node
 
 
@@ -203,6 +203,6 @@ def fill(asking: Any, state: Any, strict: bool = False, kept: Collection[int] | 
             overwritten then
     """
     flat = tree.flatten(state)
-    part = Part(flat.tree, flat.objects, asking, strict, kept)
+    part = RequestedPart(flat.tree, flat.objects, asking, strict, kept)
     chosen = tree.unflatten(part.tree, flat.plain, flat.objects)
     return merged(asking, InPlaceTargets(asking).fill(chosen), kept), part.missing

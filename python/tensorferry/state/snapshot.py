@@ -28,7 +28,7 @@ SnapshotMode = Literal["borrow", "copy"]
 
 #: The memory of an entry: a whole storage that is served from where it is, the buffer that it was copied to, or, on an
 #: accelerator, a piece of a storage and its place in a buffer.
-Memory: TypeAlias = torch.UntypedStorage | Buffer | Piece
+RowOwner: TypeAlias = torch.UntypedStorage | Buffer | Piece
 
 
 def snapshot_mode(snapshot: SnapshotMode) -> SnapshotMode:
@@ -84,9 +84,9 @@ class StateSnapshot:
     def _lay_out(self, flat: tree.Flat) -> None:
         """Makes the rows and the manifest, but for what depends on where copies will lie."""
         self.rows = flat.rows
-        shared = aliases.Memory(flat).groups
+        shared = aliases.LeafMemory(flat).groups
         # Storages, not tensors: a trainer may give a tensor other memory (`p.data = ...`) while this is served.
-        self.memory: list[Memory] = self.rows.owners
+        self.memory: list[RowOwner] = self.rows.owners
         # Read before the rows of pieces are added below: only leaves have flags.
         flags = self.rows.flags
         layout, self._elsewhere = _add_pieces(self.rows)

@@ -274,7 +274,7 @@ def positions(tree: str, keys: dict[str, str]) -> list[tuple[int, tuple[str, ...
     return found
 
 
-def shown(path: tuple[str, ...]) -> str:
+def path_as_text(path: tuple[str, ...]) -> str:
     """Returns a key path of :func:`positions` as text for messages."""
     keys = (key[1:] if key[0] in "s#" else key.rpartition(" ")[2] for key in path)
     return ".".join(keys) or "the state itself"

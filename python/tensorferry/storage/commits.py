@@ -5,10 +5,11 @@ that was thought to be dead, somebody who removes keys or old checkpoints. Five 
 whole:
 
 - Every file that a save writes has a unique name (``names.py``), and an index that names other files is none.
-- Everybody who replaces an index calls :func:`commit_index`, :func:`edit_index` or :func:`remove_index`. They lock the
-  folder (``flock``), read the index again, and only then rename or remove. A save does not replace the index of one
-  that began later. An edit or a removal replaces only the very index that it was made from; an edit starts again from
-  the new one, and keeps the time at which the save began whose index it changes.
+- Everybody who replaces an index calls :func:`commit_index`, :func:`edit_index`, :func:`remove_index` or
+  :func:`remove_earlier`. They lock the folder (``flock``), read the index again, and only then rename or remove. A save
+  neither replaces nor removes the index of one that began later. An edit or a removal replaces only the very index that
+  it was made from; an edit starts again from the new one, and keeps the time at which the save began whose index it
+  changes.
 - A save begins later than every save that it knows of, whatever the clock says: :func:`begin_after`.
 - Whoever has replaced an index removes the files that only the old one had named. None of them belongs to a save that
   still runs.
@@ -172,7 +173,7 @@ def committed(path: Path) -> Commit | None:
         return Commit({})
 
 
-def began(*indexes: Path) -> list[int]:
+def beginnings(*indexes: Path) -> list[int]:
     """Returns when the saves that wrote ``indexes`` began, for :func:`begin_after`; skips files that are no index."""
     beginnings = []
     for path in indexes:
@@ -272,6 +273,25 @@ def remove_index(index: Path, expected: Commit) -> bool:
     return True
 
 
+def remove_earlier(index: Path, began: int) -> None:
+    """Removes an index that another one has taken the place of, and its files, unless its save began after ``began``.
+
+    It raises nothing, since the other checkpoint is complete: what cannot be removed is logged.
+    """
+    try:
+        with alone_in(index.parent):
+            # A link that leads nowhere has no files, and goes, too.
+            commit = committed(index) or Commit({})
+            if commit.began > began:
+                return
+            reached("checked", index)
+            index.unlink(missing_ok=True)
+    except (TensorferryError, OSError) as e:
+        logger.warning("cannot remove %s, which another index replaces: %s", index, e)
+        return
+    leftovers.remove(index.parent, commit.files)
+
+
 def remove_replaced(index: Path, before: Commit | None, files: Collection[str], rank: int | None) -> None:
     """Removes the files that a new index has replaced, and those that killed saves have left.
 
@@ -295,8 +315,8 @@ def reached(moment: str, index: Path) -> None:
 
     Args:
         moment: what has just happened: ``read`` (an edit has read the index), ``written`` (the new index is on the
-            disk under another name), ``checked`` (the folder is locked, and the old index may be replaced), ``renamed``
-            (the folder is not locked any more)
+            disk under another name), ``checked`` (the folder is locked, and the old index may be replaced or removed),
+            ``renamed`` (the folder is not locked any more)
         index: the path of the index
     """
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from ..errors import IncompleteCheckpoint, TensorferryError
-from .names import machine, ours
+from .names import machine, parts_of_name
 from .whole_files import is_file
 
 logger = logging.getLogger("tensorferry")
@@ -43,7 +43,7 @@ def holding(folder: Path, names: Iterable[str]) -> Iterator[None]:
     """
     with contextlib.ExitStack() as stack:
         for name in sorted(names):
-            found = ours(name)
+            found = parts_of_name(name)
             if found and (found["id"] or "").startswith(machine()):
                 with contextlib.suppress(OSError):
                     file = os.open(folder / name, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
@@ -116,7 +116,7 @@ def remove_leftovers(folder: Path, now: float, rank: int | None, kept: set[str],
 
 def may_be_left(name: str, rank: int | None) -> bool:
     """Whether a file of this name may be a leftover: a save's, not an index, and of ``rank`` if that is given."""
-    found = ours(name)
+    found = parts_of_name(name)
     if found is None or (name.startswith("index") and not name.endswith(".partial")):
         return False
     return rank is None or name.startswith((f"rank{rank:05d}-", f"index-rank{rank:05d}."))
@@ -124,7 +124,7 @@ def may_be_left(name: str, rank: int | None) -> bool:
 
 def _is_dead(path: Path, now: float, stack: contextlib.ExitStack) -> bool:
     """Whether the file's writer is dead. The file stays locked until ``stack`` is closed."""
-    found = ours(path.name)
+    found = parts_of_name(path.name)
     assert found is not None
     try:
         about = path.lstat()

@@ -44,7 +44,7 @@ def new_id() -> str:
     return machine() + secrets.token_hex(_RANDOM_DIGITS // 2)
 
 
-def ours(name: str) -> re.Match[str] | None:
+def parts_of_name(name: str) -> re.Match[str] | None:
     """Returns the parts of a name that a save of this package gives a file, complete or in part; ``None`` for others.
 
     The groups are ``rank``, and in ``id``, ``partial`` or ``marker`` the id of the writer.
@@ -54,7 +54,7 @@ def ours(name: str) -> re.Match[str] | None:
 
 def is_ours(name: str) -> bool:
     """Whether a file of this name was written by a save of this package, completely or in part."""
-    return ours(name) is not None
+    return parts_of_name(name) is not None
 
 
 def checked_files(names: Iterable[Any], where: object) -> list[str]:

@@ -88,7 +88,7 @@ class PeerSource:
         return Remote.open(
             [url_of(container)],
             self._step,
-            timeout=self._left(),
+            timeout=self._seconds_left(),
             lanes=1,
             same_host=self._same_host,
             secret=self._secret,
@@ -154,7 +154,7 @@ class PeerSource:
             requests.append(([url], int(step), of_container))
         report = _fetch_slices(
             requests,
-            timeout=self._left(),
+            timeout=self._seconds_left(),
             lanes=self._lanes,
             same_host=self._same_host,
             ahead=_AHEAD,
@@ -165,5 +165,5 @@ class PeerSource:
             logger.warning("slices from %s were fetched over other connections: %s", source, trouble)
         return {"bytes": report.bytes, "wanted": report.wanted, "retries": report.retries}
 
-    def _left(self) -> float:
+    def _seconds_left(self) -> float:
         return max(0.0, self._deadline - time.monotonic())

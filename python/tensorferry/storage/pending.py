@@ -65,7 +65,7 @@ def pending(output: Path, *, folder: bool) -> Iterator[Path]:
             yield content
             if folder:
                 sync_folder(content)
-            _put(content, output, empty)
+            _rename_to_final(content, output, empty)
             sync_folder(output.parent)
         finally:
             held.close()
@@ -179,7 +179,7 @@ def _check_free(output: Path, folder: bool) -> os.stat_result | None:
     raise InvalidArgument(f"{output} exists already: name a new one")
 
 
-def _put(content: Path, output: Path, empty: os.stat_result | None) -> None:
+def _rename_to_final(content: Path, output: Path, empty: os.stat_result | None) -> None:
     """Gives the complete ``content`` its final name, where at most the empty folder with status ``empty`` may be."""
     try:
         if empty is not None and _is_same(output, empty):

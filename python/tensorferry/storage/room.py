@@ -54,7 +54,7 @@ def _removed(folder: Path, *, in_series: bool) -> str:
             if one == folder or in_series:
                 # By the clock of the file system. It is that of the failed save or earlier: then less counts as dead.
                 freed += leftovers.remove_leftovers(one, _now(folder), None, set(), partial(_needed, one))
-            if (nbytes := _left(one)) > 0:
+            if (nbytes := _leftover_bytes(one)) > 0:
                 left[one] = nbytes
             elif one != folder and in_series:
                 one.rmdir()
@@ -82,7 +82,7 @@ def _needed(folder: Path) -> set[str]:
     return {name for index in indexes if is_file(index) for name in commits.files_of(index).files}
 
 
-def _left(folder: Path) -> int:
+def _leftover_bytes(folder: Path) -> int:
     """Returns how many bytes the files of saves in ``folder`` take that no index names."""
     needed = _needed(folder)
     left = [

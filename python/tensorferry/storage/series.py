@@ -59,13 +59,13 @@ class KnownSaves:
         self._seen: dict[Path, tuple[int, int]] = {}
         self._newest = 0
 
-    def began(self, folder: Path) -> list[int]:
+    def beginnings(self, folder: Path) -> list[int]:
         """Returns when the saves began after which one into ``folder`` is to begin; it raises nothing.
 
         These are the save in the folder and those in the folders of its series, which is that of :func:`keep_last`, and
         all saves of this process.
         """
-        beginnings = commits.began(folder / INDEX)
+        beginnings = commits.beginnings(folder / INDEX)
         series = _series(folder)
         beside: list[str] = []
         if series != folder.name:
@@ -75,7 +75,7 @@ class KnownSaves:
             with contextlib.suppress(OSError):
                 about = os.stat(other / INDEX)
                 if self._seen.get(other) != (version := (about.st_ino, about.st_mtime_ns)):
-                    beginnings += commits.began(other / INDEX)
+                    beginnings += commits.beginnings(other / INDEX)
                     self._seen[other] = version
         self._newest = max([*beginnings, self._newest])
         return [self._newest]

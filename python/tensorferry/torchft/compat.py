@@ -45,7 +45,7 @@ class _BodyParts(list[Any]):
     keep: Any = None
 
 
-class _Recorder:
+class _RecordCollector:
     """Stands in for the file that ``torch.serialization`` writes, and collects the records instead."""
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ class _Recorder:
 
 def body(value: Any) -> list[Any]:
     """Returns the parts of ``value`` in torchft's format: bytes, and ``(address, nbytes)`` for each storage."""
-    recorder = _Recorder()
+    recorder = _RecordCollector()
     torch.serialization._save(value, recorder, pickle, _PROTOCOL, False)
     storage = torch.UntypedStorage
     entries = [_serialization._Entry(key, isinstance(data, storage), size) for key, data, size in recorder.records]

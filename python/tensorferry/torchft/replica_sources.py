@@ -143,7 +143,7 @@ class ReplicaSources:
 
         def besides() -> list[str]:
             try:
-                return _usable(answer.result(max(until - time.monotonic(), 0.0)))
+                return _own_transports(answer.result(max(until - time.monotonic(), 0.0)))
             except Exception as e:
                 reason = "the job's store has not answered" if isinstance(e, TimeoutError) else e
                 logger.warning("this replica heals from the source that torchft assigned alone: %s", reason)
@@ -208,7 +208,7 @@ def _delete(announced: _Announced) -> None:
         store.delete_key(where.place)
 
 
-def _usable(found: list[str]) -> list[str]:
+def _own_transports(found: list[str]) -> list[str]:
     """Returns those of ``found`` that are the metadata of a tensorferry transport, and logs the others."""
     sources = []
     for metadata in found:

@@ -110,10 +110,10 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
             it with ``non_blocking=True`` must have ended before its tensors are deleted
         relay: several receivers of one state bring each other what they have: where this transport sends, it tells its
             receivers of one another, and where it receives, its own server serves on what has come, until
-            ``recv_checkpoint`` returns. Both sides must agree. Not for states of less than 8 MiB, for receives to an
-            accelerator, from several sources or through shared memory, nor from a source with TLS to a receiver
-            without. ``None`` takes ``TENSORFERRY_RELAY`` (``0`` or ``1``), by default no; docs/guides/swarm.md says
-            when it helps.
+            ``recv_checkpoint`` returns. A receive that is fast, or over soon, does without. So do states of less than
+            8 MiB, receives to an accelerator, from several sources or through shared memory, and those from a source
+            with TLS to a receiver without. ``False`` on either side turns it off. ``None`` takes ``TENSORFERRY_RELAY``
+            (``0`` or ``1``), by default yes; docs/guides/swarm.md says more.
         progress: called with the number of bytes received and the number of all bytes, a few times a second during a
             receive and once at its end; an exception from it ends the receive
 

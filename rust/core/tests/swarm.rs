@@ -36,7 +36,7 @@ pub(crate) fn offering(state: &State, max_bandwidth: Option<u64>) -> Rig {
 
 /// The options of a receiver whose server is `rig`'s.
 pub(crate) fn member(rig: &Rig) -> FetchOptions {
-    FetchOptions { relay: Some(rig.server.relay_host()), same_host: false, ..lanes(2) }
+    FetchOptions { relay: Some(rig.server.relay_host()), relays_at_once: true, same_host: false, ..lanes(2) }
 }
 
 pub(crate) fn etag(rig: &Rig) -> String {

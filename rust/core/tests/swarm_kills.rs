@@ -72,6 +72,7 @@ fn run(seed: u64) {
                     }
                     let options = FetchOptions {
                         relay: Some(rigs[number].server.relay_host()),
+                        relays_at_once: true,
                         same_host: false,
                         cancel: cancels[number].clone(),
                         progress: Arc::clone(&progress[number]),

@@ -57,7 +57,8 @@ fn server(blocks: Option<usize>, secret: Option<Secret>) -> Rig {
 
 /// A receive by the server `rig`, and its result.
 fn receive(url: &str, rig: &Rig, options: FetchOptions) -> Result<(Vec<u8>, u64), Error> {
-    let options = FetchOptions { relay: Some(rig.server.relay_host()), same_host: false, ..options };
+    let options =
+        FetchOptions { relay: Some(rig.server.relay_host()), relays_at_once: true, same_host: false, ..options };
     let remote = Remote::open(&[url], STEP, options)?;
     let len = usize::try_from(remote.header().payload_len()).unwrap();
     let arrived = remote.fetch(Destination::Fresh)?;

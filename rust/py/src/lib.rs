@@ -53,12 +53,13 @@ mod _native {
     #[pymodule_export]
     use crate::fetch::entries::PyEntries;
     #[pymodule_export]
+    use crate::fetch::files::{
+        PyWritten, file_damage, file_entries, file_entry_digests, file_header, rename_new, seal_file, write_file,
+    };
+    #[pymodule_export]
     use crate::fetch::remote::{PyPool, PyRemote};
     #[pymodule_export]
-    use crate::fetch::slices::{
-        PyWritten, fetch_slices, file_damage, file_entries, file_entry_digests, file_header, read_file, rename_new,
-        seal_file, write_file,
-    };
+    use crate::fetch::slices::{fetch_slices, read_file};
     #[pymodule_export]
     use crate::fetch::staged::PyStagedFetch;
     #[pymodule_export]

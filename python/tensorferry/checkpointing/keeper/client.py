@@ -174,7 +174,7 @@ class Keeper:
         }
         with self._question() as question:
             question.send(Message("held", fields))
-            found = question.listed(fields)
+            found = question.snapshots(fields)
         return sorted(found, key=lambda one: one.began)
 
     def begun(self, path: str | os.PathLike[str]) -> list[int]:
@@ -189,7 +189,7 @@ class Keeper:
             if job not in self._asked:
                 with self._question(connecting.OFFER_S) as question:
                     question.send(Message("held", {"job": job}))
-                    for one in question.listed({"job": job}):
+                    for one in question.snapshots({"job": job}):
                         own = one.origin == LOCAL and not one.remote
                         if own or one.began < time.time_ns() + _FAR_NS:
                             self._note_beginning(one.job, one.location, one.began)

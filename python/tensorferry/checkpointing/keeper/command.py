@@ -19,7 +19,7 @@ from ...net.certificates import Tls, fingerprint_of
 from ...net.options import ServerOptions
 from . import index
 from .client import Keeper
-from .limits import amount, memory_limit, shown
+from .limits import amount, memory_limit, readable
 from .own_process import ended_by_signals, lower_weight, raise_descriptor_limit
 from .place import DEFAULT_NAME, keeper_name
 from .process import KeeperOptions, KeeperProcess
@@ -81,7 +81,7 @@ def main(arguments: list[str] | None = None) -> int:
         logger.info(
             "the keeper %s holds up to %s, and is reached at %s",
             name,
-            shown(options.memory),
+            readable(options.memory),
             index.host_of(keeper.address),
         )
         keeper.run()
@@ -167,7 +167,7 @@ def _print_status(name: str, *, as_json: bool) -> int:
         return 0
     print(f"keeper {status['name']} (process {status['pid']}), at {status['address']}")
     print(
-        f"{shown(status['used'])} of {shown(status['memory'])} in {status['snapshots']} snapshots, "
+        f"{readable(status['used'])} of {readable(status['memory'])} in {status['snapshots']} snapshots, "
         f"{status['clients']} clients"
     )
     for buddy in status["buddies"]:
@@ -192,6 +192,6 @@ def _line(one: Snapshot) -> str:
     whole = "complete" if one.complete else "incomplete"
     age = max(time.time() - one.began / 1e9, 0.0)
     return (
-        f"  step {one.step}  rank {one.rank} of {one.world_size}  {shown(one.nbytes)}  {age:.0f} s old  {whole}  "
+        f"  step {one.step}  rank {one.rank} of {one.world_size}  {readable(one.nbytes)}  {age:.0f} s old  {whole}  "
         f"{where}  {Path(one.path)}  {one.metadata}"
     )

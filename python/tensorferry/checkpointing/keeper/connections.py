@@ -40,7 +40,7 @@ _ENDING_S = 2.0
 class Desk(Protocol):
     """Answers the messages of clients."""
 
-    def hear(self, client: Client, message: Message | Arrived) -> None:
+    def handle(self, client: Client, message: Message | Arrived) -> None:
         """Handles a message of ``client``; an error that it raises ends that connection."""
 
     def drop_given(self, client: Client) -> None:
@@ -198,7 +198,7 @@ class Connections:
             self._disconnect(client)
             return False
         client.has_spoken = True
-        self._desk.hear(client, message)
+        self._desk.handle(client, message)
         return True
 
     def _flush(self, client: Client) -> None:

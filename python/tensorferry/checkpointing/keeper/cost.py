@@ -6,7 +6,7 @@ import mmap
 from dataclasses import dataclass
 
 from ...errors import SystemRefused
-from .limits import shown
+from .limits import readable
 
 #: Bytes that each byte of a table of entries takes at most while it is read, and when it is served: rows, names, the
 #: header and where each entry lies.
@@ -62,4 +62,4 @@ def probe(nbytes: int) -> None:
     try:
         mmap.mmap(-1, nbytes + _SPARE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE).close()
     except (OSError, ValueError, OverflowError) as e:
-        raise SystemRefused(f"the keeper cannot have {shown(nbytes)} more: {e}") from e
+        raise SystemRefused(f"the keeper cannot have {readable(nbytes)} more: {e}") from e

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from ...errors import TensorferryError
-from .limits import shown
+from .limits import readable
 from .snapshot import LOCAL, Key, Snapshot
 
 T = TypeVar("T")
@@ -159,8 +159,8 @@ class Generations(Generic[T]):
             raise KeeperFull(f"the snapshot {about.save_id} of rank {about.rank} is kept already")
         if nbytes > self.limit:
             raise KeeperFull(
-                f"a snapshot of {shown(nbytes)} is larger than all the memory that the keeper may hold, "
-                f"{shown(self.limit)}: give it more with --memory"
+                f"a snapshot of {readable(nbytes)} is larger than all the memory that the keeper may hold, "
+                f"{readable(self.limit)}: give it more with --memory"
             )
         gone = [known] if known else []
         same = [one for one in self._kept.values() if _counted(one.about) == _counted(about) and one not in gone]
@@ -174,9 +174,9 @@ class Generations(Generic[T]):
             excess -= one.nbytes
         if excess > 0:
             raise KeeperFull(
-                f"a snapshot of {shown(nbytes)} does not fit: the keeper may hold {shown(self.limit)}, of which "
-                f"{shown(self.used)} are taken by snapshots that do not go for it. Give it more with --memory, or let "
-                "it keep fewer --generations"
+                f"a snapshot of {readable(nbytes)} does not fit: the keeper may hold {readable(self.limit)}, of which "
+                f"{readable(self.used)} are taken by snapshots that do not go for it. Give it more with --memory, or "
+                "let it keep fewer --generations"
             )
         return gone
 

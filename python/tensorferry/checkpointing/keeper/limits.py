@@ -54,7 +54,7 @@ def amount(name: str, text: str, whole: int | None = None) -> int:
     return int(number * 1024 ** _POWERS[unit.rstrip("B").rstrip("I")])
 
 
-def shown(nbytes: int) -> str:
+def readable(nbytes: int) -> str:
     """Returns ``nbytes`` for people: ``"1.5 GiB"``."""
     for unit, size in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if nbytes >= size:

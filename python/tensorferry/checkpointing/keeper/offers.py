@@ -109,7 +109,7 @@ class Offers:
         with reading:
             try:
                 while isinstance(message := handover.receive(reading), Message):
-                    self._hear(message)
+                    self._handle(message)
             except (OSError, TensorferryError) as e:
                 logger.debug("the keeper %s is gone: %s", self._name, message_of(e))
         with self._lock:
@@ -131,7 +131,7 @@ class Offers:
             self._released += 1
             self._changed.notify_all()
 
-    def _hear(self, message: Message) -> None:
+    def _handle(self, message: Message) -> None:
         """Finds the offer that the keeper's ``message`` is about, and tells whoever made it if its memory is free."""
         save_id, rank = message.fields.get("save_id"), message.fields.get("rank")
         with self._lock:

@@ -169,7 +169,7 @@ class KeeperProcess:
 
     # Clients.
 
-    def hear(self, client: Client, message: Message | Arrived) -> None:
+    def handle(self, client: Client, message: Message | Arrived) -> None:
         """Handles a message of ``client``.
 
         Raises:

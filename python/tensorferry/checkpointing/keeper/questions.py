@@ -75,7 +75,7 @@ class Question:
             raise ProtocolError(f"the keeper {self._name} gives an answer to another question")
         return answer
 
-    def listed(self, asked: dict[str, Any]) -> list[Snapshot]:
+    def snapshots(self, asked: dict[str, Any]) -> list[Snapshot]:
         """Returns the snapshots in the answer to ``held``, with the fields that were ``asked`` for."""
         snapshots = []
         while (message := self.answer("snapshot", "end")).kind == "snapshot":

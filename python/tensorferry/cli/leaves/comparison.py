@@ -10,7 +10,7 @@ from typing import Any
 
 from ...errors import InvalidArgument
 from ..flags import Receiving, Trust
-from ..places import Kind, find
+from ..places import CheckpointKind, find
 from .leaf import Leaf, Listing, by_path
 from .listing import listings
 
@@ -22,7 +22,7 @@ class _Side:
         self._text, self._step, self._receiving, self._trust = text, step, receiving, trust
         self.place = find(text)
         # What torch has written in several files has no digests: its bytes are read.
-        digests = self.place.layout is not Kind.TORCH_DISTRIBUTED
+        digests = self.place.layout is not CheckpointKind.TORCH_DISTRIBUTED
         self.listings = listings([text], step, receiving, trust, digests=digests)
         self._values: dict[int, dict[str, Any]] = {}
         #: The state of all ranks, once they were put together.
@@ -41,7 +41,7 @@ class _Side:
     @property
     def is_distributed(self) -> bool:
         """Whether an index lists the leaves, as ``torch.distributed.checkpoint`` cuts a state into them."""
-        return self.place.layout in (Kind.DISTRIBUTED, Kind.TORCH_DISTRIBUTED)
+        return self.place.layout in (CheckpointKind.DISTRIBUTED, CheckpointKind.TORCH_DISTRIBUTED)
 
     def list_as_state(self) -> None:
         """Lists the leaves of a distributed checkpoint as those of a state, which may be others; digests stay."""
@@ -61,7 +61,7 @@ class _Side:
 
         Of what several ranks have besides, the first rank's is taken.
         """
-        if len(self.listings) == 1 and not (self.place.kind is Kind.CHECKPOINT and any(self.parts())):
+        if len(self.listings) == 1 and not (self.place.kind is CheckpointKind.CHECKPOINT and any(self.parts())):
             return
         from .torch_leaves import leaves_of
 
@@ -72,14 +72,14 @@ class _Side:
 
     def _state_of_all_ranks(self) -> Any:
         """Returns the state of a checkpoint of several ranks, with whole tensors."""
-        if self.place.kind is Kind.CHECKPOINT:
+        if self.place.kind is CheckpointKind.CHECKPOINT:
             from ...checkpointing import loading
 
             # It warns of meshes of which no process group is there, as here.
             logging.getLogger("torch.distributed.device_mesh").setLevel(logging.ERROR)
             return loading.read(self.place.path, rank=0, world_size=1)[0]
         from ...dcp import PeerReader
-        from ..mapped_states import of_distributed
+        from ..mapped_states import state_of_distributed
 
         reader = PeerReader(
             self._text,
@@ -88,7 +88,7 @@ class _Side:
             secret=self._trust.given_secret(),
             same_host=self._trust.same_host,
         )
-        return of_distributed(reader)
+        return state_of_distributed(reader)
 
     def _state(self, number: int) -> Any:
         """Returns the state in the container of this number."""
@@ -98,18 +98,18 @@ class _Side:
         match self.place.layout:
             case _ if self._whole is not None:
                 return self._whole
-            case Kind.PEERS:
+            case CheckpointKind.PEERS:
                 return self._of_peer(number)
-            case Kind.CONTAINER:
-                return mapped_states.of_container(path)
-            case Kind.ARCHIVE:
-                return mapped_states.of_archive(path)
-            case Kind.SHARDS:
-                return mapped_states.of_shards(path)
-            case Kind.CHECKPOINT:
-                return mapped_states.of_container(Path(self.listings[number][0]))
+            case CheckpointKind.CONTAINER:
+                return mapped_states.state_of_container(path)
+            case CheckpointKind.ARCHIVE:
+                return mapped_states.state_of_archive(path)
+            case CheckpointKind.SHARDS:
+                return mapped_states.state_of_shards(path)
+            case CheckpointKind.CHECKPOINT:
+                return mapped_states.state_of_container(Path(self.listings[number][0]))
             case _:
-                return mapped_states.of_distributed(path)
+                return mapped_states.state_of_distributed(path)
 
     def _of_peer(self, number: int) -> Any:
         """Fetches the state that a peer serves."""

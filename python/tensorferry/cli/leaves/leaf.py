@@ -73,7 +73,7 @@ class Listing:
     hidden: dict[str, str] = field(default_factory=dict)
 
 
-def of_file(path: Path, *, digests: bool) -> Listing:
+def list_file(path: Path, *, digests: bool) -> Listing:
     """Lists a container file; with ``digests``, those of its tensors, too.
 
     Raises:
@@ -82,17 +82,17 @@ def of_file(path: Path, *, digests: bool) -> Listing:
     stored = Stored.open(path, checksums=False)
     known = _file_entry_digests(path) if digests else None
     about: dict[str, Any] = {"kind": _kind(stored), "file_bytes": path.stat().st_size, "checksums": stored.is_verified}
-    return _of_container(stored, about, lambda: known)
+    return _list_container(stored, about, lambda: known)
 
 
-def of_remote(remote: Remote, step: int, *, digests: bool) -> Listing:
+def list_remote(remote: Remote, step: int, *, digests: bool) -> Listing:
     """Lists what a peer serves. With ``digests`` this counts as the fetch.
 
     Raises:
         TensorferryError: as for ``HTTPTransport.recv_checkpoint``
     """
     about = {"kind": _kind(remote), "step": step, "checksums": True}
-    return _of_container(remote, about, remote.entry_digests if digests else lambda: None)
+    return _list_container(remote, about, remote.entry_digests if digests else lambda: None)
 
 
 def _kind(container: Stored | Remote) -> str:
@@ -101,7 +101,7 @@ def _kind(container: Stored | Remote) -> str:
     return "index" if reserved.INDEX in container.names else "tensors"
 
 
-def _of_container(
+def _list_container(
     container: Stored | Remote, about: dict[str, Any], digests: Callable[[], list[int] | None]
 ) -> Listing:
     """Lists a container: adds to ``about`` what it says of itself, and to its leaves what ``digests`` returns."""
@@ -270,7 +270,7 @@ def by_path(leaves: Iterable[Leaf]) -> dict[str, Leaf]:
     return found
 
 
-def of_distributed(fields: dict[str, Any], where: Path) -> Listing:
+def list_distributed(fields: dict[str, Any], where: Path) -> Listing:
     """Lists a distributed checkpoint by its index.
 
     Raises:

@@ -12,10 +12,10 @@ from ...storage import commits
 from ...storage.folder import INDEX, read_index
 from .. import places
 from ..flags import Receiving, Trust
-from ..places import Kind, Place
+from ..places import CheckpointKind, Place
 from ..sources import Peers, open_source
 from . import distributed, shards
-from .leaf import Leaf, Listing, of_distributed, of_file, of_remote
+from .leaf import Leaf, Listing, list_distributed, list_file, list_remote
 
 
 def listings(
@@ -38,16 +38,16 @@ def listings(
 
     def read_listings() -> list[tuple[str, Listing]]:
         place = places.find(given[0])
-        if place.kind is Kind.PEERS:
-            return _of_peers(Peers.of(given, trust), step, receiving, trust, digests=digests)
+        if place.kind is CheckpointKind.PEERS:
+            return _list_peers(Peers.of(given, trust), step, receiving, trust, digests=digests)
         if len(given) > 1:
             raise InvalidArgument(f"this command takes one file or folder, not {len(given)}: run it for each")
-        return [*_of_place(place, digests=digests)]
+        return [*_list_place(place, digests=digests)]
 
     return places.settled(read_listings, given[0])
 
 
-def _of_peers(
+def _list_peers(
     peers: Peers, step: int | None, receiving: Receiving, trust: Trust, *, digests: bool
 ) -> list[tuple[str, Listing]]:
     """Lists what peers serve: one state, or the containers of a publication's ranks."""
@@ -56,42 +56,42 @@ def _of_peers(
         remote, served = open_source(urls, step if step is not None else peers.step, trust, receiving)
         with contextlib.closing(remote):
             name = f"rank {number}" if peers.are_ranks else "peer"
-            listed.append((name, of_remote(remote, served, digests=digests)))
+            listed.append((name, list_remote(remote, served, digests=digests)))
     return listed
 
 
-def _of_place(place: Place, *, digests: bool) -> list[tuple[str, Listing]]:
+def _list_place(place: Place, *, digests: bool) -> list[tuple[str, Listing]]:
     """Lists a file or a folder; the checkpoint of a checkpointer has a listing for each rank."""
     path = place.path
     match place.layout:
-        case Kind.CONTAINER:
-            return [(place.text, of_file(path, digests=digests))]
-        case Kind.CHECKPOINT:
+        case CheckpointKind.CONTAINER:
+            return [(place.text, list_file(path, digests=digests))]
+        case CheckpointKind.CHECKPOINT:
             index = read_index(path)
             listings_of_ranks = []
             for rank in range(index.world_size):
                 file = path / index.files[rank][0]
-                listing = of_file(file, digests=digests)
+                listing = list_file(file, digests=digests)
                 listing.about["step"] = index.step
                 listings_of_ranks.append((str(file), listing))
             return listings_of_ranks
-        case Kind.SHARDS:
-            return [(place.text, _of_shards(path, digests=digests))]
-        case Kind.DISTRIBUTED:
-            return [(place.text, _of_distributed(path, digests=digests))]
+        case CheckpointKind.SHARDS:
+            return [(place.text, _list_shards(path, digests=digests))]
+        case CheckpointKind.DISTRIBUTED:
+            return [(place.text, _list_distributed(path, digests=digests))]
         case _:
             from . import torch_leaves
 
-            return [(place.text, torch_leaves.of_place(place, digests=digests))]
+            return [(place.text, torch_leaves.list_place(place, digests=digests))]
 
 
-def _of_shards(folder: Path, *, digests: bool) -> Listing:
+def _list_shards(folder: Path, *, digests: bool) -> Listing:
     """Lists a model in several safetensors files as one."""
     leaves: list[Leaf] = []
     hidden: dict[str, str] = {}
     files = shards.files_of(folder)
     for path, names in files.items():
-        listing = of_file(path, digests=digests)
+        listing = list_file(path, digests=digests)
         shards.check_names(path, names, [leaf.path for leaf in listing.leaves])
         leaves += [replace(leaf, notes=[*leaf.notes, path.name]) for leaf in listing.leaves]
         hidden |= listing.hidden
@@ -100,8 +100,8 @@ def _of_shards(folder: Path, *, digests: bool) -> Listing:
     return Listing({**about, "bytes": sum(leaf.bytes for leaf in leaves)}, leaves, None, hidden)
 
 
-def _of_distributed(folder: Path, *, digests: bool) -> Listing:
+def _list_distributed(folder: Path, *, digests: bool) -> Listing:
     text, commit = commits.read(folder / INDEX)
     fields = distributed.decoded(text, folder / INDEX)
-    listing = of_distributed(fields, folder)
+    listing = list_distributed(fields, folder)
     return distributed.with_digests(listing, folder, fields, commit) if digests else listing

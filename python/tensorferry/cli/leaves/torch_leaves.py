@@ -16,33 +16,37 @@ from ...errors import InvalidArgument
 from ...pickles import torch_archives
 from ...pickles.allowlist import Allowed
 from ...state import tree
-from ..places import Kind, Place
+from ..places import CheckpointKind, Place
 from .leaf import Leaf, Listing, UniqueNames, walk
 
 
-def of_place(place: Place, *, digests: bool) -> Listing:
+def list_place(place: Place, *, digests: bool) -> Listing:
     """Lists a ``torch.save`` file or a distributed checkpoint of torch; pickles are read with the allow-list.
 
     Raises:
         TensorferryError: it cannot be read
         InvalidArgument: digests were asked for, of which such files have none
     """
-    if place.layout is Kind.MEGATRON:
+    if place.layout is CheckpointKind.MEGATRON:
         raise InvalidArgument(f"{place.text} is a checkpoint of Megatron's backend zarr: convert it first")
-    if digests and place.layout is Kind.TORCH_DISTRIBUTED:
+    if digests and place.layout is CheckpointKind.TORCH_DISTRIBUTED:
         raise InvalidArgument(f"{place.text} has no digests: convert it, or compare it with tensorferry diff")
-    if place.layout is Kind.TORCH_DISTRIBUTED:
-        return _of_folder(place.path)
-    return _of_archive(place.path, digests=digests)
+    if place.layout is CheckpointKind.TORCH_DISTRIBUTED:
+        return _list_folder(place.path)
+    return _list_archive(place.path, digests=digests)
 
 
-def _of_archive(path: Path, *, digests: bool) -> Listing:
+def _list_archive(path: Path, *, digests: bool) -> Listing:
     """Lists a ``torch.save`` file; without ``digests``, of its storages only the indices of sparse tensors are read."""
-    from ..mapped_states import of_archive
+    from ..mapped_states import state_of_archive
 
-    state = torch_archives.load_file(path, Allowed(), _here) if digests else of_archive(path)
+    state = torch_archives.load_file(path, Allowed(), _here) if digests else state_of_archive(path)
     leaves = list(leaves_of(state, digests=digests))
-    about: dict[str, Any] = {"kind": Kind.ARCHIVE.value, "file_bytes": path.stat().st_size, "checksums": False}
+    about: dict[str, Any] = {
+        "kind": CheckpointKind.ARCHIVE.value,
+        "file_bytes": path.stat().st_size,
+        "checksums": False,
+    }
     return Listing({**about, "bytes": sum(leaf.bytes for leaf in leaves)}, leaves)
 
 
@@ -85,7 +89,7 @@ def _here(storage: torch.UntypedStorage, _: str) -> torch.UntypedStorage:
     return storage
 
 
-def _of_folder(folder: Path) -> Listing:
+def _list_folder(folder: Path) -> Listing:
     """Lists a distributed checkpoint of torch by its index."""
     source = TorchFolderSource(folder / NAME)
     metadata = torch_folder.decode(source.read_index(), str(folder / NAME), with_stand_ins((), False))
@@ -100,5 +104,9 @@ def _of_folder(folder: Path) -> Listing:
         kind = "sharded" if len(chunks) > 1 else "tensor"
         nbytes = about.size.numel() * dtype.itemsize
         leaves.append(Leaf(fqn, kind, str(dtype).removeprefix("torch."), shape, nbytes, notes))
-    about = {"kind": Kind.TORCH_DISTRIBUTED.value, "checksums": False, "bytes": sum(leaf.bytes for leaf in leaves)}
+    about = {
+        "kind": CheckpointKind.TORCH_DISTRIBUTED.value,
+        "checksums": False,
+        "bytes": sum(leaf.bytes for leaf in leaves),
+    }
     return Listing(about, leaves)

@@ -74,7 +74,7 @@ def convert(
         console.out(f"{output}: {told['tensors']} tensors{others}, as {format_}")
     if dropped := told.get("dropped"):
         console.note(
-            f"tensorferry: warning: {len(dropped)} leaves are not tensors, and were left out: {_some(dropped)}"
+            f"tensorferry: warning: {len(dropped)} leaves are not tensors, and were left out: {_first_names(dropped)}"
         )
     if told.get("ranks"):
         console.note(
@@ -84,7 +84,7 @@ def convert(
     if texts := told.get("numbers"):
         console.note(
             f"tensorferry: warning: a distributed checkpoint has all keys as text, so keys that were numbers are text "
-            f"in the output: those of {_some(texts)}"
+            f"in the output: those of {_first_names(texts)}"
         )
     return exits.OK
 
@@ -107,11 +107,11 @@ def _converted(
     to = to or _SUFFIXES.get(output.suffix)
     if to is None:
         raise InvalidArgument(f"{output} does not say what to write: name a format with --to")
-    if place.kind is places.Kind.PEERS:
+    if place.kind is places.CheckpointKind.PEERS:
         raise InvalidArgument("pull first, then convert: a running peer may change its state meanwhile")
     if to in _WRITTEN:
         suffixes.warn(output, _WRITTEN[to])
-    if place.kind is places.Kind.MEGATRON:
+    if place.kind is places.CheckpointKind.MEGATRON:
         if only is not None:
             raise InvalidArgument(
                 "--only is not for a checkpoint of Megatron: convert all of it, to dcp, and then a part"
@@ -122,7 +122,7 @@ def _converted(
     return to, Conversion(place, rank, step, verify=verify, drop_objects=drop_objects, only=only).write(output, to)
 
 
-def _some(names: list[str]) -> str:
+def _first_names(names: list[str]) -> str:
     """Returns the first of some names, and how many more there are."""
     more = f" and {len(names) - _NAMED} more (all are in the output of --json)" if len(names) > _NAMED else ""
     return f"{', '.join(names[:_NAMED])}{more}"

@@ -54,8 +54,8 @@ def pull(
             loads; the ranks of a keeper's job, as `tensorferry-keeper --status` prints them, come into one folder
         step: the step to fetch (default: the one that is served)
         force: replace a file, or the checkpoint in a folder, that is not an earlier pull's
-        relay: send what has come to other hosts that pull from the same source, and take it from them; the source must
-            have --relay, too (default: TENSORFERRY_RELAY)
+        relay: where it takes long, send what has come to other hosts that pull from the same source, and take it from
+            them (default: TENSORFERRY_RELAY, or yes)
         quiet: show no progress
         json: print the result as one JSON document
         receiving: the deadline and the connections
@@ -68,7 +68,8 @@ def pull(
         raise InvalidArgument("--output and --into-folder exclude each other")
     found = Peers.of([metadata, *more], trust)
     with contextlib.ExitStack() as stack:
-        server = _relay_server(trust, stack) if wants_relay(relay) else None
+        # Receives from several sources relay nothing.
+        server = _relay_server(trust, stack, bool(relay)) if wants_relay(relay) and not more else None
         pulled = _Pull(step if step is not None else found.step, receiving, trust, quiet, force, server)
         if found.are_ranks:
             if into_folder is None:
@@ -92,7 +93,7 @@ def pull(
     return exits.OK
 
 
-def _relay_server(trust: Trust, stack: contextlib.ExitStack) -> Server | None:
+def _relay_server(trust: Trust, stack: contextlib.ExitStack, asked: bool) -> Server | None:
     """Starts the server that serves on what comes, until ``stack`` ends; without a port, others are not helped."""
     from ...net.serve import start
     from ..flags import Serving
@@ -100,7 +101,8 @@ def _relay_server(trust: Trust, stack: contextlib.ExitStack) -> Server | None:
     try:
         server, _ = start(_RELAY_PATIENCE_S, Serving().options(trust))
     except SystemRefused as e:
-        console.note(f"tensorferry: warning: other receivers get nothing from here: {e}")
+        if asked:
+            console.note(f"tensorferry: warning: other receivers get nothing from here: {e}")
         return None
     stack.callback(server.shutdown, 0.0)
     return server
@@ -208,7 +210,7 @@ class _Pull:
         saves: list[FolderSave] = []
 
         def begin(remote: Remote, step: int) -> tuple[_Target, Download]:
-            save = SaveId.new(step=step, known=KnownSaves().began(folder))
+            save = SaveId.new(step=step, known=KnownSaves().beginnings(folder))
             saves.append(FolderSave(folder, save))
             partial = folder / _partial_name(urls[:1], step)
             return _Target(saves[-1].path), Download(remote, partial, step=step, unique=True)
@@ -244,7 +246,7 @@ class _Pull:
         from ...storage.folder_save import FolderSave, SaveId
         from ...storage.series import KnownSaves
 
-        first = SaveId.new(0, len(urls), self._step, KnownSaves().began(folder))
+        first = SaveId.new(0, len(urls), self._step, KnownSaves().beginnings(folder))
         saves: list[FolderSave] = []
         try:
             for rank, url in enumerate(urls):
@@ -283,7 +285,7 @@ class _Pull:
             make_folder(folder)
         except OSError as e:
             raise SystemRefused(e.errno, f"{folder}: cannot be created: {e.strerror}") from e
-        save_id, began, names = new_id(), commits.begin_after(commits.began(folder / INDEX)), []
+        save_id, began, names = new_id(), commits.begin_after(commits.beginnings(folder / INDEX)), []
         for rank, url in enumerate(urls):
             name = f"rank{rank:05d}-{save_id}.safetensors"
 

@@ -52,9 +52,9 @@ def serve(
 
     place = places.settled(lambda: places.find(path), path)
     # The index of torch's own backend does not have the common state, without which Megatron loads nothing.
-    kind = place.layout if place.layout is places.Kind.DISTRIBUTED else place.kind
+    kind = place.layout if place.layout is places.CheckpointKind.DISTRIBUTED else place.kind
     options = serving.options(trust)
-    if place.kind is places.Kind.PEERS:
+    if place.kind is places.CheckpointKind.PEERS:
         raise InvalidArgument("a running peer serves already: pull from it")
     ended = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -105,7 +105,7 @@ class Publisher:
         """Publishes a container file."""
         step = self._step or 0
         self._publish(path, self._server, step)
-        return self._told(step, [self._server.url(self._host)], path)
+        return self._published(step, [self._server.url(self._host)], path)
 
     def archive(self, path: Path) -> dict[str, Any]:
         """Publishes what ``torch.save`` wrote."""
@@ -113,15 +113,15 @@ class Publisher:
         from ...memory.staging import HostStager
         from ...state.snapshot import StateSnapshot
         from ...torchft import compat
-        from ..mapped_states import of_archive
+        from ..mapped_states import state_of_archive
 
         step = self._step or 0
         pages: list[FilePages] = []
         with self.files.opening(path):
-            packed = StateSnapshot(of_archive(path, pages), HostStager(ACCELERATOR), "borrow")
+            packed = StateSnapshot(state_of_archive(path, pages), HostStager(ACCELERATOR), "borrow")
         bodies = compat.bodies(packed.rebuild, 0)
         packed.container().publish(self._server, step, alternate=bodies, pages=self.files.add(path, *pages))
-        return self._told(step, [self._server.url(self._host)], path)
+        return self._published(step, [self._server.url(self._host)], path)
 
     def checkpoint(self, folder: Path) -> dict[str, Any]:
         """Publishes the state of each rank of a checkpointer's folder, each under an address of its own."""
@@ -142,7 +142,7 @@ class Publisher:
                 self._shelves.append(where)
             self._publish(path, where, step)
             urls.append(where.url(self._host))
-        return self._told(step, urls, folder)
+        return self._published(step, urls, folder)
 
     def distributed(self, folder: Path) -> dict[str, Any]:
         """Publishes a distributed checkpoint as the ranks of a job with ``PeerWriter`` would."""
@@ -170,7 +170,7 @@ class Publisher:
             else:
                 distributed.index_container(control).publish(shelf, step)
         self._shelves += shelves
-        return self._told(step, [publication_metadata(step, urls)], folder)
+        return self._published(step, [publication_metadata(step, urls)], folder)
 
     def torch_distributed(self, folder: Path) -> dict[str, Any]:
         """Reads a distributed checkpoint of torch, and publishes it as a state."""
@@ -178,12 +178,12 @@ class Publisher:
         from ...memory.staging import HostStager
         from ...state.snapshot import StateSnapshot
         from ...torchft import compat
-        from ..mapped_states import of_distributed
+        from ..mapped_states import state_of_distributed
 
         step = self._step or 0
-        packed = StateSnapshot(of_distributed(folder), HostStager(ACCELERATOR), "borrow")
+        packed = StateSnapshot(state_of_distributed(folder), HostStager(ACCELERATOR), "borrow")
         packed.publish(self._server, step, compat.bodies(packed.rebuild, 0))
-        return self._told(step, [self._server.url(self._host)], folder)
+        return self._published(step, [self._server.url(self._host)], folder)
 
     def megatron(self, folder: Path) -> dict[str, Any]:
         """Raises: a checkpoint of one of Megatron's own backends is converted first."""
@@ -219,7 +219,7 @@ class Publisher:
                 f"{path} is damaged at {len(damaged)} places, and is not served: see tensorferry verify"
             )
 
-    def _told(self, step: int, metadata: list[str], path: Path) -> dict[str, Any]:
+    def _published(self, step: int, metadata: list[str], path: Path) -> dict[str, Any]:
         return {"metadata": metadata, "step": step, "path": str(path)}
 
 
@@ -248,14 +248,14 @@ def _stock_bodies(path: Path, pages: FilePages) -> Callable[[str], list[Any] | s
 
 def publishers() -> dict[Any, Callable[[Publisher, Path], dict[str, Any]]]:
     """Returns what publishes each kind of checkpoint."""
-    from ..places import Kind
+    from ..places import CheckpointKind
 
     return {
-        Kind.CONTAINER: Publisher.container,
-        Kind.ARCHIVE: Publisher.archive,
-        Kind.CHECKPOINT: Publisher.checkpoint,
-        Kind.DISTRIBUTED: Publisher.distributed,
-        Kind.TORCH_DISTRIBUTED: Publisher.torch_distributed,
-        Kind.MEGATRON: Publisher.megatron,
-        Kind.SHARDS: Publisher.shards,
+        CheckpointKind.CONTAINER: Publisher.container,
+        CheckpointKind.ARCHIVE: Publisher.archive,
+        CheckpointKind.CHECKPOINT: Publisher.checkpoint,
+        CheckpointKind.DISTRIBUTED: Publisher.distributed,
+        CheckpointKind.TORCH_DISTRIBUTED: Publisher.torch_distributed,
+        CheckpointKind.MEGATRON: Publisher.megatron,
+        CheckpointKind.SHARDS: Publisher.shards,
     }

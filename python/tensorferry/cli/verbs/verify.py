@@ -31,7 +31,7 @@ def verify(path: str, /, *, json: Json = False) -> int:
 
     def checked() -> list[dict[str, Any]]:
         place = places.find(path)
-        if place.kind is places.Kind.PEERS:
+        if place.kind is places.CheckpointKind.PEERS:
             raise InvalidArgument("what comes from a peer is verified while it is pulled")
         return [_verified(file, archive) for file, archive in _files(place)]
 
@@ -65,15 +65,15 @@ def _files(place: Any) -> list[tuple[Path, bool]]:
     from ...storage import commits
     from ...storage.folder import INDEX, missing_files, read_index
     from ..leaves import distributed, shards
-    from ..places import Kind
+    from ..places import CheckpointKind
 
     path: Path = place.path
     match place.layout:
-        case Kind.CONTAINER:
+        case CheckpointKind.CONTAINER:
             return [(path, False)]
-        case Kind.ARCHIVE:
+        case CheckpointKind.ARCHIVE:
             return [(path, True)]
-        case Kind.CHECKPOINT:
+        case CheckpointKind.CHECKPOINT:
             index = read_index(path)
             if missing := missing_files(path, index):
                 raise IncompleteCheckpoint(f"{path} is incomplete: {', '.join(missing)} is missing")
@@ -81,12 +81,12 @@ def _files(place: Any) -> list[tuple[Path, bool]]:
                 path, [name for name, _ in index.files.values()], commits.files_of(path / INDEX)
             )
             return [(path / name, False) for name in (INDEX, *names)]
-        case Kind.SHARDS:
+        case CheckpointKind.SHARDS:
             found = shards.files_of(path)
             for file, names in found.items():
                 shards.check_names(file, names, Stored.open(file, checksums=False).names)
             return [(file, False) for file in found]
-        case Kind.DISTRIBUTED:
+        case CheckpointKind.DISTRIBUTED:
             text, commit = commits.read(path / INDEX)
             fields = distributed.decoded(text, path / INDEX)
             names = distributed.checked_files(path, fields["sources"], commit)

@@ -65,7 +65,7 @@ class _Indexed:
         return self._files - 1
 
 
-class _Batch:
+class _PlannedBatch:
     """The data of a plan: torch's planner, as far as the writer of a rank's file calls it."""
 
     def __init__(self) -> None:
@@ -92,7 +92,7 @@ class FerryOutput(_Indexed):
 
     def write(self, batch: list[Filled]) -> None:
         """Writes parts of tensors into a file."""
-        planned = _Batch()
+        planned = _PlannedBatch()
         for key, box, data in batch:
             at, chunk = self._add_part(key, box)
             about = self._metadata.state_dict_metadata[key]
@@ -106,14 +106,14 @@ class FerryOutput(_Indexed):
 
     def write_objects(self, objects: Iterable[tuple[str, Any]]) -> None:
         """Writes objects into a file."""
-        planned = _Batch()
+        planned = _PlannedBatch()
         for name, value in objects:
             self._metadata.state_dict_metadata[name] = BytesStorageMetadata()
             item = WriteItem(index=MetadataIndex(name), type=WriteItemType.BYTE_IO)
             planned.add(item, io.BytesIO(common.encoded(value)))
         self._write(planned)
 
-    def _write(self, planned: _Batch) -> None:
+    def _write(self, planned: _PlannedBatch) -> None:
         """Writes a batch into a new file, and notes where its items are."""
         if not planned.items:
             return
@@ -131,7 +131,7 @@ class FerryOutput(_Indexed):
         stored: dict[MetadataIndex, EntryRef] = self._stored
         path = self._folder / INDEX
         entries = [(reserved.INDEX, index.encode(self._metadata, stored))]
-        began = commits.begin_after(commits.began(path))
+        began = commits.begin_after(commits.beginnings(path))
         commits.commit_index(path, entries, Commit(self._commit, began), about=ABOUT)
 
 

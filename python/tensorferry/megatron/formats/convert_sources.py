@@ -47,10 +47,10 @@ class Stored(NamedTuple):
     chunks: list[Box]
 
 
-class Source(Protocol):
+class ConversionSource(Protocol):
     """A checkpoint that is read. It is a context manager, which closes its files."""
 
-    def __enter__(self) -> Source: ...
+    def __enter__(self) -> ConversionSource: ...
     def __exit__(self, *_: object) -> None: ...
 
     def tensors(self) -> list[Stored]:

@@ -50,7 +50,7 @@ _MOST, _DIMENSIONS = 2**60, 64
 _MOST_PIECES = 1 << 20
 
 
-class Piece(NamedTuple):
+class PieceOfChunk(NamedTuple):
     """The part of a box that lies in one chunk.
 
     Attributes:
@@ -105,7 +105,7 @@ class ZarrArray:
         """Returns the file of a chunk."""
         return self.path / (self.separator.join(map(str, chunk)) or "0")
 
-    def pieces(self, offsets: Sequence[int], sizes: Sequence[int]) -> Iterator[Piece]:
+    def pieces(self, offsets: Sequence[int], sizes: Sequence[int]) -> Iterator[PieceOfChunk]:
         """Yields the parts of a box, chunk by chunk.
 
         Raises:
@@ -123,7 +123,7 @@ class ZarrArray:
         for chunk in itertools.product(*numbers):
             low = [max(a, i * c) for a, i, c in zip(offsets, chunk, self.chunks, strict=True)]
             high = [min(a + n, (i + 1) * c) for a, n, i, c in zip(offsets, sizes, chunk, self.chunks, strict=True)]
-            yield Piece(
+            yield PieceOfChunk(
                 chunk,
                 tuple(a - i * c for a, i, c in zip(low, chunk, self.chunks, strict=True)),
                 tuple(a - b for a, b in zip(low, offsets, strict=True)),
@@ -164,7 +164,7 @@ class ZarrArray:
                 f"{self.dtype} has {self.chunk_bytes}. Restore the file, or load another checkpoint"
             )
 
-    def read(self, piece: Piece, target: Tensor) -> int:
+    def read(self, piece: PieceOfChunk, target: Tensor) -> int:
         """Reads a piece into ``target``, which has its shape; values are cast to its dtype.
 
         Elements are written directly into host memory of the array's dtype if they lie in runs of some length, and
@@ -230,7 +230,7 @@ class ZarrArray:
         except OSError as e:
             raise CheckpointingException(f"{self.path} cannot be written: {e}") from e
 
-    def write(self, piece: Piece, source: Tensor) -> None:
+    def write(self, piece: PieceOfChunk, source: Tensor) -> None:
         """Writes ``source``, which has the piece's shape and the array's dtype, into its chunk, and syncs the file.
 
         Other ranks may write other parts of the same chunk at the same time.

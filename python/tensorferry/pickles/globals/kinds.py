@@ -124,7 +124,7 @@ def checked_sizes(values: Any, what: str) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=4096)
-def _where(cls: Any, name: str) -> str:
+def _kind_of_storage(cls: Any, name: str) -> str:
     """Returns where an attribute is stored: ``"slot"`` or ``"dict"``; ``""`` if it would hide a method."""
     attribute = inspect.getattr_static(cls, name, None)
     if inspect.ismemberdescriptor(attribute):
@@ -153,7 +153,7 @@ def set_attributes(instance: Any, state: Any) -> None:
         require(
             len(name) <= 1000 and not name.startswith("__"), "an attribute whose name is too long or reserved by Python"
         )
-        where = _where(cls, name)
+        where = _kind_of_storage(cls, name)
         require(where, f"an attribute {name!r} that hides a method")
         if where == "slot":
             object.__setattr__(instance, name, value)

@@ -97,11 +97,11 @@ def find(module: str, name: str) -> Any:
         return _objects[key]
     if key in _VALUES:
         return _VALUES[key]
-    _objects[key] = made = _make(*key)
+    _objects[key] = made = _new_object(*key)
     return made
 
 
-def _make(module: str, name: str) -> Any:
+def _new_object(module: str, name: str) -> Any:
     if module == "torch.return_types":
         cls: Any = torch_classes.structseqs()[name]
         register(cls, torch_classes.structseq)

@@ -83,7 +83,7 @@ def attacking(metadata: str, attack: Attack) -> Iterator[Callable[[], int]]:
 
     All connections are open when the block is entered, or as many as the source accepts within five seconds.
     """
-    crowd = _Crowd(urlsplit(metadata), attack)
+    crowd = _RequestCrowd(urlsplit(metadata), attack)
     thread = threading.Thread(target=crowd.run, name="attack", daemon=True)
     thread.start()
     try:
@@ -94,7 +94,7 @@ def attacking(metadata: str, attack: Attack) -> Iterator[Callable[[], int]]:
         thread.join(15)
 
 
-class _Crowd:
+class _RequestCrowd:
     def __init__(self, url: SplitResult, attack: Attack) -> None:
         self._url = url
         self._attack = attack

@@ -109,7 +109,7 @@ def local_sockets(pid: int) -> list[str]:
     return names
 
 
-class _Crowd:
+class _ReopeningCrowd:
     """Connections that are opened without waiting for one another, and opened again when they are closed."""
 
     def __init__(self, count: int, targets: list[str]) -> None:
@@ -191,7 +191,7 @@ def _main(count: str, *targets: str) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
     # Resolved once, not for each connection.
     known = [t if t.startswith("@") else _resolve(t) for t in targets]
-    _Crowd(int(count), known).run()
+    _ReopeningCrowd(int(count), known).run()
 
 
 def _resolve(target: str) -> str:

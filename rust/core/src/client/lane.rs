@@ -15,9 +15,10 @@ use super::blocks::block_len;
 use super::connection::Connection;
 use super::ledger::BlockLedger;
 use super::limits::{Limits, retry_pause};
+use super::pilot::Pilot;
 use super::rails::RailLanes;
 use super::stragglers::{StragglerMonitor, format_rate, rate};
-use super::swarm::{NewRelay, RelayView, Swarm};
+use super::swarm::Swarm;
 use crate::error::{Error, ErrorKind};
 use crate::memory::zeroed;
 use crate::payload::{Next, Plan, Queue, Taken};
@@ -33,6 +34,7 @@ struct Present<'a>(&'a Transfer<'a>);
 
 impl Drop for Present<'_> {
     fn drop(&mut self) {
+        self.0.pilot.note_gone();
         // Nothing here may panic: the thread is unwinding already.
         if thread::panicking() {
             let message = "the last lane panicked: a bug of tensorferry; stderr says where";
@@ -63,6 +65,8 @@ pub(super) struct Transfer<'a> {
     /// Lanes over the other addresses of the sources.
     pub(super) rails: &'a RailLanes,
     pub(super) alive: AtomicUsize,
+    /// Where the thread waits that runs the lanes.
+    pub(super) pilot: Pilot,
 }
 
 impl Transfer<'_> {
@@ -79,13 +83,20 @@ impl Transfer<'_> {
             let mut connections = connections.into_iter();
             for index in 0..lanes {
                 let first = connections.next();
+                self.pilot.note_coming();
                 match builder(index).spawn_scoped(scope, move || self.run(scope, index, first)) {
                     Ok(thread) => threads.push(thread),
                     // With fewer lanes it takes longer, and that is all.
-                    Err(e) => self.leave(Error::caused(ErrorKind::System, "cannot start a thread for a lane", e)),
+                    Err(e) => {
+                        self.pilot.note_gone();
+                        self.leave(Error::caused(ErrorKind::System, "cannot start a thread for a lane", e));
+                    }
                 }
             }
             (0..self.sources.len()).for_each(|number| self.begin_rails(scope, number));
+            if let Some(swarm) = self.swarm {
+                self.accompany(scope, swarm);
+            }
             let left = threads.into_iter().filter_map(|thread| thread.join().ok().flatten()).collect();
             self.rails.close();
             if let Some(swarm) = self.swarm {
@@ -122,15 +133,15 @@ impl Transfer<'_> {
             let source = &self.sources[origin];
             let from = (origin, source, self.limits);
             let result = self.fetch_range(index, from, &mut connection, &mut range, &mut sink);
-            let slow = self.watch.end(index);
+            let (slow, was_recalled) = (self.watch.end(index), self.watch.was_recalled(index));
             self.begin_rails(scope, origin);
-            if let Some(swarm) = self.swarm {
-                swarm.receiver().note_source_done();
-            }
             let Err(mut error) = result else {
                 failures = 0;
                 continue;
             };
+            if was_recalled {
+                continue;
+            }
             if let Some(rate) = slow {
                 let text = format!("timed out: at {} it is far slower than the other connections", format_rate(rate));
                 error = Error::new(ErrorKind::Timeout, text);
@@ -208,14 +219,7 @@ impl Transfer<'_> {
             match (found, next) {
                 (Next::Taken(range), _) => return Some(range),
                 (Next::Over, _) => return None,
-                (Next::Later, Some(FromSource::Ask(need))) => {
-                    for relay in swarm.ask(need) {
-                        let builder = thread::Builder::new().name(format!("tensorferry-relay-{}", relay.lane));
-                        // Without a thread for it, it is a relay less.
-                        let _ = builder.spawn_scoped(scope, move || self.run_relay(swarm, &relay));
-                    }
-                    self.queue.wake();
-                }
+                (Next::Later, Some(FromSource::Ask(need))) => self.ask_tracker(scope, swarm, need),
                 (Next::Later, wait) => {
                     if connection.is_some() && swarm.receiver().is_free() {
                         // A source that is to go waits for connections to end.
@@ -228,47 +232,6 @@ impl Transfer<'_> {
                         looked = Instant::now();
                     }
                 }
-            }
-        }
-    }
-
-    /// Fetches from `relay` what it has, until the other lanes are through or it fails.
-    fn run_relay(&self, swarm: &Swarm<'_>, relay: &NewRelay) {
-        let source = &relay.source;
-        self.received.note_relay(self.sources.len() + relay.number, source.url.authority());
-        let index = self.watch.relay_lane(relay.lane);
-        if let Err(error) = self.fetch_from(swarm, relay, index) {
-            let slow = self.watch.end(index);
-            // It may leave when it likes, and a connection that is cut at the end is no trouble.
-            if (slow.is_some() || error.kind() == ErrorKind::Corrupt) && !swarm.limits.cancel.is_cancelled() {
-                self.received.note_trouble(source.url.authority(), &error);
-            }
-        }
-        swarm.set_aside(relay);
-        self.queue.wake();
-    }
-
-    fn fetch_from(&self, swarm: &Swarm<'_>, relay: &NewRelay, index: usize) -> Result<(), Error> {
-        let from = (self.sources.len() + relay.number, &relay.source, &swarm.limits);
-        let (mut connection, mut view, mut wait) = (None, RelayView::new(), false);
-        let mut sink = zeroed(block_len())?;
-        loop {
-            if view.refresh(swarm, relay, wait)? {
-                self.queue.wake();
-            }
-            wait = true;
-            while wait || !view.is_old() {
-                let mut range = match self
-                    .queue
-                    .next(|all| swarm.receiver().next_from_relay(swarm.now(), relay.number, all, swarm.unit))
-                {
-                    Next::Taken(range) => range,
-                    Next::Later => break,
-                    Next::Over => return Ok(()),
-                };
-                wait = false;
-                self.fetch_range(index, from, &mut connection, &mut range, &mut sink)?;
-                self.watch.end(index);
             }
         }
     }
@@ -357,6 +320,7 @@ mod tests {
             swarm: None,
             rails: &rails,
             alive: AtomicUsize::new(LANES),
+            pilot: Pilot::here(),
         };
         // A stack of more than all addresses there are.
         let impossible = || thread::Builder::new().stack_size(1 << 60);

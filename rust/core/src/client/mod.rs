@@ -7,7 +7,7 @@
 //! | `staged` | [`StagedFetch`]: entries that pass through a bounded buffer |
 //! | `lane`, `range` | one thread with one connection; how it fetches a range |
 //! | `stragglers`, `ledger` | lanes that are too slow; received blocks |
-//! | `swarm`, `relaying` | fetching from other receivers, with the tracker of the source; serving on what has come |
+//! | `swarm`, `relaying`, `pilot` | fetching from other receivers, with the tracker of the source; serving on what has come |
 //! | `source`, `url`, `resolver` | where a source is and how to reach it |
 //! | `rails`, `pairs`, `routes` | lanes over each of its network cards and ours |
 //! | `get` | [`Get`]: one answer that is no container |
@@ -35,6 +35,7 @@ mod lane;
 mod ledger;
 mod limits;
 mod pairs;
+mod pilot;
 mod rails;
 mod range;
 mod relaying;
@@ -105,6 +106,9 @@ pub struct FetchOptions {
     /// its source, which must be the only one, has a tracker. Where a secret is shared, that server must have it. `None` fetches from the sources
     /// alone.
     pub relay: Option<Arc<dyn RelayHost>>,
+    /// Takes part in the swarm from the beginning, however fast the source is. Without it, a receive does so once it has
+    /// shown to be slow, since others are of no help before.
+    pub relays_at_once: bool,
 }
 
 impl FetchOptions {
@@ -123,6 +127,7 @@ impl FetchOptions {
             progress: Arc::default(),
             cancel: Cancel::new(),
             relay: None,
+            relays_at_once: false,
         }
     }
 }

@@ -22,6 +22,21 @@ impl Transfer<'_> {
     pub(super) fn fetch_range(
         &self,
         index: usize,
+        from: (usize, &Source, &Limits),
+        connection: &mut Option<Connection>,
+        range: &mut Taken<'_>,
+        sink: &mut [u8],
+    ) -> Result<(), Error> {
+        let result = self.fetch_runs(index, from, connection, range, sink);
+        if let Some(swarm) = self.swarm.filter(|_| from.0 < self.sources.len()) {
+            swarm.receiver().note_source_done();
+        }
+        result
+    }
+
+    fn fetch_runs(
+        &self,
+        index: usize,
         (origin, source, limits): (usize, &Source, &Limits),
         connection: &mut Option<Connection>,
         range: &mut Taken<'_>,
@@ -46,7 +61,8 @@ impl Transfer<'_> {
             crate::priority::lower_priority();
         }
         self.received.note_route(connection.route(), connection.is_same_host());
-        self.watch.begin(index, end, connection.socket());
+        let len = self.plan.held(&runs);
+        self.watch.begin(index, (end, len), connection.socket());
         let etag = self.etag(source, connection)?;
         self.ask(connection, &runs, etag)?;
         for &(first, end) in &runs {
@@ -99,12 +115,13 @@ impl Transfer<'_> {
             // Right after the receive, while the bytes are in cache.
             let algorithm = relays.map_or(self.algorithm, Swarm::algorithm);
             let mut checksums = Checksums::new(algorithm, self.plan.block_size());
-            let received = |bytes: &[u8]| {
-                self.received.count(bytes.len() as u64);
-                self.watch.count(index, bytes.len() as u64);
-                checksums.update(bytes);
+            // All lanes write to these counters: not for each of many small parts.
+            let counted = |bytes: u64| {
+                self.received.count(bytes);
+                self.watch.count(index, bytes);
             };
-            self.plan.with_slices(start, stop, sink, |slices| connection.fill(slices, received))?;
+            let received = |bytes: &[u8]| checksums.update(bytes);
+            self.plan.with_slices(start, stop, sink, |slices| connection.fill(slices, received, counted))?;
             for (block, digest) in (*at..next).zip(checksums.finish_wide()) {
                 self.received.note(block, digest, origin);
                 if let Some(swarm) = self.swarm {

@@ -3,8 +3,7 @@
 //! [`OpenRelay`] exists while a transfer fetches. It lets a server of this process read the destinations, block by block
 //! as they are complete; when it is dropped, nothing is read any more, and only then the fetch returns.
 
-use std::marker::PhantomData;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
@@ -23,17 +22,26 @@ const LOOK: Duration = Duration::from_millis(20);
 
 /// A relay of what is being received into the destinations of a plan.
 pub(super) struct OpenRelay<'p> {
-    relaying: Box<dyn Relaying>,
-    zone: Option<String>,
+    host: Arc<dyn RelayHost>,
+    plan: &'p Plan,
+    step: i64,
+    etag: String,
+    payload_start: usize,
     blocks: Arc<BlockMap>,
-    _plan: PhantomData<&'p Plan>,
+    /// What others reach, once this takes part; `None` in it where that cannot be.
+    relaying: OnceLock<Option<Box<dyn Relaying>>>,
 }
 
 impl<'p> OpenRelay<'p> {
-    /// Opens a relay at `host` of what `remote` receives as `plan` says, all but the blocks in `missing` being there
-    /// already. `None` where there is too little to fetch, or nothing that could be served on, or what comes encrypted
-    /// would leave in the clear, or what a secret guards would be open.
-    pub(super) fn open(host: &dyn RelayHost, remote: &Remote, plan: &'p Plan, missing: &[(u64, u64)]) -> Option<Self> {
+    /// A relay of what `remote` receives as `plan` says, all but the blocks in `missing` being there already. Nobody
+    /// reaches it before [`OpenRelay::show`]. `None` where there is too little to fetch, or what comes encrypted would
+    /// leave in the clear, or what a secret guards would be open.
+    pub(super) fn new(
+        host: Arc<dyn RelayHost>,
+        remote: &Remote,
+        plan: &'p Plan,
+        missing: &[(u64, u64)],
+    ) -> Option<Self> {
         if missing.iter().map(|(first, end)| end - first).sum::<u64>() < LEAST_BLOCKS {
             return None;
         }
@@ -48,20 +56,31 @@ impl<'p> OpenRelay<'p> {
             (at..first).for_each(|block| blocks.set(block));
             at = end;
         }
-        // SAFETY: the relay is gone before the plan, as the lifetime says, and reads a block only once its bit is set:
-        // `Transfer` does so when the block is complete, and nobody writes to it again while the relay exists
-        // (`Remote::settle` ends it first).
-        let payload = unsafe { plan.readable(&Bytes::copy_from_slice(remote.prefix())) }?;
-        let relayed = Relayed {
-            step: remote.step(),
-            etag: remote.etag()?.to_owned(),
-            payload_start: remote.payload_start()?,
-            payload,
-            blocks: Arc::clone(&blocks),
+        let (etag, payload_start) = (remote.etag()?.to_owned(), remote.payload_start()?);
+        Some(Self { host, plan, step: remote.step(), etag, payload_start, blocks, relaying: OnceLock::new() })
+    }
+
+    /// Lets others reach it; `prefix` are the first bytes of the payload, which are here. Returns whether they can.
+    pub(super) fn show(&self, prefix: &[u8]) -> bool {
+        let relaying = || {
+            // SAFETY: the relay is gone before the plan, as the lifetime says, and reads a block only once its bit is
+            // set: `Transfer` does so when the block is complete, and nobody writes to it again while the relay exists
+            // (`Remote::settle` ends it first).
+            let payload = unsafe { self.plan.readable(&Bytes::copy_from_slice(prefix)) }?;
+            let relayed = Relayed {
+                step: self.step,
+                etag: self.etag.clone(),
+                payload_start: self.payload_start,
+                payload,
+                blocks: Arc::clone(&self.blocks),
+            };
+            self.host.open(relayed).ok()
         };
-        let relaying = host.open(relayed).ok()?;
-        let zone = host.zone().map(str::to_owned);
-        Some(Self { relaying, zone, blocks, _plan: PhantomData })
+        self.relaying.get_or_init(relaying).is_some()
+    }
+
+    fn relaying(&self) -> Option<&dyn Relaying> {
+        self.relaying.get()?.as_deref()
     }
 
     /// `block` is complete, and is not written to any more.
@@ -79,7 +98,7 @@ impl<'p> OpenRelay<'p> {
         let (began, mut parting) = (Instant::now(), Parting::new(took, self.blocks.questions().0));
         loop {
             let (questions, answering) = self.blocks.questions();
-            let busy = answering || self.relaying.readers() > 0;
+            let busy = answering || self.relaying().is_some_and(|relaying| relaying.readers() > 0);
             if !parting.stays(began.elapsed(), questions, busy) || !limits.pause(LOOK, || false) {
                 return;
             }
@@ -88,11 +107,11 @@ impl<'p> OpenRelay<'p> {
 
     /// The zone in which it is.
     pub(super) fn zone(&self) -> Option<String> {
-        self.zone.clone()
+        self.host.zone().map(str::to_owned)
     }
 
-    /// How other members reach it.
-    pub(super) fn address(&self) -> RelayAddress {
-        self.relaying.address()
+    /// How other members reach it; `None` before it is shown.
+    pub(super) fn address(&self) -> Option<RelayAddress> {
+        self.relaying().map(Relaying::address)
     }
 }

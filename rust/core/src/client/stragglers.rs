@@ -19,6 +19,9 @@ use crate::fork::CloseOnFork;
 const AT_LEAST: Duration = Duration::from_secs(1);
 /// Where a source has several addresses, a lane that gets nothing for this long loses its range to an idle one.
 const SILENT: Duration = Duration::from_millis(500);
+/// Ranges that come so soon are not recalled; and that of the lane that has got most, if it comes in this time.
+const SOON: Duration = Duration::from_millis(500);
+const SOON_FOR_ONE: Duration = Duration::from_secs(2);
 /// How many times slower than the average a lane is that loses its range.
 const SLOWER: u64 = 10;
 
@@ -38,8 +41,16 @@ pub(super) struct StragglerMonitor {
     taken: Mutex<HashSet<u64>>,
 }
 
-/// A range that a lane is fetching: since when, its end, and the lane's connection.
-type LaneRange = (Instant, u64, Weak<CloseOnFork<Socket>>);
+/// A range that a lane is fetching.
+#[derive(Debug)]
+struct LaneRange {
+    since: Instant,
+    /// Its last block, and its bytes.
+    end: u64,
+    len: u64,
+    /// The lane's connection.
+    socket: Weak<CloseOnFork<Socket>>,
+}
 
 #[derive(Debug, Default)]
 struct LaneProgress {
@@ -51,6 +62,8 @@ struct LaneProgress {
     last: AtomicU64,
     /// Whether it lost the range for being slow.
     cut: AtomicBool,
+    /// Whether it is to give the range back without a fault of its own.
+    recalled: AtomicBool,
 }
 
 impl StragglerMonitor {
@@ -83,14 +96,41 @@ impl StragglerMonitor {
         self.to_sources + self.over_rails + number
     }
 
-    /// Lane `index` fetches the range up to `end` over `socket`.
-    pub(super) fn begin(&self, index: usize, end: u64, socket: &Arc<CloseOnFork<Socket>>) {
+    /// Lane `index` fetches the range of `len` bytes up to block `end` over `socket`.
+    pub(super) fn begin(&self, index: usize, (end, len): (u64, u64), socket: &Arc<CloseOnFork<Socket>>) {
         let lane = &self.lanes[index];
         lane.got.store(0, Ordering::Relaxed);
         lane.last.store(self.now(), Ordering::Relaxed);
         lane.cut.store(false, Ordering::Relaxed);
+        lane.recalled.store(false, Ordering::Relaxed);
         *lane.range.lock().unwrap_or_else(PoisonError::into_inner) =
-            Some((Instant::now(), end, Arc::downgrade(socket)));
+            Some(LaneRange { since: Instant::now(), end, len, socket: Arc::downgrade(socket) });
+    }
+
+    /// Takes ranges from lanes to sources that will not be through with them soon, since others are to share what comes from
+    /// there. One lane has more time, so that each receiver has something to pass on.
+    pub(super) fn recall(&self) {
+        let lanes = &self.lanes[..self.to_sources];
+        let got = |lane: &LaneProgress| lane.got.load(Ordering::Relaxed);
+        let kept = (0..lanes.len()).max_by_key(|&index| got(&lanes[index]));
+        for (index, lane) in lanes.iter().enumerate() {
+            let range = lane.range.lock().unwrap_or_else(PoisonError::into_inner);
+            let Some(LaneRange { since, len, socket, .. }) = range.as_ref() else { continue };
+            let (millis, got) = (since.elapsed().as_millis(), u128::from(got(&lanes[index])));
+            let left = millis * u128::from(*len).saturating_sub(got) / got.max(1);
+            let soon = if Some(index) == kept { SOON_FOR_ONE } else { SOON };
+            if left > soon.as_millis()
+                && let Some(socket) = socket.upgrade()
+            {
+                lane.recalled.store(true, Ordering::Relaxed);
+                let _ = socket.shutdown(std::net::Shutdown::Both);
+            }
+        }
+    }
+
+    /// Whether lane `index` was told to give its range back.
+    pub(super) fn was_recalled(&self, index: usize) -> bool {
+        self.lanes[index].recalled.swap(false, Ordering::Relaxed)
     }
 
     /// Counts bytes that lane `index` has received.
@@ -105,7 +145,7 @@ impl StragglerMonitor {
     /// The range of lane `index` is over; whether it was taken away, and the bytes per second it had come to.
     pub(super) fn end(&self, index: usize) -> Option<u64> {
         let lane = &self.lanes[index];
-        let (since, ..) = lane.range.lock().unwrap_or_else(PoisonError::into_inner).take()?;
+        let LaneRange { since, .. } = lane.range.lock().unwrap_or_else(PoisonError::into_inner).take()?;
         let cut = lane.cut.swap(false, Ordering::Relaxed);
         cut.then(|| rate(lane.got.load(Ordering::Relaxed), since.elapsed()))
     }
@@ -133,7 +173,7 @@ impl StragglerMonitor {
             / (self.to_sources + self.rails.load(Ordering::Relaxed)).max(1) as u64;
         for (index, lane) in self.lanes.iter().enumerate() {
             let range = lane.range.lock().unwrap_or_else(PoisonError::into_inner);
-            let Some((since, end, socket)) = range.as_ref() else { continue };
+            let Some(LaneRange { since, end, socket, .. }) = range.as_ref() else { continue };
             let (elapsed, got) = (since.elapsed(), lane.got.load(Ordering::Relaxed));
             let slow = !silent_only && elapsed >= AT_LEAST && rate(got, elapsed).saturating_mul(SLOWER) < average;
             let quiet = Duration::from_millis(self.now().saturating_sub(lane.last.load(Ordering::Relaxed)));

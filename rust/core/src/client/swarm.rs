@@ -5,6 +5,8 @@
 //! way is set aside, and what it was to bring goes back into the queue: relays cannot fail a transfer.
 
 use std::net::IpAddr;
+use std::num::NonZero;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -26,6 +28,9 @@ use crate::trust::{random, secret};
 pub(super) const MOST_RELAYS: usize = 12;
 /// Relays that one receive tries in all.
 const MOST_TRIED: usize = 256;
+/// A source is too fast for others to be of help when it brings more bytes than this a second for each core: receiving,
+/// hashing and passing on twice as many would take a core.
+const FAST_FOR_CORE: u64 = 128 << 20;
 /// The longest answer of a tracker.
 const MAX_ANSWER: u64 = 64 << 10;
 /// How long a relay, or a tracker, may be silent.
@@ -40,8 +45,13 @@ pub(super) struct Swarm<'a> {
     relay: &'a OpenRelay<'a>,
     source: &'a Source,
     key: &'a str,
+    /// The first bytes of the payload.
+    prefix: &'a [u8],
     etag: &'a str,
     blocks: u64,
+    at_once: bool,
+    /// Whether others cannot reach the relay.
+    is_hidden: AtomicBool,
     /// The most blocks that are fetched from a relay at a time.
     pub(super) unit: u64,
     began: Instant,
@@ -94,15 +104,18 @@ impl<'a> Swarm<'a> {
     pub(super) fn new(
         relay: &'a OpenRelay<'a>,
         source: &'a Source,
-        key: &'a str,
+        (key, prefix): (&'a str, &'a [u8]),
         plan: &Plan,
         (header_digest, payload_len): (u64, u64),
+        at_once: bool,
         limits: &Limits,
     ) -> Result<Option<Self>, Error> {
         let Some(etag) = source.etag.get() else { return Ok(None) };
         let blocks = plan.block_count();
         let count = usize::try_from(blocks).map_err(|e| Error::caused(ErrorKind::System, "too many blocks", e))?;
         let seed = u64::from_ne_bytes(random::bytes()?);
+        let cores = std::thread::available_parallelism().map_or(2, NonZero::get);
+        let fast = FAST_FOR_CORE.saturating_mul(cores as u64);
         let algorithm = secret::algorithm(source.url.secret()).for_relayed();
         let tracker_limits = Limits { stall: limits.stall.min(RELAY_STALL), ..limits.clone() };
         let limits = Limits { cancel: Cancel::new(), ..tracker_limits.clone() };
@@ -110,11 +123,14 @@ impl<'a> Swarm<'a> {
             relay,
             source,
             key,
+            prefix,
             etag,
             blocks,
+            at_once,
+            is_hidden: AtomicBool::new(false),
             unit: (blocks / 256).clamp(1, 16),
             began: Instant::now(),
-            receiver: Mutex::new(Receiver::new(count, seed)),
+            receiver: Mutex::new(Receiver::new(count, seed, fast)),
             tracker: Mutex::default(),
             table: OnceLock::new(),
             algorithm,
@@ -124,6 +140,29 @@ impl<'a> Swarm<'a> {
             limits,
             tracker_limits,
         }))
+    }
+
+    /// Whether this should take part from now on, `bytes` having come.
+    pub(super) fn is_worth_joining(&self, bytes: u64) -> bool {
+        if self.is_hidden.load(Ordering::Relaxed) {
+            return false;
+        }
+        let mut receiver = self.receiver();
+        let joins = receiver.is_worth_joining(self.now(), bytes, self.payload_len.saturating_sub(bytes))
+            || (self.at_once && !receiver.has_joined());
+        drop(receiver);
+        if joins && !self.relay.show(self.prefix) {
+            self.is_hidden.store(true, Ordering::Relaxed);
+            return false;
+        }
+        joins
+    }
+
+    /// What to ask the tracker for, while the ranges in `waiting` are not begun; `joins` says whether this is about to take
+    /// part.
+    pub(super) fn question(&self, waiting: &[(u64, u64)], joins: bool) -> Option<Vec<(u64, u64)>> {
+        let (now, mut receiver) = (self.now(), self.receiver());
+        if joins { Some(receiver.join(now, waiting)) } else { receiver.next_question(now, waiting) }
     }
 
     /// What decides; not to be held while anything is waited for.
@@ -156,25 +195,30 @@ impl<'a> Swarm<'a> {
         Ok(())
     }
 
-    /// Asks the tracker for the blocks in `need`; returns relays to be fetched from.
-    pub(super) fn ask(&self, need: Vec<(u64, u64)>) -> Vec<NewRelay> {
+    /// Asks the tracker for the blocks in `need`; returns relays to be fetched from, and whether this has had no others
+    /// until now.
+    pub(super) fn ask(&self, need: Vec<(u64, u64)>) -> (Vec<NewRelay>, bool) {
         let (standing, took) = {
             let mut receiver = self.receiver();
             (receiver.say_standing(self.relay.lacking()), receiver.take_taken())
         };
-        let ask = Ask { relay: self.relay.address(), need, took, standing, zone: self.relay.zone() };
+        let Some(address) = self.relay.address() else {
+            self.receiver().note_no_tracker(self.now());
+            return (Vec::new(), false);
+        };
+        let ask = Ask { relay: address, need, took, standing, zone: self.relay.zone() };
         // One lane asks at a time, as `Receiver` has it.
         let mut tracker = self.tracker.lock().unwrap_or_else(PoisonError::into_inner);
         let Ok(Answer { grant, wait_ms, peers, place, has_table, is_free }) = self.answer(&mut tracker, &ask) else {
             *tracker = None;
             self.receiver().note_no_tracker(self.now());
-            return Vec::new();
+            return (Vec::new(), false);
         };
         if has_table && self.table.get().is_none() {
             self.fetch_table(&mut tracker);
         }
         let mut receiver = self.receiver();
-        receiver.note_place(place);
+        let are_new = receiver.note_place(place);
         receiver.note_answer(self.now(), grant, Duration::from_millis(wait_ms));
         if is_free {
             // The source waits for connections to end.
@@ -183,7 +227,8 @@ impl<'a> Swarm<'a> {
         }
         drop(receiver);
         let near = |index| place.map_or(Nearness::Zone, |place| place.nearness(index));
-        peers.into_iter().enumerate().filter_map(|(index, url)| self.begin_relay(url, near(index))).collect()
+        let relays = peers.into_iter().enumerate().filter_map(|(index, url)| self.begin_relay(url, near(index)));
+        (relays.collect(), are_new)
     }
 
     /// Fetches the digests of all blocks. Without them it goes on as before.
@@ -201,11 +246,11 @@ impl<'a> Swarm<'a> {
         }
     }
 
-    /// What is left when all blocks have come.
-    pub(super) fn end(self) -> SwarmEnd {
-        let is_free = self.receiver().is_free();
+    /// What is left when all blocks have come; `None` if this has taken no part.
+    pub(super) fn end(self) -> Option<SwarmEnd> {
+        let (is_free, has_joined) = (self.receiver().is_free(), self.receiver().has_joined());
         let tracker = self.tracker.into_inner().unwrap_or_else(PoisonError::into_inner);
-        SwarmEnd { table: self.table.into_inner(), is_free, tracker, told: None }
+        has_joined.then(|| SwarmEnd { table: self.table.into_inner(), is_free, tracker, told: None })
     }
 
     fn answer(&self, tracker: &mut Option<Connection>, ask: &Ask) -> Result<Answer, Error> {
@@ -266,9 +311,10 @@ impl SwarmEnd {
     /// Parts from the swarm before what is here is compared with the digests of the source now: nobody is to count on
     /// this member from then on. It waits for no answer.
     pub(super) fn leave_unanswered(&mut self, relay: &OpenRelay<'_>, source: &Source, key: &str) {
-        if let Some(mut connection) = self.tracker.take().filter(Connection::is_reusable) {
+        let connection = self.tracker.take().filter(Connection::is_reusable);
+        if let Some((mut connection, ask)) = connection.zip(leave(relay, false)) {
             // The source takes who ends the connection for one that has left, too.
-            let path = format!("{key}/swarm?{}", leave(relay, false).query());
+            let path = format!("{key}/swarm?{}", ask.query());
             let _ = connection.tell(&path, source.etag.get().map(String::as_str));
             self.told = Some(connection);
         }
@@ -284,7 +330,7 @@ impl SwarmEnd {
         limits: &Limits,
     ) {
         if !self.is_free {
-            let ask = leave(relay, self.table.is_some());
+            let Some(ask) = leave(relay, self.table.is_some()) else { return };
             let path = format!("{key}/swarm?{}", ask.query());
             let etag = source.etag.get().map_or("", String::as_str);
             let limits = limits.at_most(RELAY_STALL);
@@ -305,9 +351,9 @@ pub(super) fn matches(expected: &BlockDigests, digest: u128, from_relay: bool) -
 }
 
 /// What a member says that leaves.
-fn leave(relay: &OpenRelay<'_>, has_table: bool) -> Ask {
+fn leave(relay: &OpenRelay<'_>, has_table: bool) -> Option<Ask> {
     let standing = Standing { has_table, is_covered: true, leaves: true };
-    Ask { relay: relay.address(), need: Vec::new(), took: Vec::new(), standing, zone: relay.zone() }
+    Some(Ask { relay: relay.address()?, need: Vec::new(), took: Vec::new(), standing, zone: relay.zone() })
 }
 
 /// Asks the tracker of a source by the connection in `tracker`, or by a new one.

@@ -11,9 +11,9 @@ use tensorferry_wire::digest::{Algorithm, FILE_BLOCK_SIZE, Hasher, Joiner, check
 
 use super::read::Container;
 use super::{CHUNK, FileOptions, PIECE, by_runs, refused};
-use crate::error::{Error, ErrorKind};
+use crate::error::Error;
 use crate::memory::zeroed;
-use crate::payload::{checksum_blocks, slices};
+use crate::payload::checksum_blocks;
 
 /// Blocks whose checksums are read at a time.
 const BATCH: u64 = 1 << 13;
@@ -170,18 +170,6 @@ impl Container {
             first = end;
         }
         Ok(())
-    }
-
-    /// The error for a `block` of the file that does not match its checksum.
-    fn damaged_block(&self, block: u64) -> Error {
-        let (low, high) = (block * FILE_BLOCK_SIZE, ((block + 1) * FILE_BLOCK_SIZE).min(self.covered));
-        let message = format!(
-            "{}: corrupt: block {block} (payload bytes {low}-{high}: {}) does not match its checksum: the file was \
-             damaged after it was written",
-            self.path.display(),
-            slices::names(&self.header, low, high),
-        );
-        Error::new(ErrorKind::Corrupt, message)
     }
 
     /// `hasher` with payload `[start, end)` added.

@@ -41,14 +41,14 @@ impl ServedFiles {
     }
 
     /// The container that has checksums of `part`, and which bytes of its payload that is.
-    fn place(&self, part: &[u8]) -> Option<Place<'_>> {
+    fn place(&self, part: &[u8]) -> Option<ServedPlace<'_>> {
         let address = part.as_ptr().addr();
         self.files.iter().find_map(|(pages, stored)| {
             let container = stored.as_ref()?.container().filter(|container| container.has_checksums())?;
             let at = address.checked_sub(pages.address()).filter(|at| at + part.len() <= pages.len())? as u64;
             let start = at.checked_sub(container.payload_start)?;
             let end = start + part.len() as u64;
-            (end <= container.covered).then_some(Place { container, range: start..end })
+            (end <= container.covered).then_some(ServedPlace { container, range: start..end })
         })
     }
 }
@@ -67,7 +67,7 @@ impl Backing for ServedFiles {
         let places: Vec<_> = parts.iter().map(|part| self.place(part)).collect();
         let mut places = places.into_iter().zip(parts).peekable();
         while let Some((place, part)) = places.next() {
-            let Some(Place { container, mut range }) = place else {
+            let Some(ServedPlace { container, mut range }) = place else {
                 sum.add(part);
                 continue;
             };
@@ -86,7 +86,7 @@ impl Backing for ServedFiles {
 }
 
 /// Bytes of the payload of a container.
-struct Place<'a> {
+struct ServedPlace<'a> {
     container: &'a Container,
     range: Range<u64>,
 }

@@ -15,10 +15,10 @@ use std::sync::Arc;
 use tensorferry_wire::container::{self, Entry, Header};
 use tensorferry_wire::digest::{Algorithm, BLOCK_SIZE, FILE_BLOCK_SIZE};
 
-use super::{Container, FileOptions, FileReport, PIECE, by_chunks};
+use super::{Container, FileOptions, FileReport, PIECE, StoredWaves, by_chunks};
 use crate::error::{Error, ErrorKind};
 use crate::memory::{ALIGNMENT, Arena, nontemporal};
-use crate::payload::{Destination, Item, Layout, Plan, ReceiveMemory, Segments, StagedRun, Waves, slices};
+use crate::payload::{Destination, Item, Layout, Plan, ReceiveMemory, Segments, Waves, slices};
 
 /// A container at rest: its header and the entries that describe it are here, its payload is still where it was.
 #[derive(Debug)]
@@ -26,11 +26,11 @@ pub struct Stored {
     header: Arc<Header>,
     /// Name and bytes of the entries that describe the container.
     control: Vec<(&'static str, Vec<u8>)>,
-    bytes: Bytes,
+    bytes: Content,
 }
 
 /// Where the bytes are.
-enum Bytes {
+enum Content {
     File(Container),
     Memory {
         /// All of the container, header included.
@@ -42,7 +42,7 @@ enum Bytes {
     },
 }
 
-impl fmt::Debug for Bytes {
+impl fmt::Debug for Content {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::File(container) => container.fmt(f),
@@ -92,7 +92,7 @@ impl Stored {
                 control.push((name, bytes));
             }
         }
-        Ok(Self { header: Arc::new(container.header().clone()), control, bytes: Bytes::File(container) })
+        Ok(Self { header: Arc::new(container.header().clone()), control, bytes: Content::File(container) })
     }
 
     /// A container whose entries are `items`, in memory that `owner` keeps readable.
@@ -122,7 +122,7 @@ impl Stored {
             });
             control.push((name, bytes));
         }
-        let bytes = Bytes::Memory { content: layout.content, payload_start, digests, _owner: owner };
+        let bytes = Content::Memory { content: layout.content, payload_start, digests, _owner: owner };
         Ok(Self { header: Arc::new(header), control, bytes })
     }
 
@@ -135,8 +135,8 @@ impl Stored {
     /// The file, if it is one.
     pub(super) fn container(&self) -> Option<&Container> {
         match &self.bytes {
-            Bytes::File(container) => Some(container),
-            Bytes::Memory { .. } => None,
+            Content::File(container) => Some(container),
+            Content::Memory { .. } => None,
         }
     }
 
@@ -144,8 +144,8 @@ impl Stored {
     #[must_use]
     pub fn is_verified(&self) -> bool {
         match &self.bytes {
-            Bytes::File(container) => container.has_checksums(),
-            Bytes::Memory { digests, .. } => digests.is_some(),
+            Content::File(container) => container.has_checksums(),
+            Content::Memory { digests, .. } => digests.is_some(),
         }
     }
 
@@ -195,8 +195,8 @@ impl Stored {
     /// Bytes of the payload, without the checksums at its end.
     fn payload_len(&self) -> u64 {
         match &self.bytes {
-            Bytes::File(container) => container.covered(),
-            Bytes::Memory { .. } => self.header.payload_len(),
+            Content::File(container) => container.covered(),
+            Content::Memory { .. } => self.header.payload_len(),
         }
     }
 
@@ -214,7 +214,7 @@ impl Stored {
     /// one in a file, which has its own. Computed by the calling thread.
     #[must_use]
     pub fn digests(&self) -> Option<Vec<u64>> {
-        let Bytes::Memory { content, payload_start, .. } = &self.bytes else { return None };
+        let Content::Memory { content, payload_start, .. } = &self.bytes else { return None };
         let block = |start: u64| {
             let mut digest = Algorithm::Crc64.hasher();
             content.visit(start, (start + BLOCK_SIZE).min(content.len()), |region| {
@@ -230,11 +230,11 @@ impl Stored {
         Some(starts.map(block).collect())
     }
 
-    fn read(&self, plan: Plan, options: &FileOptions) -> Result<FileReport, Error> {
+    pub(super) fn read(&self, plan: Plan, options: &FileOptions) -> Result<FileReport, Error> {
         let wanted = plan.wanted();
         let bytes = match &self.bytes {
-            Bytes::File(container) => container.read_plan(&plan.with_block_size(FILE_BLOCK_SIZE), options)?,
-            Bytes::Memory { content, payload_start, digests, .. } => {
+            Content::File(container) => container.read_plan(&plan.with_block_size(FILE_BLOCK_SIZE), options)?,
+            Content::Memory { content, payload_start, digests, .. } => {
                 let plan = plan.with_block_size(BLOCK_SIZE);
                 let read = |first, end| {
                     let (start, stop) = (plan.block_bounds(first).0, plan.block_bounds(end - 1).1);
@@ -287,45 +287,4 @@ fn copy_block(plan: &Plan, block: u64, content: &Segments, payload_start: u64, c
         true
     });
     checked.then(|| digest.finish())
-}
-
-/// A fetch through a bounded buffer that is under way.
-#[derive(Debug)]
-pub struct StoredWaves {
-    stored: Arc<Stored>,
-    waves: Waves,
-    options: FileOptions,
-    report: FileReport,
-}
-
-impl StoredWaves {
-    /// Fetches the next wave; the runs that pass through the waves' memory are then at `address`. `None` after the last
-    /// one.
-    ///
-    /// # Errors
-    /// As [`Stored::fetch`].
-    ///
-    /// # Safety
-    /// `address` must be that of writable memory of as many bytes as were named when the fetch began, which nobody else
-    /// uses until this returns.
-    pub unsafe fn fetch(&mut self, address: usize) -> Result<Option<Vec<StagedRun>>, Error> {
-        // SAFETY: the caller's promise.
-        let Some((plan, parts)) = (unsafe { self.waves.next(address) })? else { return Ok(None) };
-        let read = self.stored.read(plan, &self.options)?;
-        self.report.bytes += read.bytes;
-        self.report.wanted += read.wanted;
-        Ok(Some(parts))
-    }
-
-    /// Ends the fetch after the last wave; returns the arena, the place of each entry in it, and what was read.
-    ///
-    /// # Errors
-    /// [`ErrorKind::Invalid`] when there are waves that were not fetched.
-    pub fn finish(self) -> Result<(Arena, Vec<Option<u64>>, FileReport), Error> {
-        if !self.waves.is_empty() {
-            return Err(Error::new(ErrorKind::Invalid, "there are waves that were not fetched"));
-        }
-        let (arena, offsets) = self.waves.into_memory();
-        Ok((arena, offsets, self.report))
-    }
 }

@@ -121,8 +121,8 @@ fn write_partial(
     let start = layout.header.len() as u64;
     let blocks =
         write_payload(&output, &layout.content, start, start + len, options).map_err(|failure| match failure {
-            Failure::System(e) => failed(e),
-            Failure::Other(e) => e,
+            WriteFailure::System(e) => failed(e),
+            WriteFailure::Other(e) => e,
         })?;
     let table = DigestTable { header, payload_len: len, blocks };
     let table = table.encode_with_block_size(&Algorithm::Crc64, FILE_BLOCK_SIZE);
@@ -146,7 +146,7 @@ fn reserve(file: &File, len: u64) -> io::Result<()> {
     }
 }
 
-enum Failure {
+enum WriteFailure {
     System(io::Error),
     Other(Error),
 }
@@ -158,11 +158,11 @@ fn write_payload(
     start: u64,
     end: u64,
     options: &FileOptions,
-) -> Result<Vec<u64>, Failure> {
+) -> Result<Vec<u64>, WriteFailure> {
     let chunks = (end - start).div_ceil(CHUNK);
     let next = AtomicU64::new(0);
     let parts: Mutex<Vec<(u64, Vec<u64>)>> = Mutex::default();
-    let failure: Mutex<Option<Failure>> = Mutex::new(None);
+    let failure: Mutex<Option<WriteFailure>> = Mutex::new(None);
     let fail = |e| {
         next.store(chunks, Ordering::Relaxed);
         failure.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(e);
@@ -170,7 +170,7 @@ fn write_payload(
     let work = || {
         let mut buffer = match Buffer::new(usize::try_from(CHUNK.min(end - start)).unwrap_or(usize::MAX)) {
             Ok(buffer) => buffer,
-            Err(e) => return fail(Failure::Other(e)),
+            Err(e) => return fail(WriteFailure::Other(e)),
         };
         let mut under_way = VecDeque::new();
         loop {
@@ -179,7 +179,7 @@ fn write_payload(
                 return;
             }
             if let Err(e) = options.check() {
-                return fail(Failure::Other(e));
+                return fail(WriteFailure::Other(e));
             }
             let at = start + chunk * CHUNK;
             let stop = (at + CHUNK).min(end);
@@ -188,7 +188,7 @@ fn write_payload(
                     options.progress.fetch_add(stop - at, Ordering::Relaxed);
                     parts.lock().unwrap_or_else(PoisonError::into_inner).push((chunk, digests));
                 }
-                Err(e) => return fail(Failure::System(e)),
+                Err(e) => return fail(WriteFailure::System(e)),
             }
         }
     };

@@ -15,79 +15,13 @@
 use std::fmt;
 use std::sync::Arc;
 
+use super::arena_layout::{ArenaLayout, Regions};
 use super::mapping::{Held, Mapping};
-use super::{ArenaPool, FreshPages, PAGE, check_machine_has};
+use super::{ArenaPool, FreshPages, check_machine_has};
 use crate::error::{Error, ErrorKind};
 
-/// Where each tensor starts in an arena: torch's own CPU allocator aligns to the same.
-pub(crate) const ALIGNMENT: u64 = 64;
-
-/// Entries up to this size lie apart from all others: an optimizer's counters outlive the parameters beside them.
-const SCALAR: u64 = ALIGNMENT;
-
-/// Small entries share a region until they have so many bytes. One that is held holds no more than that, and entries of
-/// that size and more have regions of their own.
-const REGION: u64 = 1 << 20;
-
-/// Where entries go in an arena, in bytes from its beginning, and which of its pages go back to the system together.
-#[derive(Debug, Default)]
-pub(crate) struct ArenaLayout {
-    large: Regions,
-    scalars: Regions,
-}
-
-/// Regions one behind the other, each of whole pages.
-#[derive(Debug, Default)]
-struct Regions {
-    len: u64,
-    ends: Vec<u64>,
-}
-
-impl Regions {
-    /// A place for `nbytes` bytes behind all before, in a region of their own if they are many.
-    fn add(&mut self, nbytes: u64) -> u64 {
-        if nbytes >= REGION {
-            self.close();
-        }
-        let place = self.len;
-        self.len = (place + nbytes).next_multiple_of(ALIGNMENT);
-        if self.len - self.ends.last().copied().unwrap_or(0) >= REGION {
-            self.close();
-        }
-        place
-    }
-
-    /// Ends the region under way, at a page.
-    fn close(&mut self) {
-        self.len = self.len.next_multiple_of(PAGE as u64);
-        if self.len > self.ends.last().copied().unwrap_or(0) {
-            self.ends.push(self.len);
-        }
-    }
-}
-
-impl ArenaLayout {
-    /// A place for an entry of `nbytes` bytes, to be passed to [`ArenaLayout::offset`] when all have one. Entries that
-    /// follow one another here are neighbours, but for scalars, which come behind all others.
-    pub(crate) fn add(&mut self, nbytes: u64) -> u64 {
-        if nbytes > SCALAR { self.large.add(nbytes) } else { self.scalars.add(nbytes) }
-    }
-
-    /// Ends the layout: to be called once, after the last [`ArenaLayout::add`] and before the first
-    /// [`ArenaLayout::offset`].
-    pub(crate) fn close(&mut self) {
-        self.large.close();
-        self.scalars.close();
-    }
-
-    /// Where an entry of `nbytes` bytes begins in the arena, whose `place` [`ArenaLayout::add`] returned.
-    pub(crate) fn offset(&self, place: u64, nbytes: u64) -> u64 {
-        if nbytes > SCALAR { place } else { self.large.len + place }
-    }
-}
-
 /// The memory behind an arena, or behind a part of it.
-struct Backing {
+struct ArenaMemory {
     // Taken only by Drop.
     mapping: Option<Mapping>,
     pool: Option<Arc<ArenaPool>>,
@@ -95,7 +29,7 @@ struct Backing {
     in_parts: bool,
 }
 
-impl Drop for Backing {
+impl Drop for ArenaMemory {
     fn drop(&mut self) {
         if let (Some(pool), Some(mapping)) = (&self.pool, self.mapping.take_if(|m| m.usable > 0)) {
             pool.put(mapping);
@@ -105,7 +39,7 @@ impl Drop for Backing {
 
 /// Whole pages of an arena, which go back to the system when they have no owner any more.
 struct ArenaRegion {
-    backing: Arc<Backing>,
+    backing: Arc<ArenaMemory>,
     address: usize,
     len: usize,
 }
@@ -224,7 +158,7 @@ impl Arena {
         let start = mapping.start.as_ptr() as usize;
         let kept = pool.as_ref().is_some_and(|pool| mapping.usable <= pool.limit);
         let in_parts = !kept && matches!(mapping.held, Held::Own { .. });
-        let backing = Arc::new(Backing { mapping: Some(mapping), pool, in_parts });
+        let backing = Arc::new(ArenaMemory { mapping: Some(mapping), pool, in_parts });
         let (base, mut at) = (self.len(), 0);
         for end in first.ends.iter().copied().chain(then.ends.iter().map(|end| first.len + end)) {
             #[allow(clippy::cast_possible_truncation, reason = "offsets into a mapping that exists")]
@@ -293,6 +227,7 @@ fn refused(len: u64, cause: std::io::Error) -> Error {
 
 #[cfg(test)]
 mod tests {
+    use super::super::ALIGNMENT;
     use super::super::machine::memory_limit;
     use super::super::mapping::resident;
     use super::*;

@@ -7,12 +7,12 @@
 //! What the reader sees may change at any time if the writer breaks the rules. Nothing here therefore gives out a
 //! reference to memory of another process: bytes are copied out, and only the copy is looked at.
 //!
-//! A ring of a transfer is made of [`SharedMemory`] and [`SharedView`]. A [`SharedBuffer`] is larger and lives longer: a
+//! A ring of a transfer is made of [`SharedMemory`] and [`SharedView`]. A [`SharedBuffer`](super::SharedBuffer) is larger and lives longer: a
 //! whole state is copied into it, and other processes write that to a file, serve it, or keep it after its writer is
 //! gone. They read it as any borrowed memory is read (see `region`).
 
 use std::io;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
@@ -21,17 +21,15 @@ use rustix::fs::{FallocateFlags, MemfdFlags, SealFlags};
 use rustix::mm::{Advice, MapFlags, ProtFlags};
 
 use super::fresh::touch;
-use super::machine::check_machine_has;
-use crate::error::{Error, ErrorKind};
 
 /// Bytes that a thread populates at a time.
 const POPULATED: usize = 4 << 20;
 
 /// A shared mapping, unmapped when it is dropped.
 #[derive(Debug)]
-struct SharedMapping {
-    start: NonNull<u8>,
-    len: usize,
+pub(super) struct SharedMapping {
+    pub(super) start: NonNull<u8>,
+    pub(super) len: usize,
 }
 
 // SAFETY: a mapping belongs to no thread; the writer's bytes are only reached through `&mut`, or by address.
@@ -41,7 +39,7 @@ unsafe impl Sync for SharedMapping {}
 
 impl SharedMapping {
     /// Maps the first `len` bytes of the memory behind `fd`.
-    fn new(fd: &OwnedFd, len: u64, protection: ProtFlags, flags: MapFlags) -> io::Result<Self> {
+    pub(super) fn new(fd: &OwnedFd, len: u64, protection: ProtFlags, flags: MapFlags) -> io::Result<Self> {
         let len = usize::try_from(len).map_err(|_| io::ErrorKind::OutOfMemory)?;
         let flags = MapFlags::SHARED | flags;
         // SAFETY: a new mapping with no address hint touches no existing memory.
@@ -51,7 +49,7 @@ impl SharedMapping {
     }
 
     /// The address of `len` bytes at `at`, which must lie inside.
-    fn address(&self, at: usize, len: usize) -> *mut u8 {
+    pub(super) fn address(&self, at: usize, len: usize) -> *mut u8 {
         assert!(at.checked_add(len).is_some_and(|end| end <= self.len), "{len} bytes at {at} of {}", self.len);
         // SAFETY: inside the mapping, as was just checked.
         unsafe { self.start.as_ptr().add(at) }
@@ -66,7 +64,7 @@ impl Drop for SharedMapping {
 }
 
 /// New memory of `len` bytes, mapped for writing as the last one that can, and its descriptor.
-fn create(len: u64, flags: MapFlags) -> io::Result<(SharedMapping, OwnedFd)> {
+pub(super) fn create(len: u64, flags: MapFlags) -> io::Result<(SharedMapping, OwnedFd)> {
     let fd = rustix::fs::memfd_create("tensorferry", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
     rustix::fs::ftruncate(&fd, len)?;
     let mapping = SharedMapping::new(&fd, len, ProtFlags::READ | ProtFlags::WRITE, flags)?;
@@ -80,7 +78,7 @@ fn create(len: u64, flags: MapFlags) -> io::Result<(SharedMapping, OwnedFd)> {
 }
 
 /// The length of the memory behind `fd`, `None` if it could still shrink.
-fn sealed_len(fd: &OwnedFd) -> io::Result<Option<u64>> {
+pub(super) fn sealed_len(fd: &OwnedFd) -> io::Result<Option<u64>> {
     let len = u64::try_from(rustix::fs::fstat(fd)?.st_size).unwrap_or(0);
     Ok(rustix::fs::fcntl_get_seals(fd)?.contains(SealFlags::SHRINK).then_some(len))
 }
@@ -134,87 +132,9 @@ impl SharedView {
     }
 }
 
-/// Memory for a whole state that other processes can map.
-///
-/// ```
-/// use tensorferry_core::SharedBuffer;
-///
-/// let filled = SharedBuffer::new(1 << 20, 1)?;
-/// let received = SharedBuffer::open(filled.descriptor().try_clone_to_owned().unwrap())?;
-/// assert_eq!(received.len(), 1 << 20);
-/// assert!(filled.is_writable() && !received.is_writable());
-/// # Ok::<(), tensorferry_core::Error>(())
-/// ```
-#[derive(Debug)]
-pub struct SharedBuffer {
-    mapping: SharedMapping,
-    fd: OwnedFd,
-    writable: bool,
-}
-
-impl SharedBuffer {
-    /// New memory of `len` bytes, zeros, which this process alone can write to. Its pages are taken from the system at
-    /// once, by up to `threads` threads.
-    ///
-    /// # Errors
-    /// [`ErrorKind::System`] if the system refuses, or has less memory than that.
-    pub fn new(len: u64, threads: usize) -> Result<Self, Error> {
-        check_machine_has(len, "a copy of the state")?;
-        let refused = |cause| Error::caused(ErrorKind::System, format!("no {len} bytes of shared memory"), cause);
-        let (mapping, fd) = create(len.max(1), MapFlags::empty()).map_err(refused)?;
-        populate(&mapping, &fd, threads).map_err(refused)?;
-        Ok(Self { mapping, fd, writable: true })
-    }
-
-    /// The memory behind a descriptor that another process has sent, mapped for reading. Its length is what the kernel
-    /// says.
-    ///
-    /// # Errors
-    /// [`ErrorKind::Protocol`] unless the memory is sealed against shrinking: a read would kill this process otherwise.
-    /// [`ErrorKind::System`] if the system refuses to map it.
-    pub fn open(fd: OwnedFd) -> Result<Self, Error> {
-        let refused = |cause| Error::caused(ErrorKind::System, "memory of another process cannot be mapped", cause);
-        let wrong = || Error::new(ErrorKind::Protocol, "a descriptor is not one of memory that cannot shrink");
-        // A descriptor of anything else has no seals.
-        let len = sealed_len(&fd).ok().flatten().filter(|&len| len > 0).ok_or_else(wrong)?;
-        let mapping = SharedMapping::new(&fd, len, ProtFlags::READ, MapFlags::empty()).map_err(refused)?;
-        Ok(Self { mapping, fd, writable: false })
-    }
-
-    /// Where the memory starts in this process.
-    #[must_use]
-    pub fn address(&self) -> usize {
-        self.mapping.start.as_ptr() as usize
-    }
-
-    /// The length of the memory in bytes.
-    #[must_use]
-    pub fn len(&self) -> usize {
-        self.mapping.len
-    }
-
-    /// Never: memory has at least one byte.
-    #[must_use]
-    pub fn is_empty(&self) -> bool {
-        false
-    }
-
-    /// Whether this process may write to it.
-    #[must_use]
-    pub fn is_writable(&self) -> bool {
-        self.writable
-    }
-
-    /// What another process maps it by.
-    #[must_use]
-    pub fn descriptor(&self) -> BorrowedFd<'_> {
-        self.fd.as_fd()
-    }
-}
-
 /// Takes the pages of a fresh mapping from the system: several threads are several times as fast as one, and a state
 /// that is copied there finds them. Where there are none left, that is an error here, and no signal later.
-fn populate(mapping: &SharedMapping, fd: &OwnedFd, threads: usize) -> io::Result<()> {
+pub(super) fn populate(mapping: &SharedMapping, fd: &OwnedFd, threads: usize) -> io::Result<()> {
     let next = AtomicUsize::new(0);
     let failed = Mutex::new(None);
     let fail = |e| {
@@ -255,8 +175,10 @@ fn populate(mapping: &SharedMapping, fd: &OwnedFd, threads: usize) -> io::Result
 mod tests {
     use std::fs::File;
 
+    use super::super::SharedBuffer;
     use super::super::mapping::resident;
     use super::*;
+    use crate::error::ErrorKind;
 
     #[test]
     fn a_buffer_is_populated_and_what_is_written_is_seen_by_whoever_maps_it() {

@@ -8,6 +8,7 @@
 //! * the first failure is the one reported.
 
 use std::collections::VecDeque;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -31,6 +32,8 @@ pub(crate) enum Next<'a> {
 pub(crate) struct Queue {
     state: Mutex<QueueState>,
     done: Condvar,
+    /// Whether there was a failure, for lanes that look after each block.
+    has_failed: AtomicBool,
 }
 
 #[derive(Debug)]
@@ -74,13 +77,23 @@ impl Queue {
                 at = stop;
             }
         }
-        Self { state: Mutex::new(QueueState { waiting, running: 0, failed: None, parts: None }), done: Condvar::new() }
+        let state = QueueState { waiting, running: 0, failed: None, parts: None };
+        Self { state: Mutex::new(state), done: Condvar::new(), has_failed: AtomicBool::new(false) }
     }
 
     /// From here on ranges get shorter towards the end: each is at most the `parts`-th part of what is left. So lanes of
     /// different speeds end together, and what one gives back is shared out.
     pub(crate) fn taper(&self, parts: u64) {
         self.state().parts = Some(parts.max(1));
+    }
+
+    /// The same queue beginning at the range that `seed` says.
+    pub(crate) fn beginning_at(self, seed: [u8; 8]) -> Self {
+        let mut state = self.state();
+        let ranges = state.waiting.len().max(1) as u64;
+        state.waiting.rotate_left(usize::try_from(u64::from_ne_bytes(seed) % ranges).unwrap_or(0));
+        drop(state);
+        self
     }
 
     fn state(&self) -> MutexGuard<'_, QueueState> {
@@ -158,13 +171,14 @@ impl Queue {
     pub(crate) fn fail(&self, error: Error) {
         let mut state = self.state();
         state.failed.get_or_insert(error);
+        self.has_failed.store(true, Ordering::Relaxed);
         drop(state);
         self.done.notify_all();
     }
 
     /// Whether some thread has reported a failure, so that the others may stop in the middle of a range.
     pub(crate) fn has_failed(&self) -> bool {
-        self.state().failed.is_some()
+        self.has_failed.load(Ordering::Relaxed)
     }
 
     /// Whether nothing is left that a thread could still bring, or the transfer has failed.

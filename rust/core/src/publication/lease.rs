@@ -17,98 +17,13 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
+use super::readers::{Readers, ReadingConnection};
 use super::{ConnectionHandle, Publication};
 
 /// How long a withdrawn snapshot waits for the next request of a receive that takes several.
 pub(crate) const LINGER: Duration = Duration::from_secs(2);
-/// How long one waits for a receiver that closed a connection between two answers to come by another one.
-const RECONNECT: Duration = Duration::from_millis(100);
-/// How long one waits for a receiver whose connection ended in the middle of an answer. One that lives reconnects within
-/// a few round trips, and most that do not come back are gone: their trainer must not wait as long as for a silent one.
-const RESUME: Duration = Duration::from_millis(500);
 /// How often a drain looks for connections that have ended or stand still.
 const DRAIN_LOOK: Duration = Duration::from_millis(5);
-
-/// The readers of one publication: how many leases there are, and the connections that hold or held them.
-#[derive(Default)]
-pub(super) struct Readers {
-    active: usize,
-    /// When the last one left; `None` if there never was one.
-    left: Option<Instant>,
-    withdrawn: bool,
-    connections: Vec<ReadingConnection>,
-}
-
-/// A connection that holds leases, or held some.
-struct ReadingConnection {
-    /// Ends the connection when notified; the last strong reference is dropped with the connection.
-    cut: Weak<ConnectionHandle>,
-    active: usize,
-    /// Whether it serves a receive, whose next request may be still to come.
-    receives: bool,
-    /// When its last lease ended.
-    left: Instant,
-    /// Whether that was in the middle of an answer.
-    broken: bool,
-    /// Whether the answer was one with which a receive ends: digests up to the last block.
-    through: bool,
-    /// When a drain found the connection gone.
-    gone: Option<Instant>,
-}
-
-impl ReadingConnection {
-    fn is(&self, cut: &Weak<ConnectionHandle>) -> bool {
-        self.cut.ptr_eq(cut)
-    }
-
-    fn is_gone(&self) -> bool {
-        self.cut.strong_count() == 0
-    }
-
-    /// Whether its receiver may be expected to make further requests. `over` is when a receiver that is gone had
-    /// finished: other closed connections without a request since then are taken to be that receiver's.
-    fn is_awaited(&self, now: Instant, over: Option<Instant>) -> bool {
-        let (since, patience) = match self.gone {
-            None => (self.left, LINGER),
-            Some(gone) if self.broken => (gone, RESUME),
-            Some(_) if over.is_some_and(|over| self.left <= over) => return false,
-            Some(gone) => (gone, RECONNECT),
-        };
-        self.receives && now.saturating_duration_since(since) < patience
-    }
-}
-
-impl Readers {
-    /// Notes which connections are gone; those that were before the drain began count as gone since their last lease.
-    fn look(&mut self, begin: bool) {
-        let now = Instant::now();
-        for reader in self.connections.iter_mut().filter(|reader| reader.gone.is_none() && reader.is_gone()) {
-            reader.gone = Some(if begin { reader.left } else { now });
-        }
-    }
-
-    /// Ends the connections that read and stand still; returns how many readers that concerns.
-    fn cut_still(&mut self) -> usize {
-        let mut cut = 0;
-        self.connections.retain(|reader| {
-            let handle = reader.cut.upgrade().filter(|handle| reader.active > 0 && handle.stands_still());
-            if let Some(handle) = &handle {
-                handle.cut();
-                cut += reader.active;
-            }
-            handle.is_none()
-        });
-        cut
-    }
-
-    /// Whether a receive that was begun is not over, judging by its connections.
-    fn is_amid_receive(&self) -> bool {
-        let now = Instant::now();
-        let over =
-            self.connections.iter().filter(|reader| reader.through && reader.gone.is_some()).map(|r| r.left).max();
-        self.active > 0 || self.connections.iter().any(|reader| reader.is_awaited(now, over))
-    }
-}
 
 /// How a drain ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -4,7 +4,9 @@
 //! | module | holds |
 //! |---|---|
 //! | `store` | [`Store`]: at most one publication behind a gate that is open or closed |
+//! | `lookup` | what a request for a step finds there |
 //! | `lease` | the readers: memory may be read exactly while a lease exists |
+//! | `readers` | the connections that read, and whether their receives are over |
 //! | `connection` | what ends a reader's connection, and whether its peer stands still |
 //! | `reading` | the bytes behind a lease |
 //! | `readiness` | [`Readiness`]: how much of a publication's memory is final |
@@ -25,7 +27,9 @@ mod alternate;
 mod connection;
 mod digests;
 mod lease;
+mod lookup;
 mod proof;
+mod readers;
 mod readiness;
 mod reading;
 mod relayed;
@@ -44,15 +48,15 @@ use self::alternate::RenderedBody;
 pub use self::alternate::{Alternate, Rendered};
 pub(crate) use self::connection::{ConnectionHandle, LOOK};
 use self::digests::BlockDigest;
-use self::lease::Readers;
 pub(crate) use self::lease::{LINGER, Lease};
+pub(crate) use self::lookup::{Asked, Lookup};
 pub(crate) use self::proof::Asked as ProofAsked;
 use self::proof::Proof;
+use self::readers::Readers;
 pub(crate) use self::readiness::Abandoned;
 pub use self::readiness::Readiness;
 use self::readiness::ReadinessWatch;
 pub(crate) use self::reading::LeasedSegments;
-pub(crate) use self::store::{Asked, Lookup};
 pub use self::store::{Store, Withdrawn};
 use self::tracker::Tracker;
 use crate::error::{Error, ErrorKind};

@@ -19,17 +19,14 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 use tensorferry_wire::digest::Algorithm;
-use tensorferry_wire::request;
 use tokio::sync::Notify;
 
-use super::{ConnectionHandle, LINGER, Lease, Publication, Readiness, Stability};
+use super::{LINGER, Publication, Readiness, Stability};
 use crate::error::Error;
 use crate::trust::random;
 
 /// Withdrawn private snapshots that may still be finishing transfers; the oldest is cut when there are more.
 const MAX_RETIRED: usize = 2;
-/// How long a request for a step ahead of the one served waits before it is refused.
-const AHEAD_GRACE: Duration = Duration::from_secs(1);
 
 /// The snapshot store of one server. Its methods never wait for a receiver, except [`Store::withdraw`], which does for
 /// at most the time it is given.
@@ -57,31 +54,31 @@ pub struct Store {
     algorithm: Algorithm,
     sequence: AtomicU64,
     state: Mutex<StoreState>,
-    changed: Notify,
+    pub(super) changed: Notify,
     /// Told when something lingers.
     lingering: Notify,
 }
 
 #[derive(Debug, Default)]
-struct StoreState {
-    allowed: bool,
-    closed: bool,
-    step: Option<i64>,
-    current: Option<Arc<Publication>>,
+pub(super) struct StoreState {
+    pub(super) allowed: bool,
+    pub(super) closed: bool,
+    pub(super) step: Option<i64>,
+    pub(super) current: Option<Arc<Publication>>,
     // Weak: a reader's lease keeps its publication alive, and nothing else should.
     retired: Vec<Weak<Publication>>,
     /// Private snapshots that were withdrawn in the middle of transfers, oldest first.
-    lingering: VecDeque<Former>,
+    pub(super) lingering: VecDeque<Former>,
     /// Borrowed memory whose withdrawal waits for receives to end.
-    draining: Vec<Former>,
+    pub(super) draining: Vec<Former>,
 }
 
 /// A snapshot that is withdrawn and still answers receives it has begun.
 #[derive(Debug)]
-struct Former {
+pub(super) struct Former {
     /// The step it was served as.
-    step: Option<i64>,
-    publication: Arc<Publication>,
+    pub(super) step: Option<i64>,
+    pub(super) publication: Arc<Publication>,
 }
 
 /// How a withdrawal ended.
@@ -93,27 +90,6 @@ pub enum Withdrawn {
     Drained,
     /// This many readers were cut off: they stood still, or the time was over.
     Cut(usize),
-}
-
-/// The result of a request for a step.
-pub(crate) enum Lookup {
-    Found(Arc<Lease>),
-    WrongStep(Option<i64>),
-    Nothing,
-    /// The request names a snapshot that is not served and never will be again.
-    Gone,
-    Closed,
-}
-
-/// A request as the store sees it.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Asked<'a> {
-    /// `None` asks for whatever step is served.
-    pub(crate) step: Option<i64>,
-    /// The entity tags it names, one of which the answer must have; `None` where any will do.
-    pub(crate) named: Option<&'a str>,
-    /// Whether it is one of a receive, which may take more of them.
-    pub(crate) receives: bool,
 }
 
 impl Store {
@@ -128,7 +104,7 @@ impl Store {
         })
     }
 
-    fn state(&self) -> MutexGuard<'_, StoreState> {
+    pub(super) fn state(&self) -> MutexGuard<'_, StoreState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -345,66 +321,11 @@ impl Store {
         drop(gone);
         left
     }
-
-    /// Finds the snapshot that `asked` requests. A request that names a snapshot gets it while it is served, drained or
-    /// lingers, and otherwise learns at once that it is gone, because entity tags are never reused. Any other request
-    /// waits until the gate is open. A request for a step ahead of the one served waits a moment before it is refused:
-    /// a peer that is faster than the source may send it before the source has withdrawn the step before.
-    pub(crate) async fn lookup(&self, asked: Asked<'_>, cut: &Arc<ConnectionHandle>) -> Lookup {
-        let grace = tokio::time::Instant::now() + AHEAD_GRACE;
-        loop {
-            let mut ahead = false;
-            let changed = self.changed.notified();
-            tokio::pin!(changed);
-            changed.as_mut().enable();
-            {
-                let state = self.state();
-                if state.closed {
-                    return Lookup::Closed;
-                }
-                if let Some(named) = asked.named {
-                    return state.named(named, asked, cut);
-                }
-                if state.allowed {
-                    ahead = asked.step.is_some() && state.step < asked.step && tokio::time::Instant::now() < grace;
-                    if asked.step.is_some_and(|step| state.step != Some(step)) && !ahead {
-                        return Lookup::WrongStep(state.step);
-                    }
-                    if !ahead {
-                        let Some(current) = &state.current else { return Lookup::Nothing };
-                        if let Some(lease) = Lease::take(current, cut, asked.receives) {
-                            return Lookup::Found(lease);
-                        }
-                    }
-                }
-            }
-            if ahead {
-                // Either the store changes or the grace is over: both lead to another look.
-                let _ = tokio::time::timeout_at(grace, changed).await;
-            } else {
-                changed.await;
-            }
-        }
-    }
 }
 
 impl StoreState {
     fn retired(&self) -> impl Iterator<Item = Arc<Publication>> {
         self.retired.iter().filter_map(Weak::upgrade)
-    }
-
-    /// The result of a request that names `tags`.
-    fn named(&self, tags: &str, asked: Asked<'_>, cut: &Arc<ConnectionHandle>) -> Lookup {
-        let matches = |publication: &Publication| request::etag_matches_strong(tags, publication.etag());
-        let former = || self.draining.iter().chain(&self.lingering);
-        let found = match &self.current {
-            Some(current) if matches(current) && asked.step.is_some_and(|step| self.step != Some(step)) => {
-                return Lookup::WrongStep(self.step);
-            }
-            Some(current) if matches(current) => Some(current),
-            _ => former().find(|f| f.step == asked.step && matches(&f.publication)).map(|f| &f.publication),
-        };
-        found.and_then(|publication| Lease::take(publication, cut, asked.receives)).map_or(Lookup::Gone, Lookup::Found)
     }
 
     /// Remembers a publication that is not served any more for as long as it has readers.

@@ -8,7 +8,9 @@ use std::future::poll_fn;
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener};
 use std::ops::RangeInclusive;
+use std::os::fd::AsRawFd;
 use std::sync::Arc;
+use std::task::{Context, Poll};
 use std::time::Duration;
 
 use socket2::{Domain, Protocol, SockRef, Socket, Type};
@@ -88,22 +90,14 @@ pub(super) async fn accept_network(
     slots: Arc<ConnectionSlots>,
     mut stopped: watch::Receiver<bool>,
 ) {
-    loop {
-        let accepting =
-            poll_fn(|context| CloseOnFork::poll_make(|| listener.poll_accept(context).map_ok(|(stream, _)| stream)));
-        match next(&slots, accepting, &mut stopped).await {
-            Some(Ok(stream)) => {
-                let _ = stream.set_nodelay(true);
-                let from = stream.peer_addr().map(|address| address.ip().to_canonical());
-                if let (Ok(peer), Ok(own)) = (&from, stream.local_addr()) {
-                    bound_buffer(&SockRef::from(&*stream), *peer, own.ip().to_canonical());
-                }
-                if let Some(slot) = slots.enter(from.map_or(Peer::Unknown, Peer::Address)) {
-                    tokio::spawn(serve_network(stream, Arc::clone(&shared), slot, stopped.clone()));
-                }
-            }
-            Some(Err(_)) => recover(&slots).await,
-            None => return,
+    while let Some(stream) = next(&slots, |context| listener.poll_accept(context), &mut stopped).await {
+        let _ = stream.set_nodelay(true);
+        let from = stream.peer_addr().map(|address| address.ip().to_canonical());
+        if let (Ok(peer), Ok(own)) = (&from, stream.local_addr()) {
+            bound_buffer(&SockRef::from(&*stream), *peer, own.ip().to_canonical());
+        }
+        if let Some(slot) = slots.enter(from.map_or(Peer::Unknown, Peer::Address)) {
+            tokio::spawn(serve_network(stream, Arc::clone(&shared), slot, stopped.clone()));
         }
     }
 }
@@ -115,18 +109,10 @@ pub(super) async fn accept_observers(
     slots: Arc<ConnectionSlots>,
     mut stopped: watch::Receiver<bool>,
 ) {
-    loop {
-        let accepting =
-            poll_fn(|context| CloseOnFork::poll_make(|| listener.poll_accept(context).map_ok(|(stream, _)| stream)));
-        match next(&slots, accepting, &mut stopped).await {
-            Some(Ok(stream)) => {
-                let peer = stream.peer_addr().map_or(Peer::Unknown, |from| Peer::Address(from.ip().to_canonical()));
-                if let Some(slot) = slots.enter(peer) {
-                    tokio::spawn(serve_observer(stream, Arc::clone(&shared), slot, stopped.clone()));
-                }
-            }
-            Some(Err(_)) => recover(&slots).await,
-            None => return,
+    while let Some(stream) = next(&slots, |context| listener.poll_accept(context), &mut stopped).await {
+        let peer = stream.peer_addr().map_or(Peer::Unknown, |from| Peer::Address(from.ip().to_canonical()));
+        if let Some(slot) = slots.enter(peer) {
+            tokio::spawn(serve_observer(stream, Arc::clone(&shared), slot, stopped.clone()));
         }
     }
 }
@@ -154,40 +140,40 @@ pub(super) async fn accept_local(
             seat = Arc::clone(&seats).acquire_owned() => seat,
             _ = stopped.wait_for(|s| *s) => return,
         };
-        let accepting =
-            poll_fn(|context| CloseOnFork::poll_make(|| listener.poll_accept(context).map_ok(|(stream, _)| stream)));
-        match next(&slots, accepting, &mut stopped).await {
-            Some(Ok(stream)) => {
-                if let Ok(peer) = same_host::peer(&*stream)
-                    && peer.uid == same_host::own_user()
-                    && let Some(slot) = slots.enter(Peer::Process(peer.pid))
-                {
-                    let serving = serve_local(stream, Arc::clone(&shared), slot, stopped.clone());
-                    tokio::spawn(async move {
-                        serving.await;
-                        drop(seat);
-                    });
-                }
-            }
-            Some(Err(_)) => recover(&slots).await,
-            None => return,
+        let Some(stream) = next(&slots, |context| listener.poll_accept(context), &mut stopped).await else { return };
+        if let Ok(peer) = same_host::peer(&*stream)
+            && peer.uid == same_host::own_user()
+            && let Some(slot) = slots.enter(Peer::Process(peer.pid))
+        {
+            let serving = serve_local(stream, Arc::clone(&shared), slot, stopped.clone());
+            tokio::spawn(async move {
+                serving.await;
+                drop(seat);
+            });
         }
     }
 }
 
-/// The next connection, once there is room for it; `None` when the server stops.
-async fn next<S>(
+/// The next connection that `poll_accept` gives, once there is room for it; `None` when the server stops.
+async fn next<S: AsRawFd, A>(
     slots: &ConnectionSlots,
-    accepting: impl Future<Output = io::Result<S>>,
+    mut poll_accept: impl FnMut(&mut Context<'_>) -> Poll<io::Result<(S, A)>>,
     stopped: &mut watch::Receiver<bool>,
-) -> Option<io::Result<S>> {
+) -> Option<CloseOnFork<S>> {
     let accepted = async {
-        // Without room, connections wait in the kernel's queue instead of in our memory.
-        slots.wait_for_room().await;
-        accepting.await
+        loop {
+            // Without room, connections wait in the kernel's queue instead of in our memory.
+            slots.wait_for_room().await;
+            let accepting =
+                poll_fn(|context| CloseOnFork::poll_make(|| poll_accept(context).map_ok(|(stream, _)| stream)));
+            match accepting.await {
+                Ok(stream) => return stream,
+                Err(_) => recover(slots).await,
+            }
+        }
     };
     tokio::select! {
-        accepted = accepted => Some(accepted),
+        stream = accepted => Some(stream),
         _ = stopped.wait_for(|s| *s) => None,
     }
 }

@@ -17,6 +17,7 @@
 
 mod auth;
 mod body;
+mod config;
 mod connection;
 mod connection_slots;
 mod frontend;
@@ -39,20 +40,20 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use hyper::header::HeaderValue;
-use tensorferry_wire::rails::{self, Rail};
+use tensorferry_wire::rails;
 use tokio::runtime::Handle;
 use tokio::sync::watch;
 
 use self::auth::RequestAuth;
 use self::body::Progress;
+pub use self::config::ServerConfig;
 use self::connection::ConnectionContext;
 use self::connection_slots::ConnectionSlots;
-use self::frontend::ContainersOnly;
 pub use self::frontend::Frontend;
 use self::listeners::{Listener, accept_local, accept_network, accept_observers, listen, listen_same_host};
 use self::observe::metrics::Metrics;
+pub use self::observe::receive::{Failure, Receive};
 use self::observe::receives::Receives;
-pub use self::observe::receives::{Failure, Receive};
 use self::observe::transfers::Transfers;
 pub use self::seat::Seat;
 pub use self::shelf::Shelf;
@@ -62,7 +63,7 @@ use crate::error::{Error, ErrorKind, Hint};
 use crate::publication::Store;
 use crate::same_host;
 use crate::swarm::RelayHost;
-use crate::trust::{Identity, Secret, random, secret};
+use crate::trust::{Identity, random, secret};
 
 /// Connections of this machine that have shown their right to ask: each has a thread and shared memory of its own.
 /// Above this limit receivers of this machine take the network.
@@ -76,94 +77,6 @@ const GRACE: Duration = Duration::from_millis(50);
 
 /// Connections at a time to the port for figures.
 const MAX_OBSERVERS: usize = 16;
-
-/// How a server is set up. Fields that are not named keep the defaults, which suit a trainer on a cluster:
-///
-/// ```
-/// use std::time::Duration;
-/// use tensorferry_core::{Secret, ServerConfig};
-///
-/// # fn main() -> Result<(), tensorferry_core::Error> {
-/// let config = ServerConfig {
-///     patience: Duration::from_secs(30),
-///     secret: Some(Secret::new(b"at least sixteen bytes of it")?),
-///     max_bandwidth: Some(1 << 30),
-///     ..ServerConfig::default()
-/// };
-/// # assert!(config.capability && config.same_host && !config.tls);
-/// # Ok(())
-/// # }
-/// ```
-#[derive(Clone, Debug)]
-#[allow(clippy::struct_excessive_bools, reason = "each is an option of its own")]
-pub struct ServerConfig {
-    /// Where to listen; `None` is every interface, IPv6 and IPv4.
-    pub bind: Option<IpAddr>,
-    /// Further addresses to listen on besides that one, at the same port.
-    pub also: Vec<IpAddr>,
-    /// The first of these ports that is free is taken; 0 is one that the system picks.
-    pub ports: RangeInclusive<u16>,
-    /// The same for a second port, on which everyone who reaches it is given counters and the status page, unencrypted,
-    /// and nothing else. `None`: there is none.
-    pub metrics_ports: Option<RangeInclusive<u16>>,
-    /// How long a request waits for the gate to open, and how long a transfer may make no progress at all.
-    pub patience: Duration,
-    /// Whether paths carry a random part without which everything but `/healthz` is 404.
-    pub capability: bool,
-    /// With a secret, everything but `/healthz` and `/metrics` needs a proof of it, and answers with digests carry one.
-    pub secret: Option<Secret>,
-    /// Encrypt what goes over the network. The fingerprint of the certificate is in the URL.
-    pub tls: bool,
-    /// The certificate for that; `None` makes one for this server alone.
-    pub identity: Option<Identity>,
-    /// Connections from the network that are held at once. A quarter of the slots is for connections that have not
-    /// made an authorised request yet; the oldest of these makes room for the newest. The rest is for connections that
-    /// have: an idle one makes room for one with a request, and while none is idle, the request waits.
-    pub max_connections: usize,
-    /// Whether processes of this machine and user may fetch around the network.
-    pub same_host: bool,
-    /// Bytes per second that all connections together may send of checkpoints.
-    pub max_bandwidth: Option<u64>,
-    /// Names the other formats that are served besides the container, and words refusals. By default there are none.
-    pub frontend: Arc<dyn Frontend>,
-    /// Whether receivers that ask for it are told of one another, so that they can bring each other what is served here
-    /// (without a secret).
-    pub swarm: bool,
-    /// The addresses that receivers may use besides the one in the URL, all of which have to reach this server.
-    pub rails: Vec<Rail>,
-    /// The address of the network card by which receivers are to begin; its URLs name it besides the host.
-    pub card: Option<IpAddr>,
-    /// What tells the other servers of this host that the card is used, until this one is shut down.
-    pub seat: Option<Seat>,
-    /// The zone in which this process runs: receivers bring each other what is served across a border of zones as seldom
-    /// as they can. At most 64 letters, digits and `-_.`; `None` where it is not known.
-    pub zone: Option<String>,
-}
-
-impl Default for ServerConfig {
-    fn default() -> Self {
-        Self {
-            bind: None,
-            also: Vec::new(),
-            ports: 0..=0,
-            metrics_ports: None,
-            patience: Duration::from_mins(1),
-            capability: true,
-            secret: None,
-            tls: false,
-            identity: None,
-            max_connections: 512,
-            same_host: true,
-            max_bandwidth: None,
-            frontend: Arc::new(ContainersOnly),
-            swarm: false,
-            rails: Vec::new(),
-            card: None,
-            seat: None,
-            zone: None,
-        }
-    }
-}
 
 /// A running server. Dropping it ends it without waiting.
 ///

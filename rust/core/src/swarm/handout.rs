@@ -1,7 +1,7 @@
 //! The tracker: which of its own blocks a source hands out to whom, and which members know of one another.
 //!
 //! A source's uplink is what a swarm has least of. So a block is handed out once, and again only if nobody has it who
-//! could pass it on: the member it went to is gone, or says that it still lacks it, or has had it for [`HOLD`]. A member is
+//! could pass it on: the member it went to is gone, or says that it still lacks it, or has had it for long ([`HOLD`]). A member is
 //! told of a bounded number of others, chosen at random, so that a block is few hops from everybody and no answer grows
 //! with the swarm. A member without others is granted everything, so that a receive alone waits for nobody.
 //!
@@ -22,9 +22,13 @@ use crate::memory::make_room;
 pub(crate) const SILENCE: Duration = Duration::from_secs(15);
 /// How long a block counts as on its way to a member that lives.
 pub(crate) const HOLD: Duration = Duration::from_secs(2);
-/// Members that are being sent granted blocks at once: a block that leaves beside few others is complete, and passed on,
-/// sooner than one beside many.
-const MOST_SEEDS: usize = 4;
+/// The same at most, where links are so slow that members take longer for what they are granted.
+const MOST_HOLD: Duration = Duration::from_secs(8);
+/// Members that are being sent granted blocks at once, so that a block does not leave beside too many others: it is
+/// complete, and passed on, sooner. More than a few, so that slow members do not hold all places.
+const MOST_SEEDS: usize = 12;
+/// The same where there are members in other zones: with more, more crosses (in the simulator).
+const MOST_SEEDS_FOR_ZONES: usize = 4;
 /// The members that one answer names.
 pub(crate) const MOST_NEIGHBOURS: usize = 12;
 /// The members of a swarm: what comes then is served without one.
@@ -103,6 +107,8 @@ pub(crate) struct Handout {
     pub(super) zone: Option<String>,
     /// Whether members have been told to do without the source.
     pub(super) freed: bool,
+    /// What the quicker ones of the members took of late from a grant to the next question.
+    pace: Duration,
 }
 
 impl Handout {
@@ -120,6 +126,7 @@ impl Handout {
             asked: 0,
             zone: None,
             freed: false,
+            pace: Duration::ZERO,
         })
     }
 
@@ -157,8 +164,10 @@ impl Handout {
             };
         };
         self.take_back(number, need);
-        let seeds = self.members.iter().filter(|known| known.granted.is_some_and(|at| now.saturating_sub(at) < HOLD));
-        let has_room = seeds.count() < MOST_SEEDS;
+        let hold = self.hold();
+        let seeds = self.members.iter().filter(|known| known.granted.is_some_and(|at| now.saturating_sub(at) < hold));
+        let most_seeds = if self.has_far_members() { MOST_SEEDS_FOR_ZONES } else { MOST_SEEDS };
+        let has_room = seeds.count() < most_seeds;
         let grant = if has_room { self.grant(now, number, need, most) } else { Vec::new() };
         if let Some(known) = self.members.iter_mut().find(|known| known.number == number) {
             let granted = (!grant.is_empty()).then_some(now);
@@ -182,8 +191,11 @@ impl Handout {
     fn admit(&mut self, now: Duration, member: &Member, asks: bool) -> Option<u32> {
         if let Some(known) = self.members.iter_mut().find(|known| known.member == *member) {
             known.asked = now;
-            if asks {
-                known.granted = None;
+            if let Some(at) = known.granted.take_if(|_| asks) {
+                let took = now.saturating_sub(at);
+                // A slow one moves it little, and a quick one at once.
+                self.pace =
+                    if self.pace.is_zero() || took < self.pace { took } else { self.pace + (took - self.pace) / 16 };
             }
             return Some(known.number);
         }
@@ -203,6 +215,11 @@ impl Handout {
             stays: false,
         });
         Some(self.numbers)
+    }
+
+    /// How long a block counts as on its way.
+    fn hold(&self) -> Duration {
+        (4 * self.pace).clamp(HOLD, MOST_HOLD)
     }
 
     /// Makes those blocks of `need` that are on their way to the member of number `from` ones that were never handed out.
@@ -286,7 +303,9 @@ impl Handout {
         if given.to != to && self.is_far(given.to) && !self.is_far(to) {
             return true;
         }
-        given.to == to || age >= HOLD || self.members.binary_search_by_key(&given.to, |known| known.number).is_err()
+        given.to == to
+            || age >= self.hold()
+            || self.members.binary_search_by_key(&given.to, |known| known.number).is_err()
     }
 }
 
@@ -329,6 +348,26 @@ mod tests {
         assert_eq!(handout.ask(at(2000), &two, &[(0, 4), (8, 10)], 6).grant, [(0, 4)], "held for long");
         assert_eq!(handout.ask(at(2000), &two, &[(8, 10)], 6).grant, []);
         assert_eq!(handout.ask(at(2001), &two, &[(0, 2)], 6).grant, [(0, 2)], "what it has lost itself");
+    }
+
+    #[test]
+    fn on_slow_links_a_block_may_take_longer() {
+        let mut handout = Handout::new(10).unwrap();
+        let [one, two, three, slow] = [1, 2, 3, 4].map(|host| member([10, 0, 0, host], 1));
+        for member in [&one, &two, &three, &slow] {
+            handout.ask(at(0), member, &[], 4);
+        }
+        // A member that needs long for what it was granted says little of links.
+        for (member, millis) in [(&one, 1000), (&slow, 9000)] {
+            handout.ask(at(0), member, &[(0, 10)], 1);
+            handout.ask(at(millis), member, &[], 1);
+            handout.ask(at(millis), member, &[(5, 6)], 1);
+        }
+        assert_eq!(handout.ask(at(9000), &two, &[(9, 10)], 1).grant, [(9, 10)]);
+        assert!(handout.ask(at(14_999), &three, &[(9, 10)], 1).grant.is_empty());
+        assert_eq!(handout.ask(at(15_000), &three, &[(9, 10)], 1).grant, [(9, 10)]);
+        handout.pace = at(60_000);
+        assert_eq!(handout.hold(), MOST_HOLD);
     }
 
     #[test]

@@ -1,12 +1,15 @@
 //! A simulator: members with links of their own rates run the code of this room against one another.
 //!
-//! Bytes flow like water: a link's rate is shared evenly by what uses it. Time goes in ticks, a fraction of what a block
+//! Bytes flow like water: a link's rate is shared evenly by what uses it, and what one cannot use by the others. Time goes in ticks, a fraction of what a block
 //! takes on the fastest link. A copy is the time that all blocks take on a link of rate 1, and the unit of every result.
 
 use std::time::Duration;
 
 use tensorferry_wire::swarm::{Nearness, RelayAddress};
 
+use tensorferry_wire::digest::BLOCK_SIZE;
+
+use super::picker::mix;
 use super::{BlockMap, BlockSet, FromSource, Handout, Member, Receiver};
 
 /// Real time that one copy takes: what patience counts in.
@@ -46,6 +49,10 @@ struct Flow {
     run: (u64, u64),
     /// Blocks that are to come of `run`, the last one in part.
     left: f64,
+    began: f64,
+    /// What it gets, and what the pass adds to that.
+    rate: f64,
+    more: f64,
 }
 
 struct Node {
@@ -53,11 +60,11 @@ struct Node {
     map: BlockMap,
     receiver: Receiver,
     waiting: Vec<(u64, u64)>,
+    /// What has come, in blocks.
+    came: f64,
     /// The members it knows, with whether a lane to that one is busy.
     relays: Vec<(usize, bool)>,
     source_lanes: usize,
-    /// Counts whenever something comes.
-    bytes: u64,
     ended: Option<f64>,
     /// Whether the tracker has noticed that.
     gone: bool,
@@ -102,17 +109,24 @@ fn simulate_zones(links: &[Link], blocks: u64, source_up: f64, border: f64) -> O
     let node = |(index, &link): (usize, &Link)| Node {
         link,
         map: BlockMap::new(blocks).unwrap(),
-        receiver: Receiver::new(usize::try_from(blocks).unwrap(), index as u64),
-        waiting: (0..blocks).step_by(16).map(|at| (at, (at + 16).min(blocks))).collect(),
+        receiver: Receiver::new(usize::try_from(blocks).unwrap(), index as u64, u64::MAX),
+        waiting: {
+            let mut ranges: Vec<_> = (0..blocks).step_by(16).map(|at| (at, (at + 16).min(blocks))).collect();
+            let first = mix(index as u64) % ranges.len() as u64;
+            ranges.rotate_left(usize::try_from(first).unwrap());
+            ranges
+        },
+        came: 0.0,
         relays: Vec::new(),
         source_lanes: SOURCE_LANES,
-        bytes: 0,
         ended: None,
         gone: false,
         refreshed: Vec::new(),
     };
     let mut nodes: Vec<Node> = links.iter().enumerate().map(node).collect();
     let mut flows: Vec<Flow> = Vec::new();
+    // Of many members, nothing is left to speak of.
+    let passes = if links.len() > 40 { 1 } else { 3 };
     let tick = 1.0 / (blocks as f64 * f64::from(TICKS));
     let (mut now, mut sent, mut asked, mut abroad) = (0.0, 0.0, 0, 0.0);
     let mut into = std::collections::BTreeMap::<u32, f64>::new();
@@ -130,6 +144,19 @@ fn simulate_zones(links: &[Link], blocks: u64, source_up: f64, border: f64) -> O
                 continue;
             }
             let since = COPY.mul_f64(now - nodes[index].link.start);
+            // What no lane does.
+            let node = &mut nodes[index];
+            let (came, left) = (node.came, blocks as f64 - node.came);
+            let bytes = |blocks: f64| (blocks * BLOCK_SIZE as f64) as u64;
+            let need = if node.receiver.is_worth_joining(since, bytes(came), bytes(left)) {
+                Some(node.receiver.join(since, &node.waiting))
+            } else {
+                node.receiver.next_question(since, &node.waiting)
+            };
+            if let Some(need) = need {
+                asked += 1;
+                question(node, &mut flows, &mut handout, (now, &member(index)), &need);
+            }
             // Lanes to the source.
             while nodes[index].source_lanes > 0 {
                 let node = &mut nodes[index];
@@ -137,30 +164,20 @@ fn simulate_zones(links: &[Link], blocks: u64, source_up: f64, border: f64) -> O
                     FromSource::Take(at, run) => {
                         carve(&mut node.waiting, at, run);
                         node.source_lanes -= 1;
-                        flows.push(Flow { from: None, to: index, relay: 0, run, left: (run.1 - run.0) as f64 });
+                        flows.push(Flow {
+                            from: None,
+                            to: index,
+                            relay: 0,
+                            run,
+                            left: (run.1 - run.0) as f64,
+                            began: now,
+                            rate: 0.0,
+                            more: 0.0,
+                        });
                     }
                     FromSource::Ask(need) => {
                         asked += 1;
-                        let most = handout.most();
-                        let took = node.receiver.take_taken();
-                        let known = member(index);
-                        handout.note_taken(COPY.mul_f64(now), &known, &took);
-                        let told = handout.ask(COPY.mul_f64(now), &known, &need, most);
-                        let near = |index| told.place.map_or(Nearness::Zone, |place| place.nearness(index));
-                        let of = |(index, known): (usize, &&Member)| (usize::from(known.relay.port), near(index));
-                        let peers: Vec<_> = told.neighbours.iter().enumerate().map(of).collect();
-                        node.receiver.note_place(told.place);
-                        node.receiver.note_answer(since, told.grant, told.wait);
-                        for (peer, nearness) in peers {
-                            if node.relays.iter().zip(&node.refreshed).filter(|(_, at)| **at < f64::INFINITY).count()
-                                < 12
-                                && !node.relays.iter().any(|&(known, _)| known == peer)
-                            {
-                                assert_eq!(node.receiver.add_relay_at(nearness), node.relays.len());
-                                node.relays.push((peer, false));
-                                node.refreshed.push(f64::NEG_INFINITY);
-                            }
-                        }
+                        question(&mut nodes[index], &mut flows, &mut handout, (now, &member(index)), &need);
                     }
                     FromSource::Wait(_) => break,
                 }
@@ -185,19 +202,65 @@ fn simulate_zones(links: &[Link], blocks: u64, source_up: f64, border: f64) -> O
                 if let Some((at, run)) = node.receiver.next_from_relay(since, relay, &node.waiting, unit) {
                     carve(&mut node.waiting, at, run);
                     node.relays[relay].1 = true;
-                    flows.push(Flow { from: Some(peer), to: index, relay, run, left: (run.1 - run.0) as f64 });
+                    flows.push(Flow {
+                        from: Some(peer),
+                        to: index,
+                        relay,
+                        run,
+                        left: (run.1 - run.0) as f64,
+                        began: now,
+                        rate: 0.0,
+                        more: 0.0,
+                    });
                 }
             }
         }
-        // The water of one tick.
-        let (mut up, mut down, mut source) = (vec![0_u32; nodes.len()], vec![0_u32; nodes.len()], 0_u32);
-        let mut crossing = [0_u32; 2];
-        for flow in flows.iter().filter(|flow| !stays(flow)) {
-            down[first_on_host[flow.to]] += 1;
-            crossing[direction(flow)] += u32::from(crosses(flow));
-            match flow.from {
-                Some(from) => up[first_on_host[from]] += 1,
-                None => source += 1,
+        // The water of one tick: every flow gets what the fullest of its links has for it, and then of what is left.
+        let mut up: Vec<(f64, u32)> = links.iter().map(|link| (link.up, 0)).collect();
+        let mut down: Vec<(f64, u32)> = links.iter().map(|link| (link.down, 0)).collect();
+        let (mut source, mut crossing) = ((source_up, 0), [(border, 0); 2]);
+        for pass in 0..passes {
+            let ends = |flow: &Flow| (flow.from.map(|from| first_on_host[from]), first_on_host[flow.to]);
+            let open = |link: &(f64, u32)| link.0 > 1e-6;
+            let is_open =
+                |flow: &Flow, up: &[(f64, u32)], down: &[(f64, u32)], source: &(f64, u32), crossing: &[(f64, u32)]| {
+                    let (from, to) = ends(flow);
+                    from.map_or(open(source), |from| open(&up[from]))
+                        && open(&down[to])
+                        && (!crosses(flow) || open(&crossing[direction(flow)]))
+                };
+            let moving: Vec<bool> =
+                flows.iter().map(|flow| !stays(flow) && is_open(flow, &up, &down, &source, &crossing)).collect();
+            for link in up.iter_mut().chain(&mut down).chain(&mut crossing).chain([&mut source]) {
+                link.1 = 0;
+            }
+            for flow in flows.iter().zip(&moving).filter_map(|(flow, moves)| moves.then_some(flow)) {
+                let (from, to) = ends(flow);
+                from.map_or(&mut source, |from| &mut up[from]).1 += 1;
+                down[to].1 += 1;
+                crossing[direction(flow)].1 += u32::from(crosses(flow));
+            }
+            let share = |link: &(f64, u32)| link.0.max(0.0) / f64::from(link.1.max(1));
+            for (flow, moves) in flows.iter_mut().zip(moving) {
+                let (from, to) = ends(flow);
+                if pass == 0 {
+                    flow.rate = if stays(flow) { 8.0 } else { 0.0 };
+                }
+                if moves {
+                    let border = if crosses(flow) { share(&crossing[direction(flow)]) } else { f64::INFINITY };
+                    flow.more = share(from.map_or(&source, |from| &up[from])).min(share(&down[to])).min(border);
+                } else {
+                    flow.more = 0.0;
+                }
+            }
+            for flow in &mut flows {
+                let (from, to) = ends(flow);
+                flow.rate += flow.more;
+                if !stays(flow) {
+                    from.map_or(&mut source, |from| &mut up[from]).0 -= flow.more;
+                    down[to].0 -= flow.more;
+                    crossing[direction(flow)].0 -= if crosses(flow) { flow.more } else { 0.0 };
+                }
             }
         }
         now += tick;
@@ -208,14 +271,7 @@ fn simulate_zones(links: &[Link], blocks: u64, source_up: f64, border: f64) -> O
             }
             let before = flow.left;
             if there {
-                let share = match flow.from {
-                    Some(from) => nodes[from].link.up / f64::from(up[first_on_host[from]].max(1)),
-                    None => source_up / f64::from(source),
-                };
-                let rate = share.min(nodes[flow.to].link.down / f64::from(down[first_on_host[flow.to]].max(1)));
-                let rate = if crosses(flow) { rate.min(border / f64::from(crossing[direction(flow)])) } else { rate };
-                let rate = if stays(flow) { 8.0 } else { rate };
-                flow.left -= rate / f64::from(TICKS);
+                flow.left -= flow.rate / f64::from(TICKS);
                 if flow.left < 1e-9 {
                     flow.left = 0.0;
                 }
@@ -236,8 +292,8 @@ fn simulate_zones(links: &[Link], blocks: u64, source_up: f64, border: f64) -> O
             let first = flow.run.0;
             (first + had as u64..first + has as u64).for_each(|block| node.map.set(block));
             if there {
-                node.bytes += 1;
-                node.receiver.note_bytes(COPY.mul_f64(now - node.link.start), node.bytes);
+                node.came += before - flow.left;
+                node.receiver.note_bytes(COPY.mul_f64(now - node.link.start), (node.came * BLOCK_SIZE as f64) as u64);
             }
             if there && flow.left > 0.0 {
                 return true;
@@ -270,17 +326,74 @@ fn simulate_zones(links: &[Link], blocks: u64, source_up: f64, border: f64) -> O
     Outcome { took, sent, crossed: abroad, to_host, asked }
 }
 
+/// Asks the tracker for `member`, and does what it says.
+fn question(
+    node: &mut Node,
+    flows: &mut Vec<Flow>,
+    handout: &mut Handout,
+    (now, member): (f64, &Member),
+    need: &[(u64, u64)],
+) {
+    let since = COPY.mul_f64(now - node.link.start);
+    let took = node.receiver.take_taken();
+    let most = handout.most();
+    let told = handout.ask(COPY.mul_f64(now), member, need, most);
+    let near = |index| told.place.map_or(Nearness::Zone, |place| place.nearness(index));
+    let of = |(index, known): (usize, &&Member)| (usize::from(known.relay.port), near(index));
+    let peers: Vec<_> = told.neighbours.iter().enumerate().map(of).collect();
+    let are_new = node.receiver.note_place(told.place);
+    node.receiver.note_answer(since, told.grant, told.wait);
+    handout.note_taken(COPY.mul_f64(now), member, &took);
+    for (peer, nearness) in peers {
+        if node.relays.iter().zip(&node.refreshed).filter(|(_, at)| **at < f64::INFINITY).count() < 12
+            && !node.relays.iter().any(|&(known, _)| known == peer)
+        {
+            assert_eq!(node.receiver.add_relay_at(nearness), node.relays.len());
+            node.relays.push((peer, false));
+            node.refreshed.push(f64::NEG_INFINITY);
+        }
+    }
+    if are_new {
+        recall(node, flows, usize::from(member.relay.port), now);
+    }
+}
+
+/// Ends what the source sends to `node`, of number `to`, but what will soon be there, as
+/// `StragglerMonitor::recall` does.
+fn recall(node: &mut Node, flows: &mut Vec<Flow>, to: usize, now: f64) {
+    let whole = |flow: &Flow| (flow.run.1 - flow.run.0) as f64;
+    let is_of_source = |flow: &Flow| flow.to == to && flow.from.is_none();
+    let came = |flow: &Flow| whole(flow) - flow.left;
+    let most = flows.iter().filter(|flow| is_of_source(flow)).map(came).fold(0.0, f64::max);
+    let mut kept = false;
+    flows.retain(|flow| {
+        let seconds = COPY.as_secs_f64() * (now - flow.began) * flow.left / came(flow).max(1e-9);
+        let is_first = !kept && came(flow) >= most;
+        kept |= is_of_source(flow) && is_first;
+        if !is_of_source(flow) || seconds <= if is_first { 2.0 } else { 0.5 } {
+            return true;
+        }
+        node.waiting.insert(0, (flow.run.0 + came(flow) as u64, flow.run.1));
+        node.source_lanes += 1;
+        node.receiver.note_source_done();
+        node.came -= came(flow).fract();
+        false
+    });
+}
+
 /// Takes `run` out of the range of number `at`.
 fn carve(waiting: &mut Vec<(u64, u64)>, at: usize, run: (u64, u64)) {
-    let (first, end) = waiting.swap_remove(at);
-    waiting.extend([(first, run.0), (run.1, end)].into_iter().filter(|range| range.0 < range.1));
+    let (first, end) = waiting.remove(at);
+    for left in [(run.1, end), (first, run.0)].into_iter().filter(|left| left.0 < left.1) {
+        waiting.insert(at, left);
+    }
 }
 
 #[test]
 fn eight_equal_receivers_end_when_little_more_than_one_copy_has_left_the_source() {
     let outcome = simulate(&[Link::FAIR; 8], 256, 1.0);
     println!("{outcome:?}");
-    assert!(outcome.longest() < 1.4 && outcome.sent < 1.3, "{outcome:?}");
+    assert!(outcome.longest() < 1.2 && outcome.sent < 1.1, "{outcome:?}");
 }
 
 #[test]
@@ -307,8 +420,7 @@ fn a_second_receiver_is_no_later_than_with_the_source_alone() {
         let [first, second] = if start < 1.0 { [2.0 - start; 2] } else { [1.0; 2] };
         let took = |number: usize| outcome.took[number].unwrap();
         assert!(took(0) < first.max(1.0) + 0.03 && took(1) < second.max(1.0) + 0.03, "{start}: {outcome:?}");
-        // What the first one has begun when the second one comes may be sent to both.
-        assert!(outcome.sent < (1.3 + start).min(2.01), "{start}: {outcome:?}");
+        assert!(outcome.sent < (1.05 + start).min(2.01), "{start}: {outcome:?}");
     }
 }
 
@@ -318,7 +430,7 @@ fn slow_and_dying_members_hold_up_nobody_else() {
     (links[1].dies, links[4].dies) = (0.5, 0.5);
     let outcome = simulate(&links, 256, 1.0);
     println!("{outcome:?}");
-    assert!(outcome.longest() < 1.8 && outcome.sent < 1.6, "{outcome:?}");
+    assert!(outcome.longest() < 1.2 && outcome.sent < 1.2, "{outcome:?}");
 
     let mut links = [Link::FAIR; 8];
     for slow in &mut links[5..] {
@@ -327,7 +439,7 @@ fn slow_and_dying_members_hold_up_nobody_else() {
     let outcome = simulate(&links, 256, 1.0);
     println!("{outcome:?}");
     let fast = outcome.took[..5].iter().flatten().copied().fold(0.0, f64::max);
-    assert!(fast < 2.6 && outcome.longest() < 12.0, "{outcome:?}");
+    assert!(fast < 1.6 && outcome.longest() < 12.0, "{outcome:?}");
 }
 
 #[test]

@@ -61,6 +61,12 @@ impl Handout {
         })
     }
 
+    /// Whether there are members outside the zone of the source.
+    pub(super) fn has_far_members(&self) -> bool {
+        let is_far = |known: &Known| between(self.zone.as_deref(), known.member.zone.as_deref()) == Nearness::Far;
+        self.members.iter().any(is_far)
+    }
+
     /// Whether the member of number `number` is to fetch from members in the zone of the source, which are granted blocks
     /// before it.
     pub(super) fn gives_way(&self, now: Duration, number: u32) -> bool {

@@ -4,6 +4,7 @@
 //! receiver may fetch, and to a receiver that digests come from a source of its own job. TLS keeps others from reading
 //! and ensures that the process that made the URL is the one that answers.
 
+mod pinned;
 pub(crate) mod random;
 pub(crate) mod secret;
 pub(crate) mod tls;

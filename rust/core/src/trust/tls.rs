@@ -11,16 +11,13 @@ use std::fmt;
 use std::sync::Arc;
 
 use ring::digest::{SHA256, digest};
-use rustls::client::Resumption;
-use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
-use rustls::crypto::{CryptoProvider, ring as ring_provider, verify_tls12_signature, verify_tls13_signature};
+use rustls::crypto::{CryptoProvider, ring as ring_provider};
 use rustls::pki_types::pem::PemObject;
-use rustls::pki_types::{CertificateDer, PrivateKeyDer, PrivatePkcs8KeyDer, ServerName, UnixTime};
+use rustls::pki_types::{CertificateDer, PrivateKeyDer, PrivatePkcs8KeyDer};
 use rustls::version::TLS13;
-use rustls::{
-    CertificateError, ClientConfig, DigitallySignedStruct, InconsistentKeys, OtherError, ServerConfig, SignatureScheme,
-};
+use rustls::{InconsistentKeys, ServerConfig};
 
+pub(crate) use super::pinned::client;
 use crate::error::{Error, ErrorKind};
 
 /// The name in every certificate. Nothing depends on it: certificates are told apart by their fingerprints.
@@ -32,7 +29,7 @@ const PREFIX: &str = "sha256-";
 pub(crate) struct Fingerprint(String);
 
 impl Fingerprint {
-    fn of(certificate: &[u8]) -> Self {
+    pub(super) fn of(certificate: &[u8]) -> Self {
         use std::fmt::Write as _;
         let mut text = PREFIX.to_owned();
         for byte in digest(&SHA256, certificate).as_ref() {
@@ -89,7 +86,10 @@ impl Identity {
         })
     }
 
-    fn of(certificates: Vec<CertificateDer<'static>>, key: PrivateKeyDer<'static>) -> Result<Self, rustls::Error> {
+    pub(super) fn of(
+        certificates: Vec<CertificateDer<'static>>,
+        key: PrivateKeyDer<'static>,
+    ) -> Result<Self, rustls::Error> {
         let fingerprint = certificates.first().map(|own| Fingerprint::of(own));
         let fingerprint = fingerprint.ok_or(rustls::Error::NoCertificatesPresented)?;
         let mut config = ServerConfig::builder_with_provider(provider())
@@ -122,23 +122,8 @@ fn certificates(pem: &[u8]) -> Result<Vec<CertificateDer<'static>>, Error> {
     if found.is_empty() { Err(Error::new(ErrorKind::Invalid, none)) } else { Ok(found) }
 }
 
-/// The configuration of a client that accepts the certificate with this fingerprint and no other.
-pub(crate) fn client(pinned: Fingerprint) -> Result<Arc<ClientConfig>, Error> {
-    let provider = provider();
-    let verifier = Arc::new(Pinned { pinned, provider: Arc::clone(&provider) });
-    let mut config = ClientConfig::builder_with_provider(provider)
-        .with_protocol_versions(&[&TLS13])
-        .map_err(|e| Error::caused(ErrorKind::System, "cannot set up TLS", e))?
-        .dangerous()
-        .with_custom_certificate_verifier(verifier)
-        .with_no_client_auth();
-    config.enable_sni = false;
-    config.resumption = Resumption::disabled();
-    Ok(Arc::new(config))
-}
-
 /// ring, with the cipher in front that takes least time; both ends are ours, and none of the three is weak.
-fn provider() -> Arc<CryptoProvider> {
+pub(super) fn provider() -> Arc<CryptoProvider> {
     let suites = [
         ring_provider::cipher_suite::TLS13_AES_128_GCM_SHA256,
         ring_provider::cipher_suite::TLS13_AES_256_GCM_SHA384,
@@ -147,70 +132,13 @@ fn provider() -> Arc<CryptoProvider> {
     Arc::new(CryptoProvider { cipher_suites: suites.to_vec(), ..ring_provider::default_provider() })
 }
 
-/// Accepts one certificate. That the peer has its key is verified by the signature of the handshake, as always.
-#[derive(Debug)]
-struct Pinned {
-    pinned: Fingerprint,
-    provider: Arc<CryptoProvider>,
-}
-
-/// A peer showed another certificate than the pinned one.
-#[derive(Debug, thiserror::Error)]
-#[error(
-    "its certificate has the fingerprint {found}, where its URL says {pinned}: another process has taken the \
-     address, or somebody is in between"
-)]
-struct WrongCertificate {
-    found: Fingerprint,
-    pinned: Fingerprint,
-}
-
-impl ServerCertVerifier for Pinned {
-    fn verify_server_cert(
-        &self,
-        certificate: &CertificateDer<'_>,
-        _intermediates: &[CertificateDer<'_>],
-        _name: &ServerName<'_>,
-        _ocsp: &[u8],
-        _now: UnixTime,
-    ) -> Result<ServerCertVerified, rustls::Error> {
-        let found = Fingerprint::of(certificate);
-        if found == self.pinned {
-            return Ok(ServerCertVerified::assertion());
-        }
-        let wrong = WrongCertificate { found, pinned: self.pinned.clone() };
-        Err(CertificateError::Other(OtherError(Arc::new(wrong))).into())
-    }
-
-    fn verify_tls12_signature(
-        &self,
-        message: &[u8],
-        certificate: &CertificateDer<'_>,
-        signed: &DigitallySignedStruct,
-    ) -> Result<HandshakeSignatureValid, rustls::Error> {
-        verify_tls12_signature(message, certificate, signed, &self.provider.signature_verification_algorithms)
-    }
-
-    fn verify_tls13_signature(
-        &self,
-        message: &[u8],
-        certificate: &CertificateDer<'_>,
-        signed: &DigitallySignedStruct,
-    ) -> Result<HandshakeSignatureValid, rustls::Error> {
-        verify_tls13_signature(message, certificate, signed, &self.provider.signature_verification_algorithms)
-    }
-
-    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
-        self.provider.signature_verification_algorithms.supported_schemes()
-    }
-}
-
 #[cfg(test)]
 #[allow(clippy::unwrap_used, reason = "a test that cannot go on should panic")]
 mod tests {
+    use rustls::pki_types::ServerName;
     use rustls::server::{ClientHello, ResolvesServerCert};
     use rustls::sign::CertifiedKey;
-    use rustls::{ClientConnection, ServerConnection};
+    use rustls::{CertificateError, ClientConnection, ServerConnection};
 
     use super::*;
 

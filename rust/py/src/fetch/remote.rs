@@ -14,7 +14,8 @@ use tensorferry_wire::container::{self, Header};
 
 use crate::errors;
 use crate::fetch::entries::{PyEntries, find_tree, without_tree};
-use crate::fetch::staged::{ProgressReporter, PyStagedFetch, WavesOf};
+use crate::fetch::progress::ProgressReporter;
+use crate::fetch::staged::{PyStagedFetch, WavesOf};
 use crate::memory::{PyArena, given, pool_with_allocator};
 use crate::report::{PyReport, seconds};
 use crate::runtime::{self, OnTick, Process};

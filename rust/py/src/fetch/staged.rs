@@ -2,7 +2,6 @@
 //!
 //! It is what a receive onto a device uses: Python copies one wave from pinned memory while the next one arrives.
 
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -11,6 +10,7 @@ use tensorferry_core::{Cancel, Error, StagedFetch, StagedRun, StoredWaves};
 use tensorferry_wire::container::Header;
 
 use crate::errors;
+use crate::fetch::progress::ProgressReporter;
 use crate::fetch::remote::handed_over;
 use crate::fetch::stored::read;
 use crate::memory::{PyArena, fetch_wave};
@@ -45,26 +45,6 @@ pub(crate) struct PyStagedFetch {
 
 /// Entry, first byte, bytes, and where they lie in the memory of the wave.
 type Run = (usize, u64, u64, u64);
-
-/// Reports to Python how far a receive is.
-pub(crate) struct ProgressReporter {
-    pub(crate) received: Arc<AtomicU64>,
-    pub(crate) total: u64,
-    /// Called with the bytes here and the bytes in all, now and then and at the end.
-    pub(crate) progress: Option<Py<PyAny>>,
-}
-
-impl ProgressReporter {
-    /// Calls `progress`, if there is one, with the bytes here and the bytes in all.
-    ///
-    /// # Errors
-    /// The exception that `progress` raised.
-    pub(crate) fn report(&self, py: Python<'_>) -> PyResult<()> {
-        // Bytes that had to be fetched again count once.
-        let received = self.received.load(Ordering::Relaxed).min(self.total);
-        self.progress.as_ref().map_or(Ok(()), |call| call.call1(py, (received, self.total)).map(drop))
-    }
-}
 
 impl PyStagedFetch {
     pub(crate) fn new(cancel: Cancel, reporter: ProgressReporter, header: Arc<Header>, waves: WavesOf) -> Self {

@@ -13,7 +13,8 @@ use tensorferry_wire::container::{self, Header};
 
 use crate::errors;
 use crate::fetch::entries::{PyEntries, find_tree, without_tree};
-use crate::fetch::staged::{ProgressReporter, PyStagedFetch, WavesOf};
+use crate::fetch::progress::ProgressReporter;
+use crate::fetch::staged::{PyStagedFetch, WavesOf};
 use crate::memory::{Owner, PyArena, given};
 use crate::report::PyReport;
 use crate::rows::PyTable;

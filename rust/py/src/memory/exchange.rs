@@ -1,8 +1,7 @@
 //! Tensors by `DLPack`'s table of C functions: described, and made over received memory.
 
-use std::ffi::{c_int, c_void};
+use std::ffi::c_void;
 
-use pyo3::ffi;
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyCapsule, PyType};
@@ -10,62 +9,7 @@ use tensorferry_core::Hold;
 use tensorferry_wire::container::Entry;
 use tensorferry_wire::dtype::Dtype;
 
-/// The table of C functions that `DLPack` defines and newer versions of torch have: one plain call describes a tensor,
-/// instead of a call through the interpreter for each of its properties.
-/// <https://dmlc.github.io/dlpack/latest/c_api.html>
-#[repr(C)]
-struct ExchangeTable {
-    major: u32,
-    minor: u32,
-    older: *const c_void,
-    allocate: *const c_void,
-    from_object: *const c_void,
-    to_object: Option<ToObject>,
-    describe: Option<Describe>,
-    stream: *const c_void,
-}
-
-/// Fills in a description of a tensor; returns something else than 0, with an exception set, where it cannot.
-type Describe = unsafe extern "C" fn(*mut c_void, *mut DlTensor) -> c_int;
-/// Makes a tensor and takes over the memory; returns something else than 0, with an exception set, where it cannot.
-type ToObject = unsafe extern "C" fn(*mut DlManaged, *mut *mut ffi::PyObject) -> c_int;
-
-/// A tensor as `DLPack` describes it. `shape` and `strides` have `rank` numbers each, counted in elements.
-#[repr(C)]
-struct DlTensor {
-    data: *mut c_void,
-    device: c_int,
-    device_number: i32,
-    rank: i32,
-    code: u8,
-    bits: u8,
-    lanes: u16,
-    shape: *const i64,
-    strides: *const i64,
-    byte_offset: u64,
-}
-
-/// Host memory, among the kinds of devices.
-const DL_CPU: c_int = 1;
-
-/// A tensor whose memory lives until `deleter` is called.
-#[repr(C)]
-struct DlManaged {
-    major: u32,
-    minor: u32,
-    context: *mut c_void,
-    deleter: unsafe extern "C" fn(*mut DlManaged),
-    flags: u64,
-    tensor: DlTensor,
-    /// Behind what `DLPack` knows of: keeps the memory.
-    _hold: Hold,
-}
-
-/// Torch calls this when the last tensor over the memory is gone, on any thread, with or without the interpreter.
-unsafe extern "C" fn dlpack_deleter(managed: *mut DlManaged) {
-    // SAFETY: made by `Box::into_raw` in `over`, and a deleter is called once.
-    drop(unsafe { Box::from_raw(managed) });
-}
+use super::dlpack::{DL_CPU, Describe, DlManaged, DlTensor, ExchangeTable, ToObject, dlpack_deleter};
 
 /// Torch's own [`ExchangeTable`].
 pub(crate) struct Exchange {

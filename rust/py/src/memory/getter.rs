@@ -16,7 +16,7 @@ pub(crate) struct Getter {
     /// What the classes have in common, from which the function is.
     found: Option<Py<PyAny>>,
     function: Option<Function>,
-    otherwise: Lookup,
+    otherwise: Fallback,
 }
 
 enum Function {
@@ -27,7 +27,7 @@ enum Function {
 }
 
 /// What is done where there is no C function, and for objects of other classes.
-enum Lookup {
+enum Fallback {
     Attribute(Py<PyString>),
     Method(Py<PyString>),
     /// Call this with the object.
@@ -49,7 +49,7 @@ impl Getter {
             };
             Some(Function::Descriptor(get?, descriptor.unbind()))
         });
-        Ok(Self::new(classes, found, function, Lookup::Attribute(name.clone().unbind())))
+        Ok(Self::new(classes, found, function, Fallback::Attribute(name.clone().unbind())))
     }
 
     /// The method `name` of objects of `classes`; `example` is one of them.
@@ -60,7 +60,7 @@ impl Getter {
     ) -> PyResult<Self> {
         let found = in_common(classes, name);
         let function = found.as_ref().map(|found| function_of(found, example)).transpose()?.flatten();
-        Ok(Self::new(classes, found, function, Lookup::Method(name.clone().unbind())))
+        Ok(Self::new(classes, found, function, Fallback::Method(name.clone().unbind())))
     }
 
     /// `method`, which all objects have, for those of `classes`, whatever these call by its name; `example` is one.
@@ -69,14 +69,14 @@ impl Getter {
         method: &Bound<'_, PyAny>,
         example: &Bound<'_, PyAny>,
     ) -> PyResult<Self> {
-        Ok(Self::new(classes, None, function_of(method, example)?, Lookup::Call(method.clone().unbind())))
+        Ok(Self::new(classes, None, function_of(method, example)?, Fallback::Call(method.clone().unbind())))
     }
 
     fn new(
         classes: &[&Bound<'_, PyType>],
         found: Option<Bound<'_, PyAny>>,
         function: Option<Function>,
-        otherwise: Lookup,
+        otherwise: Fallback,
     ) -> Self {
         let classes = classes.iter().map(|&class| class.clone().unbind()).collect();
         Self { classes, found: found.map(Bound::unbind), function, otherwise }
@@ -84,7 +84,7 @@ impl Getter {
 
     /// Whether the classes still have what was looked up: a program may give them something else under that name.
     pub(crate) fn is_current(&self, py: Python<'_>) -> bool {
-        let (Lookup::Attribute(name) | Lookup::Method(name)) = &self.otherwise else { return true };
+        let (Fallback::Attribute(name) | Fallback::Method(name)) = &self.otherwise else { return true };
         let classes: Vec<_> = self.classes.iter().map(|class| class.bind(py)).collect();
         match (&self.found, in_common(&classes, name.bind(py))) {
             (Some(known), Some(found)) => found.is(known),
@@ -115,9 +115,9 @@ impl Getter {
             }
         }
         match &self.otherwise {
-            Lookup::Attribute(name) => value.getattr(name.bind(py)),
-            Lookup::Method(name) => value.call_method0(name.bind(py)),
-            Lookup::Call(method) => method.bind(py).call1((value,)),
+            Fallback::Attribute(name) => value.getattr(name.bind(py)),
+            Fallback::Method(name) => value.call_method0(name.bind(py)),
+            Fallback::Call(method) => method.bind(py).call1((value,)),
         }
     }
 

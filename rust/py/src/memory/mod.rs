@@ -16,6 +16,7 @@
 
 mod arena;
 mod buffers;
+mod dlpack;
 mod exchange;
 mod getter;
 mod owner;

@@ -6,7 +6,7 @@ use pyo3::types::PyString;
 
 use super::PyRows;
 use super::specs::{self, Fields};
-use super::views::{Global, View};
+use super::view::{Global, View};
 
 impl PyRows {
     /// A `DTensor` whose local part and spec describe it completely, `None` for everything else.

@@ -6,8 +6,10 @@ use tensorferry_wire::container::RESERVED_PREFIX;
 use tensorferry_wire::dtype::Dtype;
 
 use super::PyRows;
+use super::reached::ReachedStorage;
 use super::text::{quote, write_number};
-use super::views::{Store, numbers, typed};
+use super::view::typed;
+use super::views::numbers;
 use crate::rows::columns::Row;
 
 /// Notes that a pickle refers to the bytes `[start, end)` of `storage`, which has the identity `key`, is at `address` and
@@ -22,7 +24,7 @@ pub(crate) fn reach(
     span: (usize, usize),
 ) -> usize {
     let mut views = rows.get().views();
-    let store = views.store(key, || Store::new(storage, memory.0, memory.1, false));
+    let store = views.store(key, || ReachedStorage::new(storage, memory.0, memory.1, false));
     views.reach(store, span)
 }
 

@@ -33,7 +33,7 @@ pub(crate) fn pickle_plain<'py>(
 ) -> PyResult<Option<(Bound<'py, PyBytes>, Option<usize>)>> {
     let py = rows.py();
     let table = rows.get();
-    let mut writer = Writer {
+    let mut writer = PlainWriter {
         rows: table,
         ordered,
         pickle: Pickle::new(),
@@ -75,7 +75,7 @@ pub(super) fn is_written(pickle: &mut Pickle, value: &Bound<'_, PyAny>) -> bool 
 }
 
 /// Writes one object after the other. What a method has written that returns false is of no use.
-struct Writer<'a, 'py> {
+struct PlainWriter<'a, 'py> {
     rows: &'a PyRows,
     ordered: Option<&'a Bound<'py, PyType>>,
     pickle: Pickle,
@@ -87,7 +87,7 @@ struct Writer<'a, 'py> {
     kept: Vec<Bound<'py, PyAny>>,
 }
 
-impl<'py> Writer<'_, 'py> {
+impl<'py> PlainWriter<'_, 'py> {
     /// Writes a value at this depth, or refers to it if it was written before; returns whether it could be written.
     fn value(&mut self, value: &Bound<'py, PyAny>, depth: usize) -> PyResult<bool> {
         if is_written(&mut self.pickle, value) {

@@ -19,9 +19,9 @@ pub(crate) type Fields<'py> = Vec<(Bound<'py, PyAny>, Bound<'py, PyAny>)>;
 
 /// What a spec says, as words of memory: equal for specs that say the same.
 #[derive(PartialEq, Eq)]
-pub(crate) struct Fingerprint(Vec<usize>);
+pub(crate) struct SpecFingerprint(Vec<usize>);
 
-impl Hash for Fingerprint {
+impl Hash for SpecFingerprint {
     fn hash<H: Hasher>(&self, state: &mut H) {
         self.0.iter().for_each(|&word| state.write_usize(word));
     }
@@ -37,7 +37,7 @@ struct Met {
     by_address: ByAddress<usize>,
     kept: Vec<Py<PyAny>>,
     /// With the fields of the first that says it, which keep the objects whose addresses are in the fingerprint.
-    by_fingerprint: HashMap<Fingerprint, (usize, Kept), BuildHasherDefault<AddressHasher>>,
+    by_fingerprint: HashMap<SpecFingerprint, (usize, Kept), BuildHasherDefault<AddressHasher>>,
     /// Those that differ.
     placements: Vec<Py<PyAny>>,
     /// Classes of tuples, and whether they compare as tuples do.
@@ -57,12 +57,12 @@ impl Specs {
     }
 
     /// The number of the specs with this `fingerprint`.
-    pub(crate) fn number_of_fingerprint(&self, fingerprint: &Fingerprint) -> Option<usize> {
+    pub(crate) fn number_of_fingerprint(&self, fingerprint: &SpecFingerprint) -> Option<usize> {
         self.met().by_fingerprint.get(fingerprint).map(|&(number, _)| number)
     }
 
     /// Gives specs with this `fingerprint` a number; it was made of `fields`.
-    pub(crate) fn add_fingerprint(&self, fingerprint: Fingerprint, number: usize, fields: Fields<'_>) {
+    pub(crate) fn add_fingerprint(&self, fingerprint: SpecFingerprint, number: usize, fields: Fields<'_>) {
         let fields = fields.into_iter().map(|(name, value)| (name.unbind(), value.unbind())).collect();
         self.met().by_fingerprint.insert(fingerprint, (number, fields));
     }
@@ -79,7 +79,11 @@ impl Specs {
     ///
     /// # Errors
     /// Whatever comparing placements raises.
-    pub(crate) fn fingerprint(&self, spec: &Bound<'_, PyAny>, fields: &Fields<'_>) -> PyResult<Option<Fingerprint>> {
+    pub(crate) fn fingerprint(
+        &self,
+        spec: &Bound<'_, PyAny>,
+        fields: &Fields<'_>,
+    ) -> PyResult<Option<SpecFingerprint>> {
         let mut words = Vec::with_capacity(WORDS);
         words.push(spec.get_type_ptr() as usize);
         for (name, value) in fields {
@@ -101,7 +105,7 @@ impl Specs {
                 }
             }
         }
-        Ok(Some(Fingerprint(words)))
+        Ok(Some(SpecFingerprint(words)))
     }
 
     /// Appends what `value` says: an integer, a tuple, or any other object, which says the same as itself only.

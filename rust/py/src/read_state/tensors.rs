@@ -7,7 +7,8 @@ use pyo3::types::{PyDict, PyList, PyString, PyTuple, PyType};
 use tensorferry_wire::dtype::Dtype;
 
 use super::PyRows;
-use super::views::{Store, View, typed};
+use super::reached::ReachedStorage;
+use super::view::{View, typed};
 use crate::memory::Described;
 use crate::rows::columns::Row;
 
@@ -35,7 +36,7 @@ pub(super) enum Read {
 }
 
 /// What torch says of a tensor beyond its description.
-pub(super) struct Told<'py> {
+pub(super) struct StorageFacts<'py> {
     pub(super) dtype: Dtype,
     pub(super) storage: Bound<'py, PyAny>,
     /// Bytes of the storage.
@@ -198,7 +199,11 @@ impl PyRows {
     }
 
     /// What torch says of a tensor beyond its description, `None` if more belongs to it than a container says.
-    pub(super) fn ask<'py>(&self, value: &Bound<'py, PyAny>, tensor: &Described) -> PyResult<Option<Told<'py>>> {
+    pub(super) fn ask<'py>(
+        &self,
+        value: &Bound<'py, PyAny>,
+        tensor: &Described,
+    ) -> PyResult<Option<StorageFacts<'py>>> {
         let dtype = match tensor.dtype {
             Some(dtype) => dtype,
             None => match self.byte_dtype(value)? {
@@ -218,7 +223,7 @@ impl PyRows {
             return Ok(None);
         }
         let nbytes = storage.len()?;
-        Ok(Some(Told { dtype, storage, nbytes, requires_grad }))
+        Ok(Some(StorageFacts { dtype, storage, nbytes, requires_grad }))
     }
 
     /// A tensor as a view of its storage, `None` if only Python can pickle it or say why it cannot be sent.
@@ -227,7 +232,7 @@ impl PyRows {
         &self,
         value: &Bound<'_, PyAny>,
         tensor: &Described,
-        told: &Told<'_>,
+        told: &StorageFacts<'_>,
         spec: Option<usize>,
     ) -> PyResult<Option<View>> {
         let py = value.py();
@@ -249,7 +254,7 @@ impl PyRows {
         if spec.is_some_and(|spec| views.specs.get(spec).is_none_or(|spec| spec.1 != told.dtype)) {
             return Ok(None);
         }
-        let store = views.store(key, || Store::new(told.storage.clone().unbind(), address, told.nbytes, true));
+        let store = views.store(key, || ReachedStorage::new(told.storage.clone().unbind(), address, told.nbytes, true));
         Ok(views.view(store, start, tensor, told.dtype).map(|mut view| {
             (view.requires_grad, view.parameter) = (told.requires_grad, self.is_parameter(value));
             view

@@ -4,129 +4,13 @@
 //! Their storages are sent as far as some tensor reaches, so `Stores` notes what is reached while the objects are
 //! pickled.
 
-use pyo3::prelude::*;
 use tensorferry_wire::dtype::Dtype;
 
+use super::reached::ReachedStorage;
 use super::text::write_number;
+use super::view::{View, typed};
 use crate::memory::Described;
 use crate::rows::columns::{ByAddress, Span};
-
-/// Memory of a tensor inside its storage.
-#[allow(clippy::struct_excessive_bools, reason = "each is a property of its own, and a state has many views")]
-pub(crate) struct View {
-    /// Its number in the tree, of a local part that of its `DTensor`.
-    pub(crate) leaf: i64,
-    pub(crate) store: usize,
-    /// Where its first element is, in bytes from the start of the storage.
-    pub(crate) start: usize,
-    /// Bytes from the start of the storage to the end of what it can reach.
-    pub(crate) end: usize,
-    /// Where its first element is in memory.
-    pub(crate) address: usize,
-    /// Where its shape begins in `Views::dims`; its strides are behind it.
-    dims: usize,
-    rank: u8,
-    itemsize: u8,
-    is_dense: bool,
-    pub(crate) dtype: Dtype,
-    pub(crate) requires_grad: bool,
-    pub(crate) parameter: bool,
-    /// Whether several views are of the same object of Python, this one being the first of them.
-    pub(crate) is_shared: bool,
-    /// The first view of the same object of Python, of a `DTensor`: of its local part.
-    pub(crate) first: usize,
-    /// What only a `DTensor` has.
-    pub(crate) global: Option<Global>,
-}
-
-/// What a `DTensor` has besides its local part.
-pub(crate) struct Global {
-    pub(crate) local: Py<PyAny>,
-    pub(crate) local_requires_grad: bool,
-    /// Its spec, among those that differ.
-    pub(crate) spec: usize,
-}
-
-impl View {
-    /// The view's first element in its storage, counted in elements.
-    pub(crate) fn offset(&self) -> usize {
-        self.start / usize::from(self.itemsize)
-    }
-
-    /// The view's shape and strides, out of `all` dimensions of all views.
-    fn dims<'a>(&self, all: &'a [u64]) -> (&'a [u64], &'a [u64]) {
-        let rank = usize::from(self.rank);
-        all[self.dims..self.dims + 2 * rank].split_at(rank)
-    }
-
-    /// Whether elements may share memory; true in some cases where they do not. `dims` are all there are.
-    fn may_overlap_itself(&self, dims: &[u64]) -> bool {
-        if self.is_dense {
-            return false;
-        }
-        let (shape, strides) = self.dims(dims);
-        let mut steps: Vec<_> = strides.iter().zip(shape).filter(|(_, dim)| **dim > 1).collect();
-        steps.sort_unstable();
-        let mut end = 1;
-        for (&step, &dim) in steps {
-            if step < end {
-                return true;
-            }
-            end = step.saturating_mul(dim);
-        }
-        false
-    }
-}
-
-/// A storage to which objects refer.
-pub(crate) struct Store {
-    pub(crate) object: Py<PyAny>,
-    pub(crate) address: usize,
-    pub(crate) nbytes: usize,
-    /// Whether it is known to lie in host memory.
-    pub(crate) is_on_host: bool,
-    /// What the pickle calls it.
-    pub(crate) number: Option<usize>,
-    /// The bytes that are reached: first and last (exclusive). Most storages are reached by one tensor, which needs no
-    /// memory for a list.
-    reached: Option<(usize, usize)>,
-    reached_too: Vec<(usize, usize)>,
-}
-
-/// A gap of at most this many bytes that nothing reaches is sent along: a separate entry would cost as much.
-const JOIN_GAP: usize = 512;
-
-impl Store {
-    pub(crate) fn new(object: Py<PyAny>, address: usize, nbytes: usize, is_on_host: bool) -> Self {
-        Self { object, address, nbytes, is_on_host, number: None, reached: None, reached_too: Vec::new() }
-    }
-
-    /// Notes that the bytes `span` of the storage are reached.
-    fn reach(&mut self, span: (usize, usize)) {
-        if self.reached.is_none() {
-            self.reached = Some(span);
-        } else if self.reached != Some(span) {
-            self.reached_too.push(span);
-        }
-    }
-
-    /// Puts the runs of bytes to send into `runs`: the union of all spans, with runs joined over small gaps.
-    pub(crate) fn covered(&mut self, runs: &mut Vec<(usize, usize)>) {
-        runs.clear();
-        if !self.reached_too.is_empty() {
-            self.reached_too.extend(self.reached);
-            self.reached_too.sort_unstable();
-        }
-        let one = self.reached.filter(|_| self.reached_too.is_empty());
-        for &(start, end) in self.reached_too.iter().chain(&one) {
-            match runs.last_mut() {
-                Some(last) if start <= last.1 + JOIN_GAP => last.1 = last.1.max(end),
-                _ if end > start => runs.push((start, end)),
-                _ => {}
-            }
-        }
-    }
-}
 
 /// All views of a state, and the storages to which its objects refer.
 #[derive(Default)]
@@ -138,7 +22,7 @@ pub(crate) struct Views {
     /// Address of a tensor's object, of a `DTensor` that of its local part, to the first view of it. The state keeps all
     /// of them alive.
     of: ByAddress<usize>,
-    pub(crate) stores: Vec<Store>,
+    pub(crate) stores: Vec<ReachedStorage>,
     /// Identity of a storage to its place.
     pub(crate) by_key: ByAddress<usize>,
     /// The shape and the dtype that each spec of a `DTensor` says.
@@ -209,7 +93,7 @@ impl Views {
     }
 
     /// The storage with the identity `key`, and whether it had been met before.
-    pub(crate) fn store(&mut self, key: usize, make: impl FnOnce() -> Store) -> usize {
+    pub(crate) fn store(&mut self, key: usize, make: impl FnOnce() -> ReachedStorage) -> usize {
         *self.by_key.entry(key).or_insert_with(|| {
             self.stores.push(make());
             self.stores.len() - 1
@@ -294,23 +178,4 @@ pub(crate) fn numbers(text: &mut String, values: &[u64]) {
         write_number(text, value);
     }
     text.push(']');
-}
-
-/// What torch calls a dtype, `None` for those whose storages it pickles without a dtype.
-pub(crate) fn typed(dtype: Dtype) -> Option<&'static str> {
-    let is_typed = matches!(
-        dtype,
-        Dtype::Bool
-            | Dtype::U8
-            | Dtype::I8
-            | Dtype::I16
-            | Dtype::F16
-            | Dtype::BF16
-            | Dtype::I32
-            | Dtype::F32
-            | Dtype::C64
-            | Dtype::F64
-            | Dtype::I64
-    );
-    dtype.array_name().filter(|_| is_typed)
 }

@@ -58,7 +58,7 @@ fn code(dtype: Dtype) -> u8 {
 /// # Errors
 /// What is wrong with the table.
 pub(crate) fn decode(table: &[u8], places: &[Place]) -> Result<(Columns, Vec<usize>), String> {
-    let mut rest = Cursor(table);
+    let mut rest = TableCursor(table);
     let [rows, names, dims] = [rest.number()?, rest.number()?, rest.number()?];
     // Nothing is allocated for a table that is not as long as it says.
     let ends = rest.column(rows, 8)?;
@@ -68,7 +68,7 @@ pub(crate) fn decode(table: &[u8], places: &[Place]) -> Result<(Columns, Vec<usi
     let sizes = rest.column(rows, 8)?;
     let buffers = rest.column(rows, 4)?;
     let offsets = rest.column(rows, 8)?;
-    let mut dims = Cursor(rest.column(dims, 8)?);
+    let mut dims = TableCursor(rest.column(dims, 8)?);
     let names = std::str::from_utf8(rest.column(names, 1)?).map_err(|_| "its names are no text".to_owned())?;
     if !rest.0.is_empty() {
         return Err("it is longer than it says".to_owned());
@@ -120,9 +120,9 @@ fn word(column: &[u8], row: usize) -> Result<usize, String> {
 }
 
 /// What is still to be decoded.
-struct Cursor<'a>(&'a [u8]);
+struct TableCursor<'a>(&'a [u8]);
 
-impl<'a> Cursor<'a> {
+impl<'a> TableCursor<'a> {
     fn number(&mut self) -> Result<usize, String> {
         word(self.column(1, 8)?, 0)
     }

@@ -30,11 +30,16 @@
 //! remembers which. [`DigestTable::decode`] checks that algorithm and block size are those expected, that there are no
 //! more checksums than the payload has blocks, that the length is exact, and that the table's own checksum matches.
 
+mod hasher;
+mod join;
 mod table;
 mod wide;
 
 use crc_fast::CrcAlgorithm::Crc64Nvme;
 
+pub use self::hasher::Hasher;
+use self::hasher::{HasherState, first_word, first_words};
+pub use self::join::{Joiner, join};
 pub use self::table::{DigestTable, TableHead, block_count, table_len};
 pub use self::wide::{BlockDigests, WideTable, most_wide_table_len};
 
@@ -171,126 +176,11 @@ pub fn checksum(bytes: &[u8]) -> u64 {
     crc_fast::checksum(Crc64Nvme, bytes)
 }
 
-/// CRC-64/NVME of bytes with the checksum `first`, followed by `len` bytes with the checksum `second`. Many parts of one
-/// length are faster with a [`Joiner`].
-///
-/// ```
-/// use tensorferry_wire::digest::{checksum, join};
-///
-/// assert_eq!(join(checksum(b"ab"), checksum(b"cde"), 3), checksum(b"abcde"));
-/// assert_eq!(join(checksum(b""), checksum(b"cde"), 3), checksum(b"cde"));
-/// ```
-#[must_use]
-pub fn join(first: u64, second: u64, len: u64) -> u64 {
-    crc_fast::checksum_combine(Crc64Nvme, first, second, len)
-}
-
-/// Computes CRC-64/NVME of bytes from the checksums of consecutive parts of them.
-///
-/// ```
-/// use tensorferry_wire::digest::{Joiner, checksum};
-///
-/// let bytes = [7_u8; 24];
-/// let joined = Joiner::new(8).join(checksum(&bytes[..16]), checksum(&bytes[16..]));
-/// assert_eq!(joined, checksum(&bytes));
-/// ```
-#[derive(Debug, Clone)]
-pub struct Joiner {
-    /// What each value of each byte of a checksum becomes when `len` bytes follow.
-    moved: Box<[[u64; 256]; 8]>,
-}
-
-impl Joiner {
-    /// For parts of `len` bytes.
-    #[must_use]
-    pub fn new(len: u64) -> Self {
-        let mut moved = Box::new([[0; 256]; 8]);
-        for (byte, row) in moved.iter_mut().enumerate() {
-            for bit in 0..8 {
-                // The operation is linear: what a checksum becomes is that of its bits, added up.
-                let one = crc_fast::checksum_combine(Crc64Nvme, 1 << (8 * byte + bit), 0, len);
-                for value in 0..1 << bit {
-                    row[(1 << bit) + value] = row[value] ^ one;
-                }
-            }
-        }
-        Self { moved }
-    }
-
-    /// The checksum of bytes with the checksum `first`, followed by the `len` bytes with the checksum `second`.
-    #[must_use]
-    pub fn join(&self, first: u64, second: u64) -> u64 {
-        let moved = first.to_le_bytes().into_iter().zip(self.moved.iter()).map(|(byte, row)| row[usize::from(byte)]);
-        moved.fold(second, |joined, part| joined ^ part)
-    }
-}
-
 /// The part of `[start, end)` that whole blocks fill, as their numbers; without one, an empty run at its end.
 #[must_use]
 pub fn whole_blocks(start: u64, end: u64, block_size: u64) -> (u64, u64) {
     let (first, behind) = (start.div_ceil(block_size), end / block_size);
     if first < behind { (first, behind) } else { (behind, behind) }
-}
-
-fn first_word(hash: &blake3::Hash) -> u64 {
-    hash.as_bytes().first_chunk().map_or(0, |word| u64::from_le_bytes(*word))
-}
-
-fn first_words(hash: &blake3::Hash) -> u128 {
-    hash.as_bytes().first_chunk().map_or(0, |words| u128::from_le_bytes(*words))
-}
-
-/// Computes a checksum of bytes that come in pieces.
-#[derive(Debug, Clone)]
-pub struct Hasher(HasherState);
-
-#[derive(Debug, Clone)]
-#[expect(clippy::large_enum_variant, reason = "without a secret, a block costs no allocation")]
-enum HasherState {
-    Crc64(crc_fast::Digest),
-    Blake3(Box<blake3::Hasher>),
-}
-
-impl Hasher {
-    /// A hasher of CRC-64/NVME that has seen no bytes; [`Algorithm::hasher`] also makes keyed ones.
-    #[must_use]
-    pub fn new() -> Self {
-        Self(HasherState::Crc64(crc_fast::Digest::new(Crc64Nvme)))
-    }
-
-    /// Adds the next bytes.
-    pub fn update(&mut self, bytes: &[u8]) {
-        match &mut self.0 {
-            HasherState::Crc64(digest) => digest.update(bytes),
-            HasherState::Blake3(hasher) => {
-                hasher.update(bytes);
-            }
-        }
-    }
-
-    /// The checksum of all bytes so far.
-    #[must_use]
-    pub fn finish(&self) -> u64 {
-        match &self.0 {
-            HasherState::Crc64(digest) => digest.finalize(),
-            HasherState::Blake3(hasher) => first_word(&hasher.finalize()),
-        }
-    }
-
-    /// The same as [`Algorithm::wide_checksum`] of all bytes so far.
-    #[must_use]
-    pub fn finish_wide(&self) -> u128 {
-        match &self.0 {
-            HasherState::Crc64(digest) => digest.finalize().into(),
-            HasherState::Blake3(hasher) => first_words(&hasher.finalize()),
-        }
-    }
-}
-
-impl Default for Hasher {
-    fn default() -> Self {
-        Self::new()
-    }
 }
 
 #[cfg(test)]

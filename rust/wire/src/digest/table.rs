@@ -11,7 +11,7 @@ pub fn block_count(payload_len: u64) -> u64 {
 /// Length in bytes of a table of `count` checksums. `count` must be below 2^60, or the length could overflow.
 #[must_use]
 pub fn table_len(count: u64) -> u64 {
-    Layout::<8>::len(count)
+    TableLayout::<8>::len(count)
 }
 
 /// The checksums of one publication, or of a run of its blocks.
@@ -84,13 +84,13 @@ impl DigestTable {
 }
 
 /// How every table is laid out, whatever the length of its checksums: each has `N` bytes.
-pub(super) struct Layout<const N: usize> {
+pub(super) struct TableLayout<const N: usize> {
     pub(super) magic: &'static [u8; 8],
 }
 
-const LAYOUT: Layout<8> = Layout { magic: MAGIC };
+const LAYOUT: TableLayout<8> = TableLayout { magic: MAGIC };
 
-impl<const N: usize> Layout<N> {
+impl<const N: usize> TableLayout<N> {
     /// Length in bytes of a table of `count` checksums.
     pub(super) const fn len(count: u64) -> u64 {
         HEAD as u64 + N as u64 * count + 8

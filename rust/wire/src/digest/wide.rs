@@ -19,16 +19,16 @@
 //! u128, u64 each  the long checksum of a block and its CRC-64/NVME
 //! ```
 
-use super::table::Layout;
+use super::table::TableLayout;
 use super::{Algorithm, BLOCK_SIZE, DigestError};
 
-const KEYED: Layout<16> = Layout { magic: b"TFDIGST2" };
-const OPEN: Layout<24> = Layout { magic: b"TFDIGST3" };
+const KEYED: TableLayout<16> = TableLayout { magic: b"TFDIGST2" };
+const OPEN: TableLayout<24> = TableLayout { magic: b"TFDIGST3" };
 
 /// Length in bytes of the longest table for `count` blocks. `count` must be below 2^58, or the length could overflow.
 #[must_use]
 pub fn most_wide_table_len(count: u64) -> u64 {
-    Layout::<24>::len(count)
+    TableLayout::<24>::len(count)
 }
 
 /// What a block is compared with.

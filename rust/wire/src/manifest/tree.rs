@@ -3,7 +3,8 @@
 use std::collections::HashSet;
 use std::fmt::Write as _;
 
-use super::{ManifestError, Validator};
+use super::ManifestError;
+use super::validator::Validator;
 use crate::distinct::Distinct;
 
 impl Validator<'_> {

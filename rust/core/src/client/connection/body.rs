@@ -23,8 +23,14 @@ pub(super) struct Ring {
 }
 
 impl Connection {
-    /// Fills `parts` (the next bytes of the body) in order. `received` is given what has just arrived, in order too.
-    pub(crate) fn fill(&mut self, parts: &mut [IoSliceMut<'_>], mut received: impl FnMut(&[u8])) -> Result<(), Error> {
+    /// Fills `parts` (the next bytes of the body) in order. `received` is given what has just arrived, in order too, and
+    /// `counted` how much that was, once for all that came at a time.
+    pub(crate) fn fill(
+        &mut self,
+        parts: &mut [IoSliceMut<'_>],
+        mut received: impl FnMut(&[u8]),
+        counted: impl Fn(u64),
+    ) -> Result<(), Error> {
         let mut parts = parts;
         loop {
             IoSliceMut::advance_slices(&mut parts, 0);
@@ -38,6 +44,7 @@ impl Connection {
             if self.ring.as_ref().is_some_and(|ring| ring.in_use) {
                 let got = self.take_from_ring(&mut parts[0], &mut received)?;
                 self.remaining -= got as u64;
+                counted(got as u64);
                 IoSliceMut::advance_slices(&mut parts, got);
                 continue;
             }
@@ -53,6 +60,7 @@ impl Connection {
                 self.receive(&mut parts[..count])?
             };
             self.remaining -= got as u64;
+            counted(got as u64);
             let mut left = got;
             for part in parts.iter() {
                 let here = left.min(part.len());
@@ -148,7 +156,7 @@ impl Connection {
             let step = usize::try_from(left).unwrap_or(usize::MAX).min(1 << 20);
             make_room(bytes, step)?;
             bytes.resize(at + step, 0);
-            self.fill(&mut [IoSliceMut::new(&mut bytes[at..])], |_| ())?;
+            self.fill(&mut [IoSliceMut::new(&mut bytes[at..])], |_| (), |_| ())?;
             left -= step as u64;
         }
         Ok(())

@@ -74,10 +74,10 @@ impl Remote {
             check_range(&mut connection, &head, at, stop, end)?;
             while at < stop && started.elapsed() < length {
                 let part = usize::try_from(stop - at).unwrap_or(usize::MAX).min(sink.len());
-                let count = |got: &[u8]| {
-                    bytes.fetch_add(got.len() as u64, Ordering::Relaxed);
+                let count = |got: u64| {
+                    bytes.fetch_add(got, Ordering::Relaxed);
                 };
-                connection.fill(&mut [IoSliceMut::new(&mut sink[..part])], count)?;
+                connection.fill(&mut [IoSliceMut::new(&mut sink[..part])], |_| (), count)?;
                 at += part as u64;
             }
             at %= end;

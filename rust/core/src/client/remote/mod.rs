@@ -67,6 +67,7 @@ pub struct Remote {
     progress: Arc<AtomicU64>,
     /// Serves on what is received, where this takes part in a swarm.
     relay: Option<Arc<dyn RelayHost>>,
+    relays_at_once: bool,
     /// The addresses at both ends of the connection that brought the header, if it went over the network.
     route: Option<(IpAddr, IpAddr)>,
     /// Those that can be used again.
@@ -136,7 +137,7 @@ impl Remote {
         }
         self.copy_prefix(&plan)?;
         let fetch = PlannedFetch { plan: &plan, missing: &missing, held: &self.blocks(), received: &received };
-        let relay = host.and_then(|host| OpenRelay::open(&*host, &self, &plan, &missing));
+        let relay = host.and_then(|host| OpenRelay::new(host, &self, &plan, &missing));
         if missing.is_empty() && !is_small {
             // Nothing is to be fetched, but what is here may have been at the source at different moments.
             self.settle(&[fetch], None, &mut report)?;
@@ -144,11 +145,6 @@ impl Remote {
             self.transfer(&[fetch], relay, &mut report)?;
         }
         Ok(Arrived { arena, offsets, report: self.complete(report, started) })
-    }
-
-    /// The first bytes of the payload, which are here.
-    pub(super) fn prefix(&self) -> &[u8] {
-        &self.prefix
     }
 
     /// What serves on what is received, if this takes part in a swarm. Grants are of one source, and so are the digests

@@ -123,6 +123,7 @@ impl Remote {
                         pool: options.pool,
                         progress: options.progress,
                         relay: options.relay,
+                        relays_at_once: options.relays_at_once,
                         limits,
                     });
                 }

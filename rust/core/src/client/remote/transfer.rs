@@ -13,6 +13,7 @@ use super::verify::Passes;
 use crate::client::blocks::push_block;
 use crate::client::lane;
 use crate::client::ledger::BlockLedger;
+use crate::client::pilot::Pilot;
 use crate::client::rails::{self, RailLanes};
 use crate::client::relaying::OpenRelay;
 use crate::client::stragglers::StragglerMonitor;
@@ -20,6 +21,7 @@ use crate::client::swarm::{MOST_RELAYS, Swarm, SwarmEnd};
 use crate::error::Error;
 use crate::payload::{Plan, Queue};
 use crate::report::Report;
+use crate::trust::random;
 
 /// Blocks of 1 MiB in one request of a lane, at most.
 const MAX_RANGE_BLOCKS: u64 = 16;
@@ -203,10 +205,13 @@ impl Remote {
         let rail_lanes =
             RailLanes::new(self.sources.len(), lanes, if is_large { fitting(each) } else { 0 }, &self.limits);
         let queue = Queue::new(runs, per_range);
+        // Receivers that begin together do not fetch the same at first.
+        let queue = if relay.is_some() { queue.beginning_at(random::bytes()?) } else { queue };
         let swarm = match relay {
             Some(relay) => {
                 let of = (self.header_digest, self.header.payload_len());
-                Swarm::new(relay, &self.sources[self.primary], &self.key, plan, of, &self.limits)?
+                let source = &self.sources[self.primary];
+                Swarm::new(relay, source, (&self.key, &self.prefix), plan, of, self.relays_at_once, &self.limits)?
             }
             None => None,
         };
@@ -227,6 +232,7 @@ impl Remote {
             swarm: swarm.as_ref(),
             rails: &rail_lanes,
             alive: lanes.into(),
+            pilot: Pilot::here(),
         };
         let builder = |index| std::thread::Builder::new().name(format!("tensorferry-lane-{index}"));
         self.connections = transfer.run_all(lanes, std::mem::take(&mut self.connections), builder);
@@ -238,7 +244,7 @@ impl Remote {
         report.add_routes(received.take_routes());
         drop(transfer);
         queue.finish()?;
-        Ok(swarm.map(Swarm::end))
+        Ok(swarm.and_then(Swarm::end))
     }
 
     /// How many other addresses the sources have.

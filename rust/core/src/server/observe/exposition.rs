@@ -9,7 +9,8 @@ use std::fmt::{Display, Write as _};
 use std::time::{Duration, SystemTime};
 
 use super::figures::Figures;
-use super::receives::{Failure, Phases, ReceiveFigures};
+use super::receive::Failure;
+use super::receives::{Phases, ReceiveFigures};
 
 /// The media type of what [`render`] returns.
 pub(in crate::server) const MEDIA_TYPE: &str = "text/plain; version=0.0.4; charset=utf-8";

@@ -4,15 +4,16 @@
 //! browser everything but its own style sheet, so that even text that was not escaped could do nothing.
 
 use std::cmp::Reverse;
-use std::fmt::{self, Display, Write as _};
-use std::time::Duration;
+use std::fmt::Write as _;
 
 use http::StatusCode;
 
 use super::figures::Figures;
+use super::html::{Escaped, table};
 use super::metrics::Refusal;
 use super::receives::{Ended, Underway};
 use super::transfers::Transfer;
+use super::units::{Rate, Size, Time};
 
 /// The media type of what [`render`] returns.
 pub(in crate::server) const MEDIA_TYPE: &str = "text/html; charset=utf-8";
@@ -66,7 +67,7 @@ fn summary(page: &mut String, figures: &Figures, title: &str) {
     } else {
         ("shut", "the gate is closed: nothing is published now, and requests wait (normal between two heals)")
     };
-    let size = figures.published.map_or(String::new(), |len| format!(" ({})", Bytes(len as f64)));
+    let size = figures.published.map_or(String::new(), |len| format!(" ({})", Size(len as f64)));
     let modes = match (figures.encrypted, figures.secret) {
         (true, true) => ", with TLS and a shared secret",
         (true, false) => ", with TLS",
@@ -91,7 +92,7 @@ fn sending(page: &mut String, figures: &Figures) {
     let _ = write!(
         page,
         "<h2>Sending</h2>\n<p class=\"dim\">{} sent so far in {} answers, {} answers were cut off</p>\n",
-        Bytes(figures.sent as f64),
+        Size(figures.sent as f64),
         bodies.complete,
         bodies.cut,
     );
@@ -102,12 +103,12 @@ fn sending(page: &mut String, figures: &Figures) {
         row.cell(step);
         row.number(connections);
         row.progress(*sent, *total);
-        row.number(Bytes(*sent as f64));
+        row.number(Size(*sent as f64));
         row.number(Rate(*bytes_per_second));
         row.number(Time(*took));
     });
     if figures.relayed > 0 {
-        let _ = writeln!(page, "<p class=\"dim\">{} of it was being received here</p>", Bytes(figures.relayed as f64));
+        let _ = writeln!(page, "<p class=\"dim\">{} of it was being received here</p>", Size(figures.relayed as f64));
     }
     if !figures.members.is_empty() {
         page.push_str("<h2>Receivers that bring each other what is served</h2>\n");
@@ -126,8 +127,8 @@ fn receiving(page: &mut String, running: &[Underway]) {
         row.cell(receive.step);
         row.cell(receive.phase);
         row.progress(receive.received, receive.total);
-        row.number(Bytes(receive.received as f64));
-        row.number(Bytes(receive.total as f64));
+        row.number(Size(receive.received as f64));
+        row.number(Size(receive.total as f64));
         row.number(Time(receive.took));
     });
 }
@@ -140,7 +141,7 @@ fn received(page: &mut String, figures: &Figures) {
         "<h2>Last receives</h2>\n<p class=\"dim\">{} healed, {} failed, {} received, {} ranges fetched again</p>\n",
         sums.healed,
         sums.failed,
-        Bytes(sums.bytes as f64),
+        Size(sums.bytes as f64),
         sums.retries,
     );
     let heads = ["ended", "step", "#bytes", "#rate", "#open", "#fetch", "#build", "#in all", "route"];
@@ -159,7 +160,7 @@ fn received(page: &mut String, figures: &Figures) {
                 return;
             }
         };
-        row.number(Bytes(report.bytes as f64));
+        row.number(Size(report.bytes as f64));
         row.number(Rate(report.bytes as f64 / phases.fetch.as_secs_f64().max(1e-9)));
         row.number(Time(phases.open));
         row.number(Time(phases.fetch));
@@ -170,14 +171,14 @@ fn received(page: &mut String, figures: &Figures) {
             routes.push("shared memory".to_owned());
         }
         if report.relays > 0 {
-            routes.push(format!("{} from {} other receivers", Bytes(report.relayed as f64), report.relays));
+            routes.push(format!("{} from {} other receivers", Size(report.relayed as f64), report.relays));
         }
         if report.senders.len() > 1 {
             let mut senders: Vec<_> = report.senders.iter().collect();
             senders.sort_by_key(|&(_, bytes)| Reverse(*bytes));
             let more = senders.len().saturating_sub(MOST_SENDERS);
             let named = senders.into_iter().take(MOST_SENDERS);
-            routes.extend(named.map(|(sender, bytes)| format!("{} sent by {sender}", Bytes(*bytes as f64))));
+            routes.extend(named.map(|(sender, bytes)| format!("{} sent by {sender}", Size(*bytes as f64))));
             routes.extend((more > 0).then(|| format!("the rest by {more} more")));
         }
         row.cell(format_args!("{} connections, {}", report.lanes, routes.join(", ")));
@@ -204,153 +205,4 @@ fn refused(page: &mut String, figures: &Figures) {
         row.number(status);
         row.classed("msg", message);
     });
-}
-
-/// Writes a table of `items`, or the sentence `none`. Heads that begin with `#` stand above numbers.
-fn table<'a, T: 'a>(
-    page: &mut String,
-    id: &str,
-    heads: &[&str],
-    none: &str,
-    items: impl IntoIterator<Item = &'a T>,
-    fill: impl Fn(&mut Row<'_>, &'a T),
-) {
-    let mut items = items.into_iter().peekable();
-    if items.peek().is_none() {
-        let _ = writeln!(page, "<p>{none}</p>");
-        return;
-    }
-    let _ = write!(page, "<table id=\"{id}\">\n<tr>");
-    for head in heads {
-        let _ = match head.strip_prefix('#') {
-            Some(head) => write!(page, "<th class=\"n\">{head}</th>"),
-            None => write!(page, "<th>{head}</th>"),
-        };
-    }
-    page.push_str("</tr>\n");
-    for item in items {
-        page.push_str("<tr>");
-        fill(&mut Row(page), item);
-        page.push_str("</tr>\n");
-    }
-    page.push_str("</table>\n");
-}
-
-/// A row of a table; every cell is escaped.
-struct Row<'a>(&'a mut String);
-
-impl Row<'_> {
-    fn cell(&mut self, value: impl Display) {
-        let _ = write!(self.0, "<td>{}</td>", Escaped(value));
-    }
-
-    fn classed(&mut self, class: &str, value: impl Display) {
-        let _ = write!(self.0, "<td class=\"{class}\">{}</td>", Escaped(value));
-    }
-
-    fn number(&mut self, value: impl Display) {
-        self.classed("n", value);
-    }
-
-    /// Writes a cell with a bar and the percentage; an empty one if `total` is 0.
-    fn progress(&mut self, done: u64, total: u64) {
-        let _ = match total {
-            0 => write!(self.0, "<td></td>"),
-            // Several receivers at one address are counted together, and so may take more than all of it.
-            total => {
-                let percent = 100.0 * done as f64 / total as f64;
-                write!(
-                    self.0,
-                    "<td><progress max=\"{total}\" value=\"{}\"></progress> {percent:.0} %</td>",
-                    done.min(total)
-                )
-            }
-        };
-    }
-}
-
-/// Text in which nothing is HTML.
-struct Escaped<T>(T);
-
-impl<T: Display> Display for Escaped<T> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(Escaping(f), "{}", self.0)
-    }
-}
-
-struct Escaping<'a, 'b>(&'a mut fmt::Formatter<'b>);
-
-impl fmt::Write for Escaping<'_, '_> {
-    fn write_str(&mut self, text: &str) -> fmt::Result {
-        for sign in text.chars() {
-            match sign {
-                '&' => self.0.write_str("&amp;")?,
-                '<' => self.0.write_str("&lt;")?,
-                '>' => self.0.write_str("&gt;")?,
-                '"' => self.0.write_str("&quot;")?,
-                '\'' => self.0.write_str("&#39;")?,
-                other => self.0.write_char(other)?,
-            }
-        }
-        Ok(())
-    }
-}
-
-/// A number of bytes in decimal units, as interfaces are rated.
-struct Bytes(f64);
-
-impl Display for Bytes {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let mut value = self.0;
-        for unit in ["B", "kB", "MB", "GB", "TB"] {
-            if value < 1000.0 || unit == "TB" {
-                let digits = usize::from(unit != "B" && value < 100.0);
-                return write!(f, "{value:.digits$} {unit}");
-            }
-            value /= 1000.0;
-        }
-        Ok(())
-    }
-}
-
-struct Rate(f64);
-
-impl Display for Rate {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}/s", Bytes(self.0))
-    }
-}
-
-/// A length of time with as many digits as matter.
-struct Time(Duration);
-
-impl Display for Time {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let seconds = self.0.as_secs();
-        match seconds {
-            0..10 => write!(f, "{:.3} s", self.0.as_secs_f64()),
-            10..120 => write!(f, "{seconds} s"),
-            120..7200 => write!(f, "{} min", seconds / 60),
-            _ => write!(f, "{} h", seconds / 3600),
-        }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn text_of_peers_is_escaped() {
-        let hostile = "<script>alert('x')</script>&\"";
-        assert_eq!(Escaped(hostile).to_string(), "&lt;script&gt;alert(&#39;x&#39;)&lt;/script&gt;&amp;&quot;");
-    }
-
-    #[test]
-    fn sizes_and_times_have_the_digits_that_matter() {
-        let bytes = [0.0, 999.0, 1500.0, 123_456_789.0, 7.5e12].map(|bytes| Bytes(bytes).to_string());
-        assert_eq!(bytes, ["0 B", "999 B", "1.5 kB", "123 MB", "7.5 TB"]);
-        let times = [1, 59_000, 600_000, 7_200_000].map(|ms| Time(Duration::from_millis(ms)).to_string());
-        assert_eq!(times, ["0.001 s", "59 s", "10 min", "2 h"]);
-    }
 }

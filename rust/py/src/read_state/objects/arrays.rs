@@ -4,10 +4,10 @@ use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyString};
 
-use super::{Writer, Written};
+use super::{ObjectWriter, Written};
 use crate::read_state::pickle;
 
-impl<'py> Writer<'_, 'py> {
+impl<'py> ObjectWriter<'_, 'py> {
     /// Whether `value` is an array of numpy, or a scalar of one of numpy's own classes, whose bytes describe it. An array
     /// in another order than C's, of another class, or of a dtype that is no number is left to the interpreter's pickler.
     pub(super) fn is_plain_array(&mut self, value: &Bound<'py, PyAny>) -> PyResult<bool> {

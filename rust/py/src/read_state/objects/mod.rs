@@ -35,7 +35,7 @@ pub(crate) fn pickle_objects<'py>(
     let py = rows.py();
     let table = rows.get();
     let objects = table.objects.bind(py);
-    let mut writer = Writer {
+    let mut writer = ObjectWriter {
         py,
         rows: table,
         foreign,
@@ -65,7 +65,7 @@ pub(crate) fn pickle_objects<'py>(
 
 /// Writes the objects of a state one after the other. A method that returns `None` may have written a part, so that all
 /// of the pickle is of no use.
-struct Writer<'a, 'py> {
+struct ObjectWriter<'a, 'py> {
     py: Python<'py>,
     rows: &'a PyRows,
     foreign: &'a Bound<'py, PyAny>,
@@ -92,7 +92,7 @@ struct Writer<'a, 'py> {
 
 type Written = PyResult<Option<()>>;
 
-impl<'py> Writer<'_, 'py> {
+impl<'py> ObjectWriter<'_, 'py> {
     /// Writes an object of the state: number or text, view, array, or what the interpreter's pickler makes of it.
     fn object(&mut self, value: &Bound<'py, PyAny>) -> Written {
         if is_written(&mut self.pickle, value) {

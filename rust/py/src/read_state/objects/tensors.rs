@@ -3,11 +3,11 @@
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
-use super::{Writer, Written};
+use super::{ObjectWriter, Written};
 use crate::read_state::pickle;
-use crate::read_state::views::{View, typed};
+use crate::read_state::view::{View, typed};
 
-impl Writer<'_, '_> {
+impl ObjectWriter<'_, '_> {
     /// Writes the leaf of the view at `place`: a tensor, or a `DTensor` and its local part. The leaf's own object occurs
     /// once among the objects, so that only the tensor that it is or has may be referred to again.
     pub(super) fn leaf(&mut self, place: usize) -> Written {

@@ -1,0 +1,176 @@
+//! What a receiver does next: fetch from the source or a relay, ask the tracker, or wait.
+//!
+//! The source is spared: only blocks that it has granted are fetched from it, and grants are asked for blocks that no
+//! relay offers. A receiver that gets nothing that way is not bound by it. So no relay and no tracker holds up a receive
+//! for longer than [`from_source::STARVED`] without a byte. It begins as if there were no swarm, and takes part once that
+//! is worth it (`joining`); where there are no others, the tracker grants it everything.
+
+mod from_relays;
+mod from_source;
+mod joining;
+mod standing;
+
+use std::time::Duration;
+
+use tensorferry_wire::swarm::{Nearness, Place};
+
+use self::joining::{Pace, Phase};
+use self::standing::Independence;
+use super::BlockSet;
+use super::picker::Picker;
+
+const FIRST_HEARTBEAT: Duration = Duration::from_millis(50);
+
+/// What a lane to the source is to do.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum FromSource {
+    /// Fetch these blocks of the range of this number.
+    Take(usize, (u64, u64)),
+    /// Ask the tracker for these blocks.
+    Ask(Vec<(u64, u64)>),
+    Wait(Duration),
+}
+
+/// What the source is asked for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Rule {
+    /// What its tracker grants.
+    Swarm,
+    /// Everything, since there is no tracker any more: as by a receiver without a swarm.
+    Alone,
+    /// Nothing: it is to go, or is gone.
+    Free,
+}
+
+/// The state of one receive in a swarm. Times count from its beginning.
+#[derive(Debug)]
+pub(crate) struct Receiver {
+    picker: Picker,
+    /// Blocks that the tracker has granted, in runs, the next one last.
+    granted: Vec<(u64, u64)>,
+    /// What it began with without a grant, which the next question names.
+    took: Vec<(u64, u64)>,
+    phase: Phase,
+    pace: Pace,
+    /// Bytes a second of a source that is so fast that a swarm would be no help.
+    fast: u64,
+    blocks: u64,
+    asking: bool,
+    asked: Duration,
+    heartbeat: Duration,
+    ask_at: Duration,
+    independence: Independence,
+    /// Relays that are not set aside, and lanes that fetch from the source.
+    relays: usize,
+    fetching: usize,
+    /// The bytes that have come, when the last of them came, and when there was last something that no relay offers.
+    bytes: u64,
+    fed: Duration,
+    unoffered: Duration,
+    rule: Rule,
+    /// Whether the digests of all blocks are here, so that blocks can be verified without the source.
+    has_table: bool,
+    /// Where it is, if it was told.
+    place: Option<Place>,
+    /// Blocks are shared out in groups of so many.
+    group: u64,
+    /// Since when it finds only what others are to bring, and whether it waits for that no longer.
+    held: Option<Duration>,
+    impatient: bool,
+    /// How often in a row the tracker has not answered.
+    unanswered: u32,
+}
+
+impl Receiver {
+    /// For a payload of `blocks` blocks; `seed` should differ from receiver to receiver. From a source that brings more
+    /// than `fast` bytes a second it fetches as if there were no swarm.
+    pub(crate) fn new(blocks: usize, seed: u64, fast: u64) -> Self {
+        let never = Duration::ZERO;
+        let picker = Picker::new(blocks, seed);
+        Self {
+            picker,
+            granted: Vec::new(),
+            took: Vec::new(),
+            phase: Phase::Quiet,
+            pace: Pace::default(),
+            fast,
+            blocks: blocks as u64,
+            asking: false,
+            asked: never,
+            heartbeat: FIRST_HEARTBEAT,
+            ask_at: never,
+            independence: Independence::No,
+            relays: 0,
+            fetching: 0,
+            bytes: 0,
+            fed: never,
+            unoffered: never,
+            rule: Rule::Swarm,
+            has_table: false,
+            place: None,
+            group: (blocks as u64 / 256).clamp(1, 16),
+            held: None,
+            impatient: false,
+            unanswered: 0,
+        }
+    }
+
+    /// Adds a relay that is so far away, and returns its number.
+    pub(crate) fn add_relay_at(&mut self, nearness: Nearness) -> usize {
+        self.relays += 1;
+        self.picker.add(nearness)
+    }
+
+    /// Relay `relay` is fetched from no more.
+    pub(crate) fn set_aside(&mut self, relay: usize) {
+        self.relays = self.relays.saturating_sub(1);
+        self.picker.learn(relay, BlockSet::default());
+        // What it was to bring may be had from the source now.
+        self.ask_at = Duration::ZERO;
+    }
+
+    /// What relay `relay` has now.
+    pub(crate) fn learn(&mut self, relay: usize, set: BlockSet) {
+        self.picker.learn(relay, set);
+    }
+
+    /// So many bytes have come in all.
+    pub(crate) fn note_bytes(&mut self, now: Duration, bytes: u64) {
+        if bytes != self.bytes {
+            (self.bytes, self.fed) = (bytes, now);
+        }
+        self.pace.note(now, bytes);
+    }
+
+    /// A lane no longer fetches from the source what [`FromSource::Take`] has told it.
+    pub(crate) fn note_source_done(&mut self) {
+        self.fetching = self.fetching.saturating_sub(1);
+    }
+}
+
+#[cfg(test)]
+mod fixtures {
+    use super::super::BlockMap;
+    use super::*;
+
+    impl Receiver {
+        pub(super) fn add_relay(&mut self) -> usize {
+            self.add_relay_at(Nearness::Zone)
+        }
+    }
+
+    pub(super) fn at(millis: u64) -> Duration {
+        Duration::from_millis(millis)
+    }
+
+    pub(super) fn set(blocks: std::ops::Range<u64>) -> BlockSet {
+        let map = BlockMap::new(64).unwrap();
+        blocks.for_each(|block| map.set(block));
+        BlockSet::decode(&map.encode(), 64).unwrap().1
+    }
+
+    /// A receiver that takes part, and to which bytes come fast.
+    pub(super) fn begun() -> Receiver {
+        Receiver { phase: Phase::Member, bytes: 1 << 40, ..Receiver::new(64, 1, u64::MAX) }
+    }
+}
