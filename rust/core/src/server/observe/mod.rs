@@ -3,6 +3,8 @@
 pub(super) mod exposition;
 pub(super) mod figures;
 pub(super) mod metrics;
+pub(super) mod program;
 pub(super) mod receives;
 pub(super) mod status_page;
+pub(super) mod strangers;
 pub(super) mod transfers;
