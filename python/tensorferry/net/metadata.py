@@ -43,7 +43,10 @@ def join_metadata(metadata: Iterable[str]) -> str:
     for url in urls:
         check_fingerprint(url)
         if not _METADATA.fullmatch(url) or is_stock(url):
-            raise InvalidArgument(f"{_validate.brief(url)} is not the metadata of a tensorferry transport")
+            raise InvalidArgument(
+                f"{_validate.brief(url)} is not the metadata of a tensorferry transport, which is a URL such as "
+                "http://node1:29600/5f0c.../checkpoint/: pass what metadata() returns there"
+            )
     if not urls:
         raise InvalidArgument("metadata is empty: pass what metadata() of a source has returned")
     return " ".join(dict.fromkeys(urls))

@@ -97,7 +97,7 @@ def show(
     ]
     if tallies.last_refusal is not None:
         refused, (why, at) = sum(tallies.refused.values()), tallies.last_refusal
-        lines.append(f"{refused} snapshots were refused, the last one {_ago(at)}: {why}")
+        lines.append(f"snapshots refused: {refused}, the last one {_ago(at)}: {why}")
     tables = [
         (
             "Snapshots",
