@@ -218,7 +218,8 @@ fn the_first_free_port_of_a_range_is_taken() {
 #[test]
 fn a_peer_without_the_secret_is_told_from_one_with_another_and_from_a_scanner() {
     let secret = Secret::new(b"at least sixteen bytes of it").unwrap();
-    let rig = Rig::configured(&ServerConfig { secret: Some(secret), ..ServerConfig::default() });
+    let bind = Some([127, 0, 0, 1].into());
+    let rig = Rig::configured(&ServerConfig { secret: Some(secret), bind, ..ServerConfig::default() });
     for (path, headers) in [
         ("/nowhere".to_owned(), None),
         (rig.path("7.safetensors"), None),
