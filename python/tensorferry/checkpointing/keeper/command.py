@@ -16,6 +16,7 @@ from typing import Any
 
 from ...errors import InvalidArgument, TensorferryError, message_of
 from ...net.certificates import Tls, fingerprint_of
+from ...net.metadata import host_of
 from ...net.options import ServerOptions
 from . import index
 from .client import Keeper
@@ -82,7 +83,7 @@ def main(arguments: list[str] | None = None) -> int:
             "the keeper %s holds up to %s, and is reached at %s",
             name,
             shown(options.memory),
-            index.host_of(keeper.address),
+            host_of(keeper.address),
         )
         keeper.run()
     if keeper.ended_by is not None:

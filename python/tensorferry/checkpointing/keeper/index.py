@@ -15,6 +15,7 @@ from ... import _validate
 from ..._native import Remote, Secret, Shelf, Table
 from ..._settings import SECRET, SECRET_FILE
 from ...errors import InvalidArgument, ProtocolError, message_of
+from ...net.metadata import host_of
 from ...net.options import ServerOptions
 from ...storage.container import Container
 from ...storage.reserved import PREFIX
@@ -132,8 +133,3 @@ def message_about(url: str, error: BaseException) -> str:
     """Returns what ``error`` says of the keeper at ``url``, without the step as which its list is served."""
     message, host = message_of(error), host_of(url)
     return message.removeprefix(f"step {STEP} from {host}: ").removeprefix(f"{host}: ")
-
-
-def host_of(url: str) -> str:
-    """Returns the host and port of ``url``, without the random path, which grants access."""
-    return url.partition("//")[2].rpartition("@")[2].partition("/")[0]

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..._native import Remote
 from ...errors import ConnectError, FetchTimeout, SourceChanged, SourceRefused, TensorferryError, message_of
+from ...net.metadata import host_of
 from . import index
 from .cost import Cost, probe
 from .fetching import fetch_snapshot, most_described, open_snapshot
@@ -85,11 +86,11 @@ class Partner(threading.Thread):
     """
 
     def __init__(self, url: str, keeper: KeeperProcess) -> None:
-        super().__init__(name=f"tensorferry-buddy-{index.host_of(url)}", daemon=True)
+        super().__init__(name=f"tensorferry-buddy-{host_of(url)}", daemon=True)
         self.listed: list[Snapshot] = []
         self.heard_at: float | None = None
         self._url = url
-        self._host = index.host_of(url)
+        self._host = host_of(url)
         self._keeper = keeper
         self._stopped = threading.Event()
         self._asked = threading.Event()
