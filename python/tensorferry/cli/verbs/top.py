@@ -178,7 +178,7 @@ def _table(peers: list[Peer], width: int) -> Any:
         right, whole = number in _RIGHT, number in (0, len(_HEADS) - 1)
         table.add_column(_HEADS[number], justify="right" if right else "left", no_wrap=whole)
     if missing := [head for number, head in enumerate(_HEADS) if number not in chosen]:
-        causes.append(Text(f"not shown in {width} columns: {', '.join(missing)}", style="dim"))
+        causes.insert(0, Text(f"not shown in {width} columns: {', '.join(missing)}", style="dim"))
     for peer, row in zip(peers, rows, strict=True):
         style = "red" if peer.trouble else "yellow" if peer.value("receiving") else ""
         table.add_row(*(Text(row[number], style=style) for number in chosen))

@@ -36,8 +36,8 @@ use crate::trust::random;
 type ServedResponse = Response<ServedBody>;
 
 /// What those are told who ask the port for figures for something else, such as a state.
-const OF_OBSERVERS: &str = "this is the port for counters (metrics_port), with /, /metrics and /healthz alone: a state is \
-                            fetched with the metadata of its transport, on another port";
+const OF_OBSERVERS: &str = "this is the port for figures, with /, /metrics and /healthz alone: a state is fetched from the \
+                            port in the whole URL that its source gives";
 
 /// Answers a request, after checking its method and what it may have; counts it and its answer.
 pub(super) async fn answer<B>(
