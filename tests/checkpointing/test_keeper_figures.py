@@ -1,4 +1,4 @@
-"""What a keeper shows: its counters and page, who was refused, when a buddy goes and comes back, and trainers' secrets."""
+"""What a keeper shows of itself, of peers it refused and of its buddies; what trainers with another secret are told."""
 
 from __future__ import annotations
 
@@ -47,7 +47,8 @@ def text_of(port: int, path: str = "/metrics") -> str:
 
 def series_of(port: int) -> dict[str, float]:
     lines = [line for line in text_of(port).splitlines() if line.startswith("tensorferry_keeper_")]
-    return {name.removeprefix("tensorferry_keeper_"): float(value) for name, value in (l.rsplit(" ", 1) for l in lines)}
+    pairs = (line.removeprefix("tensorferry_keeper_").rsplit(" ", 1) for line in lines)
+    return {name: float(value) for name, value in pairs}
 
 
 def test_a_keeper_shows_what_it_holds_refuses_and_copies(folder, monkeypatch, capsys):
@@ -55,35 +56,40 @@ def test_a_keeper_shows_what_it_holds_refuses_and_copies(folder, monkeypatch, ca
     ports = free_ports(3)
     there, buddy = f"127.0.0.1:{ports[1]}", ["--port", str(ports[1])]
     options = ["--memory", "8M", "--metrics-port", str(ports[0]), "--port", str(ports[2]), "--buddy", there]
-    with KeeperAtWork(folder, *options, name="one", secret=SECRET) as process, Keeper("one") as one, Keeper("two") as two:
+    with (
+        KeeperAtWork(folder, *options, name="one", secret=SECRET) as process,
+        Keeper("one") as one,
+        Keeper("two") as two,
+    ):
         begun = series_of(ports[0])
-        assert begun["snapshots{origin=\"own\"}"] == 0 == begun["refused_total{reason=\"memory\"}"]
+        assert begun['snapshots{origin="own"}'] == 0 == begun['refused_total{reason="memory"}']
         assert "last_kept_timestamp_seconds" not in begun
         offered(one, state_of(), "/data/of-somebody/run/step-7", step=7)
         offered(one, state_of(), "/data/of-somebody/run/step-9", step=9)
         offered(one, state_of(32 * MIB), "/data/of-somebody/run/step-10", step=10)
         shown = eventually(
-            "all is counted", lambda: found if (found := series_of(ports[0]))["refused_total{reason=\"memory\"}"] else None
+            "all is counted",
+            lambda: found if (found := series_of(ports[0]))['refused_total{reason="memory"}'] else None,
         )
-        assert shown["snapshots{origin=\"own\"}"] == shown["kept_total{origin=\"own\"}"] == 2
-        assert shown["newest_step{job=\"run\",rank=\"0\"}"] == 9
-        assert 2 * MIB < shown["memory_used_bytes"] == shown["snapshot_bytes{origin=\"own\"}"] < 3 * MIB
+        assert shown['snapshots{origin="own"}'] == shown['kept_total{origin="own"}'] == 2
+        assert shown['newest_step{job="run",rank="0"}'] == 9
+        assert 2 * MIB < shown["memory_used_bytes"] == shown['snapshot_bytes{origin="own"}'] < 3 * MIB
         assert shown["memory_limit_bytes"] == 8 * MIB
-        assert shown[f"buddy_up{{buddy=\"{there}\"}}"] == 0
+        assert shown[f'buddy_up{{buddy="{there}"}}'] == 0
         assert shown["clients"] == 1
-        assert abs(shown["last_kept_timestamp_seconds"] - shown["newest_timestamp_seconds{job=\"run\",rank=\"0\"}"]) < 60
+        assert abs(shown["last_kept_timestamp_seconds"] - shown['newest_timestamp_seconds{job="run",rank="0"}']) < 60
         # The buddy comes, is copied from, and goes; the log says each of it, and no step where there is none.
         eventually("the buddy is missed", lambda: "cannot connect" in process.said())
         with KeeperAtWork(folder, *buddy, name="two", secret=SECRET):
             offered(two, state_of(), "/data/other/1")
             shown = eventually(
-                "it is copied", lambda: found if (found := series_of(ports[0]))["snapshots{origin=\"buddy\"}"] else None
+                "it is copied", lambda: found if (found := series_of(ports[0]))['snapshots{origin="buddy"}'] else None
             )
-            assert shown[f"buddy_up{{buddy=\"{there}\"}}"] == 1
-            assert shown[f"copied_bytes_total{{buddy=\"{there}\"}}"] >= MIB
-            assert shown[f"buddy_answer_timestamp_seconds{{buddy=\"{there}\"}}"] > 1e9
+            assert shown[f'buddy_up{{buddy="{there}"}}'] == 1
+            assert shown[f'copied_bytes_total{{buddy="{there}"}}'] >= MIB
+            assert shown[f'buddy_answer_timestamp_seconds{{buddy="{there}"}}'] > 1e9
             page = text_of(ports[0], "/")
-            for what in ("tensorferry: keeper one", "3 snapshots, 1 of them copied", "snapshots refused: 1", there):
+            for what in ("tensorferry: keeper one", "3 snapshots, 1 of them of buddies", "snapshots refused: 1", there):
                 assert what in page, what
             assert "gate" not in page.partition("</style>")[2].replace('id="gate"', "")
             assert "of-somebody" not in page, "a path's folders are nobody's business"
@@ -92,13 +98,15 @@ def test_a_keeper_shows_what_it_holds_refuses_and_copies(folder, monkeypatch, ca
             assert "keeper" in row
             assert "3 snapshots" in row
             assert "1 of 1 buddies" in row
-        eventually("it is missed", lambda: series_of(ports[0])[f"buddy_up{{buddy=\"{there}\"}}"] == 0)
+        eventually("it is missed", lambda: series_of(ports[0])[f'buddy_up{{buddy="{there}"}}'] == 0)
         said = process.said()
         assert f"buddy {there} answers again" in said
         assert "step 0" not in said
         # Every series has its row, and no other.
         named = re.findall(r"`(keeper_\w+)", (ROOT / "docs/reference/metrics.md").read_text())
-        assert {f"tensorferry_{name}" for name in named} == set(re.findall(r"tensorferry_keeper_\w+", text_of(ports[0])))
+        assert {f"tensorferry_{name}" for name in named} == set(
+            re.findall(r"tensorferry_keeper_\w+", text_of(ports[0]))
+        )
 
 
 def test_a_keeper_logs_who_was_refused_once_in_a_while(folder):
@@ -114,7 +122,8 @@ def test_a_keeper_logs_who_was_refused_once_in_a_while(folder):
 
 def test_the_log_of_refusals_is_bounded_whoever_asks(caplog):
     class Crowded:
-        known: list[tuple[str, str, int]] = []
+        def __init__(self):
+            self.known = []
 
         def strangers(self):
             return self.known

@@ -51,7 +51,7 @@ def names(families):
 
 
 def described():
-    """The series in the page of their names. Those of a keeper are compared with what one shows in the keeper's tests."""
+    """The series in the page of their names. The keeper's own tests compare those of a keeper."""
     page = (ROOT / "docs/reference/metrics.md").read_text()
     return {
         f"tensorferry_{name}"

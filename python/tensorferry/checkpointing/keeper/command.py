@@ -111,7 +111,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--certificate", metavar="FILE", help="encrypt with this certificate (PEM), so that its fingerprint is known")
     add("--key", metavar="FILE", help="the key of --certificate (PEM, without a passphrase)")
     add("--max-bandwidth", metavar="SIZE", help="bytes per second that all receivers together may take, such as 500M")
-    add("--buddy", action="append", default=[], metavar="ADDRESS", help="copy the snapshots of the keeper there; may be repeated")
+    add(
+        "--buddy",
+        action="append",
+        default=[],
+        metavar="ADDRESS",
+        help="copy the snapshots of the keeper there; may be repeated",
+    )
     add("--quiet", action="store_true", help="log warnings only")
     add("--status", action="store_true", help="print what the running keeper holds, and end")
     add("--json", action="store_true", help="with --status: as JSON")

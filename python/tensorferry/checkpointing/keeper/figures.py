@@ -1,4 +1,4 @@
-"""What a keeper shows of itself on its counters and its status page: what it holds, what it refused, who its buddies are.
+"""What a keeper shows of itself on its counters and its status page: what it holds, what it refused, and its buddies.
 
 The server draws both pages, and checks and bounds what it is given. Names of jobs are labels: those of the last 64 jobs
 and ranks at most, and of a path its last part alone, because both pages are open to everybody who reaches the port.
@@ -92,7 +92,7 @@ def show(
     own, copies = ([one for one in kept if (one.about.origin == LOCAL) is here] for here in (True, False))
     newest, buddies = _newest(kept), [_Buddy.of(partner) for partner in partners]
     lines = [
-        f"{shown(held.used)} of {shown(held.limit)} in {len(kept)} snapshots, {len(copies)} of them copied from buddies",
+        f"{shown(held.used)} of {shown(held.limit)} in {len(kept)} snapshots, {len(copies)} of them of buddies",
         f"{clients} processes are connected",
     ]
     if tallies.last_refusal is not None:

@@ -1,7 +1,7 @@
 """Whether a trainer has its keeper's shared secret, which it needs when it loads from a buddy, and at no time before.
 
-The keeper sends a text that depends on its secret and shows nothing of it, and the trainer compares it with its own. The
-connection between them is one of the same user on the same machine.
+The keeper sends a text that depends on its secret and shows nothing of it, and the trainer compares it with its own.
+They talk on the same machine, as the same user.
 """
 
 from __future__ import annotations
@@ -14,10 +14,8 @@ from ..._native import Secret
 from ..._settings import SECRET, SECRET_FILE
 
 _NONCE = 16
-_NEEDED = (
-    "what its keeper's buddies hold cannot be loaded when this node is lost. Give the trainers the keeper's secret, with "
-    f"{SECRET} or {SECRET_FILE}, or secret= of Keeper"
-)
+_LOST = "what its keeper's buddies hold cannot be loaded when this node is lost"
+_NEEDED = f"{_LOST}. Give the trainers the keeper's secret, with {SECRET} or {SECRET_FILE}, or secret= of Keeper"
 
 
 def described(secret: Secret | None, buddies: int) -> dict[str, Any]:
@@ -45,7 +43,8 @@ def difference(secret: Secret | None, fields: dict[str, Any]) -> str | None:
         if secret is None:
             return None
         return (
-            f"this trainer has a shared secret and its keeper has none: {_NEEDED}; the keeper reads the same variables"
+            f"this trainer has a shared secret and its keeper has none: {_LOST}. Start the keepers with that "
+            f"secret, in {SECRET} or {SECRET_FILE}, or the trainers without"
         )
     if secret is None:
         return f"this trainer has no shared secret and its keeper has one: {_NEEDED}"
