@@ -19,7 +19,7 @@ from ..memory.bounce import BounceBuffers
 from ..memory.host_pool import HostMemory
 from ..memory.staging import HostStager
 from ..net.heals import log_heal
-from ..net.metadata import encrypted, is_encrypted, is_stock
+from ..net.metadata import encrypted, hosts_of, is_encrypted, is_stock
 from ..net.options import ServerArguments, ServerOptions, takes_server_arguments, wants_relay
 from ..net.report import InPlace, ReceiveReport, in_place, log_receive
 from ..net.serve import metrics_url, serve, withdraw
@@ -292,7 +292,8 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
                 state, native, fit = self._fetch(sources, step, seconds_given, receive)
             except BaseException as e:
                 seconds = time.perf_counter() - started
-                receive.end(seconds, failed=type(e).__name__, counted_as=class_of(e))
+                failed = f"{type(e).__name__}, of {hosts_of(sources)}"
+                receive.end(seconds, failed=failed, counted_as=class_of(e))
                 raise
             seconds = time.perf_counter() - started
             receive.end(seconds, native)

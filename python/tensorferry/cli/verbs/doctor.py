@@ -33,7 +33,7 @@ _DOCS = "https://github.com/tensorferry/tensorferry/blob/main/docs"
 #: The page that helps, by the class of the error.
 _PAGES: dict[type[TensorferryError], str] = {
     ConnectError: "guides/ports.md",
-    FetchTimeout: "guides/ports.md",
+    FetchTimeout: "guides/faq.md#my-job-hangs",
     UnprovenSource: "reference/security.md",
 }
 _GOOD, _LOOK, _BAD = "ok", "look", "bad"

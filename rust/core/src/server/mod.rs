@@ -37,7 +37,7 @@ use std::ops::RangeInclusive;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime};
 
 use hyper::header::HeaderValue;
 use tensorferry_wire::rails;
@@ -52,8 +52,11 @@ use self::connection_slots::ConnectionSlots;
 pub use self::frontend::Frontend;
 use self::listeners::{Listener, accept_local, accept_network, accept_observers, listen, listen_same_host};
 use self::observe::metrics::Metrics;
+use self::observe::program::Shown;
+pub use self::observe::program::{ProgramFigures, ProgramTable, Series};
 pub use self::observe::receive::{Failure, Receive};
 use self::observe::receives::Receives;
+use self::observe::strangers::Strangers;
 use self::observe::transfers::Transfers;
 pub use self::seat::Seat;
 pub use self::shelf::Shelf;
@@ -130,6 +133,9 @@ struct Shared {
     connections: AtomicUsize,
     accepted: AtomicU64,
     began: Instant,
+    since: SystemTime,
+    strangers: Strangers,
+    program: Shown,
     /// The port on which counters alone are served.
     metrics_port: Option<u16>,
     frontend: Arc<dyn Frontend>,
@@ -181,6 +187,9 @@ impl Server {
             connections: AtomicUsize::new(0),
             accepted: AtomicU64::new(0),
             began: Instant::now(),
+            since: SystemTime::now(),
+            strangers: Strangers::default(),
+            program: Shown::default(),
             metrics_port,
             frontend: Arc::clone(&config.frontend),
             swarm: config.swarm,
@@ -267,6 +276,20 @@ impl Server {
     #[must_use]
     pub fn metrics_url(&self, host: &str) -> Option<String> {
         self.shared.metrics_port.map(|port| format!("http://{}:{port}/metrics", in_url(host)))
+    }
+
+    /// Puts what the program around this server says of itself onto counters and status page, in place of what it said
+    /// before: see [`ProgramFigures`].
+    pub fn show(&self, figures: ProgramFigures) {
+        self.shared.program.show(figures);
+    }
+
+    /// The addresses whose requests were refused last because they have not shown a right to ask, why, and how often: at
+    /// most 16 for each of three reasons, those that knew the path first.
+    #[must_use]
+    pub fn strangers(&self) -> Vec<(String, &'static str, u64)> {
+        let latest = self.shared.strangers.latest();
+        latest.into_iter().map(|one| (one.peer.to_string(), one.reason.text(), one.count)).collect()
     }
 
     /// Notes that a receive of this process begins, for counters and status page to show.

@@ -8,6 +8,7 @@ mod publishing;
 pub(crate) mod readiness;
 mod receive;
 mod shelf;
+mod show;
 
 use std::net::IpAddr;
 use std::sync::Arc;
@@ -21,6 +22,7 @@ use self::publishing::{Published, publish};
 use self::readiness::PyReadiness;
 pub(crate) use self::receive::PyReceive;
 pub(crate) use self::shelf::PyShelf;
+use self::show::{GivenSeries, GivenTable, given};
 use crate::addresses::PySeat;
 use crate::certificate::PyCertificate;
 use crate::errors;
@@ -184,6 +186,25 @@ impl PyServer {
     /// Notes that a receive of this process begins; counters and status page show it.
     fn begin_receive(&self, py: Python<'_>, step: i64) -> PyResult<PyReceive> {
         Ok(PyReceive::new(self.server(py)?.begin_receive(step)))
+    }
+
+    /// Puts what the process says of itself onto counters and status page: a title, sentences, tables (heading, heads,
+    /// rows of cells) and series (name, whether it counts, help, rows of labels and value).
+    fn show(
+        &self,
+        py: Python<'_>,
+        title: String,
+        lines: Vec<String>,
+        tables: Vec<GivenTable>,
+        series: Vec<GivenSeries>,
+    ) -> PyResult<()> {
+        self.server(py)?.show(given(title, lines, tables, series));
+        Ok(())
+    }
+
+    /// The addresses that were refused last for want of the path or the secret: each with why and how often.
+    fn strangers(&self, py: Python<'_>) -> PyResult<Vec<(String, &'static str, u64)>> {
+        Ok(self.server(py)?.strangers())
     }
 
     /// Opens the gate for what is published, which is served as `step` from now on.
