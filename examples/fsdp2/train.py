@@ -53,9 +53,7 @@ class Job:
         """Goes on from a checkpoint."""
         state = self.state()  # get_state_dict makes the optimizer's state, which a new one lacks
         checkpointer.load(path, state, strict=True)
-        set_state_dict(
-            self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
-        )
+        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
         self.scheduler.load_state_dict(state["scheduler"])
         torch.set_rng_state(state["random"]["cpu"])
         if CUDA:

@@ -28,7 +28,6 @@ from commands import (
 )
 from equality import assert_same_state
 from tensorferry.checkpointing import load_file
-from tensorferry.cli import exits
 from tensorferry.cli import app, exits
 
 if TYPE_CHECKING:

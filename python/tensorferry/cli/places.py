@@ -180,9 +180,7 @@ def _checkpoints_in(folder: Path) -> list[str]:
         for entry in os.scandir(folder):
             with contextlib.suppress(OSError):
                 is_one = (
-                    has_signs(Path(entry.path))
-                    if entry.is_dir()
-                    else entry.is_file() and entry.name.endswith(FILES)
+                    has_signs(Path(entry.path)) if entry.is_dir() else entry.is_file() and entry.name.endswith(FILES)
                 )
                 if is_one and not entry.name.startswith("."):
                     found.append((entry.stat().st_mtime, entry.name))
