@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 2 examples/fsdp2/train.py --folder /tmp/run --steps 20
 
-The folder is one that all ranks see. A resume with the same number of ranks is equal bit by bit; with another number the
-sums over ranks are formed in another order, and each rank has other random numbers.
+The folder is one that all ranks see. A resume with the same number of ranks is equal bit by bit; with another number
+the sums over ranks are formed in another order, and each rank has other random numbers.
 """
 
 from __future__ import annotations

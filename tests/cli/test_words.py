@@ -121,7 +121,7 @@ def test_a_folder_of_checkpoints_is_listed(run: Callable[..., Any], tmp_path: Pa
     assert left in listed["step-3"]["problem"]
     shown = run("inspect", tmp_path)
     assert shown.status == exits.OK
-    assert [line.split()[0] for line in shown.out.splitlines()][0] == "name"
+    assert shown.out.splitlines()[0].split() == ["name", "step", "bytes", "ranks", "saved"]
     for verb in ("verify", "serve"):
         done = run(verb, tmp_path)
         assert done.status == 3

@@ -49,7 +49,10 @@ class Below:
         return [self.name, step, console.amount(self.bytes), ranks, self._date(), self.problem or self.kind]
 
     def _date(self) -> str:
-        return datetime.fromtimestamp(self.saved / 1e9).astimezone().isoformat(" ", "seconds")
+        try:
+            return datetime.fromtimestamp(self.saved / 1e9).astimezone().isoformat(" ", "seconds")
+        except (OverflowError, ValueError, OSError):  # An index may say anything.
+            return ""
 
 
 def checkpoints_below(text: str) -> list[Below]:
