@@ -205,6 +205,16 @@ BENCH_RAILS_ARGS ?=
 bench-rails: build ## one receive over several links between two hosts, one of which may be cut: share of what they carry; needs root
 	$(BIN)/python benches/rails.py $(BENCH_RAILS_ARGS)
 
+.PHONY: bench-scale
+BENCH_SCALE_ARGS ?=
+bench-scale: build ## rates and CPU time over 1 to 16 lanes, sockets and shared memory, beside as many raw sockets: table and JSON
+	$(BIN)/python benches/scale.py --json build/bench/scale.json $(BENCH_SCALE_ARGS)
+
+.PHONY: bench-long-link
+BENCH_LONG_LINK_ARGS ?=
+bench-long-link: build ## over lanes, the share of a long, fast link that a receive uses: table; needs root
+	$(BIN)/python benches/long_link.py $(BENCH_LONG_LINK_ARGS)
+
 .PHONY: bench-dcp
 BENCH_DCP_ARGS ?=
 bench-dcp: build ## checkpoints beside torch's, Hugging Face's and torch.save, interleaved: table and JSON

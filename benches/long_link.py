@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import machine
-from scale import SOCKETS, Pair
+from scale import AGAINST, SOCKETS, Pair
 
 RELAY = Path(__file__).with_suffix(".c")
 _ADDRESSES = ("10.81.0.1", "10.81.0.2")
@@ -63,7 +63,7 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     pairs: dict[str, Pair] = {}
     samples = []
     try:
-        builds = {"": sys.executable} | ({"against": options.against} if options.against else {})
+        builds = {"": sys.executable} | dict(options.against)
         names = (link.names[0], link.names[1])
         pairs = {name: Pair(python, options.mib, namespaces=names) for name, python in builds.items()}
         for pair in pairs.values():
@@ -112,7 +112,7 @@ def main() -> None:
     parser.add_argument("--lanes", type=lambda text: [int(part) for part in text.split(",")], default=[2, 4, 8, 16, 0])
     parser.add_argument("--mib", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--against", metavar="PYTHON", help="the interpreter of an environment with another build")
+    parser.add_argument("--against", **AGAINST)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     samples = measure(options)

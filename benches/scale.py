@@ -2,8 +2,7 @@
 
 Source and receiver are processes of their own. All kinds take turns in each round, so that other work on the machine
 meets all of them; a ratio is of two figures of one round. The CPU time and the context switches are those of all
-threads of either process. `--against` adds another build of the package to the turns: the interpreter of the
-environment that it is installed in.
+threads of either process. `--against` adds another build of the package to the turns.
 
     python benches/scale.py --lanes 1,2,4 --mib 512 --rounds 5 --json build/bench/scale.json
 """
@@ -25,6 +24,14 @@ HOST = Path(__file__).with_name("scale_host.py")
 RAW, SOCKETS, SHARED = "raw sockets", "sockets", "shared memory"
 #: What a process may take to answer an order.
 _ANSWER_S = 300
+#: The option that adds other builds.
+AGAINST: dict[str, Any] = {
+    "action": "append",
+    "default": [],
+    "type": lambda text: tuple(text.split("=", 1)),
+    "metavar": "NAME=PYTHON",
+    "help": "another build, by the interpreter of the environment that it is installed in",
+}
 _STEP = 1
 _LOOP_S = 0.5
 
@@ -103,7 +110,7 @@ class Scale:
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
-        self.builds = {"": sys.executable} | ({"against": options.against} if options.against else {})
+        self.builds = {"": sys.executable} | dict(options.against)
         self.samples: list[dict[str, Any]] = []
         self.loop: list[dict[str, Any]] = []
 
@@ -265,7 +272,7 @@ def main() -> None:
     parser.add_argument("--mib", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--repeats", type=int, default=3, help="receives one after the other in each turn")
-    parser.add_argument("--against", metavar="PYTHON", help="the interpreter of an environment with another build")
+    parser.add_argument("--against", **AGAINST)
     parser.add_argument("--loop", action=argparse.BooleanOptionalAction, default=True, help="the source's main loop")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 
 from started import ended_with_the_block
+from tensorferry.checkpointing import AsyncCheckpointer
+from tensorferry.errors import TensorferryError
 
 
 @pytest.fixture(autouse=True)
@@ -20,3 +24,18 @@ def folder(tmp_path, monkeypatch):
     found = tmp_path / "sockets"
     monkeypatch.setenv("TENSORFERRY_KEEPER_DIR", str(found))
     return found
+
+
+@pytest.fixture
+def opened():
+    """Makes checkpointers that are closed at the end, whatever has become of their saves."""
+    made = []
+
+    def make(**options):
+        made.append(AsyncCheckpointer(**options))
+        return made[-1]
+
+    yield make
+    for checkpointer in made:
+        with contextlib.suppress(TensorferryError):
+            checkpointer.close()

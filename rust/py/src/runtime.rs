@@ -67,7 +67,7 @@ fn start() -> std::io::Result<Handle> {
     }
     // A runtime of the parent cannot be shut down here: its threads do not exist.
     std::mem::forget(owned.take());
-    let workers = std::thread::available_parallelism().map_or(2, |n| n.get().clamp(2, 8));
+    let workers = std::thread::available_parallelism().map_or(2, |n| n.get().clamp(2, 16));
     let runtime = Builder::new_multi_thread()
         .worker_threads(workers)
         .thread_name("tensorferry")

@@ -7,7 +7,7 @@ use std::collections::VecDeque;
 use std::sync::{Mutex, PoisonError};
 use std::time::Instant;
 
-use super::remote::default_lanes;
+use super::lane_count;
 use super::{FetchOptions, Remote, Report};
 use crate::error::{Error, ErrorKind};
 use crate::payload::Slice;
@@ -58,7 +58,7 @@ pub fn fetch_slices(requests: Vec<SliceRequest>, options: &FetchOptions) -> Resu
     let started = Instant::now();
     let deadline = started.checked_add(options.timeout);
     let threads = requests.len().clamp(1, MAX_SOURCES);
-    let lanes = (options.lanes.unwrap_or_else(default_lanes) / threads).max(1);
+    let lanes = (options.lanes.unwrap_or_else(lane_count::few) / threads).max(1);
     let waiting = Mutex::new(VecDeque::from(requests));
     let outcome: Mutex<Result<Report, Error>> = Mutex::new(Ok(Report::default()));
     let one = |request: SliceRequest| -> Result<Report, Error> {

@@ -31,6 +31,7 @@ mod fetch_slices;
 pub mod fuzzing;
 mod get;
 mod lane;
+mod lane_count;
 mod ledger;
 mod limits;
 mod pilot;

@@ -27,6 +27,8 @@ pub(super) struct Source {
     pub(super) rails: Rails,
     /// Whether it has a tracker.
     offers_swarm: AtomicBool,
+    /// Whether it had all of the snapshot when it was opened.
+    is_full: AtomicBool,
     /// Whether shared memory is wanted.
     pub(super) wants_same_host: bool,
     /// Whether that is not wanted, or was tried and did not work.
@@ -41,6 +43,7 @@ impl Source {
             same_host: OnceLock::new(),
             rails: Rails::default(),
             offers_swarm: AtomicBool::new(false),
+            is_full: AtomicBool::new(false),
             wants_same_host: same_host,
             same_host_off: AtomicBool::new(!same_host),
         })
@@ -51,6 +54,7 @@ impl Source {
         let _ = self.etag.set(etag);
         self.learn(offers.same_host);
         self.offers_swarm.store(offers.swarm, Ordering::Relaxed);
+        self.is_full.store(offers.is_full, Ordering::Relaxed);
         if let Some((_, first)) = route {
             self.rails.learn(&offers.rails, first, self.url.port());
         }
@@ -64,6 +68,11 @@ impl Source {
     /// Whether it has a tracker.
     pub(super) fn offers_swarm(&self) -> bool {
         self.offers_swarm.load(Ordering::Relaxed)
+    }
+
+    /// Whether it has all of the snapshot, for certain.
+    pub(super) fn is_full(&self) -> bool {
+        self.is_full.load(Ordering::Relaxed)
     }
 
     /// Notes what the head of an answer says.

@@ -248,7 +248,8 @@ impl<'a> Swarm<'a> {
 
     /// What is left when all blocks have come; `None` if this has taken no part.
     pub(super) fn end(self) -> Option<SwarmEnd> {
-        let (is_free, has_joined) = (self.receiver().is_free(), self.receiver().has_joined());
+        let receiver = self.receiver.into_inner().unwrap_or_else(PoisonError::into_inner);
+        let (is_free, has_joined) = (receiver.is_free(), receiver.has_joined());
         let tracker = self.tracker.into_inner().unwrap_or_else(PoisonError::into_inner);
         has_joined.then(|| SwarmEnd { table: self.table.into_inner(), is_free, tracker, told: None })
     }

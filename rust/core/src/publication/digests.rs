@@ -18,9 +18,14 @@ use super::{Abandoned, Lease, LeasedSegments, Stability};
 const THREAD_BYTES: u64 = 64 << 20;
 const PART_BYTES: u64 = 16 << 20;
 
-/// Threads that compute the checksums of one answer: memory gives no more to more of them.
+/// Threads that compute the checksums of one answer: one for each core, up to four, and for one in two of more cores: a
+/// core of a large machine does not get all that its memory gives, and the trainer wants cores, too.
 fn most_threads() -> u64 {
-    std::thread::available_parallelism().map_or(1, |cores| cores.get().min(4)) as u64
+    most_threads_by(std::thread::available_parallelism().map_or(1, std::num::NonZero::get))
+}
+
+fn most_threads_by(cores: usize) -> u64 {
+    cores.min(4).max((cores / 2).min(16)) as u64
 }
 
 /// A block's checksum, once it is known.

@@ -6,7 +6,7 @@
 use std::time::Duration;
 
 use tensorferry_wire::rails::{self, RAILS_HEADER, Rail};
-use tensorferry_wire::swarm::SWARM_HEADER;
+use tensorferry_wire::swarm::{SWARM_FULL, SWARM_HEADER};
 use tensorferry_wire::{proof, request};
 
 use crate::same_host;
@@ -32,6 +32,8 @@ pub(crate) struct Head {
     pub(crate) same_host: Option<same_host::Name>,
     /// Whether the source has a tracker.
     pub(crate) offers_swarm: bool,
+    /// Whether it had all of the snapshot when it said so.
+    pub(crate) is_full: bool,
     /// By which addresses the source can be reached, if it names them.
     pub(crate) rails: Vec<Rail>,
     /// Whether the body comes through shared memory.
@@ -50,6 +52,8 @@ pub(crate) struct Offers {
     pub(crate) same_host: Option<same_host::Name>,
     /// Whether it has a tracker.
     pub(crate) swarm: bool,
+    /// Whether it has all of the snapshot, so that a receive may begin anywhere.
+    pub(crate) is_full: bool,
     /// Its addresses.
     pub(crate) rails: Vec<Rail>,
 }
@@ -86,7 +90,12 @@ impl ParsedHead {
 impl Head {
     /// What the source offers.
     pub(crate) fn offers(&self) -> Offers {
-        Offers { same_host: self.same_host.clone(), swarm: self.offers_swarm, rails: self.rails.clone() }
+        Offers {
+            same_host: self.same_host.clone(),
+            swarm: self.offers_swarm,
+            is_full: self.is_full,
+            rails: self.rails.clone(),
+        }
     }
 
     fn of(response: &httparse::Response<'_, '_>) -> Result<Self, &'static str> {
@@ -100,6 +109,7 @@ impl Head {
             proof: None,
             same_host: None,
             offers_swarm: false,
+            is_full: false,
             rails: Vec::new(),
             in_ring: false,
             filling: false,
@@ -127,6 +137,7 @@ impl Head {
                 head.same_host = same_host::Name::parse(value());
             } else if header.name.eq_ignore_ascii_case(SWARM_HEADER) {
                 head.offers_swarm = true;
+                head.is_full = value() == SWARM_FULL;
             } else if header.name.eq_ignore_ascii_case(RAILS_HEADER) {
                 head.rails = rails::parse(value());
             } else if header.name.eq_ignore_ascii_case(request::RING_HEADER) {

@@ -12,6 +12,7 @@
 
 mod body;
 mod connect;
+mod delay;
 mod head;
 mod session;
 

@@ -23,7 +23,7 @@ use tensorferry_wire::digest::{Algorithm, BLOCK_SIZE};
 
 #[cfg(fuzzing)]
 pub(super) use self::first_fetch::FirstFetch;
-pub(super) use self::transfer::{PlannedFetch, default_lanes};
+pub(super) use self::transfer::PlannedFetch;
 pub(super) use self::verify::Passes;
 use super::blocks::block_len;
 use super::connection::Connection;

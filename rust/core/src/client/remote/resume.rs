@@ -6,8 +6,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use tensorferry_wire::digest::BLOCK_SIZE;
 
 use super::Remote;
-use super::transfer::default_lanes;
 use crate::client::blocks::{block_len, push_block, requests};
+use crate::client::lane_count;
 use crate::client::ledger::BlockLedger;
 use crate::error::Error;
 use crate::memory::zeroed;
@@ -65,7 +65,7 @@ impl Remote {
             }
         };
         std::thread::scope(|scope| {
-            for _ in 1..default_lanes() {
+            for _ in 1..lane_count::few() {
                 let thread = std::thread::Builder::new().name("tensorferry-present".to_owned());
                 // With fewer threads it takes longer. An error is a limit that this thread meets as well.
                 let _ = thread.spawn_scoped(scope, || drop(work()));

@@ -11,13 +11,14 @@ use tensorferry_wire::digest::BLOCK_SIZE;
 use super::Remote;
 use super::verify::Passes;
 use crate::client::blocks::push_block;
-use crate::client::lane;
+use crate::client::connection::Connection;
 use crate::client::ledger::BlockLedger;
 use crate::client::pilot::Pilot;
 use crate::client::rails::{self, RailLanes};
 use crate::client::relaying::OpenRelay;
 use crate::client::stragglers::StragglerMonitor;
 use crate::client::swarm::{MOST_RELAYS, Swarm, SwarmEnd};
+use crate::client::{lane, lane_count};
 use crate::error::Error;
 use crate::payload::{Plan, Queue};
 use crate::report::Report;
@@ -191,7 +192,7 @@ impl Remote {
         report: &mut Report,
     ) -> Result<Option<SwarmEnd>, Error> {
         let blocks: u64 = runs.iter().map(|(a, b)| b - a).sum();
-        let wanted = self.lanes.unwrap_or_else(|| self.default_lanes()).clamp(1, 64) as u64;
+        let wanted = self.lanes.unwrap_or_else(|| self.default_lanes(plan.held(runs))).clamp(1, 64) as u64;
         let most = MAX_RANGE_BLOCKS * plan.stride();
         let per_range = (blocks / (wanted * 4)).clamp(plan.stride().div_ceil(4), most);
         let rails = if plan.held(runs) < rails::LEAST_BYTES { 0 } else { self.rails() };
@@ -202,8 +203,9 @@ impl Remote {
         let lanes = usize::try_from(lanes).unwrap_or(1);
         let rail_lanes = RailLanes::new(&self.sources, lanes, if rails == 0 { 0 } else { each }, &self.limits);
         let queue = Queue::new(runs, per_range);
-        // Receivers that begin together do not fetch the same at first.
-        let queue = if relay.is_some() { queue.beginning_at(random::bytes()?) } else { queue };
+        // Receivers that begin together do not fetch the same at first; a source that is still copying has the beginning.
+        let anywhere = relay.is_some() && self.sources[self.primary].is_full();
+        let queue = if anywhere { queue.beginning_at(random::bytes()?) } else { queue };
         let queue = if rails == 0 { queue } else { queue.tapered(8 * (lanes + rail_lanes.lanes.len()) as u64) };
         report.lanes = report.lanes.max(lanes + rail_lanes.lanes.len());
         let swarm = match relay {
@@ -253,17 +255,13 @@ impl Remote {
         self.sources.iter().filter(|source| source.has_rails()).map(|source| source.rails.others().len() as u64).sum()
     }
 
-    /// On one machine each lane has a thread on either side that copies: more of them than cores are in each other's
-    /// way.
-    fn default_lanes(&self) -> usize {
-        let cores = std::thread::available_parallelism().map_or(2, std::num::NonZero::get);
-        let local = self.sources.len() == 1 && self.sources[0].same_host().is_some();
+    /// How many lanes bring `bytes`, if the user leaves it to us.
+    fn default_lanes(&self, bytes: u64) -> usize {
+        if self.sources.len() == 1 && self.sources[0].same_host().is_some() {
+            return lane_count::same_host(bytes);
+        }
+        let delay = self.connections.iter().filter_map(Connection::delay).min();
         // The same number for each source: on the link of the receiver, one with more of them would send more.
-        if local { cores.clamp(2, 4) } else { default_lanes().next_multiple_of(self.sources.len()) }
+        lane_count::over_network(bytes, delay).next_multiple_of(self.sources.len())
     }
-}
-
-/// Two lanes a core keep the source's threads evenly busy (measured); more than eight gain nothing on one link.
-pub(crate) fn default_lanes() -> usize {
-    std::thread::available_parallelism().map_or(4, |n| (2 * n.get()).clamp(2, 8))
 }

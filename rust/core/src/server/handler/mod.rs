@@ -19,7 +19,7 @@ use http::{Method, Request, Response, StatusCode};
 use tensorferry_wire::proof::Nonce;
 use tensorferry_wire::rails::RAILS_HEADER;
 use tensorferry_wire::request::{self, PathError, Resource};
-use tensorferry_wire::swarm::SWARM_HEADER;
+use tensorferry_wire::swarm::{SWARM_FILLING, SWARM_FULL, SWARM_HEADER};
 
 use self::content::{blocks, conditional, memory};
 use self::digests::digests;
@@ -141,6 +141,7 @@ async fn resolve<B>(
     let relayed = lease.publication().block_map().cloned();
     let is_source = relayed.is_none() && lease.publication().may_be_proven();
     let offers_swarm = is_source && connection.shared.offers_swarm();
+    let is_full = offers_swarm && lease.publication().is_ready(lease.publication().total_len());
     let mut found = match resource {
         _ if let Some(blocks) = &relayed => swarm::relayed(connection, lease, blocks, resource, step, request).await,
         Resource::Container(_) => {
@@ -170,7 +171,9 @@ async fn resolve<B>(
         | Resource::Step => text(StatusCode::NOT_FOUND, "not found"),
     };
     if offers_swarm && matches!(resource, Resource::Container(_)) {
-        found.headers_mut().insert(SWARM_HEADER, HeaderValue::from_static("1"));
+        found
+            .headers_mut()
+            .insert(SWARM_HEADER, HeaderValue::from_static(if is_full { SWARM_FULL } else { SWARM_FILLING }));
     }
     if let Some(rails) =
         connection.shared.rails.as_ref().filter(|_| is_source && matches!(resource, Resource::Container(_)))
