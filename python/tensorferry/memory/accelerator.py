@@ -72,8 +72,10 @@ class Accelerator:
         if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
             return None
         device = torch.cuda.get_device_properties(torch.cuda.current_device())
-        parts = [getattr(device, name, None) for name in ("pci_domain_id", "pci_bus_id", "pci_device_id")]
-        return None if None in parts else "{:04x}:{:02x}:{:02x}.0".format(*parts)
+        domain, bus, card = (getattr(device, f"pci_{part}_id", None) for part in ("domain", "bus", "device"))
+        if domain is None or bus is None or card is None:
+            return None
+        return f"{domain:04x}:{bus:02x}:{card:02x}.0"
 
     def device_of(self, storage: torch.UntypedStorage) -> torch.device | None:
         """Returns the device that a storage lies on; ``None`` for host memory."""
