@@ -26,6 +26,7 @@ mod listeners;
 mod local;
 mod observe;
 mod relay;
+mod seat;
 mod shelf;
 mod throttle;
 mod write_timeout;
@@ -49,16 +50,16 @@ pub use self::config::ServerConfig;
 use self::connection::ConnectionContext;
 use self::connection_slots::ConnectionSlots;
 pub use self::frontend::Frontend;
-use self::listeners::{accept_local, accept_network, accept_observers, listen, listen_same_host};
+use self::listeners::{Listener, accept_local, accept_network, accept_observers, listen, listen_same_host};
 use self::observe::metrics::Metrics;
 pub use self::observe::receive::{Failure, Receive};
 use self::observe::receives::Receives;
 use self::observe::transfers::Transfers;
+pub use self::seat::Seat;
 pub use self::shelf::Shelf;
 use self::shelf::Shelves;
 use self::throttle::Throttle;
 use crate::error::{Error, ErrorKind, Hint};
-use crate::fork::CloseOnFork;
 use crate::publication::Store;
 use crate::same_host;
 use crate::swarm::RelayHost;
@@ -105,6 +106,7 @@ pub struct Server {
     shared: Arc<Shared>,
     stop: watch::Sender<bool>,
     ended: Mutex<Receiver<()>>,
+    seat: Mutex<Option<Seat>>,
 }
 
 #[derive(Debug)]
@@ -134,6 +136,8 @@ struct Shared {
     swarm: bool,
     /// The header field that names the addresses of this server, where it has several.
     rails: Option<HeaderValue>,
+    /// The card that URLs name.
+    card: Option<IpAddr>,
     zone: Option<String>,
 }
 
@@ -144,11 +148,12 @@ impl Server {
     /// [`ErrorKind::System`] when the address cannot be bound.
     pub fn bind(config: &ServerConfig, handle: &Handle) -> Result<Self, Error> {
         let runtime = handle.enter();
-        let (listener, address) = bound(config.bind, &config.ports, "checkpoint requests", Hint::ChoosePort)?;
+        let addresses: Vec<_> = config.bind.into_iter().chain(config.also.iter().copied()).collect();
+        let (listeners, address) = bound(&addresses, &config.ports, "checkpoint requests", Hint::ChoosePort)?;
         let observers = config.metrics_ports.as_ref();
-        let observers = observers.map(|ports| bound(config.bind, ports, "scrapers", Hint::ChooseMetricsPort));
+        let observers = observers.map(|ports| bound(&addresses, ports, "scrapers", Hint::ChooseMetricsPort));
         let (observers, metrics_port) =
-            observers.transpose()?.map_or((None, None), |(listener, address)| (Some(listener), Some(address.port())));
+            observers.transpose()?.map_or((Vec::new(), None), |(listeners, address)| (listeners, Some(address.port())));
         let token = if config.capability { random::token()? } else { String::new() };
         // If the system lets us have one: everything works without.
         let name = same_host::Name::new(&random::token()?);
@@ -180,6 +185,7 @@ impl Server {
             frontend: Arc::clone(&config.frontend),
             swarm: config.swarm,
             rails: HeaderValue::try_from(rails::format(&config.rails)).ok().filter(|named| !named.is_empty()),
+            card: config.card,
             zone: config.zone.clone(),
         });
         let (stop, stopped) = watch::channel(false);
@@ -199,9 +205,9 @@ impl Server {
                 drop(done);
             });
         }
-        if let Some(observers) = observers {
-            let slots = ConnectionSlots::new(MAX_OBSERVERS, GRACE, 1, false);
-            let accepting = accept_observers(observers, Arc::clone(&shared), slots, stopped.clone());
+        let slots = ConnectionSlots::new(MAX_OBSERVERS, GRACE, 1, false);
+        for observers in observers {
+            let accepting = accept_observers(observers, Arc::clone(&shared), Arc::clone(&slots), stopped.clone());
             let done = done.clone();
             handle.spawn(async move {
                 accepting.await;
@@ -211,12 +217,16 @@ impl Server {
         let newcomers = (config.max_connections / 4).max(1);
         let slots =
             ConnectionSlots::new(newcomers, GRACE, config.max_connections.saturating_sub(newcomers).max(1), true);
-        let accepting = accept_network(listener, Arc::clone(&shared), slots, stopped);
-        handle.spawn(async move {
-            accepting.await;
-            drop(done);
-        });
-        Ok(Self { handle: handle.clone(), shared, stop, ended: Mutex::new(ended) })
+        for listener in listeners {
+            let accepting = accept_network(listener, Arc::clone(&shared), Arc::clone(&slots), stopped.clone());
+            let done = done.clone();
+            handle.spawn(async move {
+                accepting.await;
+                drop(done);
+            });
+        }
+        let seat = Mutex::new(config.seat.clone());
+        Ok(Self { handle: handle.clone(), shared, stop, ended: Mutex::new(ended), seat })
     }
 
     /// The address that the server listens on.
@@ -275,6 +285,7 @@ impl Server {
     pub fn shutdown(&self, patience: Duration) {
         self.stop.send_replace(true);
         self.shared.close_stores();
+        drop(self.seat.lock().unwrap_or_else(PoisonError::into_inner).take());
         self.is_down_within(patience);
     }
 
@@ -299,6 +310,10 @@ impl Shared {
     fn url(&self, host: &str, token: &str) -> String {
         let host = in_url(host);
         let slash = if token.is_empty() { "" } else { "/" };
+        let token = match self.card {
+            Some(card) if !token.is_empty() => rails::with_card(token, card),
+            _ => token.to_owned(),
+        };
         let scheme = match &self.identity {
             Some(identity) => format!("https://{}@", identity.fingerprint),
             None => "http://".to_owned(),
@@ -325,18 +340,18 @@ fn in_url(host: &str) -> String {
     if host.contains(':') && !host.starts_with('[') { format!("[{host}]") } else { host.to_owned() }
 }
 
-/// Listens for `purpose` on a port of `ports`; `hint` says what can be done where none of them is free.
+/// Listens for `purpose` at `addresses`, or at all, on a port of `ports`; `hint` says what can be done where none of them is free.
 fn bound(
-    address: Option<IpAddr>,
+    addresses: &[IpAddr],
     ports: &RangeInclusive<u16>,
     purpose: &str,
     hint: Hint,
-) -> Result<(CloseOnFork<tokio::net::TcpListener>, SocketAddr), Error> {
-    let listener = listen(address, ports).and_then(|listener| {
-        let address = listener.local_addr()?;
-        Ok((listener, address))
+) -> Result<(Vec<Listener>, SocketAddr), Error> {
+    let listeners = listen(addresses, ports).and_then(|listeners| {
+        let first = listeners.first().ok_or(io::ErrorKind::InvalidInput)?.local_addr()?;
+        Ok((listeners, first))
     });
-    listener.map_err(|e| {
+    listeners.map_err(|e| {
         let message = match (ports.start(), ports.end()) {
             (0, _) => format!("cannot listen for {purpose}"),
             (first, last) if first == last => format!("cannot listen for {purpose} on port {first}"),

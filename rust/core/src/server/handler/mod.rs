@@ -175,9 +175,8 @@ async fn resolve<B>(
             .headers_mut()
             .insert(SWARM_HEADER, HeaderValue::from_static(if is_full { SWARM_FULL } else { SWARM_FILLING }));
     }
-    if let Some(rails) =
-        connection.shared.rails.as_ref().filter(|_| is_source && matches!(resource, Resource::Container(_)))
-    {
+    let begins = matches!(resource, Resource::Container(_) | Resource::Digests(_));
+    if let Some(rails) = connection.shared.rails.as_ref().filter(|_| is_source && begins) {
         found.headers_mut().insert(RAILS_HEADER, rails.clone());
     }
     if let Some(name) = connection.shared.same_host.as_ref().filter(|_| !connection.same_host) {
