@@ -50,7 +50,7 @@ class FetchTimeout(TensorferryError, URLError, TimeoutError):
 
 
 class _Unwrapped(URLError):
-    """A ``URLError`` whose text is its reason, without ``<urlopen error ...>``: torchft asks for that in time-outs only."""
+    """A ``URLError`` whose text is its reason alone. Only of time-outs torchft asks for ``<urlopen error ...>``."""
 
     def __str__(self) -> str:
         return str(self.reason)
