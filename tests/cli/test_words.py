@@ -103,15 +103,39 @@ def test_what_is_left_out_is_counted_once(run: Callable[..., Any], tmp_path: Pat
     )
 
 
-def test_a_folder_of_checkpoints_names_them(run: Callable[..., Any], tmp_path: Path) -> None:
-    for step in (1, 2):
-        write_checkpoint({"w": torch.ones(1)}, tmp_path / f"step-{step}")
-        os.utime(tmp_path / f"step-{step}", (step, step))
+def test_a_folder_of_checkpoints_is_listed(run: Callable[..., Any], tmp_path: Path) -> None:
+    # Step 1 is saved last: a job has gone back to it.
+    for step in (2, 1):
+        write_checkpoint({"w": torch.ones(step)}, tmp_path / f"step-{step}", step=step)
     (tmp_path / "logs").mkdir()
-    for verb in ("inspect", "verify", "serve"):
+    (tmp_path / "notes.txt").write_text("nothing")
+    left = f"rank00000-{'0' * 20}.safetensors.partial"
+    (tmp_path / "step-3").mkdir()
+    (tmp_path / "step-3" / left).write_bytes(b"123")
+    listed = {one["name"]: one for one in run("inspect", tmp_path, "--json").json["checkpoints"]}
+    assert [name for name in listed if name != "step-3"] == ["step-1", "step-2"]
+    of = listed["step-2"]
+    files = sum(path.stat().st_size for path in (tmp_path / "step-2").iterdir())
+    assert (of["step"], of["ranks"], of["bytes"], of["problem"]) == (2, 1, files, "")
+    assert (listed["step-3"]["kind"], listed["step-3"]["bytes"]) == ("", 3)
+    assert left in listed["step-3"]["problem"]
+    shown = run("inspect", tmp_path)
+    assert shown.status == exits.OK
+    assert shown.out.splitlines()[0].split() == ["name", "step", "bytes", "ranks", "saved"]
+    for verb in ("verify", "serve"):
         done = run(verb, tmp_path)
         assert done.status == 3
-        assert done.err.endswith("Name one of what is in it: step-2, step-1\n"), done.err
+        assert "Name one of what is in it: step-" in done.err, done.err
+
+
+@pytest.mark.parametrize("verb", ["inspect", "verify", "convert", "diff"])
+def test_of_a_half_written_checkpoint_the_leftover_is_named(run: Callable[..., Any], tmp_path: Path, verb: str) -> None:
+    left = f"rank00000-{'0' * 20}.safetensors.partial"
+    (tmp_path / left).write_bytes(b"123")
+    more = {"convert": [tmp_path / "o.pt"], "diff": [tmp_path]}.get(verb, [])
+    done = run(verb, tmp_path, *more)
+    assert done.status == 3
+    assert f"holds an incomplete checkpoint: the save that wrote {left}" in done.err
 
 
 @pytest.mark.parametrize(

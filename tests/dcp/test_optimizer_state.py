@@ -9,14 +9,16 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
-from tensorferry.dcp import FileReader, FileWriter, PeerReader, PeerWriter, optimizer_state
+from tensorferry.checkpointing import AsyncCheckpointer, CheckpointReader, SyncCheckpointer, load_file
+from tensorferry.dcp import FileReader, FileWriter, PeerReader, PeerWriter
+from tensorferry.state import optimizers
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning", "ignore::FutureWarning")
 
 
 @pytest.fixture(autouse=True)
 def _not_warned_yet(monkeypatch):
-    monkeypatch.setattr(optimizer_state, "_warned", False)
+    monkeypatch.setattr(optimizers, "_warned", False)
 
 
 def trained(steps=1, cls=torch.optim.Adam):
@@ -52,6 +54,49 @@ def test_of_a_running_job(caplog):
     dcp.load({"optim": trained(steps=0)[1].state_dict()}, storage_reader=PeerReader(writer.metadata()))
     writer.shutdown()
     assert len(said(caplog)) == 1
+
+
+def load(reader):
+    return lambda path, state: reader().load(path, state, strict=True)
+
+
+DOORS = {
+    "SyncCheckpointer": load(SyncCheckpointer),
+    "AsyncCheckpointer": load(AsyncCheckpointer),
+    "CheckpointReader": lambda path, state: CheckpointReader().read(path, state),
+    "load_file": lambda path, state: load_file(next(path.glob("rank*")), state),
+    "torch.save": lambda path, state: load_file(path / "checkpoint_0.pt", state),
+}
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_a_checkpointer_warns_of_a_fresh_optimizer_too(tmp_path, caplog, door):
+    def state(optimizer):
+        return {"m": torch.zeros(2), "of": [{"o": optimizer.state_dict()}]}
+
+    if door == "torch.save":
+        torch.save(state(trained()[1]), tmp_path / "checkpoint_0.pt")
+    else:
+        saver = SyncCheckpointer()
+        saver.save(tmp_path, state(trained()[1]))
+        saver.close()
+    DOORS[door](tmp_path, state(trained()[1]))
+    # None takes whatever there is.
+    DOORS[door](tmp_path, {"of": [{"o": {"param_groups": None, "state": None}}]})
+    assert said(caplog) == []
+    for _ in range(2):
+        DOORS[door](tmp_path, state(trained(steps=0)[1]))
+    [text] = said(caplog)
+    assert "(of.0.o.state.*)" in text
+
+
+def test_megatrons_keys(caplog):
+    there = ["m.w", "optimizer.fp32_param.w", "optimizer.state.exp_avg.w"]
+    optimizers.warn_of_missing(["m.w"], lambda: there)
+    optimizers.warn_of_missing(there, lambda: there)
+    assert said(caplog) == []
+    optimizers.warn_of_missing(there[:2], lambda: there)
+    assert "(optimizer.state.*)" in said(caplog)[0]
 
 
 def test_loads_that_need_no_warning_get_none(tmp_path, caplog):

@@ -55,6 +55,37 @@ def test_a_strategy_that_is_called_itself_loads_what_it_has_saved_and_lists_what
     assert ("common_state/shard_0_1" in whole) == (host.release.startswith("0.19"))
 
 
+def load_without_state(kept, folder):
+    import logging
+
+    from megatron.core.dist_checkpointing import ShardedTensor
+
+    import tensorferry.megatron as ours
+
+    del kept
+    records = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: records.append(record.getMessage())
+    logging.getLogger("tensorferry").addHandler(handler)
+
+    def state(*keys):
+        return {key: ShardedTensor.from_rank_offsets(key, torch.ones(2), replica_id=0) for key in keys}
+
+    keys = ["w", "optimizer.fp32_param.w", "optimizer.state.exp_avg.w"]
+    ours.save_strategy().save(state(*keys), folder)
+    for asked in (keys, keys[:1], keys[:2], keys[:2]):
+        ours.load_strategy().load(state(*asked), folder)
+        records.append(len(asked))
+    logging.getLogger("tensorferry").removeHandler(handler)
+    return records
+
+
+def test_a_load_that_leaves_an_optimizer_without_its_state_warns_once(host, tmp_path):
+    [[three, one, text, *last]] = host.job(1).run(load_without_state, str(tmp_path))
+    assert (three, one, last) == (3, 1, [2, 2])
+    assert "(optimizer.state.*)" in text
+
+
 def look(kept):
     from importlib import import_module
     from importlib.util import find_spec

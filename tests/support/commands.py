@@ -115,9 +115,9 @@ def write_archive(state: Any, path: Path) -> None:
     torch.save(state, path)
 
 
-def write_checkpoint(state: Any, path: Path) -> None:
+def write_checkpoint(state: Any, path: Path, step: int | None = None) -> None:
     saving = SyncCheckpointer()
-    saving.save(path, state)
+    saving.save(path, state, step=step)
     saving.close()
 
 

@@ -15,7 +15,7 @@ from .._native import _file_entries
 from ..dcp import marker
 from ..errors import IncompleteCheckpoint, InvalidArgument, ProtocolError, SystemRefused, TensorferryError
 from ..storage import reserved
-from ..storage.folder import INDEX
+from ..storage.folder import INDEX, unfinished
 from ..storage.settled import ATTEMPTS, read_settled
 from .leaves import shards
 from .sources import is_metadata
@@ -24,6 +24,8 @@ from .sources import is_metadata
 _MEGATRON, _RANK_FILE = "metadata.json", "checkpoint_0.pt"
 #: The files of which each checkpoint in a folder has one.
 _SIGNS = (INDEX, marker.NAME, _MEGATRON, _RANK_FILE, shards.INDEX)
+#: How the names of files end that hold a state.
+FILES = (".safetensors", ".pt", ".pth")
 #: How much of a file is looked at, and how torch wrote files before release 1.6.
 _HEAD, _OLD_TORCH = 64, b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 #: The longest header of a safetensors file, and how many other folders are named for one without a checkpoint.
@@ -150,10 +152,25 @@ def _kind_of_folder(folder: Path) -> CheckpointKind:
         return CheckpointKind.SHARDS
     if (folder / _RANK_FILE).is_file():
         raise InvalidArgument(f"{folder} is a folder of torch's own checkpointer: name the file of a rank in it")
+    if (left := unfinished(folder)) is not None:
+        raise left
     held = _checkpoints_in(folder)
     more = f" and {len(held) - _NAMED} more" if len(held) > _NAMED else ""
     there = f". Name one of what is in it: {', '.join(held[:_NAMED])}{more}" if held else ""
     raise IncompleteCheckpoint(f"{folder} holds no checkpoint: it has neither {INDEX} nor {marker.NAME}{there}")
+
+
+def has_signs(folder: Path) -> bool:
+    """Whether a folder has a file by which a checkpoint is recognised."""
+    return any((folder / name).is_file() for name in _SIGNS)
+
+
+def kind_of_file(path: Path) -> str:
+    """Returns what a file is called that holds a state; empty if it is another one."""
+    try:
+        return find(str(path)).kind.value
+    except TensorferryError:
+        return ""
 
 
 def _checkpoints_in(folder: Path) -> list[str]:
@@ -163,9 +180,7 @@ def _checkpoints_in(folder: Path) -> list[str]:
         for entry in os.scandir(folder):
             with contextlib.suppress(OSError):
                 is_one = (
-                    any(os.path.isfile(os.path.join(entry.path, name)) for name in _SIGNS)
-                    if entry.is_dir()
-                    else entry.is_file() and entry.name.endswith((".safetensors", ".pt", ".pth"))
+                    has_signs(Path(entry.path)) if entry.is_dir() else entry.is_file() and entry.name.endswith(FILES)
                 )
                 if is_one and not entry.name.startswith("."):
                     found.append((entry.stat().st_mtime, entry.name))

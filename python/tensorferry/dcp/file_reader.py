@@ -14,8 +14,7 @@ from torch.distributed.checkpoint.planner import LoadPlan
 from .. import _validate
 from ..errors import IncompleteCheckpoint, InvalidArgument
 from ..pickles.allowlist import Allowed
-from ..storage.folder import INDEX
-from ..storage.names import is_ours
+from ..storage.folder import INDEX, unfinished
 from ..storage.places import place_of
 from ..storage.source import FolderSource, Progress, replaced
 from ..storage.whole_files import is_file
@@ -158,15 +157,11 @@ def _incomplete(folder: Path) -> IncompleteCheckpoint:
             f"{folder} holds an incomplete checkpoint: {INDEX} was removed. Load another checkpoint, or restore it"
         )
     try:
-        names = sorted(os.listdir(folder))
+        os.listdir(folder)
     except OSError as e:
         return IncompleteCheckpoint(
             f"there is no checkpoint in {folder}: it has no {INDEX}, and cannot be listed ({e})"
         )
-    left = [name for name in names if is_ours(name)]
-    if left:
-        return IncompleteCheckpoint(
-            f"{folder} holds an incomplete checkpoint: the save that wrote {left[0]} ended before it wrote "
-            f"{INDEX}. Load an earlier checkpoint"
-        )
+    if (left := unfinished(folder)) is not None:
+        return left
     return IncompleteCheckpoint(f"there is no checkpoint in {folder}: it has no {INDEX}")

@@ -15,11 +15,11 @@ from .. import _validate
 from .._reentry import CallMark
 from ..errors import InvalidArgument
 from ..pickles.allowlist import Allowed
+from ..state.optimizers import warn_of_missing
 from ..storage.slices import SliceTuple
 from ..storage.source import Progress, Source
 from . import index
 from .load_plan import Reading, Values
-from .optimizer_state import warn_of_missing
 
 
 class Load(threading.local):
@@ -139,7 +139,8 @@ class SliceReader(StorageReader):  # type: ignore[misc]  # mypy does not follow 
                 "handler for example: give each load a reader of its own"
             )
         if load.coordinates:
-            warn_of_missing(plan, load.metadata)
+            stored = load.metadata.state_dict_metadata
+            warn_of_missing([item.storage_index.fqn for item in plan.items], lambda: stored)
         with self._loading.held():
             Reading(load.metadata, planner, self._read, load.allowed or self._allowed, load.values, self._progress).run(
                 plan

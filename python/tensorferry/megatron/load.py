@@ -22,6 +22,7 @@ from ..dcp.removal import remove_keys
 from ..errors import TensorferryError
 from ..pickles.allowlist import Allowed
 from ..pickles.torch_archives import unpickled
+from ..state.optimizers import warn_of_missing
 from ..storage.folder import INDEX
 from . import common, release, shards
 from .interfaces import LoadShardedStrategy
@@ -142,6 +143,9 @@ class LoadStrategy(OfRanks, LoadShardedStrategy):
             if ranks.coordinates:
                 self._check_common(checkpoint_dir, reader, metadata)
             opened = Loading(state, metadata, reader)
+            if ranks.coordinates:
+                wanted = [*opened.objects, *(part.key for part in opened.parts)]
+                warn_of_missing(wanted, lambda: metadata.state_dict_metadata)
             return reader.prepare_local_plan(LoadPlan([])).storage_data
 
         def compare(digests: list[Any]) -> None:

@@ -88,6 +88,11 @@ class ReceiveReport:
         """The rate while bytes were fetched."""
         return self.bytes / max(self.fetch_seconds, 1e-9)
 
+    @property
+    def route_rates(self) -> tuple[float, ...]:
+        """The bytes per second that came by each of ``routes``, in that order, while bytes were fetched."""
+        return tuple(nbytes / max(self.fetch_seconds, 1e-9) for nbytes in self.route_bytes)
+
     @classmethod
     def of(cls, step: int, report: Report, fit: InPlace | None, seconds: float) -> ReceiveReport:
         """Returns the report of a receive of ``step`` that took ``seconds`` in all.
@@ -153,10 +158,11 @@ def log_receive(report: ReceiveReport, *, tls: bool, secret: bool) -> None:
     """
     for source, trouble in report.troubles.items():
         logger.warning("step %d: ranges of %s were fetched over other connections: %s", report.step, source, trouble)
-    rate = report.bytes_per_second
     several = len(report.routes) > 1
     by_route = list(zip(report.routes, report.route_bytes, strict=True))
-    routes = [f"{here} <- {there}{f' ({nbytes} bytes)' if several else ''}" for (here, there), nbytes in by_route]
+    carried = zip(report.route_bytes, report.route_rates, strict=True)
+    shares = [f" ({nbytes} bytes, {rate / 1e9:.3f} GB/s)" if several else "" for nbytes, rate in carried]
+    routes = [f"{here} <- {there}{share}" for (here, there), share in zip(report.routes, shares, strict=True)]
     if report.same_host:
         routes.append("shared memory")
     relayed = ""
@@ -170,7 +176,7 @@ def log_receive(report: ReceiveReport, *, tls: bool, secret: bool) -> None:
         report.step,
         report.bytes,
         report.seconds,
-        rate / 1e9,
+        report.bytes_per_second / 1e9,
         report.open_seconds,
         report.fetch_seconds,
         report.lanes,

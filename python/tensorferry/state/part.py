@@ -19,6 +19,7 @@ from ..memory.tensors import storage_key
 from . import pickling, tree
 from .grammar import Node, children, objects_of
 from .in_place import InPlaceTargets
+from .optimizers import warn_of_missing_in
 
 
 class RequestedPart:
@@ -56,13 +57,15 @@ class RequestedPart:
         self._all = objects
         self._kept = kept or ()
         self._wrong: list[str] = []
-        node = self._chosen(json.loads(text), asking, "")
+        whole = json.loads(text)
+        node = self._chosen(whole, asking, "")
         if self._wrong:
             raise StateMismatch(
                 "nothing was overwritten: the checkpoint does not fit into this state:\n  " + "\n  ".join(self._wrong)
             )
         if strict and self.missing:
             raise StateMismatch(f"nothing was overwritten: the checkpoint is missing keys: {self.missing}")
+        warn_of_missing_in(asking, whole)
         self.tree = json.dumps(node, separators=(",", ":"))
 
     def _object(self, number: int) -> Any:

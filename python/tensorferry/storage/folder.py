@@ -114,6 +114,20 @@ def missing_files(folder: Path, index: Index) -> list[str]:
     return [name for name, _ in index.files.values() if not is_file(folder / name)]
 
 
+def unfinished(folder: Path) -> IncompleteCheckpoint | None:
+    """Returns the error for a folder with files of a save, which has no index; ``None`` if it has no such file."""
+    try:
+        left = sorted(name for name in os.listdir(folder) if is_ours(name))
+    except OSError:
+        return None
+    if not left or INDEX in left:
+        return None
+    return IncompleteCheckpoint(
+        f"{folder} holds an incomplete checkpoint: the save that wrote {left[0]} ended before it wrote {INDEX}, or has "
+        "not finished. Load an earlier checkpoint"
+    )
+
+
 def _no_index(folder: Path) -> IncompleteCheckpoint:
     return IncompleteCheckpoint(f"{folder} holds no complete checkpoint: it has no {INDEX}{_left_in(folder)}")
 

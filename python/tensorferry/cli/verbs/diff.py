@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from .. import exits
-from ..flags import Json, Receiving, Trust
+from ..flags import Json, Receiving, Switch, Trust
 from ..output import console
 
 
@@ -15,6 +15,7 @@ def diff(
     /,
     *,
     step: int | None = None,
+    summary: Switch = False,
     json: Json = False,
     receiving: Receiving = Receiving(),  # noqa: B008 - it is frozen
     trust: Trust = Trust(),  # noqa: B008
@@ -29,6 +30,7 @@ def diff(
         a: a file, a folder, or the metadata of running peers
         b: another one
         step: of peers, the step (default: the one that is served)
+        summary: print a line for each part of the state, such as the model, instead of one for each leaf
         json: print one JSON document
         receiving: the deadline and the connections, for peers
         trust: what peers have to prove
@@ -41,12 +43,22 @@ def diff(
     if json:
         console.out_json(found)
     else:
-        _show(found)
+        _show(found, summary)
     return exits.OK if found["same"] else exits.NO
 
 
-def _show(found: dict[str, Any]) -> None:
-    for one in found["differences"]:
-        console.out(f"{one['path']}: {one['how']}")
+def _show(found: dict[str, Any], summary: bool) -> None:
+    lines = [f"{one['path']}: {one['how']}" for one in found["differences"]]
+    for line in _summed(found["differences"]) if summary else lines:
+        console.out(line)
     counts = f"{found['by_digest']} leaves compared by digest, {found['by_bytes']} by their bytes"
     console.note("the same: " + counts if found["same"] else f"{len(found['differences'])} leaves differ; {counts}")
+
+
+def _summed(differences: list[dict[str, str]]) -> list[str]:
+    """Returns a line for each first key of the paths that differ, by rank if there are several."""
+    parts: dict[str, list[str]] = {}
+    for one in differences:
+        rank, at, path = one["path"].rpartition(": ")
+        parts.setdefault(rank + at + path.partition(".")[0], []).append(path)
+    return [f"{part}: {len(paths)} leaves differ, such as {paths[0]}" for part, paths in parts.items()]

@@ -29,6 +29,8 @@ def inspect(
 ) -> int:
     """Shows what a checkpoint holds: its tree, dtypes, shapes and sizes, what shares memory, shards, digests.
 
+    Of a folder of checkpoints it lists these, the newest first, and what unfinished saves have left beside them.
+
     Args:
         path: a file, a folder, or the metadata of a running peer
         more: the metadata of further sources
@@ -39,8 +41,16 @@ def inspect(
         receiving: the deadline and the connections, for a peer
         trust: what a peer has to prove
     """
+    from ..checkpoints_below import checkpoints_below
     from ..leaves.listing import listings
+    from ..sources import is_metadata
 
+    if not more and path and not is_metadata(path) and (below := checkpoints_below(path)):
+        if json:
+            console.out_json({"checkpoints": [one.fields() for one in below]})
+        else:
+            console.out_table(["name", "step", "bytes", "ranks", "saved", ""], [one.row() for one in below], right=[2])
+        return exits.OK
     found = listings([path, *more], step, receiving, trust, digests=digests)
     if json:
         console.out_json([{"name": name, **_fields(listing)} for name, listing in found])
@@ -78,6 +88,8 @@ def _show(name: str, listing: Listing, largest: int, digests: bool) -> None:
     if len(leaves) > _MANY and largest > 0:
         console.out("largest:")
         _table(sorted(leaves, key=lambda leaf: -leaf.bytes)[:largest], digests)
+    if digests and any(leaf.digest is None for leaf in leaves):
+        console.note("-: objects, views and tensors in pieces have no digest of their own")
 
 
 def _table(leaves: Iterable[Leaf], digests: bool) -> None:
@@ -89,7 +101,7 @@ def _table(leaves: Iterable[Leaf], digests: bool) -> None:
             leaf.dtype or leaf.kind,
             "x".join(map(str, leaf.shape)) if leaf.dtype else "",
             leaf.bytes if leaf.dtype else "",
-            *([leaf.digest or ""] if digests else []),
+            *([leaf.digest or "-"] if digests else []),
             ", ".join(leaf.notes),
         ]
         for leaf in leaves
