@@ -33,7 +33,8 @@ ON_A_SOURCE = {
     "pull of ranks": (["pull", "tensorferry-dcp/1 1 SOURCE SOURCE", "--into-folder", "out"], "out/index.safetensors"),
     "inspect": (["inspect", "SOURCE"], None),
     "diff": (["diff", "SOURCE", "large.safetensors"], None),
-    "doctor": (["doctor", "SOURCE"], None),
+    # Without the rates, which it would measure for a minute on a busy machine before it asks the source.
+    "doctor": (["doctor", "--quick", "SOURCE"], None),
 }
 ON_A_FILE = {
     "verify": (["verify", "large.safetensors"], None),
