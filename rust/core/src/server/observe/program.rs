@@ -153,10 +153,11 @@ mod tests {
             help: "one\nline".to_owned(),
             rows: vec![(vec![("job".to_owned(), "a\"} 7\nb\\".repeat(99))], 1.0); 1000],
         };
+        let wide = ProgramTable { rows: vec![vec!["x".repeat(999); 99]; 99], ..ProgramTable::default() };
         let figures = ProgramFigures {
             title: "t\n\u{202e}".repeat(999),
             lines: vec!["<b>".to_owned(); 999],
-            tables: vec![ProgramTable { rows: vec![vec!["x".repeat(999); 999]; 999], ..ProgramTable::default() }; 99],
+            tables: [wide].into_iter().chain(std::iter::repeat_n(ProgramTable::default(), 99)).collect(),
             series: [
                 series("good", false),
                 series("good_total", true),
@@ -174,5 +175,6 @@ mod tests {
         assert!(figures.title.len() == LONGEST && figures.title.is_ascii() && !figures.title.contains('\n'));
         let table = &figures.tables[0];
         assert_eq!((figures.tables.len(), table.rows.len(), table.rows[0].len()), (MOST, MOST, MOST));
+        assert_eq!(table.rows[0][0].len(), LONGEST);
     }
 }
