@@ -166,10 +166,11 @@ class _Comparison:
 
 def _reduced(value: Any) -> Any:
     """Returns what an object is pickled as, without iterators and without hashes that it keeps."""
-    reduced = value.__reduce_ex__(pickle.DEFAULT_PROTOCOL)
+    reduced: Any = value.__reduce_ex__(pickle.DEFAULT_PROTOCOL)
     if isinstance(reduced, str):
         return reduced
-    function, arguments, state, items, pairs, *_ = [*reduced, None, None, None]
+    parts: list[Any] = [*reduced, None, None, None]
+    function, arguments, state, items, pairs = parts[:5]
     if isinstance(state, dict):
         state = {name: one for name, one in state.items() if name != "_hash"}
     return [function, arguments, state, None if items is None else [*items], None if pairs is None else [*pairs]]
