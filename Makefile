@@ -202,8 +202,12 @@ bench-replicas: build ## a heal that every healthy replica sends to, beside one 
 
 .PHONY: bench-rails
 BENCH_RAILS_ARGS ?=
-bench-rails: build ## one receive over several links between two hosts, one of which may be cut: share of what they carry; needs root
-	$(BIN)/python benches/rails.py $(BENCH_RAILS_ARGS)
+bench-rails: build ## receives over several links between hosts, some of them broken: share of what they carry; needs root
+	$(BIN)/python benches/rails.py --faults $(BENCH_RAILS_ARGS)
+	$(BIN)/python benches/rails.py --links 100,400 $(BENCH_RAILS_ARGS)
+	$(BIN)/python benches/rails.py --sources 2 --kinds rails $(BENCH_RAILS_ARGS)
+	$(BIN)/python benches/rails.py --sources 2 --links 100,100,400,400 --kinds rails $(BENCH_RAILS_ARGS)
+	$(BIN)/python benches/rails.py --ranks 4 --kinds rails,ours $(BENCH_RAILS_ARGS)
 
 .PHONY: bench-scale
 BENCH_SCALE_ARGS ?=

@@ -259,7 +259,7 @@ class Bench:
     def all(self, counts: list[int], kinds: list[str], rounds: int, scenarios: list[str]) -> None:
         """Runs the scenarios."""
         # The first connection of a process loads code.
-        for kind in KINDS:
+        for kind in kinds:
             self.round("warm-up", kind, 1)
         self.copy_s, self.copy_bytes = map(
             min, zip(*(self.round("one copy", "ours", 1) for _ in range(2)), strict=True)

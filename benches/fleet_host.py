@@ -30,16 +30,12 @@ def state_of(step: int, mib: int) -> dict[str, torch.Tensor]:
     return {f"layer{i}": torch.randint(0, 255, ((mib << 20) // LAYERS,), dtype=torch.uint8) for i in range(LAYERS)}
 
 
-def transport_of(kind: str, address: str, live: dict[str, torch.Tensor] | None = None) -> Any:
+def transport_of(kind: str, address: str, live: dict[str, torch.Tensor] | None = None, **more: Any) -> Any:
     """Returns a new transport, which receives into the tensors of `live` if there are some."""
     if kind == "torchft":
         return Torchft(TIMEOUT, 0)
-    return HTTPTransport(
-        TIMEOUT,
-        advertise=None if kind == "rails" else address,
-        relay=kind == "relay",
-        state_dict=(lambda: live) if live else None,
-    )
+    more = {"advertise": None if kind == "rails" else address, **more}
+    return HTTPTransport(TIMEOUT, relay=kind == "relay", state_dict=(lambda: live) if live else None, **more)
 
 
 def metadata_of(transport: Any, address: str) -> str:
@@ -79,7 +75,7 @@ def main(address: str, mib: int) -> None:
         if order["do"] == "receive":
             receive(address, mib, order)
         elif order["do"] == "send":
-            sending = transport_of(order["kind"], address)
+            sending = transport_of(order["kind"], address, **order.get("server", {}))
             sending.send_checkpoint([1], order["step"], state_of(order["step"], mib), TIMEOUT)
             say(metadata=metadata_of(sending, address))
         elif sending is not None:

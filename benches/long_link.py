@@ -65,7 +65,7 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     try:
         builds = {"": sys.executable} | dict(options.against)
         names = (link.names[0], link.names[1])
-        pairs = {name: Pair(python, options.mib, namespaces=names) for name, python in builds.items()}
+        pairs = {name: Pair(python, options.mib, names) for name, python in builds.items()}
         for pair in pairs.values():
             pair.open([], raw=False, address=_ADDRESSES[0])
         turns = [(name, lanes) for lanes in options.lanes for name in pairs]

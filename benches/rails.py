@@ -1,8 +1,9 @@
 """How much of several links between two hosts a receive uses, with all of them, and with one that goes in the middle.
 
 Each host is a network namespace of this machine; `tc` limits each link both ways. The kinds take turns: tensorferry
-over all links, tensorferry over one (`advertise=` with one address), and torchft's transport, which knows one. Shares
-are of what all links together carry as frames, of which 0.956 is payload. It needs root, `ip` and `tc`.
+over all links, tensorferry over one (`advertise=` with one address), and torchft's transport, which knows one. With
+faults, one link goes in the middle of a receive, drops everything from its beginning on, or delays what it carries.
+Shares are of what all links together carry as frames, of which 0.956 is payload. It needs root, `ip` and `tc`.
 """
 
 from __future__ import annotations
@@ -23,37 +24,56 @@ from fleet import PATIENCE_S, NotPermitted, run
 AGENT = Path(__file__).with_name("fleet_host.py")
 KINDS = {"rails": "tensorferry, every link", "ours": "tensorferry, one link", "torchft": "torchft's HTTPTransport"}
 LEAD = 0.3
+RELAY = Path(__file__).with_name("delay_relay.py")
+#: Seconds that the relay adds each way: 20 ms for a question and its answer.
+DELAY = 0.01
 
 
 class Hosts:
-    """A source and a receiver with a link for each of `mbits` between them."""
+    """Sources and a receiver, with a link for each of `mbits` between them, which belong to the sources in turn.
 
-    def __init__(self, mbits: list[int], mib: int) -> None:
+    Each source has a process, or as many as `ranks` says, and the receiver one for each rank.
+    """
+
+    def __init__(self, mbits: list[int], mib: int, sources: int = 1, ranks: int = 1) -> None:
         if not shutil.which("ip") or not shutil.which("tc"):
             raise NotPermitted("ip or tc is not installed")
-        self.mbits, self.mib, self.step = mbits, mib, 0
-        self.names = [f"tr{os.getpid()}{end}" for end in ("s", "r")]
+        self.mbits, self.mib, self.step, self.ranks, self.count = mbits, mib, 0, ranks, sources
+        self.sources = [f"tr{os.getpid()}s{number}" for number in range(sources)]
+        self.receiver = f"tr{os.getpid()}r"
         self._agents: list[subprocess.Popen[str]] = []
+        self._relay: subprocess.Popen[str] | None = None
+
+    def owner(self, link: int) -> str:
+        """Returns the source at the end of a link."""
+        return self.sources[link % self.count]
 
     def build(self) -> None:
         """Makes the links, and starts the processes."""
-        for name in self.names:
+        for name in (*self.sources, self.receiver):
             run("ip", "netns", "add", name)
             run("ip", "-n", name, "link", "set", "lo", "up")
         for number, mbit in enumerate(self.mbits):
-            peer = ("type", "veth", "peer", "name", f"card{number}", "netns", self.names[1])
-            run("ip", "-n", self.names[0], "link", "add", f"card{number}", *peer)
-            for last, name in enumerate(self.names, start=1):
+            owner = self.owner(number)
+            peer = ("type", "veth", "peer", "name", f"card{number}", "netns", self.receiver)
+            run("ip", "-n", owner, "link", "add", f"card{number}", *peer)
+            for last, name in ((1, owner), (2, self.receiver)):
                 run("ip", "-n", name, "address", "add", f"10.79.{number}.{last}/24", "dev", f"card{number}")
                 run("ip", "-n", name, "link", "set", f"card{number}", "up")
                 self.shape(name, number, f"{mbit}mbit", "64kb")
-        for name, gateway in zip(self.names, (2, 1), strict=True):
-            run("ip", "-n", name, "route", "add", "default", "via", f"10.79.0.{gateway}")
-        for last, name in enumerate(self.names, start=1):
-            command = ["ip", "netns", "exec", name, sys.executable, str(AGENT), f"10.79.0.{last}", str(self.mib)]
-            agent = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-            self._agents.append(agent)
-            self.answer(last - 1)
+        for number, name in enumerate(self.sources):
+            run("ip", "-n", name, "route", "add", "default", "via", f"10.79.{number}.2")
+        for number, name in enumerate(self.sources):
+            for _ in range(self.ranks):
+                self.start(name, f"10.79.{number}.1")
+        for _ in range(self.ranks):
+            self.start(self.receiver, "10.79.0.2")
+
+    def start(self, name: str, address: str) -> None:
+        """Starts a process in a host."""
+        command = ["ip", "netns", "exec", name, sys.executable, str(AGENT), address, str(self.mib)]
+        self._agents.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
+        self.answer(len(self._agents) - 1)
 
     def shape(self, name: str, link: int, rate: str, burst: str) -> None:
         """Limits what a host sends over a link."""
@@ -72,35 +92,67 @@ class Hosts:
         assert pipe is not None
         return dict(json.loads(pipe.readline() or "{}"))
 
-    def round(self, kind: str, cut: int | None = None) -> float:
-        """Returns the seconds of one receive; half of the expected time after its beginning, link `cut` goes.
+    def round(
+        self, kind: str, cut: int | None = None, late: bool = True, ranks: int = 1, delayed: bool = False
+    ) -> float:
+        """Returns the seconds until the last of `ranks` receives had ended.
+
+        Link `cut` drops everything from half of the expected time on, or if not `late`, from before the beginning. If
+        the last link is `delayed`, every byte takes :data:`DELAY` seconds longer on it, each way.
 
         Raises:
             RuntimeError: what came is not what was sent
         """
         self.step += 1
-        self.order(0, do="send", kind=kind, step=self.step)
-        metadata, begin = self.answer(0)["metadata"], time.monotonic() + LEAD
-        self.order(1, do="receive", kind=kind, step=self.step, metadata=metadata, at=begin)
-        if cut is not None:
+        senders = [source * self.ranks + rank for rank in range(ranks) for source in range(self.count)]
+        last = len(self.mbits) - 1
+        own = [f"10.79.{link}.1" for link in range(len(self.mbits))]
+        server = {"interface": ",".join(own[:last]), "advertise": ",".join(own)} if delayed else {}
+        for agent in senders:
+            self.order(agent, do="send", kind=kind, step=self.step, server=server)
+        metadata = [self.answer(agent)["metadata"] for agent in senders]
+        if delayed:
+            port = metadata[0].split("/")[2].rpartition(":")[2]
+            command = ["ip", "netns", "exec", self.sources[0], sys.executable, str(RELAY), own[last], own[0], port]
+            self._relay = subprocess.Popen([*command, str(DELAY)], stdout=subprocess.PIPE, text=True)
+            assert self._relay.stdout is not None
+            self._relay.stdout.readline()
+        begin = time.monotonic() + LEAD
+        if cut is not None and not late:
+            self.shape(self.owner(cut), cut, "1kbit", "1kb")
+        receivers = [self.count * self.ranks + rank for rank in range(ranks)]
+        for rank, agent in enumerate(receivers):
+            joined = " ".join(metadata[rank * self.count : (rank + 1) * self.count])
+            self.order(agent, do="receive", kind=kind, step=self.step, metadata=joined, at=begin)
+        if cut is not None and late:
             half = self.mib * 8.388608 / sum(self.mbits) / 2
             time.sleep(max(begin + half - time.monotonic(), 0))
-            self.shape(self.names[0], cut, "1kbit", "1kb")
-        answer = self.answer(1)
+            self.shape(self.owner(cut), cut, "1kbit", "1kb")
+        answers = [self.answer(agent) for agent in receivers]
         if cut is not None:
-            self.shape(self.names[0], cut, f"{self.mbits[cut]}mbit", "64kb")
-        self.order(0, do="stop")
-        self.answer(0)
-        if not answer.get("equal"):
+            self.shape(self.owner(cut), cut, f"{self.mbits[cut]}mbit", "64kb")
+        self.end_relay()
+        for agent in senders:
+            self.order(agent, do="stop")
+            self.answer(agent)
+        if not all(answer.get("equal") for answer in answers):
             raise RuntimeError(f"{kind}: the state that came is not the one that was sent")
-        return float(answer["seconds"])
+        return max(float(answer["seconds"]) for answer in answers)
+
+    def end_relay(self) -> None:
+        """Ends the relay that delays, if there is one."""
+        if self._relay is not None:
+            self._relay.kill()
+            self._relay.communicate(timeout=PATIENCE_S)
+            self._relay = None
 
     def remove(self) -> None:
         """Ends the processes and removes everything."""
+        self.end_relay()
         for agent in self._agents:
             agent.kill()
             agent.communicate(timeout=PATIENCE_S)
-        for name in self.names:
+        for name in (*self.sources, self.receiver):
             subprocess.run(("ip", "netns", "delete", name), capture_output=True, timeout=PATIENCE_S, check=False)
 
 
@@ -108,8 +160,38 @@ def show(what: str, kind: str, rates: list[float], carried: float) -> None:
     """Prints the median and the range of `rates`, in Mbit/s, as shares of `carried`."""
     shares = sorted(rate / carried for rate in rates)
     print(
-        f"{what:28} {KINDS[kind]:26} {statistics.median(shares):6.2f}  ({shares[0]:.2f}-{shares[-1]:.2f})", flush=True
+        f"{what:42} {KINDS[kind]:26} {statistics.median(shares):6.2f}  ({shares[0]:.2f}-{shares[-1]:.2f})", flush=True
     )
+
+
+def measure(hosts: Hosts, rounds: int, kinds: list[str], faults: bool) -> dict[tuple[str, str], list[float]]:
+    """Returns rates in Mbit/s by what was done and with what; a receive takes turns with the others."""
+    bits, mbits = hosts.mib * 8.388608, hosts.mbits
+    rates: dict[tuple[str, str], list[float]] = {}
+    from_two = f" from {hosts.count} sources" if hosts.count > 1 else ""
+    hosts.round("rails")
+
+    def note(what: str, kind: str, ideal: float, seconds: float) -> None:
+        rates.setdefault((what + from_two, kind), []).append(ideal / seconds * sum(mbits))
+
+    for _ in range(rounds):
+        whole = bits / sum(mbits)
+        for kind in kinds:
+            note("all links", kind, whole, hosts.round(kind))
+        if hosts.ranks > 1:
+            seconds = hosts.round("rails", ranks=hosts.ranks)
+            note(f"{hosts.ranks} ranks at a time", "rails", whole * hosts.ranks, seconds)
+        if not faults:
+            continue
+        for link in (0, len(mbits) - 1):
+            # Half with all links, half without that one.
+            rest = sum(mbits) - mbits[link]
+            seconds = hosts.round("rails", cut=link)
+            note(f"link {link} goes in the middle", "rails", (whole + bits / rest) / 2, seconds)
+        note(f"link {link} drops everything", "rails", bits / rest, hosts.round("rails", cut=link, late=False))
+        if hosts.count == 1:
+            note(f"{DELAY * 1000:.0f} ms each way on link {link}", "rails", whole, hosts.round("rails", delayed=True))
+    return rates
 
 
 def main() -> int:
@@ -118,10 +200,14 @@ def main() -> int:
     parser.add_argument("--links", default="250,250,250,250", help="Mbit/s of each")
     parser.add_argument("--mib", type=int, default=256, help="size of the state")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--sources", type=int, default=1, help="which have the links in turn")
+    parser.add_argument("--ranks", type=int, default=1, help="of each host, that are healed at the same time")
+    parser.add_argument("--kinds", default="rails,ours,torchft", help=f"of {', '.join(KINDS)}; torchft has one source")
+    parser.add_argument("--faults", action="store_true", help="also with links that are cut, dead or slow to answer")
     options = parser.parse_args()
     mbits = [int(mbit) for mbit in options.links.split(",")]
     try:
-        hosts = Hosts(mbits, options.mib)
+        hosts = Hosts(mbits, options.mib, options.sources, options.ranks)
     except NotPermitted as reason:
         print(f"SKIPPED: {reason}")
         return 0
@@ -131,20 +217,7 @@ def main() -> int:
         except NotPermitted as reason:
             print(f"SKIPPED: no network namespaces with shaped links here (root is needed): {reason}")
             return 0
-        bits = options.mib * 8.388608
-        rates: dict[tuple[str, str], list[float]] = {}
-        hosts.round("rails")
-        for _ in range(options.rounds):
-            for kind in KINDS:
-                rates.setdefault(("all links", kind), []).append(bits / hosts.round(kind))
-            if len(mbits) > 1:
-                for link in (0, len(mbits) - 1):
-                    # Half with all links, half without that one.
-                    ideal = (bits / sum(mbits) + bits / (sum(mbits) - mbits[link])) / 2
-                    seconds = hosts.round("rails", cut=link)
-                    rates.setdefault((f"link {link} goes in the middle", "rails"), []).append(
-                        ideal / seconds * sum(mbits)
-                    )
+        rates = measure(hosts, options.rounds, options.kinds.split(","), options.faults and len(mbits) > 1)
         print(f"links of {options.links} Mbit/s, {options.mib} MiB: share of what they carry")
         for (what, kind), found in rates.items():
             show(what, kind, found, sum(mbits))

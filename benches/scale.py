@@ -39,20 +39,18 @@ _LOOP_S = 0.5
 class Pair:
     """A source and a receiver that run one build of the package."""
 
-    def __init__(
-        self,
-        python: str,
-        mib: int,
-        cores: tuple[set[int], set[int]] | None = None,
-        namespaces: tuple[str, str] | None = None,
-    ) -> None:
+    def __init__(self, python: str, mib: int, namespaces: tuple[str, str] | None = None) -> None:
         # With PYTHONPATH, a build could find the package of another one.
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "env": environment}
         inside = [["ip", "netns", "exec", name] for name in namespaces] if namespaces else [[], []]
         self._hosts = [subprocess.Popen([*prefix, python, str(HOST), str(mib)], **pipes) for prefix in inside]
-        for host, own in zip(self._hosts, cores or (), strict=False):
-            os.sched_setaffinity(host.pid, own)
+
+    def bind(self, *cores: set[int]) -> None:
+        """Give either process, with all its threads, cores of its own."""
+        for host, own in zip(self._hosts, cores, strict=True):
+            for thread in os.listdir(f"/proc/{host.pid}/task"):
+                os.sched_setaffinity(int(thread), own)
 
     def ask(self, end: int, order: str, **arguments: Any) -> Any:
         """Give the source (0) or the receiver (1) an order; return the answer.
@@ -121,11 +119,11 @@ class Scale:
             for name, pair in pairs.items():
                 pair.open(self.options.lanes, raw=not name)
             self._rounds(pairs)
+            if self.options.loop:
+                self._beside_the_loop(pairs)
         finally:
             for pair in pairs.values():
                 pair.end()
-        if self.options.loop:
-            self._beside_the_loop()
 
     def _rounds(self, pairs: dict[str, Pair]) -> None:
         turns = [(RAW, ""), *((kind, name) for kind in self.options.kinds for name in pairs)]
@@ -157,30 +155,24 @@ class Scale:
             }
         return sample | {"cpu": sum(sum(found[side][:2]) for side in ("source", "receiver")) * 1e3 / gib}
 
-    def _beside_the_loop(self) -> None:
-        """The source's main loop, the receiver having cores of its own where there are enough for both."""
+    def _beside_the_loop(self, pairs: dict[str, Pair]) -> None:
+        """The source's main loop, first beside a receiver on the same cores, then with half of the cores for either."""
         cores = sorted(os.sched_getaffinity(0))
-        halves = (set(cores[: len(cores) // 2]), set(cores[len(cores) // 2 :])) if len(cores) > 1 else None
-        for name, python in self.builds.items():
-            for split in (None, halves) if halves else (None,):
-                pair = Pair(python, self.options.mib, split)
-                try:
-                    pair.open(self.options.lanes, raw=not name)
-                    pair.ask(0, "loop_begin", seconds=_LOOP_S)
-                    for number in range(self.options.rounds):
-                        for lanes in self.options.lanes:
-                            for kind in self.options.kinds if name else (RAW, *self.options.kinds):
-                                if kind == RAW and not lanes:
-                                    continue
-                                alone = pair.ask(0, "loop_alone", seconds=_LOOP_S)
-                                found = pair.run(kind, lanes, self.options.repeats)
-                                rate = pair.ask(0, "loop_during", windows=found["windows"])
-                                sample = {"kind": kind, "build": name, "split": split is not None, "asked": lanes}
-                                self.loop.append(
-                                    sample | {"round": number, "rate": rate / alone, **self._sample(found)}
-                                )
-                finally:
-                    pair.end()
+        half = len(cores) // 2
+        for name, pair in pairs.items():
+            pair.ask(0, "loop_begin", seconds=_LOOP_S)
+            for split in (False, True) if half else (False,):
+                if split:
+                    pair.bind(set(cores[:half]), set(cores[half:]))
+                for number in range(self.options.rounds):
+                    for lanes in self.options.lanes:
+                        for kind in (RAW, *self.options.kinds) if lanes and not name else self.options.kinds:
+                            alone = pair.ask(0, "loop_alone", seconds=_LOOP_S)
+                            found = pair.run(kind, lanes, self.options.repeats)
+                            rate = pair.ask(0, "loop_during", windows=found["windows"])
+                            who = {"round": number, "kind": kind, "build": name, "asked": lanes}
+                            found = self._sample(found) | {"rate": rate / alone if alone else 0.0, "split": split}
+                            self.loop.append(found | who)
 
     def results(self) -> dict[str, Any]:
         """Return everything as plain data."""

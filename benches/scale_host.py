@@ -51,7 +51,7 @@ class Host:
 
     def send(self, step: int, address: str) -> str:
         """Serve the state; return where, as seen by a receiver that reaches `address`."""
-        self._source = HTTPTransport(_TIMEOUT)
+        self._source = HTTPTransport(_TIMEOUT, relay=False)
         self._source.send_checkpoint([1], step, self._state, _TIMEOUT)
         parts = urlsplit(self._source.metadata())
         return urlunsplit(parts._replace(netloc=f"{address}:{parts.port}"))
@@ -60,7 +60,9 @@ class Host:
         """Receive in place, `repeats` times; return when, what it cost here, and over how many lanes."""
         key = (lanes, same_host)
         if key not in self._transports:
-            self._transports[key] = HTTPTransport(_TIMEOUT, lanes, state_dict=lambda: self._state, same_host=same_host)
+            # Without relays, which a lone receiver has no use for.
+            options = {"state_dict": lambda: self._state, "same_host": same_host, "relay": False}
+            self._transports[key] = HTTPTransport(_TIMEOUT, lanes, **options)
         transport = self._transports[key]
         windows, before = [], _spent()
         for _ in range(repeats):

@@ -10,6 +10,9 @@ In a second and a third terminal (torchft logs several lines for each step to st
     REPLICA=1 torchrun --nproc-per-node 1 --master-port 29501 torchft_ddp.py 2>replica1.log
 
 Stop the second replica with Ctrl-C and start it again: it prints ``healed`` and goes on with the loss of the first.
+
+With ``IN_PLACE=1`` a replica that heals receives into its own tensors, the optimizer's included. ``WIDTH=4096`` makes
+the state 1.6 GB large. ``TENSORFERRY_SECRET_FILE`` and ``TENSORFERRY_TLS=1`` protect it without a change to the script.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import time
 from datetime import timedelta
 
 import torch
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torchft import Manager, Optimizer, ProcessGroupGloo
 
 from tensorferry import HTTPTransport  # was: from torchft.checkpointing import HTTPTransport
@@ -27,12 +31,29 @@ from tensorferry import HTTPTransport  # was: from torchft.checkpointing import 
 TIMEOUT = timedelta(seconds=30)
 REPLICA = int(os.environ["REPLICA"])
 STEPS = int(os.environ.get("STEPS", "1000000"))
+WIDTH = int(os.environ.get("WIDTH", "64"))
+IN_PLACE = os.environ.get("IN_PLACE") == "1"
+
+
+def prime(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Gives a new optimizer the tensors of its state, with the values from before its first step."""
+    # torch makes them by a step without gradients and with a learning rate of 0: no weight changes.
+    get_optimizer_state_dict(model, optimizer)
+    for state in optimizer.state.values():
+        for value in state.values():
+            if isinstance(value, torch.Tensor):
+                value.zero_()
 
 
 def main() -> None:
     logging.basicConfig(level=logging.INFO)  # shows the line of each heal, and what torchft does about it
-    model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 32))
+    hidden = [torch.nn.Linear(WIDTH, WIDTH) for _ in range(8 if WIDTH > 64 else 0)]
+    model = torch.nn.Sequential(
+        torch.nn.Linear(32, WIDTH), torch.nn.ReLU(), *hidden, torch.nn.ReLU(), torch.nn.Linear(WIDTH, 32)
+    )
     inner = torch.optim.AdamW(model.parameters())
+    if IN_PLACE:
+        prime(model, inner)
 
     def state_dict():
         return {"model": model.state_dict(), "optimizer": inner.state_dict()}
@@ -42,14 +63,16 @@ def main() -> None:
         inner.load_state_dict(state["optimizer"])
         print("healed", flush=True)
 
+    live = (lambda: {"user": {"default": state_dict()}}) if IN_PLACE else None  # as the Manager sends it
     manager = Manager(
         pg=ProcessGroupGloo(timeout=TIMEOUT),
         min_replica_size=1,
+        use_async_quorum=not IN_PLACE,  # else the forward pass computes with tensors that are being written
         state_dict=state_dict,
         load_state_dict=load_state_dict,
         replica_id=f"replica_{REPLICA}",
         timeout=TIMEOUT,
-        checkpoint_transport=HTTPTransport(TIMEOUT, num_chunks=0),
+        checkpoint_transport=HTTPTransport(TIMEOUT, num_chunks=0, state_dict=live),
     )
     optimizer = Optimizer(manager, inner)
     batches = torch.Generator().manual_seed(REPLICA)

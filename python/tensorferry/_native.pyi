@@ -19,6 +19,7 @@ __all__ = [
     "Remote",
     "Report",
     "Rows",
+    "Seat",
     "Secret",
     "Server",
     "SharedBuffer",
@@ -105,6 +106,7 @@ class ArenaPool:
 @final
 class Secret:
     def __new__(cls, secret: bytes) -> Secret: ...
+    def comparison(self, nonce: bytes) -> str: ...
 
 @final
 class Certificate:
@@ -142,12 +144,18 @@ class HttpAnswer:
     def close(self) -> None: ...
 
 @final
+class Seat:
+    @staticmethod
+    def take(cards: list[str]) -> tuple[int, Seat] | None: ...
+
+@final
 class Server:
     def __new__(
         cls,
         *,
         patience: float,
         bind: str | None = None,
+        also: list[str] = ...,
         ports: tuple[int, int] = ...,
         metrics_ports: tuple[int, int] | None = None,
         same_host: bool = True,
@@ -157,6 +165,8 @@ class Server:
         certificate: Certificate | None = None,
         swarm: bool = False,
         rails: list[tuple[str, int]] = ...,
+        card: str | None = None,
+        seat: Seat | None = None,
         zone: str | None = None,
     ) -> Server: ...
     @property
@@ -183,6 +193,14 @@ class Server:
     def abandon(self, filling: Readiness) -> None: ...
     def check_process(self) -> None: ...
     def begin_receive(self, step: int) -> Receive: ...
+    def show(
+        self,
+        title: str,
+        lines: list[str],
+        tables: list[tuple[str, list[str], list[list[str]]]],
+        series: list[tuple[str, bool, str, list[tuple[list[tuple[str, str]], float]]]],
+    ) -> None: ...
+    def strangers(self) -> list[tuple[str, str, int]]: ...
     def allow(self, step: int) -> None: ...
     def withdraw(self, patience: float) -> int: ...
     def shutdown(self, patience: float) -> None: ...
@@ -294,6 +312,9 @@ class Remote(Entries):
     def pickle(self) -> bytes | None: ...
     def fetch(self, addresses: list[int | None] | None = None, *, resume: bool = False) -> tuple[Arena, Report]: ...
     def entry_digests(self) -> list[int] | None: ...
+    @property
+    def rails(self) -> list[tuple[str, int]]: ...
+    def measure(self, there: str, length: float) -> tuple[int, float, str]: ...
     def staged(self, addresses: list[int | None] | None, staged: list[int], most: int) -> StagedFetch: ...
     def close(self) -> None: ...
 

@@ -49,7 +49,14 @@ class FetchTimeout(TensorferryError, URLError, TimeoutError):
     """The deadline of a receive passed, or the source sent nothing for too long."""
 
 
-class ConnectError(TensorferryError, URLError, ConnectionError):
+class _Unwrapped(URLError):
+    """A ``URLError`` whose text is its reason alone. Only of time-outs torchft asks for ``<urlopen error ...>``."""
+
+    def __str__(self) -> str:
+        return str(self.reason)
+
+
+class ConnectError(TensorferryError, _Unwrapped, ConnectionError):
     """No source could be reached, or the connections to all of them were lost."""
 
 
@@ -108,7 +115,7 @@ class StateMismatch(TensorferryError, ValueError, RuntimeError):
     """
 
 
-class UnprovenSource(TensorferryError, URLError, PermissionError):
+class UnprovenSource(TensorferryError, _Unwrapped, PermissionError):
     """The source cannot prove its identity: it does not know the shared secret, or shows another certificate."""
 
 

@@ -206,6 +206,13 @@ class TestPull:
         assert "although its name promises torch.save" in told.err
         told = run("convert", tmp_path / "x.pt", tmp_path / "y.pt", "--to", "tensorferry")
         assert "although its name promises torch.save" in told.err
+        (tmp_path / "mine.pt").write_text("kept")
+        for refused in (
+            run("pull", publish(make_state()), "-o", tmp_path / "mine.pt"),
+            run("convert", tmp_path / "x.pt", tmp_path / "mine.pt", "--to", "tensorferry"),
+        ):
+            assert refused.status == exits.USAGE
+            assert "although its name" not in refused.err, "nothing will be written"
 
     def test_what_other_steps_have_left_goes_once_the_file_is_there(
         self, run: Callable[..., Any], publish: Callable[..., str], tmp_path: Path

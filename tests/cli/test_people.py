@@ -137,6 +137,13 @@ class TestDoctor:
     def test_versions(self, version, specifier, fits):
         assert doctor._fits(version, specifier) == fits
 
+    def test_the_port_for_counters_and_a_bare_address_are_called_what_they_are(self, run, source):
+        port = source.metrics_url().split("/")[2]
+        _, lines, _ = run("doctor", "--quick", f"http://{port}/{'0' * 32}/checkpoint/", "--no-same-host")
+        assert "this is the port for figures" in "\n".join(lines)
+        _, lines, _ = run("doctor", "--quick", port)
+        assert "http://node1:29600/5f0c.../checkpoint/: pass what metadata() returns there" in "\n".join(lines)
+
     def test_a_check_that_fails_stops_no_other(self, run, monkeypatch):
         monkeypatch.setattr(addresses, "interfaces", lambda: 1 / 0)
         _, found = self.found(run)
@@ -229,6 +236,33 @@ class TestTop:
             server.shutdown()
             thread.join()
 
+    @pytest.mark.parametrize("width", [40, 80, 250])
+    def test_a_narrow_terminal_gets_fewer_columns_and_whole_lines(self, width):
+        from rich.console import Console
+
+        from tensorferry.cli.verbs import top
+
+        peers = [fleet.Peer(f"node{number}.example:9400", "http://x/") for number in range(2)]
+        peers[0].values = {("allowed", ""): 1.0, ("step", ""): 7.0, ("receives_total", "healed"): 3.0}
+        peers[0].values |= {("last_receive_step", ""): 7.0, ("receive_failures_total", "WrongStep"): 2.0}
+        peers[0].rates = (5e8, 0.0)
+        peers[1].values = {("allowed", ""): 0.0, ("keeper_memory_limit_bytes", ""): 8e9}
+        peers[1].values |= {("keeper_buddy_up", "node3"): 0.0, ("keeper_refused_total", "memory"): 1.0}
+        console = Console(file=io.StringIO(), width=width)
+        console.print(top._table(peers, width))
+        lines = console.file.getvalue().splitlines()
+        assert lines[0].split()[:1] == ["at"]
+        if width == 250:
+            assert all(head in lines[0] for head in top._HEADS)
+            assert "not shown" not in console.file.getvalue()
+        else:
+            assert f"not shown in {width} columns: " in console.file.getvalue().replace("\n", " ")
+        if width >= 80:
+            assert "…" not in console.file.getvalue()
+            assert [head for head in ("at", "gate", "does", "errors") if head not in lines[0]] == []
+            assert "2 WrongStep" in lines[1]
+            assert lines[2].rstrip().endswith("1 snapshots refused")
+
     def test_one_that_is_gone_or_says_nothing_stops_no_other(self, run, source, monkeypatch):
         monkeypatch.setattr(fleet, "_PATIENCE_S", 0.3)
         with socket.create_server(("127.0.0.1", 0)) as silent:
@@ -273,7 +307,7 @@ class TestTop:
         peer = fleet.Peer("127.0.0.1:29700", "http://127.0.0.1:29700/x/")
         peer.error, peer.trouble = "FetchTimeout", " ".join(f"word{n}" for n in range(30))
         console = Console(width=100, file=io.StringIO())
-        console.print(top._table([peer]))
+        console.print(top._table([peer], console.width))
         told = console.file.getvalue().split()
         assert "FetchTimeout" in told
         cause = told[told.index("127.0.0.1:29700:") :]

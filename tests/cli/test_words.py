@@ -231,11 +231,20 @@ class TestShards:
             assert run("convert", source, output).status == 0
             assert list(load_file(output)) == [f"layer.{i}.w" for i in range(4)]
             assert run("diff", folder, output).status == exits.OK
-        done = run("serve", folder)
-        assert done.status == exits.USAGE
-        assert "OUT.safetensors`, and serve OUT" in done.err
 
-    @pytest.mark.parametrize("verb", ["inspect", "verify", "convert"])
+    def test_they_are_served_from_where_they_are(self, folder: Path, run: Callable[..., Any], tmp_path: Path) -> None:
+        with command("serve", folder, "--interface", "127.0.0.1", "--step", 3) as process:
+            assert process.stdout is not None
+            metadata = process.stdout.readline().strip()
+            assert run("pull", metadata, "-o", tmp_path / "whole.safetensors").status == 0
+            assert run("diff", folder, tmp_path / "whole.safetensors").status == exits.OK
+            second = folder / "model-00002-of-00002.safetensors"
+            second.write_bytes(second.read_bytes()[::-1])
+            _, err = process.communicate(timeout=60)
+        assert process.returncode == exits.STATUS[tensorferry.SourceChanged], err
+        assert f"{second} was changed while it was served" in err
+
+    @pytest.mark.parametrize("verb", ["inspect", "verify", "convert", "serve"])
     def test_a_file_that_is_missing_or_has_another_tensor(
         self, verb: str, folder: Path, run: Callable[..., Any], tmp_path: Path
     ) -> None:

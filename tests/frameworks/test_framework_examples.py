@@ -22,8 +22,19 @@ def losses(output: list[str]) -> dict[int, str]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(270)
-@pytest.mark.parametrize("name", ["torchft_ddp", "torchft_diloco"])
-def test_a_killed_replica_heals_and_trains_on_with_the_same_loss(name, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("torchft_ddp", {}),
+        (
+            "torchft_ddp",
+            {"IN_PLACE": "1", "TENSORFERRY_TLS": "1", "TENSORFERRY_SECRET": "a secret of more than 16 bytes"},
+        ),
+        ("torchft_diloco", {}),
+    ],
+    ids=["ddp", "ddp in place, secured", "diloco"],
+)
+def test_a_killed_replica_heals_and_trains_on_with_the_same_loss(name, options, tmp_path):
     pytest.importorskip("torchft")
     from torchft.coordination import LighthouseServer
 
@@ -34,7 +45,7 @@ def test_a_killed_replica_heals_and_trains_on_with_the_same_loss(name, tmp_path)
         # Each replica has a store, which torchrun would make.
         stores.append(TCPStore("localhost", 0, is_master=True, wait_for_workers=False))
         rank = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "localhost", "MASTER_PORT": stores[-1].port}
-        about = {"TORCHFT_LIGHTHOUSE": lighthouse.address(), "REPLICA": replica}
+        about = {"TORCHFT_LIGHTHOUSE": lighthouse.address(), "REPLICA": replica} | options
         # torchft logs to stderr, in the middle of lines.
         with (tmp_path / f"{len(started)}.log").open("w") as log:
             started.append(Process(EXAMPLES / f"{name}.py", errors=log, **rank, **about))
@@ -53,6 +64,10 @@ def test_a_killed_replica_heals_and_trains_on_with_the_same_loss(name, tmp_path)
             pass
         healed, whole = losses(again.output), losses(one.output)
         assert min(healed) > 1
+        if "IN_PLACE" in options:
+            [line] = [line for line in (tmp_path / "2.log").read_text().splitlines() if "received step" in line]
+            # Four of the model, and of each exp_avg, exp_avg_sq and step.
+            assert "with TLS, with a secret, 16 of 16 tensors in place" in line
         assert {step: healed[step] for step in healed if step <= last}.items() <= whole.items()
     finally:
         for each in started:

@@ -48,21 +48,21 @@ def host(monkeypatch):
     ],
 )
 def test_an_interface_is_chosen_by_name_address_or_network(host, interface, address):
-    assert addresses.listening_address(interface) == address
+    assert addresses.listening_addresses(interface) == [address]
     host.setenv("TENSORFERRY_INTERFACE", interface)
-    assert addresses.listening_address(None) == address
+    assert addresses.listening_addresses(None) == [address]
 
 
 @pytest.mark.usefixtures("host")
 @pytest.mark.parametrize("interface", ["eth7", "172.16.0.0/12", "10.1.2.4", "not an address"])
 def test_one_that_is_not_there_is_named_beside_those_that_are(interface):
     with pytest.raises(InvalidArgument, match=r"ib0 10\.1\.2\.3") as caught:
-        addresses.listening_address(interface)
+        addresses.listening_addresses(interface)
     assert repr(interface) in str(caught.value)
 
 
 def test_the_default_is_reachable_from_elsewhere(host):
-    assert addresses.listening_address(None) is None
+    assert addresses.listening_addresses(None) == []
     assert (
         addresses.advertised_host(None, None) == "192.168.7.3"
     )  # neither the name, which leads to itself, nor loopback

@@ -22,6 +22,7 @@ TIMEOUT = timedelta(seconds=30)
 ROOT = Path(__file__).parents[2]
 DASHBOARD = ROOT / "deploy/grafana-dashboard.json"
 ALERTS = ROOT / "deploy/prometheus-alerts.yml"
+CASES = ROOT / "tests/net/alerts.yml"
 
 pytestmark = pytest.mark.beyond_torchft
 
@@ -47,6 +48,20 @@ def families(open_transport):
 
 def names(families):
     return {sample.name for family in families.values() for sample in family.samples}
+
+
+def described():
+    """The series in the page of their names. The keeper's own tests compare those of a keeper."""
+    page = (ROOT / "docs/reference/metrics.md").read_text()
+    return {
+        f"tensorferry_{name}"
+        for row in re.findall(r"^\| (`.*?) \|", page, re.M)
+        for name in re.findall(r"`(\w+)(?:\{[\w,]+\})?`", row)
+    }
+
+
+def shown_by_any(families):
+    return names(families) | {name for name in described() if name.startswith("tensorferry_keeper_")}
 
 
 def test_a_scraper_reads_every_line(families):
@@ -97,13 +112,7 @@ def test_failed_receives_are_counted_by_the_classes_of_the_error_reference(open_
 
 
 def test_the_reference_names_every_series_and_no_other(families):
-    page = (ROOT / "docs/reference/metrics.md").read_text()
-    described = {
-        f"tensorferry_{name}"
-        for row in re.findall(r"^\| (`.*?) \|", page, re.M)
-        for name in re.findall(r"`(\w+)(?:\{[\w,]+\})?`", row)
-    }
-    assert described == names(families)
+    assert {name for name in described() if not name.startswith("tensorferry_keeper_")} == names(families)
 
 
 def test_the_dashboard_is_one_and_asks_for_series_that_there_are(families):
@@ -120,21 +129,33 @@ def test_the_dashboard_is_one_and_asks_for_series_that_there_are(families):
         for target in panel["targets"]:
             asked |= set(re.findall(r"\btensorferry_\w+", target["expr"]))
     assert asked
-    assert asked <= names(families)
+    assert asked <= shown_by_any(families)
 
 
 def test_the_alerts_ask_for_series_that_there_are(families):
-    text = ALERTS.read_text()
+    text = "\n".join(line for line in ALERTS.read_text().splitlines() if not line.lstrip().startswith("#"))
     asked = set(re.findall(r"\btensorferry_\w+", text))
     assert asked
-    assert asked <= names(families)
+    assert asked <= shown_by_any(families)
     # Every rule says what is wrong and what to look at.
     assert text.count("- alert:") == text.count("summary:") == text.count("description:") == text.count("severity:")
 
 
-@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
+def test_every_alert_has_a_case_in_which_it_fires():
+    cases = CASES.read_text()
+    alerts = re.findall(r"- alert: (\w+)", ALERTS.read_text())
+    # By name in a case, or by the labels of what is expected.
+    assert [alert for alert in alerts if alert not in cases] == []
+
+
+@pytest.mark.skipif(
+    shutil.which("promtool") is None, reason="promtool is not installed: no alert was tried (apt install prometheus)"
+)
 def test_prometheus_itself_accepts_alerts_and_counters(open_transport):
     checked = subprocess.run(["promtool", "check", "rules", ALERTS], capture_output=True, text=True, timeout=30)
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+    # Each alert where it has to fire, and where it must not.
+    checked = subprocess.run(["promtool", "test", "rules", CASES], capture_output=True, text=True, timeout=60)
     assert checked.returncode == 0, checked.stdout + checked.stderr
     source = open_transport(interface="127.0.0.1")
     source.send_checkpoint([1], 3, {"w": torch.zeros(8)}, TIMEOUT)

@@ -75,7 +75,7 @@ def test_anything_else_is_refused_by_name(bad, monkeypatch):
 
 def test_a_port_in_use_says_what_to_do(taken, open_transport):
     with pytest.raises(
-        SystemRefused, match=rf"on port {taken}: .*in use.* Choose another port with port= or TENSORFERR"
+        SystemRefused, match=rf"on port {taken}: .*in use.* Choose another port with port=, --port or TENSORFERR"
     ):
         open_transport(interface="127.0.0.1", port=taken)
     with pytest.raises(SystemRefused, match=r"in use.* Choose another port with metrics_port="):

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.beyond_torchft
 
 
 def sections() -> dict[str, str]:
-    return dict(re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", PAGE, re.M | re.S))
+    return dict(re.findall(r"^## (Tensorferry\w+)\n(.*?)(?=^## |\Z)", PAGE, re.M | re.S))
 
 
 @pytest.mark.parametrize("file", ALERTS)

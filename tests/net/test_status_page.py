@@ -95,7 +95,13 @@ def test_the_page_is_whole_and_loads_nothing(busy):
     assert not {"src", "href", "style"} & named
     assert not [name for name in named if name.startswith("on")]
     shown = " ".join(page.text)
-    for what in ("step 7", "the gate is open", "failed: WrongStep", "1 healed, 1 failed", "serving 7 but got step=5"):
+    for what in (
+        "step 7",
+        "the gate is open",
+        "failed: WrongStep, of 127.0.0.1:",
+        "1 healed, 1 failed",
+        "serving 7 but got step=5",
+    ):
         assert what in shown, what
 
 

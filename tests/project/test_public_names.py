@@ -7,6 +7,7 @@ import pickle
 import pydoc
 import subprocess
 import sys
+import urllib.error
 
 import pytest
 
@@ -79,3 +80,13 @@ def test_every_error_comes_through_a_pickle_and_a_copy(name: str) -> None:
         assert str(again) == str(made)
         assert again.__notes__ == ["a note"]
         assert getattr(again, "code", None) == getattr(made, "code", None)
+
+
+def test_the_text_of_an_error_is_what_is_wrong() -> None:
+    for kind in (errors.ConnectError, errors.UnprovenSource):
+        assert (
+            str(kind("nobody listens")) == str(pickle.loads(pickle.dumps(kind("nobody listens")))) == "nobody listens"
+        )
+        assert isinstance(kind("nobody listens"), urllib.error.URLError), "as torchft's transport raises it"
+    # torchft's own tests look for this.
+    assert str(errors.FetchTimeout("timed out")) == "<urlopen error timed out>"

@@ -233,7 +233,7 @@ def test_what_a_liar_sends_is_fetched_again_and_named(open_transport: Any, caplo
     assert f"127.0.0.1:{server.server_port}" in report.troubles
     assert figure(figures(healing), "receive_refused_blocks_total") == report.refused_blocks
     line = caplog.records[-1].getMessage()
-    assert f"bytes from the source and {report.relayed_bytes} from 1 other receivers" in line
+    assert f"bytes from the source and {report.relayed_bytes} from 1 other receiver" in line
     assert "1 other receivers" in urllib.request.urlopen(healing.status_url(), timeout=10).read().decode()
 
 

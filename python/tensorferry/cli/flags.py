@@ -77,7 +77,7 @@ class Serving:
     """How a server is reached.
 
     Attributes:
-        interface: listen only on this interface, address or network (default: all)
+        interface: listen only on this interface, address or network, or on several with commas (default: all)
         port: listen on this port, or on the first free one of a range like 29600-29699 (default: any)
         metrics_port: serve /metrics and a status page, and nothing else, on this port too, to everybody
         advertise: the name or address by which peers reach this host

@@ -54,6 +54,15 @@ class Peer:
         """Returns a counter; 0 if the transport has not told it."""
         return self.values.get((name, label), 0.0)
 
+    def labelled(self, name: str) -> dict[str, float]:
+        """Returns the counters called ``name`` by their labels; none if the transport has not told any."""
+        return {label: value for (found, label), value in self.values.items() if found == name}
+
+    @property
+    def is_keeper(self) -> bool:
+        """Whether it is a keeper's."""
+        return ("keeper_memory_limit_bytes", "") in self.values
+
     @property
     def failures(self) -> dict[str, int]:
         """How many of its receives failed, by the class of the error: the most frequent first."""

@@ -27,18 +27,19 @@ _NAME_PATIENCE_S = 1.0
 _Address: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
-def listening_address(interface: str | None) -> str | None:
-    """Returns the address of this host that ``interface`` selects; ``None`` means all addresses.
+def listening_addresses(interface: str | None) -> list[str]:
+    """Returns the addresses of this host that ``interface`` selects, each once; an empty list means all addresses.
 
     Args:
         interface: the name of an interface, an address of this host, or a network such as ``10.0.0.0/8`` that contains
-            one of its addresses; ``None`` takes the value of ``TENSORFERRY_INTERFACE``
+            one of its addresses; or several of these with commas between them. ``None`` takes the value of
+            ``TENSORFERRY_INTERFACE``
 
     Raises:
         InvalidArgument: this host has no such address
     """
-    chosen = _validate.string("interface", interface or setting(INTERFACE) or "")
-    return None if not chosen else _own_address(chosen)
+    chosen = _items("interface", interface or setting(INTERFACE))
+    return list(dict.fromkeys(_own_address(item) for item in chosen))
 
 
 def advertised_host(advertise: str | None, listening: str | None) -> str:
@@ -82,12 +83,17 @@ def wanted_addresses(advertise: str | None) -> list[str]:
     Raises:
         InvalidArgument: ``advertise`` is not a string, or has an empty item
     """
-    chosen = _validate.string("advertise", advertise or setting(ADVERTISE) or "")
+    return _items("advertise", advertise or setting(ADVERTISE))
+
+
+def _items(name: str, given: str | None) -> list[str]:
+    """Returns the items of the argument ``name``, a list with commas; one item is returned as it is."""
+    chosen = _validate.string(name, given or "")
     items = [item.strip() for item in chosen.split(",")] if chosen else []
     if len(items) == 1:
         return [chosen]
     if not all(items):
-        raise InvalidArgument(f"advertise={_validate.brief(chosen)} must have an address between any two commas")
+        raise InvalidArgument(f"{name}={_validate.brief(chosen)} must have an address between any two commas")
     return items
 
 

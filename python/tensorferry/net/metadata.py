@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from urllib.parse import urlsplit
 
 from .. import _validate
@@ -17,6 +17,8 @@ _PINNED = re.compile(r"(https?)://(?:([^/@\s]*)@)?([^/@\s]*)")
 _FINGERPRINT = re.compile(r"sha256-[0-9a-f]{64}")
 #: How many characters of a host a message repeats.
 _SHOWN = 200
+#: Most hosts that are named of several sources.
+_MOST_HOSTS = 3
 _WHOLE = (
     "give the whole string, https://sha256-...@host:port/..., as metadata() of the source returns it, or as "
     "`tensorferry serve` or `tensorferry-keeper --status` prints it"
@@ -43,10 +45,25 @@ def join_metadata(metadata: Iterable[str]) -> str:
     for url in urls:
         check_fingerprint(url)
         if not _METADATA.fullmatch(url) or is_stock(url):
-            raise InvalidArgument(f"{_validate.brief(url)} is not the metadata of a tensorferry transport")
+            raise InvalidArgument(
+                f"{_validate.brief(url)} is not the metadata of a tensorferry transport, which is a URL such as "
+                "http://node1:29600/5f0c.../checkpoint/: pass what metadata() returns there"
+            )
     if not urls:
         raise InvalidArgument("metadata is empty: pass what metadata() of a source has returned")
     return " ".join(dict.fromkeys(urls))
+
+
+def host_of(url: str) -> str:
+    """Returns the host and port of ``url``, without the random path, which grants access."""
+    return url.partition("//")[2].rpartition("@")[2].partition("/")[0]
+
+
+def hosts_of(sources: Sequence[str]) -> str:
+    """Returns the hosts and ports of ``sources``, without their random paths: the first three."""
+    hosts = [host_of(source)[:_SHOWN] for source in sources]
+    more = f" and {len(hosts) - _MOST_HOSTS} more" if len(hosts) > _MOST_HOSTS else ""
+    return (", ".join(hosts[:_MOST_HOSTS]) or "no source") + more
 
 
 def check_fingerprint(url: str) -> None:

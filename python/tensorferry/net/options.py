@@ -10,7 +10,7 @@ from typing import Any, TypedDict, TypeVar, Unpack, cast
 
 from .. import _settings, _validate
 from ..errors import InvalidArgument
-from .addresses import listening_address
+from .addresses import listening_addresses
 from .certificates import Tls, encryption
 from .secret import shared_secret
 
@@ -47,9 +47,9 @@ class ServerOptions:
         tls: whether to encrypt
         certificate: the certificate that the server was given; ``None``: it makes one when it starts
         same_host: whether processes of this machine may use shared memory
-        listening: the one address to listen on; ``None`` means all
-        advertise: the name, address, interface or network to put into the metadata; ``None`` lets
-            ``advertised_host`` choose
+        listening: the addresses to listen on; empty means all
+        advertise: the name, address, interface or network to put into the metadata, or several with commas between
+            them; ``None`` lets ``advertised_host`` choose
         max_bandwidth: bytes per second for all receivers together; ``None`` means no limit
         ports: the first and the last port to try; 0 means any
         zone: the zone in which this process runs; ``None``: it is not known
@@ -67,7 +67,7 @@ class ServerOptions:
         limit = given.get("max_bandwidth")
         self.max_bandwidth = None if limit is None else _validate.integer("max_bandwidth (bytes per second)", limit, 1)
         self.zone = zone_name()
-        self.listening = listening_address(given.get("interface"))
+        self.listening = listening_addresses(given.get("interface"))
         self.advertise = given.get("advertise")
         self.ports = port_range("port", given.get("port"), _settings.PORT) or (0, 0)
         self.metrics_ports = port_range("metrics_port", given.get("metrics_port"), _settings.METRICS_PORT)

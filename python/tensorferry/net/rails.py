@@ -1,21 +1,19 @@
-"""The addresses of this host that receivers may use besides the one in the metadata: one for each network card."""
+"""The addresses of this host that receivers may use: one for each network card, and the one by which they begin."""
 
 from __future__ import annotations
 
 import ipaddress
 import logging
-from pathlib import Path
 
+from .._native import Seat
 from ..errors import InvalidArgument, SystemRefused
 from .addresses import address_of_own, interfaces, link_speed, wanted_addresses
+from .cards import cards_below, distance, is_internal
 
 logger = logging.getLogger("tensorferry")
 
-#: Where the kernel describes the interfaces.
-_INTERFACES = Path("/sys/class/net")
 
-
-def advertised_rails(advertise: str | None, listening: str | None) -> list[tuple[str, int]]:
+def advertised_rails(advertise: str | None, listening: list[str]) -> list[tuple[str, int]]:
     """Returns addresses of this host, each with the speed of its link in Mbit/s, 0 where that is not known.
 
     Receivers that fetch enough to gain by it connect to all of them, and those that do not work are left alone.
@@ -23,25 +21,54 @@ def advertised_rails(advertise: str | None, listening: str | None) -> list[tuple
     Args:
         advertise: what ``advertised_host`` was given. A list names the addresses; one item means that only this one is
             used
-        listening: the only address on which the server listens; ``None`` if it listens on all
+        listening: the addresses on which the server listens; empty if it listens on all
 
     Returns:
-        Without ``advertise``, an address of each interface that is up, is neither loopback nor a bridge of this host's
-        own, and has one that other hosts can use; none where there are not at least two.
+        Without ``advertise``, the addresses listened on or, where that are all, one of each interface that is up, is
+        neither loopback nor a bridge of this host's own, and has one that other hosts can use; none where there are not
+        at least two.
 
     Raises:
         InvalidArgument: ``advertise`` lists what is neither an address nor an interface or network of this host
     """
     wanted = wanted_addresses(advertise)
-    if listening is not None or len(wanted) == 1:
+    if len(wanted) == 1 or (not wanted and len(listening) == 1):
         return []
     try:
-        found = _listed(wanted) if wanted else _usable_addresses()
+        found = _listed(wanted or listening) if wanted or listening else _usable_addresses()
     except SystemRefused as e:
         # The address in the metadata is enough.
         logger.warning("receivers are told of one address only: %s", e)
         return []
     return found if wanted or len(found) > 1 else []
+
+
+def preferred_card(
+    rails: list[tuple[str, int]], advertise: str | None, accelerator: str | None
+) -> tuple[str, Seat] | None:
+    """Returns the address of the card by which receivers should begin, and what tells other processes that it is used.
+
+    Cards of less than half of the fastest one's speed are left out. Of the others the nearest counts, and where several
+    are as near, the one that fewest servers of this host have taken: all of them choose by the same seats.
+
+    Args:
+        rails: what :func:`advertised_rails` has returned
+        advertise: as there. Where it says anything, its first item counts
+        accelerator: the PCI address of the accelerator that this process uses, if that is known
+
+    Returns:
+        ``None`` where there is nothing to choose.
+    """
+    if len(rails) < 2 or wanted_addresses(advertise):
+        return None
+    names = {address: name for name, address in interfaces()}
+    fastest = max(mbit for _, mbit in rails)
+    fast = [address for address, mbit in rails if address in names and (mbit == 0 or 2 * mbit >= fastest)]
+    far = {address: distance(names[address], accelerator) for address in fast}
+    near = [address for address in fast if far[address] == min(far.values())]
+    # A card has one set of seats, however many interfaces it has.
+    taken = Seat.take([",".join(cards_below(names[address])) for address in near])
+    return None if taken is None else (near[taken[0]], taken[1])
 
 
 def _listed(wanted: list[str]) -> list[tuple[str, int]]:
@@ -71,17 +98,8 @@ def _usable_addresses() -> list[tuple[str, int]]:
             address = ipaddress.ip_address(text)
         except ValueError:
             continue
-        if address.is_loopback or address.is_link_local or _is_internal(name):
+        if address.is_loopback or address.is_link_local or is_internal(name):
             continue
         if name not in best or address.version < best[name].version:
             best[name] = address
     return [(str(address), link_speed(name)) for name, address in best.items()]
-
-
-def _is_internal(interface: str) -> bool:
-    """Whether an interface leads to containers or processes of this host alone: a bridge without a card, a tunnel."""
-    own = _INTERFACES / interface
-    if (own / "tun_flags").exists():
-        return True
-    members = own / "brif"
-    return members.is_dir() and not any((_INTERFACES / member.name / "device").exists() for member in members.iterdir())

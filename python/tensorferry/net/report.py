@@ -18,6 +18,8 @@ _LONG_S = 2.0
 _SLOW = 0.1
 #: How many senders a log line names.
 _MOST_SENDERS = 12
+#: How many characters of a path it has.
+_LONGEST_PATH = 200
 
 
 class InPlace(NamedTuple):
@@ -26,7 +28,7 @@ class InPlace(NamedTuple):
     Attributes:
         matched: how many of the source's tensors have a counterpart in the live state
         offered: how many tensors the source has
-        there: the path of one of the source's tensors, for messages
+        there: the path of one of the source's tensors, for messages: of one without a counterpart, if there is one
         here: the path of one of the live state's tensors, for messages
     """
 
@@ -86,6 +88,11 @@ class ReceiveReport:
         """The rate while bytes were fetched."""
         return self.bytes / max(self.fetch_seconds, 1e-9)
 
+    @property
+    def route_rates(self) -> tuple[float, ...]:
+        """The bytes per second that came by each of ``routes``, in that order, while bytes were fetched."""
+        return tuple(nbytes / max(self.fetch_seconds, 1e-9) for nbytes in self.route_bytes)
+
     @classmethod
     def of(cls, step: int, report: Report, fit: InPlace | None, seconds: float) -> ReceiveReport:
         """Returns the report of a receive of ``step`` that took ``seconds`` in all.
@@ -131,7 +138,14 @@ def _shares(senders: dict[str, int]) -> str:
 
 def in_place(fit: InPlace | None) -> str:
     """Returns the end of a log line: how many tensors were received in place; empty without a live state."""
-    return "" if fit is None else f", {fit.matched} of {fit.offered} tensors in place"
+    if fit is None:
+        return ""
+    text = f", {fit.matched} of {fit.offered} tensors in place"
+    if not 0 < fit.matched < fit.offered:
+        return text
+    more = fit.offered - fit.matched - 1
+    others = f" and {more} more are" if more else " is"
+    return f"{text} ({fit.there[:_LONGEST_PATH]}{others} not in the live state, so came into fresh memory)"
 
 
 def log_receive(report: ReceiveReport, *, tls: bool, secret: bool) -> None:
@@ -144,23 +158,25 @@ def log_receive(report: ReceiveReport, *, tls: bool, secret: bool) -> None:
     """
     for source, trouble in report.troubles.items():
         logger.warning("step %d: ranges of %s were fetched over other connections: %s", report.step, source, trouble)
-    rate = report.bytes_per_second
     several = len(report.routes) > 1
     by_route = list(zip(report.routes, report.route_bytes, strict=True))
-    routes = [f"{here} <- {there}{f' ({nbytes} bytes)' if several else ''}" for (here, there), nbytes in by_route]
+    carried = zip(report.route_bytes, report.route_rates, strict=True)
+    shares = [f" ({nbytes} bytes, {rate / 1e9:.3f} GB/s)" if several else "" for nbytes, rate in carried]
+    routes = [f"{here} <- {there}{share}" for (here, there), share in zip(report.routes, shares, strict=True)]
     if report.same_host:
         routes.append("shared memory")
     relayed = ""
     if report.relays:
         own = max(report.bytes - report.relayed_bytes, 0)
-        relayed = f", {own} bytes from the source and {report.relayed_bytes} from {report.relays} other receivers"
+        others = "other receiver" if report.relays == 1 else "other receivers"
+        relayed = f", {own} bytes from the source and {report.relayed_bytes} from {report.relays} {others}"
     log_heal(
         "received step %d: %d bytes in %.3f s (%.2f GB/s; open %.3f s, fetch %.3f s), %d lanes over %s, %d retries, "
         "%s TLS, %s a secret%s",
         report.step,
         report.bytes,
         report.seconds,
-        rate / 1e9,
+        report.bytes_per_second / 1e9,
         report.open_seconds,
         report.fetch_seconds,
         report.lanes,

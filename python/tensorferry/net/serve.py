@@ -11,28 +11,36 @@ from .._native import Server
 from ..errors import ForkedProcess
 from .addresses import advertised_host
 from .options import ServerOptions
-from .rails import advertised_rails
+from .rails import advertised_rails, preferred_card
 
 logger = logging.getLogger("tensorferry")
 
 
-def start(patience: float, options: ServerOptions, swarm: bool = False) -> tuple[Server, str]:
+def start(
+    patience: float, options: ServerOptions, swarm: bool = False, accelerator: str | None = None
+) -> tuple[Server, str]:
     """Starts a server that serves nothing yet; returns it and the host that peers reach it by.
 
     Args:
         patience: seconds for which a request waits until something is served
         options: where the server listens, the host that peers are given and what protects it
         swarm: tell receivers of one another, so that they bring each other what is published
+        accelerator: the PCI address of the accelerator that this process uses, if that is known: of several network
+            cards, receivers begin by one that is near it
 
     Raises:
         SystemRefused: no port can be opened
         InvalidArgument: ``options.advertise`` cannot be used on this host
     """
     # First, because it can fail: a server that nobody keeps would hold its port until it is collected.
-    host = advertised_host(options.advertise, options.listening)
+    listening = options.listening
+    host = advertised_host(options.advertise, next(iter(listening), None))
+    rails = advertised_rails(options.advertise, listening)
+    card, seat = preferred_card(rails, options.advertise, accelerator) or (None, None)
     server = Server(
         patience=patience,
-        bind=options.listening,
+        bind=next(iter(listening), None),
+        also=listening[1:],
         ports=options.ports,
         metrics_ports=options.metrics_ports,
         same_host=options.same_host,
@@ -41,25 +49,30 @@ def start(patience: float, options: ServerOptions, swarm: bool = False) -> tuple
         tls=options.tls,
         certificate=options.certificate,
         swarm=swarm,
-        rails=advertised_rails(options.advertise, options.listening),
+        rails=rails,
+        card=card,
+        seat=seat,
         zone=options.zone,
     )
     return server, host
 
 
-def serve(timeout: timedelta, options: ServerOptions, swarm: bool = False) -> tuple[Server, str]:
+def serve(
+    timeout: timedelta, options: ServerOptions, swarm: bool = False, accelerator: str | None = None
+) -> tuple[Server, str]:
     """Starts a server that serves nothing yet; returns it and its URL for peers.
 
     Args:
         timeout: how long a request waits until something is served
         options: as for :func:`start`
         swarm: as for :func:`start`
+        accelerator: as for :func:`start`
 
     Raises:
         SystemRefused: no port can be opened
         InvalidArgument: ``timeout`` is not a time to wait, or ``options.advertise`` cannot be used on this host
     """
-    server, host = start(_validate.patience("timeout", timeout), options, swarm)
+    server, host = start(_validate.patience("timeout", timeout), options, swarm, accelerator)
     return server, server.url(host)
 
 

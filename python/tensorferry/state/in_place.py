@@ -228,7 +228,9 @@ class InPlaceTargets:
                 "nothing was overwritten: the source's state does not fit into this one; the leaves that differ:\n  "
                 + "\n  ".join(wrong)
             )
-        there = next((tree.path_as_text(path) for number, path in places if number in offered), "nowhere")
+        theirs_alone = (path for number, path in places if number in offered and number not in found)
+        theirs_first = (path for number, path in places if number in offered)
+        there = next((tree.path_as_text(path) for path in itertools.chain(theirs_alone, theirs_first)), "nowhere")
         first = next(map(tree.path_as_text, self._by_path), "nowhere")
         self.fit = InPlace(len(found), len(offered), there, first)
         self._offered = offered

@@ -19,7 +19,7 @@ from ..memory.bounce import BounceBuffers
 from ..memory.host_pool import HostMemory
 from ..memory.staging import HostStager
 from ..net.heals import log_heal
-from ..net.metadata import encrypted, is_encrypted, is_stock
+from ..net.metadata import encrypted, hosts_of, is_encrypted, is_stock
 from ..net.options import ServerArguments, ServerOptions, takes_server_arguments, wants_relay
 from ..net.report import InPlace, ReceiveReport, in_place, log_receive
 from ..net.serve import metrics_url, serve, withdraw
@@ -91,10 +91,12 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
             machine, in one network namespace and under one user. Both sides must agree. ``None`` takes
             ``TENSORFERRY_SAME_HOST`` (``0`` means no), by default yes.
         interface: listen only on this interface: its name, an address of this host, or a network (``10.0.0.0/8``) that
-            contains one of its addresses. ``None`` takes ``TENSORFERRY_INTERFACE``; by default all.
-        advertise: the name or address that peers use, or one of this host's interfaces or networks. ``None`` takes
-            ``TENSORFERRY_ADVERTISE``; by default the address listened on, the host's name if it resolves to an address
-            that other hosts can use, or the address of the interface with the default route.
+            contains one of its addresses; or on several, with commas between them. ``None`` takes
+            ``TENSORFERRY_INTERFACE``; by default all.
+        advertise: the name or address that peers use, or one of this host's interfaces or networks; or several, with
+            commas between them. ``None`` takes ``TENSORFERRY_ADVERTISE``; by default the address listened on, the
+            host's name if it resolves to an address that other hosts can use, or the address of the interface with the
+            default route. docs/guides/ports.md says what hosts with several network cards do.
         max_bandwidth: bytes per second that all receivers together may take from here; ``None`` means no limit
         port: listen on this port, or on the first free one of a range like ``"29600-29699"``, so that a firewall can
             let peers in. ``None`` takes ``TENSORFERRY_PORT``; by default any free port.
@@ -157,7 +159,7 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
         self._progress = _validate.function("progress", progress)
         self._relay = wants_relay(relay)
         self._sources_besides: Callable[[], list[str]] | None = None
-        self._server, self._address = serve(timeout, self._options, self._relay)
+        self._server, self._address = serve(timeout, self._options, self._relay, ACCELERATOR.pci_address())
         self._checkpoint_lock = _Gate(self)
 
     def address(self) -> str:
@@ -290,7 +292,8 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
                 state, native, fit = self._fetch(sources, step, seconds_given, receive)
             except BaseException as e:
                 seconds = time.perf_counter() - started
-                receive.end(seconds, failed=type(e).__name__, counted_as=class_of(e))
+                failed = f"{type(e).__name__}, of {hosts_of(sources)}"
+                receive.end(seconds, failed=failed, counted_as=class_of(e))
                 raise
             seconds = time.perf_counter() - started
             receive.end(seconds, native)

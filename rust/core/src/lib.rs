@@ -62,7 +62,7 @@ mod trust;
 pub use cancel::Cancel;
 #[cfg(fuzzing)]
 pub use client::fuzzing;
-pub use client::{Arrived, FetchOptions, Get, Remote, SliceRequest, StagedFetch, fetch_slices, resolve};
+pub use client::{Arrived, FetchOptions, Get, RailRate, Remote, SliceRequest, StagedFetch, fetch_slices, resolve};
 pub use error::{Error, ErrorKind, Hint};
 pub use file::{
     Container, DIRECT_FROM, FileOptions, FileReport, ServedFiles, Stored, StoredWaves, Written, rename_new, seal_file,
@@ -77,7 +77,7 @@ pub use payload::{Backing, Destination, Item, Repeat, Slice, StagedRun};
 pub use priority::lower_priority;
 pub use publication::{Alternate, Publication, Readiness, Rendered, Stability, Store, Withdrawn};
 pub use report::{Report, Trouble};
-pub use server::{Failure, Frontend, Receive, Server, ServerConfig, Shelf};
+pub use server::{Failure, Frontend, ProgramFigures, ProgramTable, Receive, Seat, Series, Server, ServerConfig, Shelf};
 pub use swarm::{RelayHost, Relayed, Relaying};
 pub use tensorferry_wire::rails::Rail;
 pub use trust::{Identity, Secret};

@@ -8,7 +8,10 @@ use std::time::Duration;
 
 use crate::common::raw::{Raw, get, request};
 use crate::common::{BLOCK, Rig, STEP, State, eventually, lanes};
-use tensorferry_core::{ErrorKind, Failure, FetchOptions, Hint, Report, Secret, Server, ServerConfig, Stability};
+use tensorferry_core::{
+    ErrorKind, Failure, FetchOptions, Hint, ProgramFigures, ProgramTable, Report, Secret, Series, Server, ServerConfig,
+    Stability,
+};
 
 #[test]
 fn metrics_tell_how_answers_and_bodies_ended_and_who_waits() {
@@ -136,10 +139,11 @@ fn the_status_page_shows_what_is_sent_and_escapes_what_peers_say() {
     let text = shown.text();
     assert!(text.contains("7&amp;&quot;{&#39;x&#39;}"), "{text}");
     assert!(!text.contains("7&\""));
-    // Strangers leave no trace but a count.
+    // Of strangers the address and a count are shown, and nothing that they wrote.
     assert_eq!(get(&rig, "/00000000000000000000000000000000/stranger", &[]).status, 404);
     let text = page().text().to_owned();
     assert!(text.contains("1 with 404 Not Found") && !text.contains("stranger"));
+    assert!(text.contains("<td>127.0.0.1</td><td class=\"n\">1</td><td>unknown path"), "{text}");
     let token = rig.path("").split('/').nth(1).unwrap().to_owned();
     assert!(!text.contains(&token), "the page gives access to the state");
     let policy = shown.header("content-security-policy").unwrap();
@@ -209,4 +213,52 @@ fn the_first_free_port_of_a_range_is_taken() {
     assert_eq!(Server::bind(&config, runtime.handle()).unwrap_err().hint(), Some(Hint::ChoosePort));
     let config = ServerConfig { metrics_ports: Some(first..=first), ..on(0..=0) };
     assert_eq!(Server::bind(&config, runtime.handle()).unwrap_err().hint(), Some(Hint::ChooseMetricsPort));
+}
+
+#[test]
+fn a_peer_without_the_secret_is_told_from_one_with_another_and_from_a_scanner() {
+    let secret = Secret::new(b"at least sixteen bytes of it").unwrap();
+    let bind = Some([127, 0, 0, 1].into());
+    let rig = Rig::configured(&ServerConfig { secret: Some(secret), bind, ..ServerConfig::default() });
+    for (path, headers) in [
+        ("/nowhere".to_owned(), None),
+        (rig.path("7.safetensors"), None),
+        (rig.path("7.safetensors"), Some("tensorferry 1")),
+        (rig.path("7.safetensors"), Some("tensorferry 2")),
+    ] {
+        let headers: Vec<_> = headers.map(|proof| ("Authorization", proof)).into_iter().collect();
+        let answer = get(&rig, &path, &headers);
+        assert_eq!((answer.status, answer.text()), (404, "not found\n"), "{path}: all are answered alike");
+    }
+    let text = get(&rig, &rig.path("").replace("checkpoint/", "metrics"), &[]).text().to_owned();
+    for line in ["{reason=\"path\"} 1", "{reason=\"no_secret\"} 1", "{reason=\"other_secret\"} 2"] {
+        assert!(text.contains(&format!("\ntensorferry_refused_total{line}\n")), "{line} is missing in\n{text}");
+    }
+    let known: Vec<_> = rig.server.strangers().into_iter().map(|(peer, _, count)| (peer, count)).collect();
+    assert_eq!(known, [("127.0.0.1".to_owned(), 2), ("127.0.0.1".to_owned(), 1), ("127.0.0.1".to_owned(), 1)]);
+}
+
+#[test]
+fn a_program_describes_itself_on_both_pages() {
+    let rig = Rig::new();
+    let series = |name: &str, rows| Series { name: name.to_owned(), counts: false, help: "How many.".to_owned(), rows };
+    let held = series("keeper_snapshots", vec![(vec![("origin".to_owned(), "own\"} 9\n".to_owned())], 4.0)]);
+    rig.server.show(ProgramFigures {
+        title: "keeper <default>".to_owned(),
+        lines: vec!["4 snapshots".to_owned(), "<b>".to_owned()],
+        tables: vec![ProgramTable {
+            heading: "Snapshots".to_owned(),
+            heads: vec!["job".to_owned(), "#step".to_owned()],
+            rows: vec![vec!["<run>".to_owned(), "7".to_owned()]],
+        }],
+        series: vec![held, series("keeper_clients", vec![(Vec::new(), 2.0)])],
+    });
+    let text = get(&rig, &rig.path("").replace("checkpoint/", "metrics"), &[]).text().to_owned();
+    for line in ["tensorferry_keeper_snapshots{origin=\"own???9?\"} 4", "tensorferry_keeper_clients 2"] {
+        assert!(text.lines().any(|l| l == line), "{line} is missing in\n{text}");
+    }
+    let page = get(&rig, &rig.path(""), &[]).text().to_owned();
+    assert!(page.contains("<h1>tensorferry: keeper &lt;default&gt;</h1>"), "{page}");
+    assert!(page.contains("4 snapshots; &lt;b&gt;") && page.contains("<td>&lt;run&gt;</td><td class=\"n\">7</td>"));
+    assert!(!page.contains("gate is closed") && !page.contains("Last receives"), "it is no transport");
 }

@@ -1,12 +1,12 @@
 //! Receives over several addresses of one source: each brings its share, and none is needed.
 
 use std::io::Write;
-use std::net::{IpAddr, TcpListener};
+use std::net::{IpAddr, TcpListener, TcpStream};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
-use tensorferry_core::{ErrorKind, FetchOptions, Rail, Report, ServerConfig, Stability};
+use tensorferry_core::{ErrorKind, FetchOptions, Rail, Remote, Report, ServerConfig, Stability};
 
 use crate::common::{BLOCK, PATIENCE, Rig, STEP, State};
 
@@ -44,7 +44,7 @@ fn shares(report: &Report) -> Vec<(u8, u64)> {
 }
 
 /// What listens at the port of `rig` at another address, and handles each connection by `each`, with their number so far.
-fn impostor(rig: &Rig, last: u8, each: impl Fn(std::net::TcpStream) + Send + 'static) -> Arc<AtomicUsize> {
+fn impostor(rig: &Rig, last: u8, each: impl Fn(TcpStream) + Send + 'static) -> Arc<AtomicUsize> {
     let listener = TcpListener::bind((loopback(last), rig.server.address().port())).unwrap();
     let seen = Arc::new(AtomicUsize::new(0));
     let count = Arc::clone(&seen);
@@ -147,4 +147,100 @@ fn a_source_that_is_gone_is_an_error_in_time() {
     drop(rig);
     let error = state.fetch(&[&url], FetchOptions { same_host: false, ..FetchOptions::within(Duration::from_secs(5)) });
     assert_eq!(error.map(|_| ()).unwrap_err().kind(), ErrorKind::Connect);
+}
+
+/// A server at 127.0.0.1, or at all addresses, whose URL names the card `card`.
+fn with_card(bind: Option<u8>, card: u8, state: &State) -> Rig {
+    let rig = Rig::configured(&ServerConfig {
+        bind: bind.map(loopback),
+        card: Some(loopback(card)),
+        ..ServerConfig::default()
+    });
+    rig.server.store().publish(STEP, state.publication(Stability::Private));
+    rig
+}
+
+#[test]
+fn a_receive_begins_by_the_card_that_the_url_names() {
+    let state = State::of(&[12 * BLOCK], 3);
+    let rig = with_card(None, 3, &state);
+    assert!(rig.url().contains("~127.0.0.3/checkpoint/"), "{}", rig.url());
+    let report = state.fetch(&[&rig.url()], options()).unwrap().report().clone();
+    assert_eq!(shares(&report).iter().map(|(last, _)| *last).collect::<Vec<_>>(), [3]);
+}
+
+#[test]
+fn without_the_card_the_host_is_taken() {
+    let state = State::of(&[12 * BLOCK], 3);
+    for what in ["refuses", "is silent", "talks nonsense"] {
+        let rig = with_card(Some(1), 2, &state);
+        let (keep, kept) = mpsc::channel();
+        if what != "refuses" {
+            let answers = what == "talks nonsense";
+            impostor(&rig, 2, move |mut stream| {
+                if answers {
+                    let _ = stream.write_all(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n");
+                }
+                let _ = keep.send(stream);
+            });
+        }
+        let options = FetchOptions { stall: Duration::from_secs(1), ..options() };
+        let report = state.fetch(&[&rig.url()], options).unwrap().report().clone();
+        assert_eq!(shares(&report).iter().map(|(last, _)| *last).collect::<Vec<_>>(), [1], "a card that {what}");
+        drop(kept);
+    }
+}
+
+#[test]
+fn every_source_of_several_brings_by_each_of_its_addresses() {
+    let state = State::of(&[BLOCKS * BLOCK, 5, BLOCK], 3);
+    let (one, other) = (serving(None, &[1, 2], &state), serving(None, &[1, 3], &state));
+    let report = state.fetch(&[&one.url(), &other.url()], options()).unwrap().report().clone();
+    let shares = shares(&report);
+    assert_eq!(shares.iter().map(|(last, _)| *last).collect::<Vec<_>>(), [1, 2, 3], "{shares:?}");
+    assert!(shares.iter().all(|(_, bytes)| *bytes >= BLOCK as u64), "{shares:?}");
+}
+
+#[test]
+fn a_rail_is_measured_by_itself() {
+    let state = State::of(&[BLOCKS * BLOCK], 3);
+    let rig = serving(Some(1), &[1, 2], &state);
+    let remote = Remote::open(&[&rig.url()], STEP, options()).unwrap();
+    assert_eq!(remote.rails(), rails(&[1, 2]));
+    let rate = remote.measure(loopback(1), Duration::from_millis(50)).unwrap();
+    assert!(rate.bytes > 0 && rate.here.is_loopback(), "{rate:?}");
+    assert_eq!(remote.measure(loopback(2), Duration::from_millis(50)).unwrap_err().kind(), ErrorKind::Connect);
+}
+
+#[test]
+fn a_server_listens_on_the_addresses_that_are_named_and_on_no_other() {
+    let rig = Rig::configured(&ServerConfig {
+        bind: Some(loopback(1)),
+        also: vec![loopback(2)],
+        metrics_ports: Some(0..=0),
+        ..ServerConfig::default()
+    });
+    let metrics = rig.server.metrics_url("h").unwrap();
+    let metrics: u16 = metrics.trim_start_matches("http://h:").split('/').next().unwrap().parse().unwrap();
+    for port in [rig.server.address().port(), metrics] {
+        let reached = |last| TcpStream::connect((loopback(last), port)).is_ok();
+        assert_eq!([1, 2, 3].map(reached), [true, true, false]);
+    }
+}
+
+#[test]
+fn a_rail_that_breaks_off_is_left_alone_by_the_next_receive_too() {
+    let state = State::of(&[BLOCKS * BLOCK], 3);
+    let rig = serving(Some(1), &[1, 2], &state);
+    let (keep, kept) = mpsc::channel();
+    let seen = impostor(&rig, 2, move |stream| keep.send(stream).unwrap());
+    let options = || FetchOptions { stall: Duration::from_secs(1), lanes: Some(2), ..options() };
+    let fetched = || state.fetch(&[&rig.url()], options()).unwrap().report().fetching;
+    fetched();
+    let before = seen.load(Ordering::SeqCst);
+    assert!(before > 0, "nobody has tried it");
+    // A receive of some milliseconds.
+    fetched();
+    assert_eq!(seen.load(Ordering::SeqCst), before);
+    drop(kept);
 }

@@ -36,11 +36,11 @@ fn remedy(hint: Hint) -> &'static str {
              `tensorferry-keeper --status` prints"
         }
         Hint::ChoosePort => {
-            "Choose another port with port= or TENSORFERRY_PORT, or a range such as \"29600-29699\", from which the first \
+            "Choose another port with port=, --port or TENSORFERRY_PORT, or a range such as \"29600-29699\", from which the first \
              free port is taken"
         }
         Hint::ChooseMetricsPort => {
-            "Choose another port with metrics_port= or TENSORFERRY_METRICS_PORT, or a range such as \"9400-9499\", from \
+            "Choose another port with metrics_port=, --metrics-port or TENSORFERRY_METRICS_PORT, or a range such as \"9400-9499\", from \
              which the first free port is taken"
         }
     }

@@ -43,7 +43,7 @@ mod _native {
     use pyo3::prelude::*;
 
     #[pymodule_export]
-    use crate::addresses::{interfaces, resolve};
+    use crate::addresses::{PySeat, interfaces, resolve};
     #[pymodule_export]
     use crate::certificate::PyCertificate;
     #[pymodule_export]

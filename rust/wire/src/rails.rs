@@ -6,6 +6,13 @@
 //!
 //! Each is an address with the speed of its link in Mbit/s, 0 where that is not known. The port and the path are those of
 //! the URL. What cannot be read is left out, so that later versions may say more.
+//!
+//! The URL itself may name one of them behind the token, by which receivers that know of it begin. Others take the path
+//! as it is, and the host:
+//!
+//! ```text
+//! http://node-7:4000/0f~10.0.1.7/checkpoint/
+//! ```
 
 use core::net::IpAddr;
 use std::fmt::Write as _;
@@ -35,6 +42,33 @@ pub fn format(rails: &[Rail]) -> String {
     text
 }
 
+/// What separates the token in a path from the address of a card.
+const CARD: char = '~';
+
+/// The segment of a path that has the `token`, and names `card`.
+#[must_use]
+pub fn with_card(token: &str, card: IpAddr) -> String {
+    format!("{token}{CARD}{card}")
+}
+
+/// The token in the first segment of a path, without the card that it may name.
+#[must_use]
+pub fn without_card(segment: &str) -> &str {
+    segment.split_once(CARD).map_or(segment, |(token, _)| token)
+}
+
+/// The address of the card that a path names, unless no host can have it as its own.
+#[must_use]
+pub fn card(path: &str) -> Option<IpAddr> {
+    let first = path.strip_prefix('/')?.split('/').next()?;
+    first.split_once(CARD)?.1.parse().ok().map(|card: IpAddr| card.to_canonical()).filter(is_usable)
+}
+
+/// Whether a host can have this address as its own.
+fn is_usable(address: &IpAddr) -> bool {
+    !address.is_unspecified() && !address.is_multicast()
+}
+
 /// The addresses in the value of the header field, each once. Those that no host can have as its own are left out.
 #[must_use]
 pub fn parse(value: &str) -> Vec<Rail> {
@@ -43,8 +77,10 @@ pub fn parse(value: &str) -> Vec<Rail> {
         let Some((address, mbit)) = item.trim().split_once('/') else { continue };
         let (Ok(address), Ok(mbit)) = (address.parse::<IpAddr>(), mbit.parse()) else { continue };
         let rail = Rail { address: address.to_canonical(), mbit };
-        let unusable = rail.address.is_unspecified() || rail.address.is_multicast();
-        if !unusable && !rails.iter().any(|known| known.address == rail.address) && rails.len() < MAX_RAILS {
+        if is_usable(&rail.address)
+            && !rails.iter().any(|known| known.address == rail.address)
+            && rails.len() < MAX_RAILS
+        {
             rails.push(rail);
         }
     }
@@ -65,6 +101,21 @@ mod tests {
         assert_eq!(format(&rails), "10.0.0.7/25000,fd00::7/0");
         assert_eq!(parse(&format(&rails)), rails);
         assert_eq!(format(&[]), "");
+    }
+
+    #[test]
+    fn a_path_names_a_card_behind_its_token() {
+        for address in ["10.0.1.7", "fd00::7"] {
+            let segment = with_card("0f", address.parse().unwrap());
+            assert_eq!(without_card(&segment), "0f");
+            assert_eq!(card(&format!("/{segment}/checkpoint/")), Some(address.parse().unwrap()));
+        }
+        assert_eq!(without_card("0f"), "0f");
+        for none in
+            ["", "/", "/0f/checkpoint/", "/0f/a~10.0.1.7/", "/0f~/", "/0f~node-7/", "/0f~0.0.0.0/", "/0f~ff02::1/"]
+        {
+            assert_eq!(card(none), None, "{none}");
+        }
     }
 
     #[test]

@@ -22,8 +22,9 @@ use crate::request::MAX_RUNS;
 
 /// The header field of a source that has a tracker.
 pub const SWARM_HEADER: &str = "tensorferry-swarm";
-/// Its value where the source has all of the snapshot, and where it is still copying some of it, from the beginning on.
+/// Its value where the source has all of the snapshot.
 pub const SWARM_FULL: &str = "1";
+/// Its value where the source is still copying the snapshot, from the beginning on.
 pub const SWARM_FILLING: &str = "1 filling";
 /// The query of a request for the [`crate::digest::WideTable`] of a source that has a tracker: `{step}/digests?long=1`.
 pub const LONG_QUERY: &str = "long=1";

@@ -21,7 +21,8 @@ class NotPermitted(Exception):
     """The machine does not permit network namespaces or shaped links."""
 
 
-def _run(*command: str) -> None:
+def run(*command: str) -> None:
+    """Runs a command; that it fails means that it is not permitted."""
     done = subprocess.run(command, capture_output=True, text=True, timeout=_PATIENCE_S, check=False)
     if done.returncode:
         raise NotPermitted(f"{' '.join(command)}: {done.stderr.strip()}")
@@ -30,8 +31,8 @@ def _run(*command: str) -> None:
 class Agent:
     """A process in one of the hosts; requests and answers are lines of JSON."""
 
-    def __init__(self, host: str, role: str, **options: Any) -> None:
-        command = ["ip", "netns", "exec", host, sys.executable, str(_AGENT), role, json.dumps(options)]
+    def __init__(self, host: str, role: str, program: Path = _AGENT, **options: Any) -> None:
+        command = ["ip", "netns", "exec", host, sys.executable, str(program), role, json.dumps(options)]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def lines(self) -> Iterator[dict[str, Any]]:
@@ -76,24 +77,24 @@ class Network:
         self._made: list[str] = []
         try:
             for host in (self.receiver, *self.sources):
-                _run("ip", "netns", "add", host)
+                run("ip", "netns", "add", host)
                 self._made.append(host)
-                _run("ip", "-n", host, "link", "set", "lo", "up")
+                run("ip", "-n", host, "link", "set", "lo", "up")
             for i, host in enumerate(self.sources):
-                _run("ip", "-n", host, "link", "add", "uplink", "type", "veth", "peer", "name", f"down{i}")
-                _run("ip", "-n", host, "link", "set", f"down{i}", "netns", self.receiver)
+                run("ip", "-n", host, "link", "add", "uplink", "type", "veth", "peer", "name", f"down{i}")
+                run("ip", "-n", host, "link", "set", f"down{i}", "netns", self.receiver)
                 for end, name, address in ((host, "uplink", 2), (self.receiver, f"down{i}", 1)):
-                    _run("ip", "-n", end, "address", "add", f"10.77.{i}.{address}/24", "dev", name)
-                    _run("ip", "-n", end, "link", "set", name, "up")
+                    run("ip", "-n", end, "address", "add", f"10.77.{i}.{address}/24", "dev", name)
+                    run("ip", "-n", end, "link", "set", name, "up")
                 shape = ("tbf", "rate", f"{mbit}mbit", "burst", "128kb", "latency", "50ms")
-                _run("tc", "-n", host, "qdisc", "add", "dev", "uplink", "root", *shape)
+                run("tc", "-n", host, "qdisc", "add", "dev", "uplink", "root", *shape)
         except BaseException:
             self.remove()
             raise
 
     def cut(self, source: int) -> None:
         """Takes the link of that source down, without closing any connection."""
-        _run("ip", "-n", self.sources[source], "link", "set", "uplink", "down")
+        run("ip", "-n", self.sources[source], "link", "set", "uplink", "down")
 
     def remove(self) -> None:
         for host in self._made:
@@ -115,31 +116,31 @@ class Links:
         self._made: list[str] = []
         try:
             for host in (self.source, self.receiver):
-                _run("ip", "netns", "add", host)
+                run("ip", "netns", "add", host)
                 self._made.append(host)
-                _run("ip", "-n", host, "link", "set", "lo", "up")
+                run("ip", "-n", host, "link", "set", "lo", "up")
             for i, mbit in enumerate(mbits):
                 peer = ("type", "veth", "peer", "name", f"card{i}", "netns", self.receiver)
-                _run("ip", "-n", self.source, "link", "add", f"card{i}", *peer)
+                run("ip", "-n", self.source, "link", "add", f"card{i}", *peer)
                 shape = ("tbf", "rate", f"{mbit}mbit", "burst", "64kb", "latency", "100ms")
                 for host, last in ((self.source, 1), (self.receiver, 2)):
-                    _run("ip", "-n", host, "address", "add", f"10.79.{i}.{last}/24", "dev", f"card{i}")
-                    _run("ip", "-n", host, "link", "set", f"card{i}", "up")
-                    _run("tc", "-n", host, "qdisc", "add", "dev", f"card{i}", "root", *shape)
+                    run("ip", "-n", host, "address", "add", f"10.79.{i}.{last}/24", "dev", f"card{i}")
+                    run("ip", "-n", host, "link", "set", f"card{i}", "up")
+                    run("tc", "-n", host, "qdisc", "add", "dev", f"card{i}", "root", *shape)
             for host, gateway in ((self.source, 2), (self.receiver, 1)):
-                _run("ip", "-n", host, "route", "add", "default", "via", f"10.79.0.{gateway}")
+                run("ip", "-n", host, "route", "add", "default", "via", f"10.79.0.{gateway}")
         except BaseException:
             self.remove()
             raise
 
     def cut(self, link: int) -> None:
         """Takes a link down, without closing any connection."""
-        _run("ip", "-n", self.source, "link", "set", f"card{link}", "down")
+        run("ip", "-n", self.source, "link", "set", f"card{link}", "down")
 
     def swallow(self, link: int) -> None:
         """Lets hardly anything of what the source sends over a link arrive."""
         shape = ("tbf", "rate", "1kbit", "burst", "1kb", "latency", "1ms")
-        _run("tc", "-n", self.source, "qdisc", "replace", "dev", f"card{link}", "root", *shape)
+        run("tc", "-n", self.source, "qdisc", "replace", "dev", f"card{link}", "root", *shape)
 
     def remove(self) -> None:
         for host in self._made:

@@ -95,7 +95,7 @@ class Keeper:
         #: has been asked.
         self._began: dict[tuple[str, str], int] = {}
         self._asked: set[str] = set()
-        self._offers = Offers(self.name, self._asked.clear)
+        self._offers = Offers(self.name, self._asked.clear, self._secret)
         if _validate.boolean("start", start):
             start_keeper(self.name)
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from ...errors import InvalidArgument, TensorferryError, message_of
 from ...net.certificates import Tls, fingerprint_of
+from ...net.metadata import host_of
 from ...net.options import ServerOptions
 from . import index
 from .client import Keeper
@@ -82,7 +83,7 @@ def main(arguments: list[str] | None = None) -> int:
             "the keeper %s holds up to %s, and is reached at %s",
             name,
             readable(options.memory),
-            index.host_of(keeper.address),
+            host_of(keeper.address),
         )
         keeper.run()
     if keeper.ended_by is not None:
@@ -110,7 +111,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--certificate", metavar="FILE", help="encrypt with this certificate (PEM), so that its fingerprint is known")
     add("--key", metavar="FILE", help="the key of --certificate (PEM, without a passphrase)")
     add("--max-bandwidth", metavar="SIZE", help="bytes per second that all receivers together may take, such as 500M")
-    add("--buddy", action="append", default=[], metavar="ADDRESS", help="copy this keeper's snapshots; may be repeated")
+    add(
+        "--buddy",
+        action="append",
+        default=[],
+        metavar="ADDRESS",
+        help="copy the snapshots of the keeper there; may be repeated",
+    )
     add("--quiet", action="store_true", help="log warnings only")
     add("--status", action="store_true", help="print what the running keeper holds, and end")
     add("--json", action="store_true", help="with --status: as JSON")
@@ -184,7 +191,10 @@ def _print_status(name: str, *, as_json: bool) -> int:
 def _buddy(buddy: dict[str, Any]) -> str:
     if buddy["error"]:
         return str(buddy["error"])
-    return "not reached yet" if buddy["silent_s"] is None else f"{buddy['snapshots']} snapshots"
+    if buddy["silent_s"] is None:
+        return "not reached yet"
+    copied = readable(buddy["copied_bytes"])
+    return f"{buddy['snapshots']} snapshots, {copied} copied, heard {buddy['silent_s']:.0f} s ago"
 
 
 def _line(one: Snapshot) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from typing import Any
 
 from ...errors import ProtocolError, TensorferryError, message_of
 from ..handover import Arrived, Message
@@ -28,12 +29,17 @@ class SnapshotExchange:
         keeping: the snapshots
         connections: those to the processes of the node
         run_soon: has the keeper's thread call something
+        secret: returns the fields by which a trainer sees whether it has the keeper's secret
     """
 
     def __init__(
-        self, keeping: Keeping, connections: Connections, run_soon: Callable[[Callable[[], object]], None]
+        self,
+        keeping: Keeping,
+        connections: Connections,
+        run_soon: Callable[[Callable[[], object]], None],
+        secret: Callable[[], dict[str, Any]],
     ) -> None:
-        self._keeping, self._connections, self._run_soon = keeping, connections, run_soon
+        self._keeping, self._connections, self._run_soon, self._secret = keeping, connections, run_soon, secret
         #: Clients that wait for the checksums of a snapshot.
         self._readers: dict[KeptMemory, list[tuple[Client, Kept[KeptMemory]]]] = {}
         self._reader = Worker("tensorferry-read")
@@ -64,7 +70,7 @@ class SnapshotExchange:
             reserved = self._keeping.reserve(about, cost.reading, given.buffers)
         except TensorferryError as e:
             given.close()
-            self._refuse(client, save_id if isinstance(save_id, str) else None, str(e))
+            self._refuse(client, save_id if isinstance(save_id, str) else None, str(e), isinstance(e, KeeperFull))
             return
         step = self._keeping.step_of(about)
         client.arriving += 1
@@ -107,7 +113,8 @@ class SnapshotExchange:
         except Exception as e:
             if not isinstance(e, (TensorferryError, OSError, MemoryError)):
                 logger.exception("a snapshot cannot be kept")
-            self._refuse(client, about.save_id, message_of(e) or type(e).__name__)
+            is_full = isinstance(e, (KeeperFull, MemoryError))
+            self._refuse(client, about.save_id, message_of(e) or type(e).__name__, is_full)
             if isinstance(e, _BrokenHandover):
                 self._connections.cast_out(client)
             return
@@ -122,9 +129,11 @@ class SnapshotExchange:
         kept.live = client.is_open
         logger.info("%s is kept: %d bytes, of process %d", named(kept.about), kept.nbytes, client.pid)
         served = {"step": kept.about.step, "metadata": kept.about.metadata, "address": self._keeping.address}
-        self._connections.send(client, Message("kept", {"save_id": about.save_id, "rank": about.rank, **served}))
+        fields = {"save_id": about.save_id, "rank": about.rank, **served, **self._secret()}
+        self._connections.send(client, Message("kept", fields))
 
-    def _refuse(self, client: Client, save_id: str | None, error: str) -> None:
+    def _refuse(self, client: Client, save_id: str | None, error: str, is_full: bool) -> None:
+        self._keeping.tallies.note_refused(error, is_full=is_full)
         logger.warning("a snapshot of process %d is refused: %s", client.pid, error)
         self._connections.send(client, Message("refused", {"save_id": save_id, "error": error[:4096]}))
 

@@ -13,7 +13,9 @@ from dataclasses import replace
 
 from ... import _validate
 from ..._native import Remote, Secret, Shelf, Table
-from ...errors import InvalidArgument, ProtocolError
+from ..._settings import SECRET, SECRET_FILE
+from ...errors import InvalidArgument, ProtocolError, message_of
+from ...net.metadata import host_of
 from ...net.options import ServerOptions
 from ...storage.container import Container
 from ...storage.reserved import PREFIX
@@ -71,8 +73,8 @@ def keeper_url(address: str, options: ServerOptions) -> str:
         )
     if options.secret is None:
         raise InvalidArgument(
-            f"{text} is not enough of an address: without a shared secret the path is random. Give what "
-            "tensorferry-keeper --status prints there"
+            f"{text} is enough of an address only where both keepers have the same secret, and neither {SECRET} nor "
+            f"{SECRET_FILE} is set here. Set one of them, or give what tensorferry-keeper --status prints there"
         )
     if pinned:
         return f"https://{pinned[1]}@{place}/{NAME}/checkpoint/"
@@ -127,6 +129,7 @@ def _beside(url: str, about: Snapshot) -> Snapshot:
     return replace(about, metadata=f"{scheme}//{rest.partition('/')[0]}/{token[1]}/checkpoint/")
 
 
-def host_of(url: str) -> str:
-    """Returns the host and port of ``url``, without the random path, which grants access."""
-    return url.partition("//")[2].rpartition("@")[2].partition("/")[0]
+def message_about(url: str, error: BaseException) -> str:
+    """Returns what ``error`` says of the keeper at ``url``, without the step as which its list is served."""
+    message, host = message_of(error), host_of(url)
+    return message.removeprefix(f"step {STEP} from {host}: ").removeprefix(f"{host}: ")

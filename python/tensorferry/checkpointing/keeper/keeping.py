@@ -13,6 +13,7 @@ from ..._native import Server, SharedBuffer, Table
 from ...net.options import ServerOptions
 from . import index
 from .connections import MOST_CLIENTS
+from .figures import Tallies
 from .generations import Generations, KeeperFull, Kept, Reservation
 from .kept_memory import Digester, KeptMemory
 from .loop import Loop
@@ -44,6 +45,7 @@ class Keeping:
 
     Attributes:
         generations: what is held
+        tallies: what came, went and was refused
         address: where other keepers find the list
     """
 
@@ -60,6 +62,7 @@ class Keeping:
         digested: Callable[[KeptMemory], None],
     ) -> None:
         self.generations: Generations[KeptMemory] = Generations(memory, generations)
+        self.tallies = Tallies()
         self._loop, self._server, self._host, self._released = loop, server, host, released
         self._index_shelf = server.shelf(index.NAME if options.secret is not None else None)
         self.address = self._index_shelf.url(host)
@@ -118,6 +121,7 @@ class Keeping:
             body.cut()
             raise
         kept = self.generations.add(about.served(body.url(self._host), nbytes, step), nbytes, body)
+        self.tallies.note_kept(kept.about)
         body.when_released = lambda: self.let_go(kept)
         self._digester.compute(body)
         self._index_is_old = True
@@ -134,6 +138,7 @@ class Keeping:
     def evict(self, kept: Kept[KeptMemory]) -> None:
         """Keeps a snapshot no more; those that read it may finish."""
         logger.info("%s is evicted", named(kept.about))
+        self.tallies.evicted += 1
         self.generations.leave(kept)
         self._index_is_old = True
         self._going[kept] = time.monotonic() + (_LENT_S if kept.lent else _LINGER_S)

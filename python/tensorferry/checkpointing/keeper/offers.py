@@ -10,12 +10,14 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from ..._native import Secret
 from ..._reentry import CallLock
 from ...errors import SystemRefused, TensorferryError, TransportClosed, message_of
 from .. import handover
 from ..handover import Handover, Message
 from . import connecting
 from .connecting import connect, not_at_work
+from .same_secret import difference
 
 logger = logging.getLogger("tensorferry")
 
@@ -46,10 +48,12 @@ class Offers:
     Args:
         name: the keeper's name
         is_gone: called when the connection has ended, before anybody can offer again
+        secret: the trainer's, which is to be the keeper's
     """
 
-    def __init__(self, name: str, is_gone: Callable[[], None]) -> None:
-        self._name, self._is_gone = name, is_gone
+    def __init__(self, name: str, is_gone: Callable[[], None], secret: Secret | None) -> None:
+        self._name, self._is_gone, self._secret = name, is_gone, secret
+        self._is_warned = False
         self._call = CallLock("offer() or let_go()")
         #: The same lock, which a signal handler in the middle of such a call may enter for what does not wait.
         self._lock = self._call.reentrant
@@ -151,6 +155,9 @@ class Offers:
             self._changed.notify_all()
             if message.kind != "kept":
                 self._offers.remove(offer)
+        if message.kind == "kept" and not self._is_warned and (wrong := difference(self._secret, message.fields)):
+            self._is_warned = True
+            logger.warning("%s", wrong)
         if message.kind == "refused":
             logger.warning("a checkpoint is not kept in memory: %s", message.fields.get("error"))
         if message.kind != "kept":

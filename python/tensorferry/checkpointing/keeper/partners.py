@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..._native import Remote
 from ...errors import ConnectError, FetchTimeout, SourceChanged, SourceRefused, TensorferryError, message_of
+from ...net.metadata import host_of
 from . import index
 from .cost import Cost, probe
 from .fetching import fetch_snapshot, most_described, open_snapshot
@@ -81,19 +82,22 @@ class Partner(threading.Thread):
 
     Attributes:
         listed: what it held when it was last asked; empty while it cannot be reached
+        heard_at: when it answered last, in Unix time
     """
 
     def __init__(self, url: str, keeper: KeeperProcess) -> None:
-        super().__init__(name=f"tensorferry-buddy-{index.host_of(url)}", daemon=True)
+        super().__init__(name=f"tensorferry-buddy-{host_of(url)}", daemon=True)
         self.listed: list[Snapshot] = []
+        self.heard_at: float | None = None
         self._url = url
-        self._host = index.host_of(url)
+        self._host = host_of(url)
         self._keeper = keeper
         self._stopped = threading.Event()
         self._asked = threading.Event()
         self._asked_at = 0.0
         self._heard: float | None = None
         self._error = ""
+        self._copied_bytes = self._copy_failures = 0
         self._tries = _Tries()
         self._remote: Remote | None = None
 
@@ -122,9 +126,16 @@ class Partner(threading.Thread):
             remote.close()
 
     def status(self) -> dict[str, Any]:
-        """Returns what is known about the partner: its host, when it last answered, and what is wrong."""
+        """Returns what is known about the partner: its host, when it last answered, what is wrong, what was copied."""
         silent = None if self._heard is None else round(time.monotonic() - self._heard, 1)
-        return {"host": self._host, "snapshots": len(self.listed), "silent_s": silent, "error": self._error[:500]}
+        return {
+            "host": self._host,
+            "snapshots": len(self.listed),
+            "silent_s": silent,
+            "error": self._error[:500],
+            "copied_bytes": self._copied_bytes,
+            "copy_failures": self._copy_failures,
+        }
 
     def run(self) -> None:
         """Looks and copies until :meth:`stop`."""
@@ -138,7 +149,7 @@ class Partner(threading.Thread):
                 if self._stopped.is_set():
                     return
                 expected = isinstance(e, TensorferryError)
-                message = message_of(e)
+                message = index.message_about(self._url, e)
                 if message != self._error:
                     logger.warning("buddy %s: %s", self._host, message, exc_info=not expected)
                 self._error = message
@@ -157,7 +168,11 @@ class Partner(threading.Thread):
         finally:
             if was_asked:
                 self._answered()
-        self._heard, self._error = time.monotonic(), ""
+        if self._error:
+            logger.info("buddy %s answers again: it holds %d snapshots", self._host, len(self.listed))
+        elif self._heard is None:
+            logger.info("buddy %s answers: it holds %d snapshots", self._host, len(self.listed))
+        self._heard, self.heard_at, self._error = time.monotonic(), time.time(), ""
 
     def _answered(self) -> None:
         if not self._stopped.is_set():
@@ -197,6 +212,7 @@ class Partner(threading.Thread):
             if self._stopped.is_set():
                 return
             wait = self._tries.put_off(about.key)
+            self._copy_failures += 1
             # What does not fit is not even asked for, so it can be looked at again and again; it is said once.
             level = logging.DEBUG if isinstance(e, KeeperFull) and wait > _INTERVAL_S else logging.WARNING
             logger.log(
@@ -243,6 +259,7 @@ class Partner(threading.Thread):
             step = self._call(lambda: self._keeper.keeping.step_of(copied))
             body = self._keeper.keeping.memory(step, rows, [], [buffer])
             self._call(lambda: self._keeper.keeping.add(copied, step, body, costs[0].holding, reserved[0]))
+            self._copied_bytes += len(buffer)
             logger.info(
                 "step %d of rank %d of %s is copied from %s: %d bytes in %.3f s",
                 about.step,

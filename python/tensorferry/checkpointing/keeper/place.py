@@ -154,5 +154,5 @@ def _check_private(folder: Path) -> None:
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
         raise SystemRefused(
             f"{folder} must be a folder of this user that nobody else can enter (mode 0700): sockets of keepers lie in "
-            f"it. Remove it, or choose another one with {KEEPER_DIR}"
+            f"it. Set {KEEPER_DIR} to a folder of its own below one of yours, which the keeper makes"
         )

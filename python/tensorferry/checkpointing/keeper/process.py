@@ -19,7 +19,7 @@ from ...errors import InvalidArgument, ProtocolError
 from ...net import serve
 from ...net.options import ServerOptions
 from ..handover import Arrived, Handover, Message
-from . import index
+from . import figures, index, same_secret
 from .clients import Client
 from .connections import Connections
 from .exchange import SnapshotExchange
@@ -28,6 +28,7 @@ from .loop import Loop
 from .partners import Partner
 from .place import SocketPlace
 from .snapshot import Key, Snapshot
+from .stranger_log import StrangerLog
 
 logger = logging.getLogger("tensorferry")
 
@@ -94,7 +95,7 @@ class KeeperProcess:
                 digested=lambda memory: self._exchange.digested(memory),
             )
             self._connections = Connections(self._loop, self._place.socket, self)
-            self._exchange = SnapshotExchange(self.keeping, self._connections, self.run_soon)
+            self._exchange = SnapshotExchange(self.keeping, self._connections, self.run_soon, self._secret_fields)
             stack.pop_all()
         self.address = self.keeping.address
         self._waiting: list[tuple[Client, Message, float, set[Partner]]] = []
@@ -102,7 +103,9 @@ class KeeperProcess:
         self._busy_at = time.monotonic()
         self._served_bytes = 0
         self._is_over = False
-        self._started = time.time()
+        self._strangers = StrangerLog(self._server)
+        self._show_at = 0.0
+        self._show()
 
     def run(self) -> None:
         """Serves until a signal or the idle limit ends it; then nothing of it is left on the node."""
@@ -155,6 +158,9 @@ class KeeperProcess:
         now = time.monotonic()
         self.keeping.look_at_clocks(now)
         self._connections.look_at_clocks(now)
+        self._strangers.look(now)
+        if now >= self._show_at:
+            self._show()
         for client, message, deadline, partners in list(self._waiting):
             if now >= deadline or not any(partner.is_asked for partner in partners):
                 self._waiting.remove((client, message, deadline, partners))
@@ -166,6 +172,17 @@ class KeeperProcess:
         elif self.options.idle and now - self._busy_at >= self.options.idle:
             logger.info("the keeper %s ends: nobody has used it for %g s", self.options.name, self.options.idle)
             self._end()
+
+    def _show(self) -> None:
+        """Hands what its pages show to the server, once a second."""
+        self._show_at = time.monotonic() + _LOOK_S
+        held, tallies = self.keeping.generations, self.keeping.tallies
+        figures.show(
+            self._server, self.options.name, len(self._connections), held, tallies, list(self._partners.values())
+        )
+
+    def _secret_fields(self) -> dict[str, Any]:
+        return same_secret.described(self.options.server.secret, len(self._partners))
 
     # Clients.
 
@@ -250,7 +267,7 @@ class KeeperProcess:
             "name": self.options.name,
             "pid": os.getpid(),
             "address": self.address,
-            "started": self._started,
+            "started": self.keeping.tallies.started,
             "memory": self.options.memory,
             "used": self.keeping.generations.used,
             "generations": self.options.generations,
@@ -258,6 +275,8 @@ class KeeperProcess:
             "leaving": len(self.keeping.generations.leaving),
             "clients": len(self._connections),
             "served": self._server.bytes_served,
+            "kept": self.keeping.tallies.kept,
+            "refused": sum(self.keeping.tallies.refused.values()),
             "buddies": [partner.status() for partner in self._partners.values()][:32],
         }
 

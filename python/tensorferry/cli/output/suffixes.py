@@ -20,11 +20,17 @@ _PROMISED = {
 }
 
 
-def warn(path: Path, written: str) -> None:
-    """Says so if the name of a file promises another format than ``written``, one of those above."""
+def warn(path: Path, written: str, remedy: str) -> None:
+    """Says so if the name of a file promises another format than ``written``, one of those above.
+
+    Args:
+        path: the file
+        written: what will be in it
+        remedy: what gets the promised format
+    """
     promised = _PROMISED.get(path.suffix.lower())
     if promised is not None and promised != written:
         console.note(
             f"tensorferry: warning: {path} will be a {written} file, although its name promises {promised}: name it "
-            f"otherwise, or convert it with tensorferry convert"
+            f"otherwise, or {remedy}"
         )

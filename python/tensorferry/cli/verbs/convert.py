@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any, Literal
 
@@ -109,8 +110,8 @@ def _converted(
         raise InvalidArgument(f"{output} does not say what to write: name a format with --to")
     if place.kind is places.CheckpointKind.PEERS:
         raise InvalidArgument("pull first, then convert: a running peer may change its state meanwhile")
-    if to in _WRITTEN:
-        suffixes.warn(output, _WRITTEN[to])
+    if to in _WRITTEN and not os.path.lexists(output):
+        suffixes.warn(output, _WRITTEN[to], "choose another format with --to")
     if place.kind is places.CheckpointKind.MEGATRON:
         if only is not None:
             raise InvalidArgument(

@@ -19,6 +19,7 @@ from ...net.options import port_range
 from .. import exits
 from ..flags import Json, Receiving, Switch, Trust
 from ..output import console
+from ..rail_rates import RailRate, rail_rates
 
 #: A name lookup that takes longer than this delays every start.
 _SLOW_LOOKUP_S = 0.2
@@ -32,7 +33,7 @@ _DOCS = "https://github.com/tensorferry/tensorferry/blob/main/docs"
 #: The page that helps, by the class of the error.
 _PAGES: dict[type[TensorferryError], str] = {
     ConnectError: "guides/ports.md",
-    FetchTimeout: "guides/ports.md",
+    FetchTimeout: "guides/faq.md#my-job-hangs",
     UnprovenSource: "reference/security.md",
 }
 _GOOD, _LOOK, _BAD = "ok", "look", "bad"
@@ -134,8 +135,9 @@ def _number(version: str) -> tuple[int, ...]:
 
 
 def _address() -> Iterator[Finding]:
-    listening = addresses.listening_address(None)
-    where = f"only on {listening}, as TENSORFERRY_INTERFACE asks" if listening else "on all addresses"
+    own = addresses.listening_addresses(None)
+    listening = next(iter(own), None)
+    where = f"only on {', '.join(own)}, as TENSORFERRY_INTERFACE asks" if own else "on all addresses"
     yield Finding("listens", _GOOD, where)
     name, given = socket.gethostname(), setting(ADVERTISE)
     started = time.perf_counter()
@@ -272,6 +274,21 @@ def _failed(error: TensorferryError) -> Finding:
     return Finding("peer", _BAD, f"{type(error).__name__}: {text}", f"see {_DOCS}/{page}")
 
 
+def _rail(rail: RailRate) -> Finding:
+    """Returns what is to be said of a rail by itself."""
+    if not rail.here:
+        remedy = "mend the way there, or leave it out with advertise= at the source: receivers try it each time"
+        return Finding("rail", _BAD, f"{rail.there} brings nothing: {rail.trouble}", remedy)
+    text = f"{rail.there} to {rail.here} at {console.amount(rail.rate)}/s by itself"
+    if not rail.expected:
+        return Finding("rail", _GOOD, f"{text}; the speeds of its links are not known")
+    share = rail.rate / rail.expected
+    verdict = _BAD if share < _BAD_SHARE else _LOOK if share < _LOW_SHARE else _GOOD
+    remedy = "" if verdict == _GOOD else "check its cable, switch port and settings, and what else uses it"
+    measured = f"{rail.measured}: {console.amount(rail.expected)}/s"
+    return Finding("rail", verdict, f"{text}, {share:.0%} of {measured}", remedy)
+
+
 def _peer(metadata: tuple[str, ...], trust: Trust, receiving: Receiving) -> Iterator[Finding]:
     from ..._native import _check_machine_has
     from ..sources import Peers, open_source
@@ -283,12 +300,14 @@ def _peer(metadata: tuple[str, ...], trust: Trust, receiving: Receiving) -> Iter
         opened = time.perf_counter() - started
         try:
             _check_machine_has(sum(remote.sizes), "the state of the peer")
+            rails = rail_rates(remote)
             _, report = remote.fetch()
         finally:
             remote.close()
     except TensorferryError as e:
         yield _failed(e)
         return
+    yield from map(_rail, rails)
     slow = opened > 1.0
     remedy = "the source was not ready, or its name took long to resolve" if slow else ""
     yield Finding("peer", _LOOK if slow else _GOOD, f"step {step}, opened in {opened:.3f} s", remedy)

@@ -148,12 +148,10 @@ class _Pull:
         """Pulls a state into a file."""
         from ...storage.download import Download, partial_of, remove_others
 
-        if output is not None:
-            suffixes.warn(output, "safetensors")
-
         def begin(remote: Remote, step: int) -> tuple[_Target, Download]:
             path = output if output is not None else Path(f"step-{step}.safetensors")
             target = _Target(path, self._replaced(path))
+            suffixes.warn(path, "safetensors", "convert it with tensorferry convert")
             former = path.with_name(f"{path.name}.partial")
             return target, Download(remote, partial_of(path, remote, step), step=step, former=former)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import threading
 from collections.abc import Callable
@@ -193,10 +194,26 @@ class Publisher:
         )
 
     def shards(self, folder: Path) -> dict[str, Any]:
-        """Raises: a model in several files is converted first."""
-        raise InvalidArgument(
-            f"{folder} is a model in several files: run `tensorferry convert {folder} OUT.safetensors`, and serve OUT"
-        )
+        """Publishes a model in several files of another program as the state that maps its names to its tensors."""
+        from ...memory.accelerator import ACCELERATOR
+        from ...memory.staging import HostStager
+        from ...state.snapshot import StateSnapshot
+        from ...torchft import compat
+        from ..leaves.shards import files_of
+        from ..mapped_states import state_of_shards
+
+        step = self._step or 0
+        pages: list[FilePages] = []
+        paths = list(files_of(folder))
+        with contextlib.ExitStack() as stack:
+            for path in paths:
+                stack.enter_context(self.files.opening(path))
+            packed = StateSnapshot(state_of_shards(folder, pages), HostStager(ACCELERATOR), "borrow")
+        for path, one in zip(paths, pages, strict=True):
+            self.files.add(path, one)
+        bodies = compat.bodies(packed.rebuild, 0)
+        packed.container().publish(self._server, step, alternate=bodies, pages=pages)
+        return self._published(step, [self._server.url(self._host)], folder)
 
     def _publish(
         self, path: Path, where: Server | Shelf, step: int, control: list[tuple[str, bytes]] | None = None

@@ -20,6 +20,8 @@ _WIDEST, _LONGEST_CAUSE = 60, 500
 _AT_ONCE = 32
 _HEADS = ("at", "step", "gate", "does", "to", "sends", "receives", "done", "healed", "failed", "last heal", "errors")
 _RIGHT = (1, 4, 5, 6, 7, 8, 9)
+#: The columns that a narrow terminal goes without, the first to go first.
+_FIRST_TO_GO = ("to", "done", "healed", "last heal", "sends", "receives", "step", "failed")
 
 
 def top(*metadata: str, every: float = 2.0, once: Switch = False, json: Json = False) -> int:
@@ -67,12 +69,14 @@ def _watch(peers: list[Peer], ask: Callable[[], Any], every: float, once: bool, 
     with Live(console=Console(), auto_refresh=False, transient=False) as live:
         while True:
             ask()
-            live.update(_table(peers), refresh=True)
+            live.update(_table(peers, live.console.width), refresh=True)
             time.sleep(every)
 
 
 def _does(peer: Peer) -> str:
     """Returns the cell that says what a transport is doing: whether it heals, sends, or has requests waiting."""
+    if peer.is_keeper:
+        return _keeps(peer)
     phases = [phase for phase in ("open", "fetch", "build") if peer.value("receiving_phase", phase) > 0]
     doing = [f"heals ({', '.join(phases)})"] if phases else []
     if peer.value("receivers"):
@@ -84,6 +88,16 @@ def _does(peer: Peer) -> str:
     return ", ".join(doing) or "-"
 
 
+def _keeps(peer: Peer) -> str:
+    """Returns the cell that says what a keeper holds, what it has refused, and which of its buddies answer."""
+    used, limit = (console.amount(peer.value(f"keeper_memory_{which}_bytes")) for which in ("used", "limit"))
+    snapshots = sum(peer.labelled("keeper_snapshots").values())
+    doing = [f"{snapshots:.0f} snapshots, {used} of {limit}"]
+    if buddies := peer.labelled("keeper_buddy_up"):
+        doing.append(f"{sum(buddies.values()):.0f} of {len(buddies)} buddies")
+    return ", ".join(doing)
+
+
 def _row(peer: Peer) -> Sequence[str]:
     """Returns the cells of ``peer``, clean and not too wide. The last one, of its errors, has no other beside it."""
     return [*(console.clean(cell)[:_WIDEST] for cell in _cells(peer)), console.clean(_errors(peer))[:_LONGEST_CAUSE]]
@@ -93,15 +107,21 @@ def _errors(peer: Peer) -> str:
     """Returns why ``peer`` does not answer, by class and cause; or how its failed receives have ended, by class."""
     if peer.trouble:
         return f"{peer.error}: {peer.trouble}"
-    return ", ".join(f"{count} {error}" for error, count in peer.failures.items()) or "-"
+    errors = [f"{count} {error}" for error, count in peer.failures.items()]
+    if again := peer.value("receive_retries_total"):
+        errors.append(f"{again:.0f} ranges fetched again")
+    if refused := sum(peer.labelled("keeper_refused_total").values()):
+        errors.append(f"{refused:.0f} snapshots refused")
+    return ", ".join(errors) or "-"
 
 
 def _cells(peer: Peer) -> Sequence[str]:
     """Returns a peer's row of the table."""
     if peer.trouble:
-        return (peer.shown, *["-"] * (len(_HEADS) - 2))
+        return peer.shown, *["-"] * (len(_HEADS) - 2)
     total = peer.value("receiving_total_bytes")
-    step = f"{peer.value('step'):.0f}" if ("step", "") in peer.values else "-"
+    steps = peer.labelled("keeper_newest_step" if peer.is_keeper else "step")
+    step = f"{max(steps.values()):.0f}" if steps else "-"
     last = "-"
     if ("last_receive_step", "") in peer.values:
         seconds = {phase: peer.value("last_receive_seconds", phase) for phase in ("open", "fetch", "build")}
@@ -113,7 +133,7 @@ def _cells(peer: Peer) -> Sequence[str]:
     return (
         peer.shown,
         step,
-        "open" if peer.value("allowed") else "closed",
+        "keeper" if peer.is_keeper else "open" if peer.value("allowed") else "closed",
         _does(peer),
         f"{peer.value('receivers'):.0f}",
         f"{console.amount(peer.rates[0])}/s" if peer.rates[0] else "-",
@@ -125,23 +145,43 @@ def _cells(peer: Peer) -> Sequence[str]:
     )
 
 
-def _table(peers: list[Peer]) -> Any:
-    """Returns the live table, and below it the causes, which a narrow column would break into pieces."""
+def _fitting(rows: Sequence[Sequence[str]], width: int) -> list[int]:
+    """Returns the numbers of the columns that fit side by side into ``width`` columns of a terminal."""
+    widths = [max(len(cell) for cell in column) for column in zip(_HEADS, *rows, strict=True)]
+    chosen = list(range(len(_HEADS)))
+    empty = [head for head, *cells in zip(_HEADS, *rows, strict=True) if {*cells} <= {"-", "0"}]
+    # What says nothing of any peer goes before what says something.
+    for head in sorted(_FIRST_TO_GO, key=lambda head: head not in empty):
+        if sum(widths[number] + 2 for number in chosen) <= width + 2:
+            break
+        chosen.remove(_HEADS.index(head))
+    return chosen
+
+
+def _table(peers: list[Peer], width: int) -> Any:
+    """Returns the live table, and below it the causes, which a narrow column would break into pieces.
+
+    A terminal of few columns is given fewer columns, and the names of those that it goes without.
+    """
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
 
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for number, head in enumerate(_HEADS):
-        table.add_column(head, justify="right" if number in _RIGHT else "left", no_wrap=number in (0, len(_HEADS) - 1))
-    causes = []
-    for peer in peers:
-        style = "red" if peer.trouble else "yellow" if peer.value("receiving") else ""
-        row = _row(peer)
+    rows, causes = [list(_row(peer)) for peer in peers], []
+    for peer, row in zip(peers, rows, strict=True):
         if peer.trouble:
-            causes.append(Text(f"{peer.shown}: {row[-1]}", style=style))
-            row = [*row[:-1], peer.error]
-        table.add_row(*(Text(cell, style=style) for cell in row))
+            causes.append(Text(f"{peer.shown}: {row[-1]}", style="red"))
+            row[-1] = peer.error
+    chosen = _fitting(rows, width)
+    for number in chosen:
+        right, whole = number in _RIGHT, number in (0, len(_HEADS) - 1)
+        table.add_column(_HEADS[number], justify="right" if right else "left", no_wrap=whole)
+    if missing := [head for number, head in enumerate(_HEADS) if number not in chosen]:
+        causes.insert(0, Text(f"not shown in {width} columns: {', '.join(missing)}", style="dim"))
+    for peer, row in zip(peers, rows, strict=True):
+        style = "red" if peer.trouble else "yellow" if peer.value("receiving") else ""
+        table.add_row(*(Text(row[number], style=style) for number in chosen))
     return Group(table, *causes)
 
 

@@ -26,6 +26,7 @@ class Candidate:
             and ``max_bandwidth`` (bytes per second)
         in_place: whether a receiver can write into its live state; the factory then also takes ``state_dict``
         stock: whether it also receives from torchft's own transport
+        rails: whether a source can name several addresses; the factory then also takes ``advertise``
     """
 
     name: str
@@ -36,13 +37,15 @@ class Candidate:
     local: bool = False
     in_place: bool = False
     stock: bool = False
+    rails: bool = False
 
     def build(self, timeout: float, **more: Any) -> Any:
         """Builds a transport.
 
         Args:
             timeout: of the transport, seconds
-            more: options that only some candidates take: ``same_host``, ``max_bandwidth``, ``state_dict``
+            more: options that only some candidates take: ``same_host``, ``max_bandwidth``, ``state_dict``,
+                ``advertise``
         """
         return _load(self.factory)(timedelta(seconds=timeout), self.lanes, **more)
 
@@ -85,13 +88,21 @@ _JOIN = "tensorferry:join_metadata"
 BUILTIN = {
     candidate.name: candidate
     for candidate in (
-        Candidate("tensorferry", f"{__name__}:_tensorferry", join=_JOIN, local=True, in_place=True, stock=True),
+        Candidate(
+            "tensorferry", f"{__name__}:_tensorferry", join=_JOIN, local=True, in_place=True, stock=True, rails=True
+        ),
         Candidate(
             "tensorferry-copy", f"{__name__}:_tensorferry_copy", join=_JOIN, local=True, in_place=True, stock=True
         ),
         Candidate("tensorferry-secret", f"{__name__}:_tensorferry_secret", join=_JOIN, local=True, in_place=True),
         Candidate(
-            "tensorferry-tls", f"{__name__}:_tensorferry_tls", join=_JOIN, encrypts=True, local=True, in_place=True
+            "tensorferry-tls",
+            f"{__name__}:_tensorferry_tls",
+            join=_JOIN,
+            encrypts=True,
+            local=True,
+            in_place=True,
+            rails=True,
         ),
         Candidate("torchft", f"{__name__}:_torchft"),
         Candidate("torchft-unchunked", f"{__name__}:_torchft", lanes=0),

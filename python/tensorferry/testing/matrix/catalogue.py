@@ -14,6 +14,7 @@ from ..proxy import faults
 from .attacks import ATTACKS
 from .idle_crowd import IdleCrowd
 from .processes import wait_until
+from .rails import rail_scenarios
 from .relays import relay_scenarios
 from .scenario import HEALED, Beside, Scenario
 from .tensor_memory import Replacing
@@ -364,6 +365,7 @@ _ROWS += [
 ]  # fmt: skip
 
 _ROWS += relay_scenarios({row.name: row for row in _ROWS})
+_ROWS += rail_scenarios()
 
 SCENARIOS: Mapping[str, Scenario] = {row.name: row for row in _ROWS}
 """All scenarios by name, in the order of the table."""

@@ -25,6 +25,9 @@ AHEAD = 0.25
 """The part of the state that a healthy source beside the faulty one may serve before the fault has struck. It is more
 than what comes with the header, and too little for a receive to finish without the faulty source."""
 
+RAIL = "127.0.0.2"
+"""The second address of a source that has one. The proxy of the first one listens on 127.0.0.1."""
+
 SHARE = 2 << 20
 """Body bytes that a connection may carry before a fault has struck: more than the offset of any fault, and less than
 the state divided by the number of connections."""
@@ -134,6 +137,7 @@ class Cell:
         self.source, self.metadata = processes.source(source, STEP, seed, scenario.trap)
         self.proxy = FaultProxy.before(self.metadata)
         self.beside: FaultProxy | None = None
+        self.rail: FaultProxy | None = None
         self.happened = False
 
     def allow_newer(self) -> None:
@@ -169,6 +173,21 @@ class Cell:
             healthy = self.beside.through(metadata)
             yield self._candidate.joined([healthy, through] if scenario.beside == "in front" else [through, healthy])
 
+    @contextlib.contextmanager
+    def second_address(self, scenario: Scenario) -> Iterator[None]:
+        """While the block runs, the source can be reached by a second address, if the scenario has faults for it.
+
+        It has a proxy there, at the port of the first one, which stops at :data:`AHEAD`.
+        """
+        if not scenario.rail:
+            yield
+            return
+        source = urlsplit(self.metadata)
+        listen = (RAIL, self.proxy.address[1])
+        with FaultProxy(source.hostname or "", source.port or 80, scenario.rail, listen) as self.rail:
+            self.proxy.hold(int(self.nbytes * AHEAD))
+            yield
+
     def strikes(self, scenario: Scenario) -> int:
         """Counts how often the fault has struck, attacks left out."""
         if scenario.during:  # its connection faults only prepare for what happens then
@@ -179,6 +198,8 @@ class Cell:
             return int(self.proxy.counters.body_bytes > 0)
         if scenario.other_state:  # the receiver has reached both states
             return int(all(proxy and proxy.counters.response_bytes for proxy in (self.proxy, self.beside)))
+        if self.rail:
+            return self.rail.fired.total()
         certain = scenario.wrong_step or not (scenario.faults or scenario.attack)
         return self.proxy.fired.total() + certain
 

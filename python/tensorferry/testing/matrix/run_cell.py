@@ -44,7 +44,8 @@ def run_cell(candidate: Candidate, scenario: Scenario, limits: Limits, repeat: i
         cell = Cell(processes, candidate, scenario, limits, seed=1000 + 2 * repeat)
         cell.proxy.close()
         script = scenario.faults(cell) if callable(scenario.faults) else scenario.faults
-        with FaultProxy.before(cell.metadata, script) as cell.proxy, _attack(cell, scenario, outcome):
+        attack, rail = _attack(cell, scenario, outcome), cell.second_address(scenario)
+        with FaultProxy.before(cell.metadata, script) as cell.proxy, rail, attack:
             if script and not (scenario.during or scenario.beside):
                 cell.proxy.pace(SHARE, PATIENCE * limits.timeout)
             _receive(cell, scenario, limits, outcome)
@@ -68,7 +69,7 @@ def _check_requirements(scenario: Scenario) -> None:
 def _setting(scenario: Scenario, limits: Limits) -> Setting:
     slow = scenario.local and scenario.during
     rate = int(limits.nbytes / min(LOCAL_SECONDS, limits.timeout / 2)) if slow else 0
-    return Setting(scenario.local, rate, scenario.in_place, scenario.silent_names)
+    return Setting(scenario.local, rate, scenario.in_place, scenario.silent_names, bool(scenario.rail))
 
 
 @contextlib.contextmanager
@@ -108,7 +109,7 @@ def _receive(cell: Cell, scenario: Scenario, limits: Limits, outcome: Outcome) -
                 cell.happened = cell.wait_asked()
             elif scenario.during:
                 cell.happened = cell.proxy.wait_held(limits.timeout, receiver.has_answered)
-            elif cell.beside:
+            elif cell.beside or cell.rail:
                 wait_until(lambda: cell.strikes(scenario) > 0 or receiver.has_answered(), limits.timeout)
             if cell.beside:
                 cell.beside.release()

@@ -69,6 +69,7 @@ class Scenario:
         relay: whether a second receiver takes the same state at the same time, so that each can pass on what it has:
             through the same proxy, directly, or through the proxy and into a live state
         relay_timeout: deadline of that second receive, seconds; 0: that of the run
+        rail: faults of the connections to a second address of the source, which it names besides the proxy's
     """
 
     name: str
@@ -96,6 +97,7 @@ class Scenario:
     in_step: bool = False
     relay: Relay = ""
     relay_timeout: float = 0.0
+    rail: tuple[Fault, ...] = ()
 
     def concerns(self, candidate: Candidate) -> bool:
         """Whether the scenario is possible with a transport."""
@@ -105,6 +107,7 @@ class Scenario:
             or (self.local and not candidate.local)
             or ((self.in_place or self.relay == "in place") and not candidate.in_place)
             or (self.stock and not candidate.stock)
+            or (self.rail and not candidate.rails)
         )
         return not lacks and not (reads_heads and candidate.encrypts)
 

@@ -49,12 +49,14 @@ class Setting:
             0: no limit
         in_place: receive into a live state
         silent_names: give the receiver a name server that never answers
+        rails: the source names a second address
     """
 
     local: bool = False
     bytes_per_second: int = 0
     in_place: bool = False
     silent_names: bool = False
+    rails: bool = False
 
 
 @dataclass
@@ -109,6 +111,8 @@ def source_main(
     more: dict[str, Any] = {"same_host": True} if setting.local else {}
     if setting.bytes_per_second:
         more["max_bandwidth"] = setting.bytes_per_second
+    if setting.rails:
+        more["advertise"] = "127.0.0.1,127.0.0.2"
     trainer = _Trainer(pipe, candidate.build(timeout, **more), nbytes, bound)
     weight = torch.ones(64, 64)
     last = time.monotonic()

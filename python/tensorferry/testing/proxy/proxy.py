@@ -34,9 +34,16 @@ class FaultProxy:
         target_host: the source's host
         target_port: the source's port
         script: the faults; several may hit one connection
+        listen: the address and the port to listen on; port 0 is any
     """
 
-    def __init__(self, target_host: str, target_port: int, script: Iterable[Fault] = ()) -> None:
+    def __init__(
+        self,
+        target_host: str,
+        target_port: int,
+        script: Iterable[Fault] = (),
+        listen: tuple[str, int] = ("127.0.0.1", 0),
+    ) -> None:
         self._script = Script(script, (target_host, target_port))
         self._original_port = target_port
         self.script: Sequence[Fault] = self._script.faults
@@ -46,7 +53,7 @@ class FaultProxy:
         self._loop = asyncio.new_event_loop()
         self._tasks: set[asyncio.Task[None]] = set()
         self._closing = asyncio.Event()
-        self._listener = socket.create_server(("127.0.0.1", 0), backlog=256)
+        self._listener = socket.create_server(listen, backlog=256)
         self._listener.setblocking(False)
         self._thread = threading.Thread(target=self._run, name="fault-proxy", daemon=True)
 

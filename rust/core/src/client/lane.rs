@@ -93,11 +93,7 @@ impl Transfer<'_> {
                     }
                 }
             }
-            for &rail in &self.rails.lanes {
-                let builder = thread::Builder::new().name(format!("tensorferry-lane-{}", rail.2));
-                // Without a thread for it, it is a rail less.
-                let _ = builder.spawn_scoped(scope, move || self.run_rail(scope, rail));
-            }
+            (0..self.sources.len()).for_each(|number| self.begin_rails(scope, number));
             if let Some(swarm) = self.swarm {
                 self.accompany(scope, swarm);
             }
@@ -138,6 +134,7 @@ impl Transfer<'_> {
             let from = (origin, source, self.limits);
             let result = self.fetch_range(index, from, &mut connection, &mut range, &mut sink);
             let (slow, was_recalled) = (self.watch.end(index), self.watch.was_recalled(index));
+            self.begin_rails(scope, origin);
             let Err(mut error) = result else {
                 failures = 0;
                 continue;
@@ -305,7 +302,7 @@ mod tests {
         let plan = Plan::new(Vec::new(), payload_len).unwrap();
         let queue = Queue::new(&[(0, block_count(payload_len))], 1);
         let received = BlockLedger::new(&[(0, 12)], Arc::default()).expect("twelve blocks");
-        let rails = RailLanes::new(&sources, 0, 0, &limits);
+        let rails = RailLanes::new(1, 0, 0, &limits);
         let transfer = Transfer {
             plan: &plan,
             queue: &queue,

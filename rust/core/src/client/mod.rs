@@ -9,6 +9,7 @@
 //! | `stragglers`, `ledger` | lanes that are too slow; received blocks |
 //! | `swarm`, `relaying`, `pilot` | fetching from other receivers, with the tracker of the source; serving on what has come |
 //! | `source`, `url`, `resolver` | where a source is and how to reach it |
+//! | `rails`, `pairs`, `routes` | lanes over each of its network cards and ours |
 //! | `get` | [`Get`]: one answer that is no container |
 //! | `connection` | blocking HTTP/1.1 over TCP, TLS or shared memory |
 //! | `limits` | one deadline for everything, and what counts as stuck |
@@ -34,12 +35,14 @@ mod lane;
 mod lane_count;
 mod ledger;
 mod limits;
+mod pairs;
 mod pilot;
 mod rails;
 mod range;
 mod relaying;
 mod remote;
 mod resolver;
+mod routes;
 mod source;
 mod staged;
 mod stragglers;
@@ -52,7 +55,7 @@ use std::time::Duration;
 
 pub use self::fetch_slices::{SliceRequest, fetch_slices};
 pub use self::get::Get;
-pub use self::remote::Remote;
+pub use self::remote::{RailRate, Remote};
 pub use self::resolver::resolve;
 use self::source::Source;
 pub use self::staged::StagedFetch;

@@ -14,6 +14,9 @@ use crate::payload::Next;
 
 /// How often it looks.
 const LOOK: Duration = Duration::from_millis(50);
+/// Where the source is gone, a relay that fails is tried so often, with pauses.
+const MOST_FAILURES: u32 = 4;
+const PAUSE: Duration = Duration::from_millis(200);
 
 /// The thread that runs the lanes, and how many lanes there are.
 #[derive(Debug)]
@@ -92,14 +95,22 @@ impl Transfer<'_> {
         let source = &relay.source;
         self.received.note_relay(self.sources.len() + relay.number, source.url.authority());
         let index = self.watch.relay_lane(relay.lane);
-        if let Err(error) = self.fetch_from(swarm, relay, index) {
+        let (mut lied, mut failures) = (false, 0);
+        while let Err(error) = self.fetch_from(swarm, relay, index) {
             let slow = self.watch.end(index);
+            lied = error.kind() == ErrorKind::Corrupt;
+            failures += 1;
             // It may leave when it likes, and a connection that is cut at the end is no trouble.
             if (slow.is_some() || error.kind() == ErrorKind::Corrupt) && !swarm.limits.cancel.is_cancelled() {
                 self.received.note_trouble(source.url.authority(), &error);
             }
+            // Without the source, nobody names it again.
+            let goes_on = !lied && failures < MOST_FAILURES && swarm.receiver().is_free();
+            if !goes_on || !swarm.limits.pause(PAUSE, || self.queue.is_over()) {
+                break;
+            }
         }
-        swarm.set_aside(relay);
+        swarm.set_aside(relay, lied);
         self.queue.wake();
     }
 

@@ -1,24 +1,28 @@
 //! The other addresses of a source: lanes over each of them, and where to go when the address of the URL fails.
 //!
-//! A source with several network cards names its addresses in the answer that brings the header. What is large enough to
-//! gain by it is then fetched over all of them: beside the lanes to the URL's address there are some to each other one.
+//! A source with several network cards names its addresses in the answer that brings the header, and in the one that
+//! shows that it serves what is fetched. What is large enough to gain by it is then fetched over all of them: beside the
+//! lanes to the URL's address there are some to each other one, from the card here that leads there.
 //! A rail is help, never a condition. Its lane connects before it takes a range, so an address that cannot be reached
-//! holds nothing up; a range that fails goes back to the queue; and a rail that keeps failing is left alone. Only the
-//! lanes of the source itself can fail a transfer, and when the address of the URL fails, these try the others, too.
+//! holds nothing up; a range that fails goes back to the queue; and a rail that fails or falls far behind is left alone
+//! for a while, by later receives of this process, too. Only the lanes of the source itself can fail a transfer, and when
+//! the address of the URL fails, these try the others, too.
 
 use std::net::{IpAddr, SocketAddr};
-use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::thread::Scope;
-use std::time::Duration;
+use std::sync::{Mutex, OnceLock, PoisonError};
+use std::thread::{self, Scope};
+use std::time::{Duration, Instant};
 
-use tensorferry_wire::rails::Rail;
+use tensorferry_wire::rails::{MAX_RAILS, Rail};
 
 use super::Source;
 use super::blocks::block_len;
 use super::connection::Connection;
 use super::lane::Transfer;
 use super::limits::Limits;
+use super::pairs::{Pair, pairs};
+use super::routes::{own_addresses, route};
 use crate::cancel::Cancel;
 use crate::error::{Error, ErrorKind};
 use crate::memory::zeroed;
@@ -29,10 +33,18 @@ pub(super) const LEAST_BYTES: u64 = 16 << 20;
 const PATIENCE: Duration = Duration::from_secs(1);
 /// How long a lane over a rail may get no byte at all.
 const STALL: Duration = Duration::from_secs(2);
-/// How often in a row a rail may fail.
+/// How often in a row a rail may fail before it is left alone for a while.
 const MAX_FAILURES: u32 = 4;
+/// For how long, the first time; twice as long each time after that, up to a limit.
+const LEFT_ALONE: Duration = Duration::from_secs(2);
+const MOST_DOUBLINGS: u32 = 3;
 /// A link this many times slower than the fastest one would only hold up the end.
 const SLOWEST: u32 = 32;
+
+/// Rails that failed, and until when they are left alone.
+static LEFT: Mutex<Vec<(Pair, u16, Instant)>> = Mutex::new(Vec::new());
+/// The most of them that are remembered.
+const MOST_LEFT: usize = 64;
 
 /// `limits` for an answer that another address may give if this one does not.
 pub(super) fn hasty(limits: &Limits) -> Limits {
@@ -42,28 +54,59 @@ pub(super) fn hasty(limits: &Limits) -> Limits {
 /// The addresses of a source besides the one by which it was opened.
 #[derive(Debug, Default)]
 pub(super) struct Rails {
-    others: OnceLock<Vec<SocketAddr>>,
+    learned: OnceLock<Learned>,
     /// Whether the address by which it was opened has failed, so that the others are tried first.
     first_failed: AtomicBool,
     turn: AtomicUsize,
 }
 
+#[derive(Debug)]
+struct Learned {
+    /// The addresses at both ends of the connection that brought it.
+    first: (IpAddr, IpAddr),
+    others: Vec<IpAddr>,
+    /// All that it has named.
+    named: Vec<Rail>,
+}
+
 impl Rails {
-    /// Notes the `rails` that a source has named, which was reached at `first` and `port`.
-    pub(super) fn learn(&self, rails: &[Rail], first: IpAddr, port: u16) {
+    /// Notes the `rails` that a source has named, which was reached by the route `first`.
+    pub(super) fn learn(&self, rails: &[Rail], first: (IpAddr, IpAddr)) {
         let fastest = rails.iter().map(|rail| rail.mbit).max().unwrap_or(0);
         let is_usable = |rail: &Rail| {
             let fast_enough = rail.mbit == 0 || rail.mbit >= fastest / SLOWEST;
             // A loopback address is of this machine, whoever names it.
-            rail.address != first && fast_enough && rail.address.is_loopback() == first.is_loopback()
+            rail.address != first.1 && fast_enough && rail.address.is_loopback() == first.1.is_loopback()
         };
-        let others = rails.iter().filter(|rail| is_usable(rail)).map(|rail| (rail.address, port).into()).collect();
-        let _ = self.others.set(others);
+        let others = rails.iter().filter(|rail| is_usable(rail)).map(|rail| rail.address).collect();
+        let _ = self.learned.set(Learned { first, others, named: rails.to_vec() });
+    }
+
+    /// What the source has named.
+    pub(super) fn named(&self) -> &[Rail] {
+        self.learned.get().map_or(&[], |learned| &learned.named)
+    }
+
+    /// The pair by which a receive would use the rail at `address`.
+    pub(super) fn pair(&self, address: IpAddr) -> Pair {
+        self.pairs(&mut Vec::new()).into_iter().find(|pair| pair.1 == address).unwrap_or((None, address))
     }
 
     /// The other addresses.
-    pub(super) fn others(&self) -> &[SocketAddr] {
-        self.others.get().map_or(&[], Vec::as_slice)
+    pub(super) fn others(&self) -> &[IpAddr] {
+        self.learned.get().map_or(&[], |learned| &learned.others)
+    }
+
+    /// The pairs of addresses by which the source is reached besides the one of its first answer.
+    fn pairs(&self, used: &mut Vec<IpAddr>) -> Vec<Pair> {
+        match self.learned.get() {
+            Some(learned) if !learned.others.is_empty() => {
+                let mut found = pairs(&own_addresses(), route, learned.first, &learned.others, used);
+                found.truncate(MAX_RAILS);
+                found
+            }
+            _ => Vec::new(),
+        }
     }
 
     /// From here on the other addresses, if there are any, are tried first.
@@ -89,7 +132,7 @@ impl Rails {
         let turn = self.turn.fetch_add(1, Ordering::Relaxed);
         for at in 0..self.others().len() {
             let address = self.others()[(turn + at) % self.others().len()];
-            if let Ok(connection) = Connection::open_at(&source.url, address, &hasty) {
+            if let Ok(connection) = Connection::open_at(&source.url, (None, address), &hasty) {
                 return Ok(connection.within(limits));
             }
             limits.left()?;
@@ -98,26 +141,54 @@ impl Rails {
     }
 }
 
-/// The rails of one transfer, each with the number of its first lane.
+/// The lanes over the rails of one transfer.
 #[derive(Debug)]
 pub(super) struct RailLanes {
-    /// The source, its address, and the number of the lane.
-    pub(super) lanes: Vec<(usize, SocketAddr, usize)>,
+    /// The number of the first of them.
+    first: usize,
+    /// How many each source may have; 0 where there is too little to fetch.
+    most: usize,
+    /// How many there are for each pair of addresses.
+    each: usize,
+    /// For each source whether its lanes have begun.
+    begun: Vec<AtomicBool>,
+    /// The addresses here that lanes have, as often as they have them.
+    used: Mutex<Vec<IpAddr>>,
     /// Those of the transfer, with a cancellation of their own: what is over for the others is so for these.
     limits: Limits,
 }
 
+/// A lane over a rail.
+struct RailLane {
+    /// The number of the source.
+    source: usize,
+    pair: Pair,
+    /// The number of the lane.
+    index: usize,
+}
+
 impl RailLanes {
-    /// Lanes numbered from `first` on, `each` of them to each rail of `sources`.
-    pub(super) fn new(sources: &[Source], first: usize, each: u64, limits: &Limits) -> Self {
-        let each = usize::try_from(each).unwrap_or(1);
-        let rails = (0..).zip(sources).flat_map(|(number, source)| {
-            let others = if source.same_host().is_some() { &[] } else { source.rails.others() };
-            others.iter().flat_map(move |&address| std::iter::repeat_n((number, address), each))
-        });
-        let lanes = rails.zip(first..).map(|((number, address), lane)| (number, address, lane)).collect();
+    /// Lanes numbered from `first` on to `sources` sources, `each` to each of their rails; none if `each` is 0.
+    pub(super) fn new(sources: usize, first: usize, each: usize, limits: &Limits) -> Self {
         let limits = Limits { cancel: Cancel::new(), ..hasty(limits) };
-        Self { lanes, limits }
+        let begun = std::iter::repeat_with(AtomicBool::default).take(sources).collect();
+        Self { first, most: each * MAX_RAILS, each, begun, used: Mutex::default(), limits }
+    }
+
+    /// How many there may be.
+    pub(super) fn most(&self) -> usize {
+        self.most * self.begun.len()
+    }
+
+    /// The lanes to `source`, if they have not begun.
+    fn begin(&self, number: usize, source: &Source) -> Vec<RailLane> {
+        if self.most == 0 || !source.has_rails() || self.begun[number].swap(true, Ordering::Relaxed) {
+            return Vec::new();
+        }
+        let found = source.rails.pairs(&mut self.used.lock().unwrap_or_else(PoisonError::into_inner));
+        let lanes = found.into_iter().flat_map(|pair| std::iter::repeat_n(pair, self.each));
+        let first = self.first + number * self.most;
+        (first..first + self.most).zip(lanes).map(|(index, pair)| RailLane { source: number, pair, index }).collect()
     }
 
     /// Ends the lanes: nothing is left for them.
@@ -126,46 +197,83 @@ impl RailLanes {
     }
 }
 
+/// Notes that a rail is to be left alone for `length`.
+fn leave_alone(pair: Pair, port: u16, length: Duration) {
+    // A forked child may find it locked for ever.
+    if let Ok(mut left) = LEFT.try_lock()
+        && let Some(until) = Instant::now().checked_add(length)
+    {
+        left.retain(|one| (one.0, one.1) != (pair, port) && one.2 > Instant::now());
+        left.truncate(MOST_LEFT - 1);
+        left.push((pair, port, until));
+    }
+}
+
+/// For how long a rail is to be left alone still.
+fn is_left_alone(pair: Pair, port: u16) -> Duration {
+    let until =
+        LEFT.try_lock().ok().and_then(|left| left.iter().find(|one| (one.0, one.1) == (pair, port)).map(|one| one.2));
+    until.map_or(Duration::ZERO, |until| until.saturating_duration_since(Instant::now()))
+}
+
 impl Transfer<'_> {
-    /// Lane `index` fetches what it can from source `number` over its rail at `address`, until the transfer is over or
-    /// the rail fails time and again.
-    pub(super) fn run_rail<'scope>(
-        &'scope self,
-        scope: &'scope Scope<'scope, '_>,
-        (number, address, index): (usize, SocketAddr, usize),
-    ) {
-        let (source, limits) = (&self.sources[number], &self.rails.limits);
+    /// Begins the lanes over the other addresses of source `number`, once it has named them.
+    pub(super) fn begin_rails<'scope>(&'scope self, scope: &'scope Scope<'scope, '_>, number: usize) {
+        let lanes = self.rails.begin(number, &self.sources[number]);
+        if lanes.is_empty() {
+            return;
+        }
+        self.queue.taper(8 * self.watch.add_rails(lanes.len()) as u64);
+        for lane in lanes {
+            let builder = thread::Builder::new().name(format!("tensorferry-lane-{}", lane.index));
+            // Without a thread for it, it is a rail less.
+            let _ = builder.spawn_scoped(scope, move || self.run_rail(scope, &lane));
+        }
+    }
+
+    /// Fetches what it can from a source over a rail until the transfer is over.
+    fn run_rail<'scope>(&'scope self, scope: &'scope Scope<'scope, '_>, lane: &RailLane) {
+        let (source, limits, index) = (&self.sources[lane.source], &self.rails.limits, lane.index);
+        let port = source.url.port();
         let Ok(mut sink) = zeroed(block_len()) else { return };
         let (mut connection, mut failures) = (None::<Connection>, 0);
-        while failures < MAX_FAILURES && !self.queue.is_over() {
+        self.queue.rest(is_left_alone(lane.pair, port));
+        while !self.queue.is_over() {
             let ready = connection.take().filter(Connection::is_reusable).map_or_else(
                 || {
                     let hasty = Limits { stall: PATIENCE, ..limits.clone() };
-                    Connection::open_at(&source.url, address, &hasty).map(|opened| opened.within(limits))
+                    Connection::open_at(&source.url, lane.pair, &hasty).map(|opened| opened.within(limits))
                 },
                 Ok,
             );
-            let Ok(ready) = ready else {
-                failures += 1;
-                limits.pause(Duration::from_millis(100 << failures), || self.queue.is_over());
-                continue;
-            };
-            connection = Some(ready);
-            let Some(mut range) = self.take(scope, &mut connection) else { return };
-            let first = range.at;
-            let result = self.fetch_range(index, (number, source, limits), &mut connection, &mut range, &mut sink);
-            let slow = self.watch.end(index);
-            if let Err(error) = result {
-                connection = None;
-                if error.kind() != ErrorKind::Cancelled && !limits.cancel.is_cancelled() {
-                    self.received.note_retry();
-                    self.received.note_trouble(&address.to_string(), &error);
+            let mut slow = false;
+            match ready {
+                Ok(ready) => {
+                    connection = Some(ready);
+                    let Some(mut range) = self.take(scope, &mut connection) else { return };
+                    let first = range.at;
+                    let from = (lane.source, source, limits);
+                    let result = self.fetch_range(index, from, &mut connection, &mut range, &mut sink);
+                    slow = self.watch.end(index).is_some();
+                    let Err(error) = result else {
+                        failures = 0;
+                        continue;
+                    };
+                    connection = None;
+                    if error.kind() != ErrorKind::Cancelled && !limits.cancel.is_cancelled() {
+                        self.received.note_retry();
+                        self.received.note_trouble(&SocketAddr::from((lane.pair.1, port)).to_string(), &error);
+                    }
+                    failures = if range.at > first && !slow { 1 } else { failures + 1 };
                 }
-                failures = if range.at > first && slow.is_none() { 1 } else { failures + 1 };
-                drop(range);
-                limits.pause(Duration::from_millis(100 << failures), || self.queue.is_over());
+                Err(_) => failures += 1,
+            }
+            if slow || failures >= MAX_FAILURES {
+                let length = LEFT_ALONE * (1 << failures.saturating_sub(1).min(MOST_DOUBLINGS));
+                leave_alone(lane.pair, port, length);
+                self.queue.rest(length);
             } else {
-                failures = 0;
+                self.queue.rest(Duration::from_millis(100 << failures));
             }
         }
     }
@@ -188,12 +296,12 @@ mod tests {
         ];
         let others = |first: &str| {
             let rails = Rails::default();
-            rails.learn(&named, first.parse().unwrap(), 4000);
+            rails.learn(&named, ("10.0.9.9".parse().unwrap(), first.parse().unwrap()));
             rails.others().iter().map(ToString::to_string).collect::<Vec<_>>()
         };
-        assert_eq!(others("10.0.0.1"), ["10.0.1.1:4000", "10.0.2.1:4000", "[fd00::1]:4000"]);
+        assert_eq!(others("10.0.0.1"), ["10.0.1.1", "10.0.2.1", "fd00::1"]);
         assert_eq!(others("192.0.2.1").len(), 4);
-        assert_eq!(others("127.0.0.2"), ["127.0.0.1:4000"]);
+        assert_eq!(others("127.0.0.2"), ["127.0.0.1"]);
         assert!(Rails::default().others().is_empty());
     }
 }

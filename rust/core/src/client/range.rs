@@ -151,6 +151,7 @@ impl Transfer<'_> {
             return Err(changed().at(source.url.authority()));
         }
         source.learn(head.same_host);
+        source.learn_rails(&head.rails, connection.route());
         Ok(source.etag.get_or_init(|| head.etag.unwrap_or_default()))
     }
 }

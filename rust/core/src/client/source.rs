@@ -7,6 +7,8 @@ use std::net::IpAddr;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 
+use tensorferry_wire::rails::Rail;
+
 use super::connection::{Connection, Offers};
 use super::limits::Limits;
 use super::rails::Rails;
@@ -55,8 +57,18 @@ impl Source {
         self.learn(offers.same_host);
         self.offers_swarm.store(offers.swarm, Ordering::Relaxed);
         self.is_full.store(offers.is_full, Ordering::Relaxed);
-        if let Some((_, first)) = route {
-            self.rails.learn(&offers.rails, first, self.url.port());
+        if let Some((_, card)) = route.filter(|route| self.url.card() == Some(route.1)) {
+            self.url.learn(&[(card, self.url.port()).into()]);
+        }
+        self.learn_rails(&offers.rails, route);
+    }
+
+    /// Notes the addresses that an answer names which came by `route`.
+    pub(super) fn learn_rails(&self, rails: &[Rail], route: Option<(IpAddr, IpAddr)>) {
+        if let Some(first) = route
+            && !rails.is_empty()
+        {
+            self.rails.learn(rails, first);
         }
     }
 

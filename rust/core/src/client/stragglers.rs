@@ -7,7 +7,7 @@
 //! A range is taken away once: if the next lane is as slow, the source is, and nothing would be gained.
 
 use std::collections::HashSet;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
@@ -33,6 +33,8 @@ pub(super) struct StragglerMonitor {
     /// The number of those to sources; behind them are those to other addresses of sources, and those to relays.
     to_sources: usize,
     over_rails: usize,
+    /// How many of those over other addresses there are so far.
+    rails: AtomicUsize,
     /// Bytes of all lanes.
     total: AtomicU64,
     /// Ends of ranges that were taken from a slow lane. Once is enough: if the next lane is as slow, it is the source.
@@ -65,7 +67,7 @@ struct LaneProgress {
 }
 
 impl StragglerMonitor {
-    /// For lanes to sources, over their other addresses and, behind them, to relays.
+    /// For lanes to sources, as many as there may be over their other addresses and, behind them, to relays.
     pub(super) fn new((to_sources, over_rails): (usize, usize), to_relays: usize) -> Self {
         let lanes = to_sources + over_rails + to_relays;
         Self {
@@ -73,9 +75,20 @@ impl StragglerMonitor {
             lanes: std::iter::repeat_with(LaneProgress::default).take(lanes).collect(),
             to_sources,
             over_rails,
+            rails: AtomicUsize::new(0),
             total: AtomicU64::new(0),
             taken: Mutex::default(),
         }
+    }
+
+    /// There are so many lanes more over other addresses of sources; returns how many there are then to sources by any
+    /// address.
+    pub(super) fn add_rails(&self, lanes: usize) -> usize {
+        self.to_sources + self.rails.fetch_add(lanes, Ordering::Relaxed) + lanes
+    }
+
+    fn has_rails(&self) -> bool {
+        self.rails.load(Ordering::Relaxed) > 0
     }
 
     /// The index of the lane to relays with this number.
@@ -123,7 +136,7 @@ impl StragglerMonitor {
     /// Counts bytes that lane `index` has received.
     pub(super) fn count(&self, index: usize, bytes: u64) {
         self.lanes[index].got.fetch_add(bytes, Ordering::Relaxed);
-        if self.over_rails > 0 {
+        if self.has_rails() {
             self.lanes[index].last.store(self.now(), Ordering::Relaxed);
         }
         self.total.fetch_add(bytes, Ordering::Relaxed);
@@ -150,21 +163,21 @@ impl StragglerMonitor {
     /// Called by a lane between two ranges: takes ranges from lanes that get nothing, where a source has several
     /// addresses.
     pub(super) fn cut_silent(&self) {
-        if self.over_rails > 0 {
+        if self.has_rails() {
             self.cut(true);
         }
     }
 
     fn cut(&self, silent_only: bool) {
         let average = rate(self.total.load(Ordering::Relaxed), self.started.elapsed())
-            / (self.to_sources + self.over_rails).max(1) as u64;
+            / (self.to_sources + self.rails.load(Ordering::Relaxed)).max(1) as u64;
         for (index, lane) in self.lanes.iter().enumerate() {
             let range = lane.range.lock().unwrap_or_else(PoisonError::into_inner);
             let Some(LaneRange { since, end, socket, .. }) = range.as_ref() else { continue };
             let (elapsed, got) = (since.elapsed(), lane.got.load(Ordering::Relaxed));
             let slow = !silent_only && elapsed >= AT_LEAST && rate(got, elapsed).saturating_mul(SLOWER) < average;
             let quiet = Duration::from_millis(self.now().saturating_sub(lane.last.load(Ordering::Relaxed)));
-            let silent = self.over_rails > 0 && index < self.to_sources + self.over_rails && quiet >= SILENT;
+            let silent = self.has_rails() && index < self.to_sources + self.over_rails && quiet >= SILENT;
             if (slow || silent)
                 && let Some(socket) = socket.upgrade()
                 // From a relay as often as need be: it is not asked again, and the source is still there.

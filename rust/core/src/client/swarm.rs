@@ -26,8 +26,10 @@ use crate::trust::{random, secret};
 
 /// Relays that are fetched from at once: as many lanes more than to the source.
 pub(super) const MOST_RELAYS: usize = 12;
-/// Relays that one receive tries in all.
+/// Relays that one receive tries in all, and how often the same one, as long as it does not lie: a relay that was slow, or
+/// frozen, may be the only one that has a block when the source is gone.
 const MOST_TRIED: usize = 256;
+const MOST_TIMES: usize = 3;
 /// A source is too fast for others to be of help when it brings more bytes than this a second for each core: receiving,
 /// hashing and passing on twice as many would take a core.
 const FAST_FOR_CORE: u64 = 128 << 20;
@@ -73,8 +75,9 @@ pub(super) struct Swarm<'a> {
 
 #[derive(Default)]
 struct Relays {
-    /// Every URL that was tried, so that none is twice.
+    /// The URLs that were tried, each time, and those that are fetched from.
     tried: Vec<String>,
+    active: Vec<String>,
     /// The lanes that are free, if each of the first [`MOST_RELAYS`] was used.
     free: Vec<usize>,
     lanes: usize,
@@ -97,6 +100,7 @@ pub(super) struct NewRelay {
     pub(super) number: usize,
     /// The number of its lane, below [`MOST_RELAYS`].
     pub(super) lane: usize,
+    url: String,
     pub(super) source: Source,
 }
 
@@ -270,7 +274,8 @@ impl<'a> Swarm<'a> {
     /// The relay at `url`, if it is new and there is room for one more.
     fn begin_relay(&self, url: String, nearness: Nearness) -> Option<NewRelay> {
         let mut relays = self.relays.lock().unwrap_or_else(PoisonError::into_inner);
-        if relays.tried.len() >= MOST_TRIED || relays.tried.contains(&url) {
+        let times = relays.tried.iter().filter(|tried| **tried == url).count();
+        if relays.tried.len() >= MOST_TRIED || times >= MOST_TIMES || relays.active.contains(&url) {
             return None;
         }
         let lane = match relays.free.pop() {
@@ -282,7 +287,7 @@ impl<'a> Swarm<'a> {
             None => return None,
         };
         let source = Source::parse(&url, self.source.wants_same_host, self.source.url.secret()).ok();
-        relays.tried.push(url);
+        relays.tried.push(url.clone());
         // The tracker names addresses, so that nobody is asked for a name. What comes encrypted from the source does so
         // from relays.
         let encrypted = self.source.url.tls().is_some();
@@ -293,13 +298,18 @@ impl<'a> Swarm<'a> {
             return None;
         };
         let _ = source.etag.set(self.etag.to_owned());
-        Some(NewRelay { number: self.receiver().add_relay_at(nearness), lane, source })
+        relays.active.push(url.clone());
+        Some(NewRelay { number: self.receiver().add_relay_at(nearness), lane, url, source })
     }
 
-    /// The relay is fetched from no more.
-    pub(super) fn set_aside(&self, relay: &NewRelay) {
+    /// The relay is fetched from no more, if it `lied`, or until the tracker names it again.
+    pub(super) fn set_aside(&self, relay: &NewRelay, lied: bool) {
         self.receiver().set_aside(relay.number);
-        self.relays.lock().unwrap_or_else(PoisonError::into_inner).free.push(relay.lane);
+        let mut relays = self.relays.lock().unwrap_or_else(PoisonError::into_inner);
+        relays.active.retain(|url| *url != relay.url);
+        let times = if lied { MOST_TIMES } else { 0 };
+        relays.tried.extend(std::iter::repeat_n(&relay.url, times).cloned());
+        relays.free.push(relay.lane);
     }
 
     /// Ends the lanes of relays.

@@ -10,7 +10,7 @@
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use crate::error::{Error, ErrorKind};
 
@@ -81,11 +81,10 @@ impl Queue {
         Self { state: Mutex::new(state), done: Condvar::new(), has_failed: AtomicBool::new(false) }
     }
 
-    /// The same queue with shorter ranges towards the end: each at most the `parts`-th part of what is left. So lanes of
+    /// From here on ranges get shorter towards the end: each is at most the `parts`-th part of what is left. So lanes of
     /// different speeds end together, and what one gives back is shared out.
-    pub(crate) fn tapered(self, parts: u64) -> Self {
+    pub(crate) fn taper(&self, parts: u64) {
         self.state().parts = Some(parts.max(1));
-        self
     }
 
     /// The same queue beginning at the range that `seed` says.
@@ -144,6 +143,15 @@ impl Queue {
         }
         state.running += 1;
         Next::Taken(Taken { queue: self, at, end })
+    }
+
+    /// Waits for `length`, or until all is done or has failed.
+    pub(crate) fn rest(&self, length: Duration) {
+        let (started, mut state) = (Instant::now(), self.state());
+        while state.failed.is_none() && (!state.waiting.is_empty() || state.running > 0) {
+            let Some(left) = length.checked_sub(started.elapsed()).filter(|left| !left.is_zero()) else { return };
+            state = self.done.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
+        }
     }
 
     /// Waits until something changes, or for `at_most`.

@@ -8,6 +8,7 @@ use std::time::Duration;
 use tensorferry_wire::rails::Rail;
 
 use super::frontend::{ContainersOnly, Frontend};
+use super::seat::Seat;
 use crate::trust::{Identity, Secret};
 
 /// How a server is set up. Fields that are not named keep the defaults, which suit a trainer on a cluster:
@@ -32,6 +33,8 @@ use crate::trust::{Identity, Secret};
 pub struct ServerConfig {
     /// Where to listen; `None` is every interface, IPv6 and IPv4.
     pub bind: Option<IpAddr>,
+    /// Further addresses to listen on besides that one, at the same port.
+    pub also: Vec<IpAddr>,
     /// The first of these ports that is free is taken; 0 is one that the system picks.
     pub ports: RangeInclusive<u16>,
     /// The same for a second port, on which everyone who reaches it is given counters and the status page, unencrypted,
@@ -62,6 +65,10 @@ pub struct ServerConfig {
     pub swarm: bool,
     /// The addresses that receivers may use besides the one in the URL, all of which have to reach this server.
     pub rails: Vec<Rail>,
+    /// The address of the network card by which receivers are to begin; its URLs name it besides the host.
+    pub card: Option<IpAddr>,
+    /// What tells the other servers of this host that the card is used, until this one is shut down.
+    pub seat: Option<Seat>,
     /// The zone in which this process runs: receivers bring each other what is served across a border of zones as seldom
     /// as they can. At most 64 letters, digits and `-_.`; `None` where it is not known.
     pub zone: Option<String>,
@@ -71,6 +78,7 @@ impl Default for ServerConfig {
     fn default() -> Self {
         Self {
             bind: None,
+            also: Vec::new(),
             ports: 0..=0,
             metrics_ports: None,
             patience: Duration::from_mins(1),
@@ -84,6 +92,8 @@ impl Default for ServerConfig {
             frontend: Arc::new(ContainersOnly),
             swarm: false,
             rails: Vec::new(),
+            card: None,
+            seat: None,
             zone: None,
         }
     }

@@ -30,35 +30,31 @@ const OWN_MACHINE_BUFFER: usize = 256 << 10;
 /// How many local connections may be ending at a time, beside those that hold a slot.
 const ENDING: usize = 32;
 
-/// Listens on the first port of `ports` that is free, port 0 being any; on `address` or, without one, on all: on one
-/// socket for both families where the system has IPv6, else on IPv4 alone. To be called on the runtime.
-pub(super) fn listen(
-    address: Option<IpAddr>,
-    ports: &RangeInclusive<u16>,
-) -> io::Result<CloseOnFork<tokio::net::TcpListener>> {
-    let listen_on = |address: SocketAddr| {
-        CloseOnFork::make(|| {
-            let socket = Socket::new(Domain::for_address(address), Type::STREAM, Some(Protocol::TCP))?;
-            if address.is_ipv6() {
-                socket.set_only_v6(false)?;
-            }
-            socket.set_reuse_address(true)?;
-            socket.set_nonblocking(true)?;
-            socket.bind(&address.into())?;
-            socket.listen(1024)?;
-            tokio::net::TcpListener::from_std(TcpListener::from(socket))
-        })
-    };
+/// How often another port is tried where the system picks one that is free at the first of several addresses only.
+const PICKS: usize = 16;
+
+/// A socket that listens for connections from the network.
+pub(super) type Listener = CloseOnFork<tokio::net::TcpListener>;
+
+/// Listens on the first port of `ports` that is free at all `addresses`, port 0 being any. Without an address, on all: on
+/// one socket for both families where the system has IPv6, else on IPv4 alone. To be called on the runtime.
+pub(super) fn listen(addresses: &[IpAddr], ports: &RangeInclusive<u16>) -> io::Result<Vec<Listener>> {
     let in_use = |e: &io::Error| e.kind() == io::ErrorKind::AddrInUse;
     let mut last = io::Error::from(io::ErrorKind::InvalidInput);
-    for port in ports.clone() {
-        let listening = match address {
-            Some(address) => listen_on((address, port).into()),
-            None => match listen_on((Ipv6Addr::UNSPECIFIED, port).into()) {
+    let picks = if *ports.start() == 0 { PICKS } else { 1 };
+    for port in ports.clone().flat_map(|port| std::iter::repeat_n(port, picks)) {
+        let listening = match addresses {
+            [] => match listen_on((Ipv6Addr::UNSPECIFIED, port).into()) {
                 // IPv4 alone would listen beside whoever has the port.
                 Err(e) if !in_use(&e) => listen_on((Ipv4Addr::UNSPECIFIED, port).into()),
                 listening => listening,
-            },
+            }
+            .map(|listener| vec![listener]),
+            [first, others @ ..] => listen_on((*first, port).into()).and_then(|first| {
+                let port = first.local_addr()?.port();
+                let others = others.iter().map(|&other| listen_on((other, port).into()));
+                std::iter::once(Ok(first)).chain(others).collect()
+            }),
         };
         match listening {
             Err(e) if in_use(&e) => last = e,
@@ -68,6 +64,20 @@ pub(super) fn listen(
     Err(last)
 }
 
+fn listen_on(address: SocketAddr) -> io::Result<Listener> {
+    CloseOnFork::make(|| {
+        let socket = Socket::new(Domain::for_address(address), Type::STREAM, Some(Protocol::TCP))?;
+        if address.is_ipv6() {
+            socket.set_only_v6(false)?;
+        }
+        socket.set_reuse_address(true)?;
+        socket.set_nonblocking(true)?;
+        socket.bind(&address.into())?;
+        socket.listen(1024)?;
+        tokio::net::TcpListener::from_std(TcpListener::from(socket))
+    })
+}
+
 /// The socket for processes of this machine. To be called on the runtime.
 pub(super) fn listen_same_host(name: &same_host::Name) -> io::Result<CloseOnFork<tokio::net::UnixListener>> {
     CloseOnFork::make(|| tokio::net::UnixListener::from_std(name.listen()?))
@@ -75,7 +85,7 @@ pub(super) fn listen_same_host(name: &same_host::Name) -> io::Result<CloseOnFork
 
 /// Accepts connections from the network until the server stops. Every connection gets a task.
 pub(super) async fn accept_network(
-    listener: CloseOnFork<tokio::net::TcpListener>,
+    listener: Listener,
     shared: Arc<Shared>,
     slots: Arc<ConnectionSlots>,
     mut stopped: watch::Receiver<bool>,
@@ -94,7 +104,7 @@ pub(super) async fn accept_network(
 
 /// Accepts connections to the port for figures until the server stops.
 pub(super) async fn accept_observers(
-    listener: CloseOnFork<tokio::net::TcpListener>,
+    listener: Listener,
     shared: Arc<Shared>,
     slots: Arc<ConnectionSlots>,
     mut stopped: watch::Receiver<bool>,

@@ -26,6 +26,7 @@ mod listeners;
 mod local;
 mod observe;
 mod relay;
+mod seat;
 mod shelf;
 mod throttle;
 mod write_timeout;
@@ -36,7 +37,7 @@ use std::ops::RangeInclusive;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime};
 
 use hyper::header::HeaderValue;
 use tensorferry_wire::rails;
@@ -49,16 +50,19 @@ pub use self::config::ServerConfig;
 use self::connection::ConnectionContext;
 use self::connection_slots::ConnectionSlots;
 pub use self::frontend::Frontend;
-use self::listeners::{accept_local, accept_network, accept_observers, listen, listen_same_host};
+use self::listeners::{Listener, accept_local, accept_network, accept_observers, listen, listen_same_host};
 use self::observe::metrics::Metrics;
+use self::observe::program::Shown;
+pub use self::observe::program::{ProgramFigures, ProgramTable, Series};
 pub use self::observe::receive::{Failure, Receive};
 use self::observe::receives::Receives;
+use self::observe::strangers::Strangers;
 use self::observe::transfers::Transfers;
+pub use self::seat::Seat;
 pub use self::shelf::Shelf;
 use self::shelf::Shelves;
 use self::throttle::Throttle;
 use crate::error::{Error, ErrorKind, Hint};
-use crate::fork::CloseOnFork;
 use crate::publication::Store;
 use crate::same_host;
 use crate::swarm::RelayHost;
@@ -105,6 +109,7 @@ pub struct Server {
     shared: Arc<Shared>,
     stop: watch::Sender<bool>,
     ended: Mutex<Receiver<()>>,
+    seat: Mutex<Option<Seat>>,
 }
 
 #[derive(Debug)]
@@ -128,12 +133,17 @@ struct Shared {
     connections: AtomicUsize,
     accepted: AtomicU64,
     began: Instant,
+    since: SystemTime,
+    strangers: Strangers,
+    program: Shown,
     /// The port on which counters alone are served.
     metrics_port: Option<u16>,
     frontend: Arc<dyn Frontend>,
     swarm: bool,
     /// The header field that names the addresses of this server, where it has several.
     rails: Option<HeaderValue>,
+    /// The card that URLs name.
+    card: Option<IpAddr>,
     zone: Option<String>,
 }
 
@@ -144,11 +154,12 @@ impl Server {
     /// [`ErrorKind::System`] when the address cannot be bound.
     pub fn bind(config: &ServerConfig, handle: &Handle) -> Result<Self, Error> {
         let runtime = handle.enter();
-        let (listener, address) = bound(config.bind, &config.ports, "checkpoint requests", Hint::ChoosePort)?;
+        let addresses: Vec<_> = config.bind.into_iter().chain(config.also.iter().copied()).collect();
+        let (listeners, address) = bound(&addresses, &config.ports, "checkpoint requests", Hint::ChoosePort)?;
         let observers = config.metrics_ports.as_ref();
-        let observers = observers.map(|ports| bound(config.bind, ports, "scrapers", Hint::ChooseMetricsPort));
+        let observers = observers.map(|ports| bound(&addresses, ports, "scrapers", Hint::ChooseMetricsPort));
         let (observers, metrics_port) =
-            observers.transpose()?.map_or((None, None), |(listener, address)| (Some(listener), Some(address.port())));
+            observers.transpose()?.map_or((Vec::new(), None), |(listeners, address)| (listeners, Some(address.port())));
         let token = if config.capability { random::token()? } else { String::new() };
         // If the system lets us have one: everything works without.
         let name = same_host::Name::new(&random::token()?);
@@ -176,10 +187,14 @@ impl Server {
             connections: AtomicUsize::new(0),
             accepted: AtomicU64::new(0),
             began: Instant::now(),
+            since: SystemTime::now(),
+            strangers: Strangers::default(),
+            program: Shown::default(),
             metrics_port,
             frontend: Arc::clone(&config.frontend),
             swarm: config.swarm,
             rails: HeaderValue::try_from(rails::format(&config.rails)).ok().filter(|named| !named.is_empty()),
+            card: config.card,
             zone: config.zone.clone(),
         });
         let (stop, stopped) = watch::channel(false);
@@ -199,9 +214,9 @@ impl Server {
                 drop(done);
             });
         }
-        if let Some(observers) = observers {
-            let slots = ConnectionSlots::new(MAX_OBSERVERS, GRACE, 1, false);
-            let accepting = accept_observers(observers, Arc::clone(&shared), slots, stopped.clone());
+        let slots = ConnectionSlots::new(MAX_OBSERVERS, GRACE, 1, false);
+        for observers in observers {
+            let accepting = accept_observers(observers, Arc::clone(&shared), Arc::clone(&slots), stopped.clone());
             let done = done.clone();
             handle.spawn(async move {
                 accepting.await;
@@ -211,12 +226,16 @@ impl Server {
         let newcomers = (config.max_connections / 4).max(1);
         let slots =
             ConnectionSlots::new(newcomers, GRACE, config.max_connections.saturating_sub(newcomers).max(1), true);
-        let accepting = accept_network(listener, Arc::clone(&shared), slots, stopped);
-        handle.spawn(async move {
-            accepting.await;
-            drop(done);
-        });
-        Ok(Self { handle: handle.clone(), shared, stop, ended: Mutex::new(ended) })
+        for listener in listeners {
+            let accepting = accept_network(listener, Arc::clone(&shared), Arc::clone(&slots), stopped.clone());
+            let done = done.clone();
+            handle.spawn(async move {
+                accepting.await;
+                drop(done);
+            });
+        }
+        let seat = Mutex::new(config.seat.clone());
+        Ok(Self { handle: handle.clone(), shared, stop, ended: Mutex::new(ended), seat })
     }
 
     /// The address that the server listens on.
@@ -259,6 +278,20 @@ impl Server {
         self.shared.metrics_port.map(|port| format!("http://{}:{port}/metrics", in_url(host)))
     }
 
+    /// Puts what the program around this server says of itself onto counters and status page, in place of what it said
+    /// before: see [`ProgramFigures`].
+    pub fn show(&self, figures: ProgramFigures) {
+        self.shared.program.show(figures);
+    }
+
+    /// The addresses whose requests were refused last because they have not shown a right to ask, why, and how often: at
+    /// most 16 for each of three reasons, those that knew the path first.
+    #[must_use]
+    pub fn strangers(&self) -> Vec<(String, &'static str, u64)> {
+        let latest = self.shared.strangers.latest();
+        latest.into_iter().map(|one| (one.peer.to_string(), one.reason.text(), one.count)).collect()
+    }
+
     /// Notes that a receive of this process begins, for counters and status page to show.
     #[must_use]
     pub fn begin_receive(&self, step: i64) -> Receive {
@@ -275,6 +308,7 @@ impl Server {
     pub fn shutdown(&self, patience: Duration) {
         self.stop.send_replace(true);
         self.shared.close_stores();
+        drop(self.seat.lock().unwrap_or_else(PoisonError::into_inner).take());
         self.is_down_within(patience);
     }
 
@@ -299,6 +333,10 @@ impl Shared {
     fn url(&self, host: &str, token: &str) -> String {
         let host = in_url(host);
         let slash = if token.is_empty() { "" } else { "/" };
+        let token = match self.card {
+            Some(card) if !token.is_empty() => rails::with_card(token, card),
+            _ => token.to_owned(),
+        };
         let scheme = match &self.identity {
             Some(identity) => format!("https://{}@", identity.fingerprint),
             None => "http://".to_owned(),
@@ -325,18 +363,18 @@ fn in_url(host: &str) -> String {
     if host.contains(':') && !host.starts_with('[') { format!("[{host}]") } else { host.to_owned() }
 }
 
-/// Listens for `purpose` on a port of `ports`; `hint` says what can be done where none of them is free.
+/// Listens for `purpose` at `addresses`, or at all, on a port of `ports`; `hint` says what can be done where none of them is free.
 fn bound(
-    address: Option<IpAddr>,
+    addresses: &[IpAddr],
     ports: &RangeInclusive<u16>,
     purpose: &str,
     hint: Hint,
-) -> Result<(CloseOnFork<tokio::net::TcpListener>, SocketAddr), Error> {
-    let listener = listen(address, ports).and_then(|listener| {
-        let address = listener.local_addr()?;
-        Ok((listener, address))
+) -> Result<(Vec<Listener>, SocketAddr), Error> {
+    let listeners = listen(addresses, ports).and_then(|listeners| {
+        let first = listeners.first().ok_or(io::ErrorKind::InvalidInput)?.local_addr()?;
+        Ok((listeners, first))
     });
-    listener.map_err(|e| {
+    listeners.map_err(|e| {
         let message = match (ports.start(), ports.end()) {
             (0, _) => format!("cannot listen for {purpose}"),
             (first, last) if first == last => format!("cannot listen for {purpose} on port {first}"),

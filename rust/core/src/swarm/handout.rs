@@ -194,8 +194,11 @@ impl Handout {
             if let Some(at) = known.granted.take_if(|_| asks) {
                 let took = now.saturating_sub(at);
                 // A slow one moves it little, and a quick one at once.
-                self.pace =
-                    if self.pace.is_zero() || took < self.pace { took } else { self.pace + (took - self.pace) / 16 };
+                self.pace = if self.pace.is_zero() || took < self.pace {
+                    took
+                } else {
+                    self.pace + took.saturating_sub(self.pace) / 16
+                };
             }
             return Some(known.number);
         }

@@ -168,6 +168,34 @@ impl PyRemote {
         self.with(py, |remote| Ok(remote.step()))
     }
 
+    /// The addresses that the source has named, each with the speed of its link in Mbit/s, 0 if not known.
+    ///
+    /// # Errors
+    /// As `step`.
+    #[getter]
+    fn rails(&self, py: Python<'_>) -> PyResult<Vec<(String, u32)>> {
+        let named = |remote: &Remote| remote.rails().iter().map(|rail| (rail.address.to_string(), rail.mbit)).collect();
+        self.with(py, |remote| Ok(named(remote)))
+    }
+
+    /// Receives by the address `there` alone for about `length` seconds, and drops what comes. Returns the number of
+    /// bytes, the seconds it took, and the address here.
+    ///
+    /// # Errors
+    /// As `fetch`; `InvalidArgument` for what is no address.
+    fn measure(&self, py: Python<'_>, there: &str, length: f64) -> PyResult<(u64, f64, String)> {
+        let address = there.parse().map_err(|_| errors::invalid(py, format!("{there:?} is not an address")))?;
+        let length = seconds(py, length)?;
+        let (remote, _) = self.take(py)?;
+        let (remote, rate) = runtime::run(py, &self.cancel, None, move || {
+            let rate = remote.measure(address, length);
+            Ok((remote, rate))
+        })?;
+        *self.remote.lock().unwrap_or_else(PoisonError::into_inner) = Some(remote);
+        let rate = rate.map_err(|e| errors::to_py(py, &e))?;
+        Ok((rate.bytes, rate.elapsed.as_secs_f64(), rate.here.to_string()))
+    }
+
     /// The manifest as JSON text, with `null` for its tree; `None` for a container tensorferry did not write.
     #[getter]
     fn manifest<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyBytes>>> {

@@ -8,7 +8,9 @@ mod publishing;
 pub(crate) mod readiness;
 mod receive;
 mod shelf;
+mod show;
 
+use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -20,6 +22,8 @@ use self::publishing::{Published, publish};
 use self::readiness::PyReadiness;
 pub(crate) use self::receive::PyReceive;
 pub(crate) use self::shelf::PyShelf;
+use self::show::{GivenSeries, GivenTable, given};
+use crate::addresses::PySeat;
 use crate::certificate::PyCertificate;
 use crate::errors;
 use crate::memory::PyFilePages;
@@ -45,25 +49,26 @@ impl PyServer {
 
 #[pymethods]
 impl PyServer {
-    /// Listens on the address `bind` (every interface by default), on the first free one of `ports` (first and last of
+    /// Listens on the address `bind` (on all if there is none) and those in `also`, on the first free one of `ports` (first and last of
     /// them; 0 is any), and starts to serve; the gate is closed. On one of `metrics_ports` counters alone are served, to
     /// everybody. `patience` seconds is how long a request waits for the gate, `max_bandwidth` the limit in bytes per
     /// second. `tls` encrypts, with `certificate` or else with one of its own. With `swarm`, receivers are told of one
     /// another, so that they bring each other what is published. `rails` are the addresses that receivers may use besides
-    /// the one in the URL, each with the speed of its link in Mbit/s, 0 if not known; `zone` names the zone in which this
-    /// process runs.
+    /// the one in the URL, each with the speed of its link in Mbit/s, 0 if not known; `card` is the one by which they
+    /// begin, and `seat` says that it is used; `zone` names the zone in which this process runs.
     ///
     /// # Errors
     /// `InvalidArgument` for an address that cannot be parsed, `SystemRefused` when it cannot be listened on.
     #[new]
-    #[pyo3(signature = (*, patience, bind = None, ports = (0, 0), metrics_ports = None, same_host = true,
+    #[pyo3(signature = (*, patience, bind = None, also = Vec::new(), ports = (0, 0), metrics_ports = None, same_host = true,
                         max_bandwidth = None, secret = None, tls = false, certificate = None,
-                        swarm = false, rails = Vec::new(), zone = None))]
-    #[allow(clippy::too_many_arguments, reason = "keywords in Python")]
+                        swarm = false, rails = Vec::new(), card = None, seat = None, zone = None))]
+    #[allow(clippy::too_many_arguments, clippy::needless_pass_by_value, reason = "keywords in Python")]
     fn new(
         py: Python<'_>,
         patience: f64,
         bind: Option<&str>,
+        also: Vec<String>,
         ports: (u16, u16),
         metrics_ports: Option<(u16, u16)>,
         same_host: bool,
@@ -73,23 +78,25 @@ impl PyServer {
         certificate: Option<&PyCertificate>,
         swarm: bool,
         rails: Vec<(String, u32)>,
+        card: Option<&str>,
+        seat: Option<&PySeat>,
         zone: Option<String>,
     ) -> PyResult<Self> {
-        let bind = bind
-            .map(str::parse)
-            .transpose()
-            .map_err(|_| errors::invalid(py, format!("bind={bind:?} is not an address")))?;
+        let address = |text: &str| -> PyResult<IpAddr> {
+            text.parse().map_err(|_| errors::invalid(py, format!("{text:?} is not an address")))
+        };
+        let bind = bind.map(address).transpose()?;
+        let also = also.iter().map(|text| address(text)).collect::<PyResult<Vec<_>>>()?;
+        let card = card.map(address).transpose()?;
         let (ports, metrics_ports) = (ports.0..=ports.1, metrics_ports.map(|(first, last)| first..=last));
-        let rails = rails.into_iter().map(|(address, mbit)| {
-            let address = address.parse().map_err(|_| errors::invalid(py, format!("{address:?} is not an address")))?;
-            Ok(Rail { address, mbit })
-        });
+        let rails = rails.iter().map(|(named, mbit)| Ok(Rail { address: address(named)?, mbit: *mbit }));
         let rails = rails.collect::<PyResult<Vec<_>>>()?;
         let patience = seconds(py, patience)?;
         let secret = secret.map(|s| s.0.clone());
         let frontend = Arc::new(PythonFrontend);
         let config = ServerConfig {
             bind,
+            also,
             ports,
             metrics_ports,
             patience,
@@ -100,6 +107,8 @@ impl PyServer {
             identity: certificate.map(|given| given.0.clone()),
             swarm,
             rails,
+            card,
+            seat: seat.map(|seat| seat.0.clone()),
             zone,
             frontend,
             ..ServerConfig::default()
@@ -177,6 +186,25 @@ impl PyServer {
     /// Notes that a receive of this process begins; counters and status page show it.
     fn begin_receive(&self, py: Python<'_>, step: i64) -> PyResult<PyReceive> {
         Ok(PyReceive::new(self.server(py)?.begin_receive(step)))
+    }
+
+    /// Puts what the process says of itself onto counters and status page: a title, sentences, tables (heading, heads,
+    /// rows of cells) and series (name, whether it counts, help, rows of labels and value).
+    fn show(
+        &self,
+        py: Python<'_>,
+        title: String,
+        lines: Vec<String>,
+        tables: Vec<GivenTable>,
+        series: Vec<GivenSeries>,
+    ) -> PyResult<()> {
+        self.server(py)?.show(given(title, lines, tables, series));
+        Ok(())
+    }
+
+    /// The addresses that were refused last for want of the path or the secret: each with why and how often.
+    fn strangers(&self, py: Python<'_>) -> PyResult<Vec<(String, &'static str, u64)>> {
+        Ok(self.server(py)?.strangers())
     }
 
     /// Opens the gate for what is published, which is served as `step` from now on.

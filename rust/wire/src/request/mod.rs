@@ -14,6 +14,8 @@
 //! /{token}/checkpoint/{key}/{name}                the state in another format
 //! ```
 //!
+//! Behind the token a path may name a network card ([`crate::rails`]), which makes no difference here.
+//!
 //! Parsing never fails for a reason other than the text: whether a step is served, and whether a resource has the
 //! requested blocks, is decided by the server. Texts that are not understood are an error or are ignored, as RFC 9110
 //! requires for the field in question. The client uses the same functions where it reads answers.
@@ -23,6 +25,7 @@ mod ranges;
 
 pub use self::etags::{etag_matches_strong, etag_matches_weak};
 pub use self::ranges::{MAX_RUNS, RangeSpec, parse_blocks, parse_content_range, parse_range, parse_runs};
+use crate::rails;
 
 /// The header field with the name under which processes on the source's own machine can connect to it.
 pub const SAME_HOST_HEADER: &str = "tensorferry-same-host";
@@ -130,6 +133,7 @@ fn strip_token<'a>(path: &'a str, token: &str) -> Option<&'a str> {
     let path = path.strip_prefix('/')?;
     let end = path.find('/').unwrap_or(path.len());
     let (given, rest) = path.split_at(end);
+    let given = rails::without_card(given);
     if given.len() != token.len() {
         return None;
     }

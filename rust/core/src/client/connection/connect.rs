@@ -2,8 +2,9 @@
 //!
 //! A connection attempt waits in short steps, so that a cancellation is noticed while a host does not answer at all.
 
+use std::collections::VecDeque;
 use std::io::{self, Write};
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::os::fd::AsRawFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -14,42 +15,72 @@ use super::body::Ring;
 use super::session::Session;
 use super::{Connection, is_timeout};
 use crate::client::limits::Limits;
-use crate::client::resolver;
+use crate::client::pairs::Pair;
 use crate::client::url::SourceUrl;
+use crate::client::{resolver, routes};
 use crate::error::{Error, ErrorKind};
 use crate::fork::CloseOnFork;
 use crate::same_host::{self, GREETING, ring::RingReader};
 
 /// How often a thread that waits for a connection looks whether it was cancelled.
 const CANCEL_POLL: Duration = Duration::from_millis(50);
+/// How long an address is waited for before the next one is tried beside it, as RFC 8305 recommends; and where it is not
+/// known to be reached at all.
+const HEAD_START: Duration = Duration::from_millis(250);
+const SHORT_START: Duration = Duration::from_millis(20);
 /// How long a source on this machine may take to greet us, before we go to it over the network.
 const HELLO: Duration = Duration::from_millis(500);
 
 impl Connection {
-    /// Connects to the source at `url`, trying each of its addresses.
+    /// Connects to the source at `url`: by the card that its URL names, or else by one of its addresses. Those that do
+    /// not answer at once are tried beside each other.
     pub(crate) fn open(url: &Arc<SourceUrl>, limits: &Limits) -> Result<Self, Error> {
         let failed = |e| refused(url.authority(), e);
-        let addresses = match url.addresses() {
-            Some(known) => known.to_vec(),
-            None => resolver::addresses(url.host(), url.port(), limits)?.map_err(failed)?,
-        };
-        let mut last = io::Error::new(io::ErrorKind::NotFound, "the name has no address");
-        for &address in &addresses {
-            match connect(address, limits)? {
-                Ok(stream) => {
-                    url.learn(&addresses);
+        let mut race = Race::new(limits);
+        let mut known = url.addresses().unwrap_or_default().to_vec();
+        race.enter(known.iter().copied(), HEAD_START);
+        if known.is_empty() {
+            let card = url.card().map(|card| SocketAddr::from((card, url.port())));
+            if let Some(card) = card {
+                race.enter([card], HEAD_START);
+                // Where a gateway is on the way, it may not lead there at all.
+                let direct = routes::route(card.ip(), None).is_some_and(|route| route.direct);
+                let patience = if direct { HEAD_START } else { SHORT_START };
+                if let Some((stream, _)) = race.run(Some(patience))? {
                     return Self::over(stream, url, limits).secured();
                 }
-                Err(e) => last = e,
             }
+            match resolver::addresses(url.host(), url.port(), limits)? {
+                Ok(found) => known = found,
+                Err(e) if card.is_none() => return Err(failed(e)),
+                Err(e) => race.failed = Some(e),
+            }
+            race.enter(known.iter().copied().filter(|&address| Some(address) != card), HEAD_START);
         }
-        Err(failed(last))
+        match race.run(None)? {
+            Some((stream, address)) => {
+                // The one that was good comes first.
+                known.sort_by_key(|&other| other != address);
+                if known.first() == Some(&address) {
+                    url.learn(&known);
+                }
+                Self::over(stream, url, limits).secured()
+            }
+            None => Err(failed(
+                race.failed.unwrap_or_else(|| io::Error::new(io::ErrorKind::NotFound, "the name has no address")),
+            )),
+        }
     }
 
-    /// Connects to the source at `url` by its other `address`.
-    pub(crate) fn open_at(url: &Arc<SourceUrl>, address: SocketAddr, limits: &Limits) -> Result<Self, Error> {
-        let stream = connect(address, limits)?.map_err(|e| refused(&address.to_string(), e))?;
-        Self { at: Some(address), ..Self::over(stream, url, limits) }.secured()
+    /// Connects to the source at `url` by another `pair` of addresses.
+    pub(crate) fn open_at(url: &Arc<SourceUrl>, pair: Pair, limits: &Limits) -> Result<Self, Error> {
+        let there = SocketAddr::from((pair.1, url.port()));
+        let mut race = Race { from: pair.0, ..Race::new(limits) };
+        race.enter([there], Duration::ZERO);
+        match race.run(None)? {
+            Some((stream, _)) => Self { at: Some(pair), ..Self::over(stream, url, limits) }.secured(),
+            None => Err(refused(&there.to_string(), race.failed.unwrap_or_else(|| io::ErrorKind::NotConnected.into()))),
+        }
     }
 
     /// Connects to the source at `url` under the `name` it has on this machine.
@@ -62,7 +93,7 @@ impl Connection {
         let stream = CloseOnFork::make(|| name.connect())?;
         stream.set_read_timeout(Some(HELLO.min(limits.stall).min(left)))?;
         // From here on a cancellation ends the wait, too.
-        let mut connection = Self::over(stream, url, limits);
+        let mut connection = Self::over(Arc::new(stream), url, limits);
         (&*connection.stream).write_all(GREETING)?;
         let reader = RingReader::receive(&*connection.stream)?;
         connection.ring = Some(Ring { reader, announced: 0, in_use: false });
@@ -115,45 +146,146 @@ fn refused(peer: &str, e: io::Error) -> Error {
     Error::caused(ErrorKind::Connect, format!("cannot connect to {peer}"), e)
 }
 
-/// Connects without blocking longer than it takes to notice a cancellation. A host that does not answer at all counts
-/// as stuck after the stall limit. The outer error ends the whole transfer, the inner one only this address.
-fn connect(address: SocketAddr, limits: &Limits) -> Result<io::Result<CloseOnFork<Socket>>, Error> {
-    let mut connected = true;
-    let start = || {
-        let socket = Socket::new(Domain::for_address(address), Type::STREAM, Some(Protocol::TCP))?;
-        socket.set_nonblocking(true)?;
-        match socket.connect(&address.into()) {
-            Err(e) if e.raw_os_error() == Some(libc::EINPROGRESS) => connected = false,
-            result => result?,
-        }
-        Ok(socket)
-    };
-    let socket = match CloseOnFork::make(start) {
-        Ok(started) => started,
-        Err(e) => return Ok(Err(e)),
-    };
-    let started = Instant::now();
-    while !connected {
-        let waited = started.elapsed();
-        let unanswered =
-            || format!("{address} has not answered a connection attempt for {:.3} s", waited.as_secs_f64());
-        let left = limits.left().map_err(|over| over.waiting_for(unanswered))?;
-        if waited >= limits.stall {
-            return Ok(Err(io::Error::new(io::ErrorKind::TimedOut, format!("timed out: {}", unanswered()))));
-        }
-        let left = left.min(CANCEL_POLL);
-        let mut poll = libc::pollfd { fd: socket.as_raw_fd(), events: libc::POLLOUT, revents: 0 };
-        let millis = i32::try_from(left.as_millis()).unwrap_or(i32::MAX).max(1);
-        // SAFETY: one valid pollfd, and the count says so.
-        connected = unsafe { libc::poll(&raw mut poll, 1, millis) } > 0;
+/// Connection attempts of which the first that succeeds counts (RFC 8305). None blocks for longer than it takes to
+/// notice a cancellation, and a host that does not answer at all counts as stuck after the stall limit.
+struct Race<'a> {
+    limits: &'a Limits,
+    /// The address of this host from which they are made, if not the kernel's choice.
+    from: Option<IpAddr>,
+    /// Those that are still to be made.
+    waiting: VecDeque<SocketAddr>,
+    /// How long one is waited for before the next one is begun.
+    stagger: Duration,
+    under_way: Vec<Attempt>,
+    /// When the last one was begun.
+    begun: Option<Instant>,
+    /// The last failure.
+    failed: Option<io::Error>,
+}
+
+/// A socket that is connected, and to where.
+type Connected = (Arc<CloseOnFork<Socket>>, SocketAddr);
+
+struct Attempt {
+    socket: Arc<CloseOnFork<Socket>>,
+    address: SocketAddr,
+    started: Instant,
+}
+
+impl<'a> Race<'a> {
+    fn new(limits: &'a Limits) -> Self {
+        let (waiting, under_way) = (VecDeque::new(), Vec::new());
+        Self { limits, from: None, waiting, stagger: Duration::ZERO, under_way, begun: None, failed: None }
     }
-    let finish = || {
-        if let Some(e) = socket.take_error()? {
-            return Err(e);
+
+    /// Adds attempts, each `stagger` after the one before.
+    fn enter(&mut self, addresses: impl IntoIterator<Item = SocketAddr>, stagger: Duration) {
+        self.waiting.extend(addresses);
+        self.stagger = stagger;
+        self.begun = None;
+    }
+
+    /// The first that succeeds, within `at_most`; `None` if none has. The error ends the whole transfer.
+    fn run(&mut self, at_most: Option<Duration>) -> Result<Option<Connected>, Error> {
+        let started = Instant::now();
+        loop {
+            let due = self.under_way.is_empty() || self.begun.is_none_or(|begun| begun.elapsed() >= self.stagger);
+            if due && let Some(address) = self.waiting.pop_front() {
+                self.begun = Some(Instant::now());
+                match self.begin(address) {
+                    Ok((socket, true)) => return Ok(Some((socket, address))),
+                    Ok((socket, false)) => {
+                        self.under_way.push(Attempt { socket, address, started: Instant::now() });
+                    }
+                    Err(e) => self.failed = Some(e),
+                }
+                continue;
+            }
+            let Some(first) = self.under_way.first() else {
+                if self.limits.cancel.is_cancelled() {
+                    self.limits.left()?;
+                }
+                return Ok(None);
+            };
+            let (address, since) = (first.address, first.started.elapsed());
+            let unanswered =
+                || format!("{address} has not answered a connection attempt for {:.3} s", since.as_secs_f64());
+            let left = self.limits.left().map_err(|over| over.waiting_for(unanswered))?;
+            if since >= self.limits.stall {
+                let message = format!("timed out: {}", unanswered());
+                self.failed = Some(io::Error::new(io::ErrorKind::TimedOut, message));
+                self.under_way.remove(0);
+                continue;
+            }
+            let mut wait = left.min(CANCEL_POLL).min(self.limits.stall.saturating_sub(since));
+            if let Some(most) = at_most {
+                let Some(rest) = most.checked_sub(started.elapsed()).filter(|rest| !rest.is_zero()) else {
+                    return Ok(None);
+                };
+                wait = wait.min(rest);
+            }
+            if let (false, Some(begun)) = (self.waiting.is_empty(), self.begun) {
+                wait = wait.min(self.stagger.saturating_sub(begun.elapsed()));
+            }
+            if let Some(won) = self.poll(wait) {
+                return Ok(Some(won));
+            }
         }
-        socket.set_nonblocking(false)?;
-        socket.set_tcp_nodelay(true)?;
-        Ok(socket)
-    };
-    Ok(finish())
+    }
+
+    /// Waits for at most `wait` until one has succeeded; those that fail are dropped.
+    fn poll(&mut self, wait: Duration) -> Option<Connected> {
+        let polled =
+            |attempt: &Attempt| libc::pollfd { fd: attempt.socket.as_raw_fd(), events: libc::POLLOUT, revents: 0 };
+        let mut polls: Vec<_> = self.under_way.iter().map(polled).collect();
+        let millis = i32::try_from(wait.as_micros().div_ceil(1000)).unwrap_or(i32::MAX).max(1);
+        let count = libc::nfds_t::try_from(polls.len()).unwrap_or(0);
+        // SAFETY: as many valid pollfds as the count says.
+        if unsafe { libc::poll(polls.as_mut_ptr(), count, millis) } <= 0 {
+            return None;
+        }
+        for index in (0..polls.len()).rev().filter(|&index| polls[index].revents != 0) {
+            let Attempt { socket, address, .. } = self.under_way.remove(index);
+            match finish(&socket) {
+                Ok(()) => return Some((socket, address)),
+                Err(e) => self.failed = Some(e),
+            }
+        }
+        None
+    }
+
+    /// Begins an attempt; says whether it has succeeded already.
+    fn begin(&self, address: SocketAddr) -> io::Result<(Arc<CloseOnFork<Socket>>, bool)> {
+        let mut connected = true;
+        let socket = CloseOnFork::make(|| {
+            let socket = Socket::new(Domain::for_address(address), Type::STREAM, Some(Protocol::TCP))?;
+            socket.set_nonblocking(true)?;
+            if let Some(from) = self.from {
+                socket.bind(&SocketAddr::from((from, 0)).into())?;
+            }
+            match socket.connect(&address.into()) {
+                Err(e) if e.raw_os_error() == Some(libc::EINPROGRESS) => connected = false,
+                result => result?,
+            }
+            Ok(socket)
+        })?;
+        let socket = Arc::new(socket);
+        // From here on a cancellation ends the wait at once.
+        self.limits.cancel.watch(&socket);
+        if connected {
+            finish(&socket)?;
+        }
+        Ok((socket, connected))
+    }
+}
+
+/// Prepares a socket for use whose connection attempt is over.
+fn finish(socket: &Socket) -> io::Result<()> {
+    if let Some(e) = socket.take_error()? {
+        return Err(e);
+    }
+    // One that a cancellation has shut down has no error.
+    socket.peer_addr()?;
+    socket.set_nonblocking(false)?;
+    socket.set_tcp_nodelay(true)
 }

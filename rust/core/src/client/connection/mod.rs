@@ -17,7 +17,7 @@ mod head;
 mod session;
 
 use std::io::{self, IoSliceMut, Read, Write};
-use std::net::{IpAddr, SocketAddr};
+use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -29,6 +29,7 @@ use self::head::ParsedHead;
 pub(crate) use self::head::{Head, Offers};
 use self::session::Session;
 use super::limits::{Limits, StallDetector};
+use super::pairs::Pair;
 use super::url::SourceUrl;
 use crate::error::{Error, ErrorKind, Hint};
 use crate::fork::CloseOnFork;
@@ -52,8 +53,8 @@ pub(crate) struct Connection {
     stream: Arc<CloseOnFork<Socket>>,
     tls: Option<Box<Session>>,
     url: Arc<SourceUrl>,
-    /// The address, where it is none that the URL leads to.
-    at: Option<SocketAddr>,
+    /// The addresses at both ends, where they are not those that the URL leads to.
+    at: Option<Pair>,
     limits: Limits,
     /// Bytes received behind the last head that belong to the body.
     ahead: Vec<u8>,
@@ -79,8 +80,7 @@ pub(crate) struct Connection {
 const MAX_SAID: usize = 2000;
 
 impl Connection {
-    pub(super) fn over(stream: CloseOnFork<Socket>, url: &Arc<SourceUrl>, limits: &Limits) -> Self {
-        let stream = Arc::new(stream);
+    pub(super) fn over(stream: Arc<CloseOnFork<Socket>>, url: &Arc<SourceUrl>, limits: &Limits) -> Self {
         limits.cancel.watch(&stream);
         Self {
             stream,
@@ -175,7 +175,7 @@ impl Connection {
         if !self.is_reusable() {
             // The last answer announced that it ends the connection.
             *self = match self.at {
-                Some(address) => Self::open_at(&self.url, address, &self.limits)?,
+                Some(pair) => Self::open_at(&self.url, pair, &self.limits)?,
                 None => Self::open(&self.url, &self.limits)?,
             };
         }

@@ -3,10 +3,12 @@
 //! [`Remote::open`] (module `open`) asks the sources in turn until one answers and reads header and reserved entries
 //! (`first_fetch`). A fetch lays out the memory, makes a plan of it, finds what an interrupted one has left (`resume`),
 //! lets lanes bring what is missing (`transfer`), and compares the checksums with those of the source until all match at
-//! one moment (`verify`). Who has sent what is counted then (`senders`). The digests of their entries show in what two sources differ (`entry_digests`).
+//! one moment (`verify`). Who has sent what is counted then (`senders`). The digests of their entries show in what two sources differ (`entry_digests`), and
+//! a rail by itself how fast it is (`measure`).
 
 mod entry_digests;
 mod first_fetch;
+mod measure;
 mod open;
 mod resume;
 mod senders;
@@ -23,6 +25,7 @@ use tensorferry_wire::digest::{Algorithm, BLOCK_SIZE};
 
 #[cfg(fuzzing)]
 pub(super) use self::first_fetch::FirstFetch;
+pub use self::measure::RailRate;
 pub(super) use self::transfer::PlannedFetch;
 pub(super) use self::verify::Passes;
 use super::blocks::block_len;

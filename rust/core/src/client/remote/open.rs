@@ -96,27 +96,11 @@ impl Remote {
             let url = &sources[primary].url;
             let (etag, gone) = &mut begun[primary];
             let (share, patience) = share_and_patience(&limits, standing.len(), asked, gone.is_some());
-            let (opened, nobody) = match Connection::open(url, &share) {
-                Ok(connection) => {
-                    let passes = &mut passes[primary];
-                    let ahead = (options.ahead, options.most_described);
-                    let opened = FirstFetch::read(connection, step, ahead, &share, patience, etag, passes);
-                    if let Err(e) = &opened
-                        && e.is_timeout()
-                        && (limits.left().is_ok() || waited[primary].is_none())
-                    {
-                        waited[primary] = Some(format!("{}: {}", reason(e), why(url, &limits, patience)));
-                    }
-                    (opened, false)
-                }
-                Err(e) => {
-                    if e.is_timeout() {
-                        waited[primary] = Some(reason(&e));
-                    }
-                    let nobody = e.kind() == ErrorKind::Connect;
-                    (Err(e), nobody)
-                }
-            };
+            let limited = (&limits, &share, patience);
+            let (asking, passes) = ((step, (options.ahead, options.most_described)), &mut passes[primary]);
+            let (opened, by_card) = ask(url, asking, limited, etag, passes, &mut waited[primary]);
+            let nobody = by_card.is_none() && opened.as_ref().is_err_and(|e| e.kind() == ErrorKind::Connect);
+            let by_card = by_card == Some(true);
             match opened {
                 Ok(opened) => {
                     sources[primary].note_opened(opened.etag, opened.connection.route(), opened.offers);
@@ -143,11 +127,20 @@ impl Remote {
                         limits,
                     });
                 }
+                Err(e) if by_card && !e.is_timeout() && limits.left().is_ok() => {
+                    // The host may lead elsewhere: behind a proxy, its port is that of another program here.
+                    url.give_up_card();
+                    last = e;
+                    standing.push_front(Turn { source: primary, asked, failures, not_before: None });
+                }
                 Err(e) if e.is_timeout() && gone.is_some() => {
                     // This wait is for another snapshot than the one that was begun, and may last for ever.
                     last = gone.take().unwrap_or(e);
                 }
                 Err(e) => {
+                    if by_card {
+                        url.give_up_card();
+                    }
                     // A refusal by status is the source's answer and stays. A refused connection is retried once.
                     let refused = matches!(e.kind(), ErrorKind::Status(_));
                     let repairable = e.is_transient() || e.kind() == ErrorKind::Changed;
@@ -172,6 +165,37 @@ impl Remote {
             _ => Err(last),
         }
     }
+}
+
+/// Asks the source at `url` for `step`, without one for what it serves, and for the beginning of it, within a share of
+/// `limits`; notes in `waited` what was waited for in vain. Also says, once there is a connection,
+/// whether it leads to the card that the URL names.
+fn ask(
+    url: &Arc<SourceUrl>,
+    (step, first): (Option<i64>, (u64, u64)),
+    (limits, share, patience): (&Limits, &Limits, Duration),
+    etag: &mut Option<String>,
+    passes: &mut Passes,
+    waited: &mut Option<String>,
+) -> (Result<FirstFetch, Error>, Option<bool>) {
+    let connection = match Connection::open(url, share) {
+        Ok(connection) => connection,
+        Err(e) => {
+            if e.is_timeout() {
+                *waited = Some(reason(&e));
+            }
+            return (Err(e), None);
+        }
+    };
+    let by_card = connection.route().is_some_and(|route| url.card() == Some(route.1));
+    let opened = FirstFetch::read(connection, step, first, share, patience, etag, passes);
+    if let Err(e) = &opened
+        && e.is_timeout()
+        && (limits.left().is_ok() || waited.is_none())
+    {
+        *waited = Some(format!("{}: {}", reason(e), why(url, limits, patience)));
+    }
+    (opened, Some(by_card))
 }
 
 /// How errors name what was asked for.

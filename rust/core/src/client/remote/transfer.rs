@@ -195,19 +195,20 @@ impl Remote {
         let wanted = self.lanes.unwrap_or_else(|| self.default_lanes(plan.held(runs))).clamp(1, 64) as u64;
         let most = MAX_RANGE_BLOCKS * plan.stride();
         let per_range = (blocks / (wanted * 4)).clamp(plan.stride().div_ceil(4), most);
-        let rails = if plan.held(runs) < rails::LEAST_BYTES { 0 } else { self.rails() };
         let wanted = wanted.min(blocks.div_ceil(per_range)).max(1);
+        let is_large = plan.held(runs) >= rails::LEAST_BYTES;
+        let rails = if is_large { self.other_addresses() } else { 0 };
         // As many connections in all, but at least two at each address: one waits for a request while the other receives.
         let each = wanted.div_ceil(rails + 1).max(2);
-        let lanes = if rails == 0 { wanted } else { each.max(self.sources.len() as u64) };
-        let lanes = usize::try_from(lanes).unwrap_or(1);
-        let rail_lanes = RailLanes::new(&self.sources, lanes, if rails == 0 { 0 } else { each }, &self.limits);
+        let lanes = if rails == 0 { wanted } else { each * self.sources.len() as u64 };
+        let fitting = |number: u64| usize::try_from(number).unwrap_or(1);
+        let lanes = fitting(lanes);
+        let rail_lanes =
+            RailLanes::new(self.sources.len(), lanes, if is_large { fitting(each) } else { 0 }, &self.limits);
         let queue = Queue::new(runs, per_range);
         // Receivers that begin together do not fetch the same at first; a source that is still copying has the beginning.
         let anywhere = relay.is_some() && self.sources[self.primary].is_full();
         let queue = if anywhere { queue.beginning_at(random::bytes()?) } else { queue };
-        let queue = if rails == 0 { queue } else { queue.tapered(8 * (lanes + rail_lanes.lanes.len()) as u64) };
-        report.lanes = report.lanes.max(lanes + rail_lanes.lanes.len());
         let swarm = match relay {
             Some(relay) => {
                 let of = (self.header_digest, self.header.payload_len());
@@ -229,10 +230,7 @@ impl Remote {
             algorithm: &self.algorithm,
             limits: &self.limits,
             received,
-            watch: StragglerMonitor::new(
-                (lanes, rail_lanes.lanes.len()),
-                if swarm.is_some() { MOST_RELAYS } else { 0 },
-            ),
+            watch: StragglerMonitor::new((lanes, rail_lanes.most()), if swarm.is_some() { MOST_RELAYS } else { 0 }),
             swarm: swarm.as_ref(),
             rails: &rail_lanes,
             alive: lanes.into(),
@@ -240,6 +238,7 @@ impl Remote {
         };
         let builder = |index| std::thread::Builder::new().name(format!("tensorferry-lane-{index}"));
         self.connections = transfer.run_all(lanes, std::mem::take(&mut self.connections), builder);
+        report.lanes = report.lanes.max(transfer.watch.add_rails(0));
         report.bytes += received.take_bytes();
         report.retries += received.take_retries();
         report.same_host |= received.came_same_host();
@@ -251,7 +250,7 @@ impl Remote {
     }
 
     /// How many other addresses the sources have.
-    fn rails(&self) -> u64 {
+    fn other_addresses(&self) -> u64 {
         self.sources.iter().filter(|source| source.has_rails()).map(|source| source.rails.others().len() as u64).sum()
     }
 

@@ -26,6 +26,7 @@ use self::digests::digests;
 use self::messages::{GONE, bytes, elsewhere, full, insert, text};
 use self::waiting::{filled, lease};
 use super::observe::figures::Figures;
+use super::observe::strangers::Reason;
 use super::observe::{exposition, status_page};
 use super::{ConnectionContext, Shared};
 use crate::publication::{Found, Lease, Store};
@@ -33,6 +34,10 @@ use crate::server::body::ServedBody;
 use crate::trust::random;
 
 type ServedResponse = Response<ServedBody>;
+
+/// What those are told who ask the port for figures for something else, such as a state.
+const OF_OBSERVERS: &str = "this is the port for figures, with /, /metrics and /healthz alone: a state is fetched from the \
+                            port in the whole URL that its source gives";
 
 /// Answers a request, after checking its method and what it may have; counts it and its answer.
 pub(super) async fn answer<B>(
@@ -56,17 +61,21 @@ pub(super) async fn answer<B>(
         Ok((Resource::Healthz | Resource::Metrics | Resource::StatusPage, ..)) | Err(_) => None,
         Ok(_) => Some(connection.slot.begin().await),
     };
-    let stranger = matches!(permitted, Err(PathError::NotFound));
+    let stranger = match permitted {
+        Err(Denied::Stranger(reason)) => Some(reason),
+        _ => None,
+    };
     let mut answer = match permitted {
         Ok(_) if matches!(asking, Some(None)) => full(),
         Ok((resource, store, nonce)) => resolve(connection, &store, resource, request, nonce.as_ref()).await,
-        Err(PathError::NotFound) => text(StatusCode::NOT_FOUND, "not found"),
-        Err(PathError::BadUrl(message)) => text(StatusCode::BAD_REQUEST, &message),
+        Err(Denied::Stranger(_)) => text(StatusCode::NOT_FOUND, "not found"),
+        Err(Denied::BadUrl(message)) => text(StatusCode::BAD_REQUEST, &message),
     };
     let status = answer.status();
     connection.shared.metrics.note_answer(status.as_u16());
-    if let ServedBody::Message(Some(message)) = answer.body()
-        && !stranger
+    if let Some(reason) = stranger {
+        connection.shared.strangers.note(connection.slot.peer, reason);
+    } else if let ServedBody::Message(Some(message)) = answer.body()
         && (status.is_client_error() || status.is_server_error())
     {
         connection.shared.metrics.note_refusal(connection.slot.peer, status.as_u16(), message);
@@ -87,7 +96,7 @@ pub(super) async fn answer<B>(
 fn permitted<'r, B>(
     connection: &ConnectionContext,
     request: &'r Request<B>,
-) -> Result<(Resource<'r>, Arc<Store>, Option<Nonce>), PathError> {
+) -> Result<(Resource<'r>, Arc<Store>, Option<Nonce>), Denied> {
     let (path, shared) = (request.uri().path(), &connection.shared);
     let (token, store) = match shared.shelves.find(path) {
         Some((name, store)) => (name, store),
@@ -103,10 +112,29 @@ fn permitted<'r, B>(
     match found {
         Ok(figures @ (Resource::Metrics | Resource::StatusPage)) => Ok((figures, store, None)),
         Ok(Resource::Healthz) if path == "/healthz" => Ok((Resource::Healthz, store, None)),
-        Err(PathError::NotFound) => Err(PathError::NotFound),
+        Err(PathError::NotFound) => Err(Denied::Stranger(Reason::Path)),
         found => {
-            let nonce = auth.admit(request).ok_or(PathError::NotFound)?;
+            let gave_one = request.headers().contains_key(header::AUTHORIZATION);
+            let reason = if gave_one { Reason::OtherSecret } else { Reason::NoSecret };
+            let nonce = auth.admit(request).ok_or(Denied::Stranger(reason))?;
             Ok((found?, store, Some(nonce)))
+        }
+    }
+}
+
+/// Why a request gets nothing.
+enum Denied {
+    /// It has not shown a right to ask, and is answered as if there were nothing.
+    Stranger(Reason),
+    /// It has, and its path means nothing.
+    BadUrl(String),
+}
+
+impl From<PathError> for Denied {
+    fn from(error: PathError) -> Self {
+        match error {
+            PathError::NotFound => Self::Stranger(Reason::Path),
+            PathError::BadUrl(message) => Self::BadUrl(message),
         }
     }
 }
@@ -175,9 +203,8 @@ async fn resolve<B>(
             .headers_mut()
             .insert(SWARM_HEADER, HeaderValue::from_static(if is_full { SWARM_FULL } else { SWARM_FILLING }));
     }
-    if let Some(rails) =
-        connection.shared.rails.as_ref().filter(|_| is_source && matches!(resource, Resource::Container(_)))
-    {
+    let begins = matches!(resource, Resource::Container(_) | Resource::Digests(_));
+    if let Some(rails) = connection.shared.rails.as_ref().filter(|_| is_source && begins) {
         found.headers_mut().insert(RAILS_HEADER, rails.clone());
     }
     if let Some(name) = connection.shared.same_host.as_ref().filter(|_| !connection.same_host) {
@@ -244,7 +271,7 @@ pub(super) fn observe<B>(shared: &Shared, request: &Request<B>) -> ServedRespons
         (&Method::GET | &Method::HEAD, "/healthz") => text(StatusCode::OK, "ok"),
         (&Method::GET | &Method::HEAD, "/metrics") => metrics(shared),
         (&Method::GET | &Method::HEAD, "/") => status_page(shared),
-        (&Method::GET | &Method::HEAD, _) => text(StatusCode::NOT_FOUND, "there are /, /metrics and /healthz here"),
+        (&Method::GET | &Method::HEAD, _) => text(StatusCode::NOT_FOUND, OF_OBSERVERS),
         _ => text(StatusCode::METHOD_NOT_ALLOWED, "only GET and HEAD are served here"),
     };
     if head {

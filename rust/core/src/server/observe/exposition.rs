@@ -9,6 +9,7 @@ use std::fmt::{Display, Write as _};
 use std::time::{Duration, SystemTime};
 
 use super::figures::Figures;
+use super::program::{self, ProgramFigures};
 use super::receive::Failure;
 use super::receives::{Phases, ReceiveFigures};
 
@@ -24,6 +25,8 @@ pub(in crate::server) fn render(figures: &Figures) -> String {
     let mut page = Exposition(String::new());
     page.about("build_info", "gauge", "1; the version is a label.");
     page.row("build_info", concat!("version=\"", env!("CARGO_PKG_VERSION"), "\""), 1);
+    let since = figures.since.duration_since(SystemTime::UNIX_EPOCH).unwrap_or(Duration::ZERO).as_secs_f64();
+    page.one("start_timestamp_seconds", "gauge", "When this server began.", since);
     page.one("requests_total", "counter", "Requests answered.", figures.requests);
     page.one("sent_bytes_total", "counter", "Bytes of checkpoint bodies sent.", figures.sent);
     page.one("connections", "gauge", "Connections open now.", figures.connections);
@@ -41,6 +44,10 @@ pub(in crate::server) fn render(figures: &Figures) -> String {
     for (code, count) in &figures.tallies.answers {
         page.row("answers_total", &format!("code=\"{code}\""), count);
     }
+    page.about("refused_total", "counter", "Requests without a right to ask, by what they lacked.");
+    for (reason, count) in figures.refused {
+        page.row("refused_total", &format!("reason=\"{}\"", reason.label()), count);
+    }
     let bodies = &figures.tallies.bodies;
     page.about("bodies_total", "counter", "Checkpoint bodies sent to their end, or cut off in the middle.");
     page.row("bodies_total", "end=\"complete\"", bodies.complete);
@@ -50,7 +57,24 @@ pub(in crate::server) fn render(figures: &Figures) -> String {
     page.one("swarm_members", "gauge", "Receivers that bring each other what is served.", figures.members.len());
     page.one("relayed_bytes_total", "counter", "The part of the sent bytes that was being received.", figures.relayed);
     receives(&mut page, &figures.receives);
+    if let Some((_, program)) = &figures.program {
+        own(&mut page, program);
+    }
     page.0
+}
+
+/// Writes the series of the program around the server.
+fn own(page: &mut Exposition, program: &ProgramFigures) {
+    for series in &program.series {
+        page.about(&series.name, if series.counts { "counter" } else { "gauge" }, &series.help);
+        for (labels, value) in &series.rows {
+            if labels.is_empty() {
+                let _ = writeln!(page.0, "tensorferry_{} {value}", series.name);
+            } else {
+                page.row(&series.name, &program::labels(labels), value);
+            }
+        }
+    }
 }
 
 /// Writes the series about receives of this process.
@@ -125,11 +149,10 @@ fn receives(page: &mut Exposition, figures: &ReceiveFigures) {
 /// How many bytes the hosts of `senders` have sent, those with the most. Ports would make series without end. Others have
 /// named the hosts: what no name and no address of a host has in it is not shown.
 fn bytes_by_host(senders: &BTreeMap<String, u64>) -> Vec<(String, u64)> {
-    let shown = |c: char| if c.is_ascii_alphanumeric() || ".:-_[]%".contains(c) { c } else { '?' };
     let mut hosts: BTreeMap<String, u64> = BTreeMap::new();
     for (authority, bytes) in senders {
         let host = authority.rsplit_once(':').map_or(&authority[..], |(host, _)| host);
-        *hosts.entry(host.chars().take(LONGEST_HOST).map(shown).collect()).or_default() += bytes;
+        *hosts.entry(program::plain(host, LONGEST_HOST)).or_default() += bytes;
     }
     let mut hosts: Vec<_> = hosts.into_iter().collect();
     hosts.sort_by_key(|&(_, bytes)| Reverse(bytes));

@@ -1,11 +1,14 @@
 //! All that counters and status page show, taken at one moment: both say the same.
 
 use std::net::SocketAddr;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, SystemTime};
 
 use super::metrics::Tallies;
+use super::program::ProgramFigures;
 use super::receives::ReceiveFigures;
+use super::strangers::{Reason, Stranger};
 use super::transfers::Transfer;
 use crate::server::Shared;
 
@@ -14,6 +17,8 @@ use crate::server::Shared;
 pub(in crate::server) struct Figures {
     pub(in crate::server) at: SystemTime,
     pub(in crate::server) up: Duration,
+    /// When the server began.
+    pub(in crate::server) since: SystemTime,
     pub(in crate::server) port: u16,
     pub(in crate::server) encrypted: bool,
     pub(in crate::server) secret: bool,
@@ -28,12 +33,17 @@ pub(in crate::server) struct Figures {
     pub(in crate::server) answers: u64,
     pub(in crate::server) waiting: u64,
     pub(in crate::server) tallies: Tallies,
+    /// Requests of those who have not shown a right to ask, by reason, and who they were.
+    pub(in crate::server) refused: [(Reason, u64); 3],
+    pub(in crate::server) strangers: Vec<Stranger>,
     pub(in crate::server) transfers: Vec<Transfer>,
     pub(in crate::server) receives: ReceiveFigures,
     /// Bytes that were served on while this process received them.
     pub(in crate::server) relayed: u64,
     /// The receivers that bring each other what is served, and how long ago each of them asked.
     pub(in crate::server) members: Vec<(SocketAddr, Duration)>,
+    /// What the program around the server says of itself, and how long ago it did.
+    pub(in crate::server) program: Option<(Duration, Arc<ProgramFigures>)>,
 }
 
 impl Figures {
@@ -45,6 +55,7 @@ impl Figures {
         Self {
             at: SystemTime::now(),
             up: shared.began.elapsed(),
+            since: shared.since,
             port: shared.address.port(),
             encrypted: shared.identity.is_some(),
             secret: shared.auth.is_some(),
@@ -57,10 +68,13 @@ impl Figures {
             answers: answers as u64,
             waiting: load(&shared.metrics.waiting),
             tallies: shared.metrics.look(),
+            refused: shared.strangers.totals(),
+            strangers: shared.strangers.latest(),
             transfers: shared.transfers.now(),
             receives: shared.receives.figures(),
             relayed: load(&shared.metrics.relayed),
             members: shared.store.members(),
+            program: shared.program.latest(),
         }
     }
 }

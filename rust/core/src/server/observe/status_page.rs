@@ -5,13 +5,16 @@
 
 use std::cmp::Reverse;
 use std::fmt::Write as _;
+use std::time::Duration;
 
 use http::StatusCode;
 
 use super::figures::Figures;
 use super::html::{Escaped, table};
 use super::metrics::Refusal;
+use super::program::ProgramFigures;
 use super::receives::{Ended, Underway};
+use super::strangers::Stranger;
 use super::transfers::Transfer;
 use super::units::{Rate, Size, Time};
 
@@ -43,7 +46,11 @@ pub(in crate::server) fn content_security_policy(nonce: &str) -> String {
 /// `figures` as a page whose style sheet is marked with `nonce`.
 pub(in crate::server) fn render(figures: &Figures, nonce: &str) -> String {
     let mut page = String::with_capacity(8 << 10);
-    let title = figures.step.map_or("nothing served yet".to_owned(), |step| format!("step {step}"));
+    let title = match (&figures.program, figures.step) {
+        (Some((_, program)), _) => Escaped(&program.title).to_string(),
+        (None, Some(step)) => format!("step {step}"),
+        (None, None) => "nothing served yet".to_owned(),
+    };
     let _ = write!(
         page,
         "<!DOCTYPE html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n\
@@ -53,8 +60,12 @@ pub(in crate::server) fn render(figures: &Figures, nonce: &str) -> String {
     );
     summary(&mut page, figures, &title);
     sending(&mut page, figures);
-    receiving(&mut page, &figures.receives.running);
-    received(&mut page, figures);
+    if let Some((age, program)) = &figures.program {
+        described(&mut page, program, *age);
+    } else {
+        receiving(&mut page, &figures.receives.running);
+        received(&mut page, figures);
+    }
     refused(&mut page, figures);
     page.push_str("</body>\n</html>\n");
     page
@@ -62,10 +73,13 @@ pub(in crate::server) fn render(figures: &Figures, nonce: &str) -> String {
 
 /// Writes the heading: what is served, whether the gate is open, and how the server is protected.
 fn summary(page: &mut String, figures: &Figures, title: &str) {
-    let (class, gate) = if figures.allowed {
-        ("open", "the gate is open: a checkpoint may be fetched")
+    let (class, gate) = if let Some((_, program)) = &figures.program {
+        ("open", Escaped(program.lines.join("; ")).to_string())
+    } else if figures.allowed {
+        ("open", "the gate is open: a checkpoint may be fetched".to_owned())
     } else {
-        ("shut", "the gate is closed: nothing is published now, and requests wait (normal between two heals)")
+        let closed = "the gate is closed: nothing is published now, and requests wait (normal between two heals)";
+        ("shut", closed.to_owned())
     };
     let size = figures.published.map_or(String::new(), |len| format!(" ({})", Size(len as f64)));
     let modes = match (figures.encrypted, figures.secret) {
@@ -117,6 +131,21 @@ fn sending(page: &mut String, figures: &Figures) {
             row.number(format_args!("{} ago", Time(*ago)));
         });
     }
+}
+
+/// Writes the tables of the program around the server, of `age`.
+fn described(page: &mut String, program: &ProgramFigures, age: Duration) {
+    for (index, made) in program.tables.iter().enumerate() {
+        let _ = writeln!(page, "<h2>{}</h2>", Escaped(&made.heading));
+        let heads: Vec<_> = made.heads.iter().map(|head| Escaped(head).to_string()).collect();
+        let heads: Vec<_> = heads.iter().map(String::as_str).collect();
+        table(page, &format!("own{index}"), &heads, "None.", &made.rows, |row, cells| {
+            for (head, cell) in made.heads.iter().zip(cells) {
+                if head.starts_with('#') { row.number(cell) } else { row.cell(cell) }
+            }
+        });
+    }
+    let _ = writeln!(page, "<p class=\"dim\">as of {} ago</p>", Time(age));
 }
 
 /// Writes the receives of this process that run now.
@@ -204,5 +233,15 @@ fn refused(page: &mut String, figures: &Figures) {
         row.cell(peer);
         row.number(status);
         row.classed("msg", message);
+    });
+    page.push_str("<h2>Refused peers without a right to ask</h2>\n");
+    let heads = ["last", "from", "#requests", "why"];
+    let none = "Nobody has asked without the path or the secret.";
+    table(page, "unknown", &heads, none, &figures.strangers, |row, stranger| {
+        let Stranger { peer, reason, count, at } = stranger;
+        row.cell(format_args!("{} ago", Time(figures.at.duration_since(*at).unwrap_or_default())));
+        row.cell(peer);
+        row.number(count);
+        row.cell(reason.text());
     });
 }
