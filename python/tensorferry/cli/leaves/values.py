@@ -166,7 +166,7 @@ class _Comparison:
 
 def _reduced(value: Any) -> Any:
     """Returns what an object is pickled as, without iterators and without hashes that it keeps."""
-    reduced = value.__reduce_ex__(pickle.DEFAULT_PROTOCOL)
+    reduced: Any = value.__reduce_ex__(pickle.DEFAULT_PROTOCOL)
     if isinstance(reduced, str):
         return reduced
     parts: list[Any] = [*reduced, None, None, None]
