@@ -166,9 +166,9 @@ fn a_receiver_alone_takes_everything_from_the_source() {
 #[test]
 fn a_member_alone_is_granted_everything_and_what_it_leaves_the_next_one_gets() {
     let state = State::of(&[16 * BLOCK], 1);
-    let source = offering(&state, None);
     let granted = |answer: &Answer| answer.text().lines().next().unwrap_or_default().to_owned();
     for leaves in [true, false] {
+        let source = offering(&state, None);
         let (mut one, mut two) = (Raw::to(&source), Raw::to(&source));
         assert_eq!(granted(&ask_by(&mut one, &source, 1, "&need=1-16&took=0-1")), "grant 1-16");
         let answer = ask_by(&mut two, &source, 2, "&need=0-16");
