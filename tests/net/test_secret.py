@@ -180,7 +180,10 @@ def test_it_shows_itself_nowhere(open_transport, caplog):
         native = transport._options.secret
         held = {**vars(transport), **vars(transport._options)}
         shown += [repr(transport), str(held), transport.metadata(), transport.address(), repr(native)]
-        assert [name for name in dir(native) if not name.startswith("__")] == []
+        # What a trainer compares with its keeper's is derived from the secret, and another one for each nonce.
+        assert [name for name in dir(native) if not name.startswith("__")] == ["comparison"]
+        shown += [native.comparison(bytes(16)), bytes.fromhex(native.comparison(bytes(16))).decode("latin-1")]
+        assert native.comparison(bytes(16)) != native.comparison(b"x" * 16)
         with pytest.raises(TypeError):
             pickle.dumps(native)
         for value in held.values():
