@@ -124,11 +124,9 @@ rank, world_size, gpus_per_node, keeper = 0, 2, 1, Keeper()
 def _gather(addresses, own): addresses[:] = [own, own]
 torch.distributed.all_gather_object = _gather
 """,
-    "def state_dict():": """
-from datetime import timedelta
+    "from datetime import timedelta\n\nimport torchft\n": _MANAGER
+    + """
 import torch
-from tensorferry import HTTPTransport
-timeout = timedelta(seconds=30)
 model = torch.nn.Linear(4, 4)
 optimizer = torch.optim.AdamW(model.parameters())
 """,
