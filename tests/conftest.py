@@ -53,7 +53,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     # A shell that starts the tests in the background ignores these, and so would every process that a test interrupts.
-    for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    defaults = [(signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)]
+    for number, handler in [*defaults, (signal.SIGQUIT, signal.SIG_DFL)]:
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, handler)
     config.addinivalue_line("markers", "beyond_torchft: torchft's HTTPTransport does not do this")

@@ -64,8 +64,8 @@ def before(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[int]]:
 verify, serve = (import_module(f"tensorferry.cli.verbs.{verb}") for verb in ("verify", "serve"))
 #: Of each command: its arguments before and after the folder, and the function before which the folder changes.
 COMMANDS = {
-    "inspect": (["inspect"], ["--json"], lambda: (listing, "of_file")),
-    "digests": (["inspect"], ["--json", "--digests"], lambda: (listing, "of_file")),
+    "inspect": (["inspect"], ["--json"], lambda: (listing, "list_file")),
+    "digests": (["inspect"], ["--json", "--digests"], lambda: (listing, "list_file")),
     "verify": (["verify"], ["--json"], lambda: (verify, "_verified")),
 }
 
@@ -118,7 +118,7 @@ def test_a_refusal_by_the_system_stays_one_while_saves_replace_the_checkpoint(
         save(tmp_path, 2)
         raise SystemRefused("a file cannot be read: Input/output error (os error 5)")
 
-    before(listing, "of_file", refuse)
+    before(listing, "list_file", refuse)
     assert run("inspect", tmp_path).status == exits.STATUS[SystemRefused]
 
 
@@ -149,10 +149,10 @@ def test_diff_begins_again_and_compares_one_save(
 ) -> None:
     save(tmp_path / "a", 1)
     save(tmp_path / "b", 2)
-    before(listing, "of_file", lambda: save(tmp_path / "a", 2))
+    before(listing, "list_file", lambda: save(tmp_path / "a", 2))
     done = run("diff", tmp_path / "a", tmp_path / "b", "--json")
     assert done.status == exits.OK, done.err
-    before(listing, "of_file", lambda: remove(tmp_path / "a"))
+    before(listing, "list_file", lambda: remove(tmp_path / "a"))
     done = run("diff", tmp_path / "a", tmp_path / "b", "--json")
     assert done.status == exits.STATUS[IncompleteCheckpoint], done.err
 
@@ -206,5 +206,5 @@ def test_a_single_file_that_has_gone_is_no_checkpoint(
 ) -> None:
     save(tmp_path / "a", 1)
     file = next((tmp_path / "a").glob("rank*"))
-    before(listing, "of_file", file.unlink)
+    before(listing, "list_file", file.unlink)
     assert run("inspect", file).status == exits.STATUS[IncompleteCheckpoint]

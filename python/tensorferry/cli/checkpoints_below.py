@@ -63,7 +63,7 @@ def checkpoints_below(text: str) -> list[Below]:
     """
     folder = Path(text)
     try:
-        places.find(text)
+        places.settled(lambda: places.find(text), text)
         return []
     except IncompleteCheckpoint:
         if not folder.is_dir() or unfinished(folder) is not None:

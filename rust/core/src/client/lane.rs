@@ -204,7 +204,8 @@ impl Transfer<'_> {
         let mut looked = Instant::now();
         loop {
             if let Err(over) = self.limits.left() {
-                self.queue.fail(over);
+                let source = self.sources[self.primary].url.authority();
+                self.queue.fail(over.at(&format!("{} from {source}, {}", self.path(), self.progress())));
                 return None;
             }
             let mut next = None;
@@ -246,14 +247,15 @@ impl Transfer<'_> {
     /// `error` with what was being fetched, from where, and how far the transfer has come.
     fn with_position(&self, error: Error, source: &Source, range: &Taken<'_>) -> Error {
         let (start, stop) = (self.plan.block_bounds(range.at).0, self.plan.block_bounds(range.end - 1).1);
+        let (source, progress) = (source.url.authority(), self.progress());
+        error.at(&format!("{} from {source}, payload bytes {start}-{stop}, {progress}", self.path()))
+    }
+
+    /// How far the transfer has come.
+    fn progress(&self) -> String {
         let bytes = self.received.bytes();
         let pace = format_rate(rate(bytes, self.limits.started.elapsed()));
-        let source = source.url.authority();
-        error.at(&format!(
-            "{} from {source}, payload bytes {start}-{stop}, after {bytes} of {} bytes at {pace}",
-            self.path(),
-            self.payload_len
-        ))
+        format!("after {bytes} of {} bytes at {pace}", self.payload_len)
     }
 
     pub(super) fn path(&self) -> String {

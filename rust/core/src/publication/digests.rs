@@ -81,7 +81,7 @@ impl LeasedSegments {
 
     /// Checksums up to `len` bytes from `start` of the payload on; those of memory that has changed are of no use, and the
     /// publication is not intact then.
-    fn digest_payload(&self, start: u64, len: u64) -> u64 {
+    pub(super) fn digest_payload(&self, start: u64, len: u64) -> u64 {
         let publication = self.lease().publication();
         let start = publication.payload_start + start;
         let end = (start + len).min(self.len());

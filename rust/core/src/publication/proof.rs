@@ -80,19 +80,13 @@ impl Publication {
         }
     }
 
-    /// Whether there can be a table, without which nothing that members bring would be accepted: there is none of memory
-    /// that is checksummed by what stands behind it.
-    pub(crate) fn may_be_proven(&self) -> bool {
-        self.backing.is_none()
-    }
-
     /// Asks for the table. Memory that is still being filled has none yet.
     pub(crate) fn ask_for_proof(&self) -> Asked {
         let mut state = self.proof.state();
         match &*state {
             State::Proven(_) => Asked::Proven,
             State::Running => Asked::Running,
-            State::Unknown if self.may_be_proven() && self.is_ready(self.total_len()) => {
+            State::Unknown if self.is_ready(self.total_len()) => {
                 *state = State::Running;
                 Asked::Compute
             }
@@ -130,7 +124,10 @@ impl Lease {
         let publication = self.publication();
         let mut ended = Ended(&publication.proof, None);
         let content = self.content();
-        ended.1 = match settled(|long| content.pass(long), publication.stability == Stability::Private) {
+        // What stands behind memory can change it, whoever else may write to it.
+        let is_private = publication.stability == Stability::Private && publication.backing.is_none();
+        let found = settled(|long| content.pass(long), is_private);
+        ended.1 = match found.filter(|blocks| content.are_as_published(blocks)) {
             Some(blocks) => {
                 let (header, payload_len) = (publication.header_digest, publication.payload_len());
                 Some(State::Proven(Arc::new(WideTable { header, payload_len, blocks })))
@@ -178,6 +175,19 @@ impl LeasedSegments {
             });
         }
         Some(digests)
+    }
+
+    /// Whether `blocks` are the checksums of what was published, as far as what stands behind the memory can tell.
+    fn are_as_published(&self, blocks: &[BlockDigests]) -> bool {
+        let publication = self.lease().publication();
+        publication.backing.as_ref().is_none_or(|backing| {
+            let mut starts = (0..).step_by(usize::try_from(BLOCK_SIZE).unwrap_or(usize::MAX));
+            let same = |found: &BlockDigests| {
+                !publication.is_withdrawn()
+                    && starts.next().is_some_and(|start| self.digest_payload(start, BLOCK_SIZE) == found.short)
+            };
+            blocks.iter().all(same) && backing.is_unchanged()
+        })
     }
 
     /// A block as it is now, hashed.
@@ -228,6 +238,42 @@ mod tests {
             let blocks: Vec<_> = payload.chunks(1 << 20).map(digests).collect();
             assert_eq!((table.header, &table.blocks), (publication.header_digest, &blocks));
             assert!(matches!(publication.ask_for_proof(), Asked::Proven));
+        }
+    }
+
+    /// A file whose checksums were written down for `published`.
+    struct File {
+        published: Vec<u8>,
+        changed: AtomicBool,
+    }
+
+    impl crate::payload::Backing for File {
+        fn is_unchanged(&self) -> bool {
+            !self.changed.load(Ordering::Relaxed)
+        }
+
+        fn note_changed(&self) {
+            self.changed.store(true, Ordering::Relaxed);
+        }
+
+        fn digest(&self, algorithm: &Algorithm, parts: &[&[u8]]) -> Option<u64> {
+            let len: usize = parts.iter().map(|part| part.len()).sum();
+            (parts.concat() == self.published[..len]).then(|| algorithm.checksum(&self.published[..len]))
+        }
+    }
+
+    #[test]
+    fn of_a_file_only_what_was_published_is_proven() {
+        for (served, proven) in [(5, true), (6, false)] {
+            let item = Item::bytes("w", Dtype::U8, &[4096], vec![served; 4096].into());
+            let mut publication = Publication::new(Vec::new(), vec![item], Stability::Private, Box::new(()))
+                .unwrap()
+                .with_backing(Box::new(File { published: vec![5; 4096], changed: AtomicBool::new(false) }));
+            publication.seal("\"a\"".to_owned(), &Algorithm::Crc64);
+            let publication = Arc::new(publication);
+            prove(&publication);
+            assert_eq!(publication.proven().is_some(), proven);
+            assert_eq!(publication.backing.as_ref().unwrap().is_unchanged(), proven);
         }
     }
 

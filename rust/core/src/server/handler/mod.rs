@@ -167,7 +167,7 @@ async fn resolve<B>(
         Err(refused) => return refused,
     };
     let relayed = lease.publication().block_map().cloned();
-    let is_source = relayed.is_none() && lease.publication().may_be_proven();
+    let is_source = relayed.is_none();
     let offers_swarm = is_source && connection.shared.offers_swarm();
     let is_full = offers_swarm && lease.publication().is_ready(lease.publication().total_len());
     let mut found = match resource {
