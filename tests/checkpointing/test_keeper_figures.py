@@ -61,7 +61,10 @@ def test_a_keeper_shows_what_it_holds_refuses_and_copies(folder, monkeypatch, ca
         Keeper("one") as one,
         Keeper("two") as two,
     ):
-        begun = series_of(ports[0])
+        begun = eventually(
+            "it shows itself",
+            lambda: found if 'snapshots{origin="own"}' in (found := series_of(ports[0])) else None,
+        )
         assert begun['snapshots{origin="own"}'] == 0 == begun['refused_total{reason="memory"}']
         assert "last_kept_timestamp_seconds" not in begun
         offered(one, state_of(), "/data/of-somebody/run/step-7", step=7)
