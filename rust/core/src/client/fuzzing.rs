@@ -31,7 +31,7 @@ fn answering(answers: &[u8]) -> (Connection, UnixStream, Limits) {
     let limits = Limits { started, deadline: started + LONG, stall: LONG, cancel: Cancel::new() };
     let ours =
         CloseOnFork::make(|| Ok(Socket::from(std::os::fd::OwnedFd::from(ours)))).expect("/dev/null can be opened");
-    (Connection::over(ours, &NOBODY, &limits), theirs, limits)
+    (Connection::over(Arc::new(ours), &NOBODY, &limits), theirs, limits)
 }
 
 /// Reads `answers` one after the other, as long as the connection may be used again.
