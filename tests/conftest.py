@@ -154,3 +154,11 @@ def process_group() -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+
+
+@pytest.fixture
+def patience_with_stores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets replicas wait for their job's store: torch asks the name server at each connection, which may take 5 s."""
+    monkeypatch.setattr("tensorferry.torchft.replica_sources._STORE_PATIENCE", 20.0)
+    # Shorter than the process waits at its end.
+    monkeypatch.setattr("tensorferry.torchft.replica_sources._CONNECT", timedelta(seconds=7))

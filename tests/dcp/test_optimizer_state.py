@@ -69,6 +69,7 @@ DOORS = {
 }
 
 
+@pytest.mark.process  # AsyncCheckpointer
 @pytest.mark.parametrize("door", DOORS)
 def test_a_checkpointer_warns_of_a_fresh_optimizer_too(tmp_path, caplog, door):
     def state(optimizer):

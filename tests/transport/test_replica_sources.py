@@ -16,7 +16,8 @@ from tensorferry import ConnectError, FetchTimeout
 
 
 @pytest.fixture
-def store():
+def store(request):
+    request.getfixturevalue("patience_with_stores")
     return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 

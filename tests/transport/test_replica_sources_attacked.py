@@ -23,10 +23,7 @@ SLOW = 8 << 20
 OTHERS = ["one:1", "two:2", "three:3"]
 
 
-@pytest.fixture(autouse=True)
-def patient(monkeypatch):
-    """Lets those that heal wait for their store: in a process with many of them a connection may take seconds."""
-    monkeypatch.setattr("tensorferry.torchft.replica_sources._STORE_PATIENCE", 20.0)
+pytestmark = pytest.mark.usefixtures("patience_with_stores")
 
 
 @pytest.fixture
@@ -205,7 +202,7 @@ def test_a_hostile_key_fails_no_heal(store, make, found, caplog):
     assert "a source in the job's store is left out" in caplog.text
 
 
-def test_a_store_that_dies_between_quorum_and_heal_fails_no_heal(make, caplog):
+def test_a_store_that_dies_between_quorum_and_heal_fails_no_heal(make, caplog, monkeypatch):
     caplog.set_level(logging.WARNING, "tensorferry")
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     replicas = [make(0), make(1), make(2, None)]
@@ -214,6 +211,7 @@ def test_a_store_that_dies_between_quorum_and_heal_fails_no_heal(make, caplog):
         each.ask(**about)
         each.settle()
     del store
+    monkeypatch.setattr("tensorferry.torchft.replica_sources._CONNECT", timedelta(seconds=1))
     replicas[2].ask(**about, heal=True, max_replica_rank=None)
     assert torch.equal(heal(replicas)["w"], replicas[0].state["w"])
     assert "heals from the source that torchft assigned alone" in caplog.text
