@@ -7,6 +7,7 @@ the class we replace. Tests of what we do beyond it carry the mark `beyond_torch
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,10 @@ from second_run import SecondRun
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+# torch's stores ask the name server about each connection. A question without an answer then costs one second, not
+# five, here and in every process that a test starts.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:2")
 
 hypothesis.settings.register_profile("fast", max_examples=30, deadline=None, derandomize=True, database=None)
 hypothesis.settings.register_profile("slow", max_examples=1000, deadline=None, print_blob=True)
@@ -158,7 +163,7 @@ def process_group() -> Iterator[None]:
 
 @pytest.fixture
 def patience_with_stores(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets replicas wait for their job's store: torch asks the name server at each connection, which may take 5 s."""
+    """Lets replicas wait for their job's store: a connection may take seconds (RES_OPTIONS, above)."""
     monkeypatch.setattr("tensorferry.torchft.replica_sources._STORE_PATIENCE", 20.0)
     # Shorter than the process waits at its end.
     monkeypatch.setattr("tensorferry.torchft.replica_sources._CONNECT", timedelta(seconds=7))
