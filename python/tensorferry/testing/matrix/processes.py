@@ -28,7 +28,7 @@ AllowedState: TypeAlias = tuple[int, int]
 """A state that a receive may return: the seed of its tensors, and the seed of its other objects."""
 
 _START = 90.0
-"""Seconds a process may take to start on a busy machine."""
+"""Seconds a process may take to start, or to be gone once it is killed, on a busy machine."""
 _COMPARE = 120.0
 """Seconds that the comparison of a state may take."""
 _starting = threading.Lock()
@@ -110,7 +110,7 @@ class Child:
         self._pipe.close()
         if self.alive():
             self.process.kill()
-        self.process.join(10)
+        self.process.join(_START)
         self.process.close()
 
     def _end(self) -> str:
