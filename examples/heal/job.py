@@ -113,8 +113,9 @@ def main() -> None:
     wire.emit("loaded", pid=os.getpid(), store=store and store.port, weights=state_digest(trainee.model.state_dict()))
 
     start = wire.order("start")
-    # Each replica of a fleet is a host of its own, without memory that it could share with the others.
-    options = {"same_host": False, "relay": True} if args.fleet else {}
+    # Each replica of a fleet is a host of its own: no memory that it could share with the others, and a link of 400
+    # Mbit/s. Loopback is so fast that nobody would wait for relays.
+    options = {"same_host": False, "max_bandwidth": 50_000_000} if args.fleet else {}
     transport = recorded(cls)(wire.emit, timeout=TIMEOUT, num_chunks=args.chunks, **options)
     manager = Manager(
         pg=ProcessGroupGloo(timeout=TIMEOUT),
