@@ -42,7 +42,7 @@ class Kept(Generic[T]):
         body: what holds it
         order: a later one came later
         live: whether the trainer that gave it is still connected
-        lent: how many processes of this node read it now, so that its memory cannot be had
+        lent: how many processes of this node have its memory mapped; until none has, evicting it frees no memory
     """
 
     about: Snapshot
@@ -175,17 +175,18 @@ class Generations(Generic[T]):
         if excess > 0:
             raise KeeperFull(
                 f"a snapshot of {readable(nbytes)} does not fit: the keeper may hold {readable(self.limit)}, of which "
-                f"{readable(self.used)} are taken by snapshots that do not go for it. Give it more with --memory, or "
-                "let it keep fewer --generations"
+                f"{readable(self.used)} are taken, and what it may evict for this one is not enough. Give it more with "
+                "--memory, or let it keep fewer --generations"
             )
         return gone
 
     def _eviction_order(self, about: Snapshot, chosen: list[Kept[T]]) -> list[Kept[T]]:
-        """Returns what may be evicted for ``about`` besides what is ``chosen``, first what is missed least.
+        """Returns what may be evicted for ``about`` besides what is ``chosen``, in the order in which it goes.
 
-        Older generations come before last ones, of these a buddy's before this node's own, and then the oldest first.
-        Three kinds are never evicted: what has readers, an own snapshot for a buddy's, and the last one of another rank
-        whose trainer is connected.
+        Snapshots that have a newer one of the same job and rank go first. Among these, and then among the newest ones,
+        copies of a buddy's snapshots go before those that trainers of this node gave, the oldest of each first. Never
+        evicted are snapshots that processes of this node have mapped, this node's own for a copy of a buddy's, and the
+        newest one of another rank whose trainer is connected.
         """
         newest: dict[tuple[bool, tuple[str, str, int]], Kept[T]] = {}
         for kept in self._kept.values():

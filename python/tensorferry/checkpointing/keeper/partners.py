@@ -107,10 +107,11 @@ class Partner(threading.Thread):
         return self._asked.is_set()
 
     def ask(self) -> float:
-        """Asks for the list now; until it is there, or cannot be had, ``is_asked`` is true.
+        """Has the thread ask the buddy for its list now; ``is_asked`` is true until that has ended, in whichever way.
 
         Returns:
-            Seconds for which to wait for that: fewer if others have waited in vain.
+            Seconds for which the caller is to wait for the answer: fewer if the buddy was asked already, or was not
+            reached the last time.
         """
         now = time.monotonic()
         if not self.is_asked:
