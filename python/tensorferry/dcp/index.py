@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.metadata import (
 from .._gc import gc_paused
 from ..errors import InvalidArgument, ProtocolError, TensorferryError
 from ..pickles.allowlist import Allowed
-from ..pickles.unpickler import unpickler
+from ..pickles.unpickler import unpickler_class
 
 VERSION = 1
 #: The version that torch's own writer gives its checkpoints.
@@ -366,7 +366,7 @@ def _read_planner_data(stored: Any, keys: Iterable[str], where: str, allowed: Al
                 data = base64.b64decode(text)
             except ValueError as e:
                 raise ProtocolError(f"{where}: the planner's data in its index cannot be read ({e})") from e
-            kept = unpickler(allowed, lambda _: "the planner's data")(io.BytesIO(data)).load()
+            kept = unpickler_class(allowed, lambda _: "the planner's data")(io.BytesIO(data)).load()
             if not allowed.trusts and not has_safe_paths(kept, keys):
                 raise ProtocolError(
                     f"{where}: the planner's data in its index has an invalid path into a nested state: pass "
