@@ -375,7 +375,7 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
 
         With a private copy (accelerator state, ``snapshot="copy"``) this returns at once, and running transfers finish
         from the copy. With borrowed CPU memory it waits for the receives that have begun, at most for the transport's
-        timeout, and then cuts them off; a receive that requests nothing, or takes no byte of an answer, for two
+        timeout, and then cuts them off; a receive that sends no request, or reads nothing of an answer, for two
         seconds is not waited for. When this returns, the state is not read any more and may be changed.
         Errors are logged and not raised, except ``ForkedProcess``.
         """
