@@ -11,7 +11,7 @@
 //! Invariants:
 //!
 //! * an object is one leaf, however often it occurs in the state;
-//! * other threads get a turn after every `TURN` leaves.
+//! * other threads get a turn after every `YIELD_INTERVAL` leaves.
 
 mod dtensors;
 mod getters;
@@ -39,7 +39,7 @@ use self::tensors::Kind;
 use self::views::Views;
 use self::walk::{Walk, all_text, changed};
 use self::walked::Walked;
-use crate::memory::TURN;
+use crate::memory::YIELD_INTERVAL;
 use crate::rows::columns::{ByAddress, Span};
 use crate::rows::{PyTable, Rows};
 
@@ -86,7 +86,7 @@ impl PyRows {
     /// Runs `work`, without the interpreter if there are many rows. With a few it is over before another thread could make
     /// use of the interpreter, which this one would then have to wait for.
     fn detached<T: Send>(&self, py: Python<'_>, work: impl FnOnce() -> T + Send) -> T {
-        let is_long = self.rows.columns().ends.len() + self.views().all.len() >= TURN;
+        let is_long = self.rows.columns().ends.len() + self.views().all.len() >= YIELD_INTERVAL;
         if is_long { py.detach(work) } else { work() }
     }
 }

@@ -115,8 +115,8 @@ impl Views {
     pub(crate) fn restart(&mut self) {
         for store in self.numbered.drain(..) {
             self.stores[store].number = None;
-            self.stores[store].reached = None;
-            self.stores[store].reached_too.clear();
+            self.stores[store].first_reached = None;
+            self.stores[store].more_reached.clear();
         }
     }
 
