@@ -1,4 +1,4 @@
-//! Containers at rest.
+//! Containers in files, and in memory that another process has filled.
 //!
 //! A file is written from memory by several threads under a temporary name, with a checksum for every block of 512
 //! bytes, and put in its place by a rename. It is read slice by slice, or whole like a checkpoint of a server
