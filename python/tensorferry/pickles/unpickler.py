@@ -141,7 +141,10 @@ class Unpickler(Limits):
         return value
 
     def _run_reviewed(self, what: Any, run: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """Runs a function of the table for the global ``what``; its ``Refused`` becomes ``UnsafePickle``."""
+        """Runs what the table of reviewed globals (``globals/table.py``) has for ``what``; returns what it returns.
+
+        Its ``Refused`` becomes ``UnsafePickle``. An object that is still to be finished (``Pending``) is noted.
+        """
         try:
             made = run(self, *args)
         except Refused as e:
