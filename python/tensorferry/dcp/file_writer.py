@@ -236,7 +236,7 @@ class FileWriter(InFolder, StorageWriter):  # type: ignore[misc]  # mypy does no
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Writes this rank's file.
+        """Writes this rank's file; none if the plan has no items.
 
         Raises:
             InvalidArgument: the coordinator saves with another class, or another save with this writer was made in the

@@ -57,7 +57,11 @@ class _Head:
         return getattr(self._reader, name)
 
     def get_storage_from_record(self, name: str, nbytes: int, dtype: Any) -> Any:
-        """Returns memory in the elements' place, to which nothing is written and which therefore takes no pages."""
+        """Notes in ``start`` where the elements are; returns memory that stands in for them and takes no pages.
+
+        Raises:
+            ProtocolError: it is the second storage of the archive, or not inside of it
+        """
         del dtype
         if self.start >= 0:
             raise ProtocolError("it has several storages")
