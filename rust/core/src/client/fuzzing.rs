@@ -34,7 +34,8 @@ fn answering(answers: &[u8]) -> (Connection, UnixStream, Limits) {
     (Connection::over(Arc::new(ours), &UNREACHABLE, &limits), theirs, limits)
 }
 
-/// Reads `answers` one after the other, as long as the connection may be used again.
+/// Sends requests over one connection on which `answers` come, as long as it may be used again; checks what is read of
+/// heads and bodies.
 pub fn fetch(answers: &[u8]) {
     let (mut connection, _theirs, _) = answering(answers);
     while let Ok(head) = connection.get("7.safetensors", Some((0, LIMIT)), None, None) {
@@ -50,7 +51,7 @@ pub fn fetch(answers: &[u8]) {
     }
 }
 
-/// Opens a checkpoint of which `answers` are all that comes.
+/// Opens a checkpoint from a source that sends `answers` and then closes; checks lengths of what was opened.
 pub fn open(answers: &[u8]) {
     let (connection, _theirs, limits) = answering(answers);
     if let Ok(opened) =
@@ -61,7 +62,7 @@ pub fn open(answers: &[u8]) {
     }
 }
 
-/// Reads `url` as the address of a source.
+/// Parses `url` as the address of a source; checks that the parts are those of `url` and cannot write into a request.
 pub fn address(url: &str) {
     if let Ok(source) = SourceUrl::parse(url) {
         assert!(!source.host().is_empty() && source.prefix().starts_with('/'));
