@@ -137,8 +137,8 @@ impl<'py> ObjectWriter<'_, 'py> {
         Ok(Some(()))
     }
 
-    /// Writes an object that is needed again and again, and that a reader makes once; returns the number under which a
-    /// reader memoizes it.
+    /// Writes an object that many others refer to (a function, a class, a spec): in full the first time, later as a
+    /// reference to the number under which a reader memoizes it. Returns that number, `None` if there is none.
     fn constant(&mut self, value: &Bound<'py, PyAny>) -> PyResult<Option<u32>> {
         let id = value.as_ptr() as usize;
         if let Some(&number) = self.known.get(&id) {
