@@ -137,8 +137,8 @@ class Connections:
     def _accept_one(self) -> bool:
         """Accepts a connection that waits; returns whether another one may be waiting.
 
-        One of another user is closed. So is one beyond ``MOST_CLIENTS``, unless a client that has said nothing yet can be
-        disconnected for it.
+        One of another user is closed. So is one beyond ``MOST_CLIENTS``, unless a client that has said nothing yet is
+        there to be disconnected for it.
         """
         try:
             sock, _ = self._listener.accept()
