@@ -163,7 +163,9 @@ class Generations(Generic[T]):
                 f"{readable(self.limit)}: give it more with --memory"
             )
         gone = [known] if known else []
-        same = [one for one in self._kept.values() if _counted(one.about) == _counted(about) and one not in gone]
+        same = [
+            one for one in self._kept.values() if _counted_with(one.about) == _counted_with(about) and one not in gone
+        ]
         gone += same[: max(len(same) + 1 - self.most, 0)]
         excess = self.used + nbytes - self.limit
         excess -= sum(one.nbytes for one in (*gone, *self._leaving) if not one.lent)
@@ -190,10 +192,10 @@ class Generations(Generic[T]):
         """
         newest: dict[tuple[bool, tuple[str, str, int]], Kept[T]] = {}
         for kept in self._kept.values():
-            newest[_counted(kept.about)] = kept
+            newest[_counted_with(kept.about)] = kept
         ranked = []
         for kept in self._kept.values():
-            own, last = kept.about.origin == LOCAL, newest[_counted(kept.about)] is kept
+            own, last = kept.about.origin == LOCAL, newest[_counted_with(kept.about)] is kept
             same = kept.about.series == about.series
             if kept in chosen or kept.lent or (own and (about.origin != LOCAL or (last and kept.live and not same))):
                 continue
@@ -226,5 +228,6 @@ class Generations(Generic[T]):
         return list(self._reserved)
 
 
-def _counted(about: Snapshot) -> tuple[bool, tuple[str, str, int]]:
+def _counted_with(about: Snapshot) -> tuple[bool, tuple[str, str, int]]:
+    """Returns a key that is equal for snapshots that count against the same number of generations."""
     return about.origin == LOCAL, about.series

@@ -168,14 +168,15 @@ class Partner(threading.Thread):
             raise
         finally:
             if was_asked:
-                self._answered()
+                self._end_question()
         if self._error:
             logger.info("buddy %s answers again: it holds %d snapshots", self._host, len(self.listed))
         elif self._heard is None:
             logger.info("buddy %s answers: it holds %d snapshots", self._host, len(self.listed))
         self._heard, self.heard_at, self._error = time.monotonic(), time.time(), ""
 
-    def _answered(self) -> None:
+    def _end_question(self) -> None:
+        """Ends the wait for an answer, and lets the keeper's main thread look at those who wait for it."""
         if not self._stopped.is_set():
             self._asked.clear()
         self._keeper.run_soon(lambda: None)
