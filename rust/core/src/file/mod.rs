@@ -83,7 +83,7 @@ where
         }
     };
     std::thread::scope(|scope| {
-        for _ in 1..options.threads(chunks) {
+        for _ in 1..options.threads_for(chunks) {
             let thread = std::thread::Builder::new().name("tensorferry-read".to_owned());
             // With fewer threads it takes longer, and that is all.
             let _ = thread.spawn_scoped(scope, work);

@@ -29,6 +29,7 @@ const PREFIX: &str = "sha256-";
 pub(crate) struct Fingerprint(String);
 
 impl Fingerprint {
+    /// The fingerprint of a certificate in DER form.
     pub(super) fn of(certificate: &[u8]) -> Self {
         use std::fmt::Write as _;
         let mut text = PREFIX.to_owned();

@@ -176,6 +176,7 @@ impl Exposition {
         let _ = writeln!(self.0, "tensorferry_{name} {value}");
     }
 
+    /// A row for each phase of a receive, in seconds.
     fn phases(&mut self, name: &str, phases: Phases) {
         for (phase, time) in [("open", phases.open), ("fetch", phases.fetch), ("build", phases.build)] {
             self.row(name, &format!("phase=\"{phase}\""), time.as_secs_f64());
