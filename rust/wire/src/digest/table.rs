@@ -203,6 +203,7 @@ impl TableHead {
     }
 }
 
+/// The words of a table's head, the lowest byte first.
 fn words(bytes: &[u8; HEAD]) -> [u64; 5] {
     let mut words = [0; 5];
     for (word, bytes) in words.iter_mut().zip(bytes.as_chunks().0) {
