@@ -130,7 +130,7 @@ class _Pull:
         trust: what the sources have to prove
         quiet: show no progress
         force: replace what is not an earlier pull's
-        relay: serves on what has come, if this takes part where receivers bring each other what they have
+        relay: serves on what has come, if this takes part where receivers send each other what they have
 
     Attributes:
         result: what was fetched

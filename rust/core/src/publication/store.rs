@@ -282,7 +282,7 @@ impl Store {
         self.state().current.as_ref().map(|current| current.total_len())
     }
 
-    /// The receivers that bring each other what is published, and how long ago each asked the tracker.
+    /// The receivers that send each other what is published, and how long ago each asked the tracker.
     pub(crate) fn members(&self) -> Vec<(SocketAddr, Duration)> {
         self.state().current.as_ref().map(|current| current.members()).unwrap_or_default()
     }

@@ -5,8 +5,8 @@
 //! Python about everything else.
 //!
 //! `walk` writes the tree and numbers its leaves, `tensors` and `dtensors` read them by what `getters` and `specs` tell;
-//! those that are no rows are `views`, or objects, of which `objects` and `plain_objects` write the `pickle` and `pieces` the memory that
-//! they refer to.
+//! those that have no row of their own are `views`, or objects, of which `objects` and `plain_objects` write the `pickle`
+//! and `pieces` the memory that they refer to.
 //!
 //! Invariants:
 //!
@@ -43,7 +43,7 @@ use crate::memory::YIELD_INTERVAL;
 use crate::rows::columns::{ByAddress, Span};
 use crate::rows::{PyTable, Rows};
 
-/// Which leaf of a state is which row, and what the leaves are that are no rows.
+/// Which leaf of a state is which row, and what the leaves are that have no row of their own.
 #[pyclass(name = "Rows", module = "tensorferry._native", frozen, extends = PyTable)]
 pub(crate) struct PyRows {
     pub(crate) rows: Arc<Rows>,
@@ -54,7 +54,7 @@ pub(crate) struct PyRows {
     dtensor: Option<Py<PyType>>,
     /// Address of a class to what its objects are.
     kinds: Mutex<ByAddress<(Py<PyType>, Kind)>>,
-    /// The leaves that are no rows, and their paths.
+    /// The leaves that have no row of their own, and their paths.
     objects: Py<PyList>,
     object_paths: Py<PyList>,
     views: Mutex<Views>,
@@ -135,7 +135,7 @@ impl PyRows {
         })
     }
 
-    /// The leaves described here that are no rows, of which some elements may share memory with others.
+    /// The leaves described here without a row of their own, of which some elements may share memory with others.
     fn self_overlapping(&self, py: Python<'_>) -> Vec<i64> {
         self.detached(py, || self.views().self_overlapping())
     }
@@ -221,7 +221,7 @@ impl PyRows {
         self.unread().clone()
     }
 
-    /// The leaves that are no rows.
+    /// The leaves that have no row of their own.
     #[getter]
     fn objects(&self, py: Python<'_>) -> Py<PyList> {
         self.objects.clone_ref(py)
