@@ -222,8 +222,9 @@ impl Pickle {
         }
     }
 
-    /// What the interpreter's pickler refers to when it writes an object that it has written before.
-    pub(crate) fn spliced_again(&self, pickle: &[u8]) -> Option<u32> {
+    /// The number under which a reader of this pickle has memoized the object that `pickle` refers to. `None` if `pickle`,
+    /// which the interpreter's pickler wrote for an object that it had written before, is more than a reference.
+    pub(crate) fn referenced_by(&self, pickle: &[u8]) -> Option<u32> {
         let start = pickle.iter().position(|&byte| byte == BINGET || byte == LONG_BINGET)?;
         let number = match pickle.get(start..)? {
             [BINGET, number, STOP] => usize::from(*number),

@@ -56,8 +56,8 @@ pub(crate) fn pickle_plain<'py>(
     Ok(Some((PyBytes::new(py, &writer.pickle.end()), first)))
 }
 
-/// Writes `value` if it is a number, text or `None`; returns whether it is.
-pub(super) fn is_written(pickle: &mut Pickle, value: &Bound<'_, PyAny>) -> bool {
+/// Writes `value` if it is a number, text or `None`; returns whether it was written.
+pub(super) fn write_if_plain(pickle: &mut Pickle, value: &Bound<'_, PyAny>) -> bool {
     if value.is_none() {
         pickle.op(pickle::NONE);
     } else if let Ok(value) = value.cast_exact::<PyFloat>() {
@@ -90,7 +90,7 @@ struct PlainWriter<'a, 'py> {
 impl<'py> PlainWriter<'_, 'py> {
     /// Writes a value at this depth, or refers to it if it was written before; returns whether it could be written.
     fn value(&mut self, value: &Bound<'py, PyAny>, depth: usize) -> PyResult<bool> {
-        if is_written(&mut self.pickle, value) {
+        if write_if_plain(&mut self.pickle, value) {
             return Ok(true);
         }
         if let Some(&number) = self.known.get(&(value.as_ptr() as usize)) {

@@ -11,7 +11,7 @@ use pyo3::types::PyBytes;
 
 use super::PyRows;
 use super::pickle::{self, Pickle};
-use super::plain_objects::is_written;
+use super::plain_objects::write_if_plain;
 use crate::rows::columns::ByAddress;
 
 /// Pickles as one list all leaves that have no row of their own: numbers and text, views of tensors, `DTensor`s and numpy's
@@ -95,7 +95,7 @@ type Written = PyResult<Option<()>>;
 impl<'py> ObjectWriter<'_, 'py> {
     /// Writes an object of the state: number or text, view, array, or what the interpreter's pickler makes of it.
     fn object(&mut self, value: &Bound<'py, PyAny>) -> Written {
-        if is_written(&mut self.pickle, value) {
+        if write_if_plain(&mut self.pickle, value) {
             // Nothing else belongs to it.
         } else if let Some(view) = self.next_view() {
             return self.leaf(view);
@@ -152,7 +152,7 @@ impl<'py> ObjectWriter<'_, 'py> {
         let Ok(again) = again.cast::<PyBytes>() else { return Ok(None) };
         // An object that the interpreter's pickler writes in full once more may have been memoized once more, and what
         // it memoizes is counted in `splice` only.
-        let Some(number) = self.pickle.spliced_again(again.as_bytes()) else { return Ok(None) };
+        let Some(number) = self.pickle.referenced_by(again.as_bytes()) else { return Ok(None) };
         self.known.insert(id, number);
         self.kept.push(value.clone());
         Ok(Some(number))
