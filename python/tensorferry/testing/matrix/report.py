@@ -106,7 +106,7 @@ def _ending_text(outcome: Outcome) -> str:
 
 
 def _with_counts(texts: list[str]) -> str:
-    """Returns each text once, behind how often it occurs, the most frequent first."""
+    """Returns each text once, behind how often it occurs, the most frequent first; a single one without a number."""
     counts = Counter(texts)
     if len(counts) == 1 and len(texts) == 1:
         return texts[0]
