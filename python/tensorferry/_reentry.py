@@ -16,7 +16,7 @@ from typing import Any
 from .errors import InvalidArgument
 
 
-def _refused(what: str) -> InvalidArgument:
+def _reentered(what: str) -> InvalidArgument:
     return InvalidArgument(
         f"{what} was called in the middle of such a call of the same thread, by a signal handler, a __del__ or a "
         "callback: set a flag there, and look at it after the call"
@@ -47,7 +47,7 @@ class CallLock:
             InvalidArgument: the calling thread holds the lock
         """
         if self.is_mine:
-            raise _refused(self._what)
+            raise _reentered(self._what)
 
     def held(self) -> AbstractContextManager[object]:
         """Holds the lock while the block runs.
@@ -79,7 +79,7 @@ class CallMark(threading.local):
             InvalidArgument: it is in one
         """
         if self._is_set:
-            raise _refused(self._what)
+            raise _reentered(self._what)
 
     @contextmanager
     def held(self) -> Iterator[None]:

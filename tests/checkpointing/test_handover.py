@@ -136,6 +136,8 @@ def test_what_has_arrived_says_its_size_before_it_is_read_and_leaves_nothing() -
             if read:
                 assert arrived.open().rows.names == given.rows.names
             arrived.close()
+            with pytest.raises(InvalidArgument, match="opened only once"):
+                arrived.open()
         del arrived
         given = None
         assert descriptors() == before

@@ -80,7 +80,7 @@ def test_memory_goes_in_the_order_that_is_promised():
         rig.add(about(10 + rank, job="new", rank=rank, world_size=9), 10)
         assert [one.save_id for one in rig.evicted[rank:]] == [expected]
     # What is the newest of a live trainer stays.
-    with pytest.raises(KeeperFull, match="do not go for it"):
+    with pytest.raises(KeeperFull, match="what it may evict for this one is not enough"):
         rig.add(about(90, job="big"), 10)
     assert rig.names()[:2] == ["s5", "s7"]
 

@@ -76,13 +76,13 @@ class TestDoctor:
         assert "TENSORFERRY_ADVERTISE" in found["name lookup"]["remedy"]
         assert "default route" in found["advertises"]["text"]
 
-    def test_a_slow_one_is_worth_a_look(self, run, monkeypatch):
+    def test_a_slow_one_is_worth_a_warning(self, run, monkeypatch):
         def slow(*_, **__):
             time.sleep(0.25)
             return ["10.1.2.3"]
 
         monkeypatch.setattr(addresses, "_resolve", slow)
-        assert self.found(run)[1]["name lookup"]["verdict"] == "look"
+        assert self.found(run)[1]["name lookup"]["verdict"] == "warn"
 
     def test_settings_that_cannot_be_used_are_named(self, run, monkeypatch):
         monkeypatch.setenv("TENSORFERRY_PORT", "90-80")
@@ -92,15 +92,15 @@ class TestDoctor:
         assert "TENSORFERRY_PORT" in found["ports"]["remedy"]
         assert found["advertises"]["verdict"] == "bad"
 
-    def test_a_port_that_the_system_gives_away_is_worth_a_look(self, run, monkeypatch):
+    def test_a_port_that_the_system_gives_away_is_worth_a_warning(self, run, monkeypatch):
         monkeypatch.setenv("TENSORFERRY_PORT", "1024-65535")
-        assert self.found(run)[1]["ports"]["verdict"] == "look"
+        assert self.found(run)[1]["ports"]["verdict"] == "warn"
 
-    def test_a_peer_that_has_never_published_is_worth_a_look(self, run, open_transport):
+    def test_a_peer_that_has_never_published_is_worth_a_warning(self, run, open_transport):
         transport = open_transport(interface="127.0.0.1", same_host=False)
         _, found = self.found(run, transport.metadata(), "--timeout", "2")
         assert "it has never published anything" in found["peer"]["text"]
-        assert found["peer"]["verdict"] == "look"
+        assert found["peer"]["verdict"] == "warn"
         assert "so this is normal there" in found["peer"]["remedy"]
 
     def test_the_way_to_a_peer(self, run, source, monkeypatch):
@@ -114,7 +114,7 @@ class TestDoctor:
         assert "eth0 here is rated at 1.0 kB/s" in "\n".join(lines)
         source.disallow_checkpoint()
         status, lines, _ = run("doctor", "--quick", source.metadata(), "--timeout", "2")
-        assert any(line.startswith("look  peer") and "publishes nothing now" in line for line in lines), lines
+        assert any(line.startswith("warn  peer") and "publishes nothing now" in line for line in lines), lines
         assert "so this is normal there" in "\n".join(lines)
         source.shutdown()
         status, lines, _ = run("doctor", "--quick", source.metadata(), "--timeout", "2")

@@ -1,4 +1,4 @@
-"""``tensorferry pull``: hosts that pull from one source bring each other what they have."""
+"""``tensorferry pull``: hosts that pull from one source send each other what they have."""
 
 from __future__ import annotations
 

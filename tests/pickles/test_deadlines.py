@@ -21,7 +21,7 @@ from tensorferry.errors import FetchTimeout, UnsafePickle
 from tensorferry.pickles import deadline as deadlines
 from tensorferry.pickles.allowlist import Allowed
 from tensorferry.pickles.deadline import Deadline
-from tensorferry.pickles.unpickler import unpickler
+from tensorferry.pickles.unpickler import unpickler_class
 
 pytestmark = [
     pytest.mark.timeout(120),
@@ -122,16 +122,16 @@ def test_keys_of_one_instruction_are_not_set_beyond_the_deadline(monkeypatch: py
 
     allowed = Allowed().until(Counting(5.0))
     with pytest.raises(FetchTimeout, match=r"given 5\.000 s"):
-        unpickler(allowed)(io.BytesIO(data)).load()
+        unpickler_class(allowed)(io.BytesIO(data)).load()
     assert len(looks) == 2
-    assert len(unpickler(Allowed())(io.BytesIO(data)).load()) == 200
+    assert len(unpickler_class(Allowed())(io.BytesIO(data)).load()) == 200
 
 
 def test_a_list_with_a_deadline_allows_what_it_allowed_before() -> None:
     data = pickle.dumps([time.struct_time(range(9))], 2)
     for allowed in (Allowed(), Allowed().until(Deadline(60.0))):
         with pytest.raises(UnsafePickle, match=r"time\.struct_time"):
-            unpickler(allowed)(io.BytesIO(data)).load()
+            unpickler_class(allowed)(io.BytesIO(data)).load()
         assert allowed.detached().check_time == allowed.check_time
     allowed = Allowed([time.struct_time]).until(Deadline(60.0))
-    assert unpickler(allowed)(io.BytesIO(data)).load() == [time.struct_time(range(9))]
+    assert unpickler_class(allowed)(io.BytesIO(data)).load() == [time.struct_time(range(9))]

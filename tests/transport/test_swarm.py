@@ -1,4 +1,4 @@
-"""Receivers that bring each other what they have: in processes, with members that die, freeze and lie."""
+"""Receivers that send each other what they have: in processes, with members that die, freeze and lie."""
 
 from __future__ import annotations
 

@@ -154,12 +154,15 @@ class Arrived:
         self._descriptors = list(descriptors)
 
     def open(self) -> Handover:
-        """Maps the memory and reads the table, once.
+        """Maps the memory and reads the table. The descriptors are closed in any case, so this can be called only once.
 
         Raises:
+            InvalidArgument: it was opened or closed before
             ProtocolError: the table or the lengths are not valid
             SystemRefused: the memory cannot be mapped
         """
+        if not self._descriptors:
+            raise InvalidArgument("a handover can be opened only once, and this one was opened or closed before")
         try:
             contents, *buffers = [SharedBuffer.open(descriptor) for descriptor in self._descriptors]
         finally:

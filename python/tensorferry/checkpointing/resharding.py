@@ -75,8 +75,8 @@ class Resharding:
         self._after: list[tuple[Tensor, Tensor]] = []
         self._temporary = 0
 
-    def plan(self, asking: Any) -> set[int]:
-        """Finds the tensors of ``asking`` that cannot be filled from this rank's file.
+    def plan(self, target: Any) -> set[int]:
+        """Finds the tensors of ``target`` that cannot be filled from this rank's file.
 
         Returns:
             The identities of these tensors.
@@ -86,7 +86,7 @@ class Resharding:
         """
         kept: set[int] = set()
         wrong: list[str] = []
-        for value, path in _tensors(asking):
+        for value, path in _tensors(target):
             if (found := self._described(path, is_spread(value))) is None:
                 continue
             dtype, shape, shards = found
@@ -230,8 +230,8 @@ class Resharding:
         self._temporary = 0
 
 
-def check_parts(stored: Stored, asking: Any) -> None:
-    """Checks that the DTensors of ``asking`` are the parts of the whole that the container ``stored`` has.
+def check_parts(stored: Stored, target: Any) -> None:
+    """Checks that the DTensors of ``target`` are the parts of the whole that the container ``stored`` has.
 
     Raises:
         StateMismatch: one of them is another part, of a tensor with other placements or of another rank
@@ -240,7 +240,7 @@ def check_parts(stored: Stored, asking: Any) -> None:
     if not isinstance(shards, dict) or not shards:
         return
     wrong = []
-    for value, path in _tensors(asking):
+    for value, path in _tensors(target):
         if (parts := spread_parts(value)) is None or not isinstance(shard := shards.get(path), dict):
             continue
         here = [(offsets, list(local.shape)) for local, offsets in parts if math.prod(local.shape)]
@@ -251,15 +251,15 @@ def check_parts(stored: Stored, asking: Any) -> None:
     _refuse(wrong)
 
 
-def check_placements(state: Any, asking: Any) -> None:
-    """Checks that the DTensors of ``asking`` have the placements of those of ``state``.
+def check_placements(state: Any, target: Any) -> None:
+    """Checks that the DTensors of ``target`` have the placements of those of ``state``.
 
     Raises:
         StateMismatch: one of them has others
     """
     there = {path: value for value, path in _tensors(state) if _is_dtensor(value)}
     wrong = []
-    for tensor, path in _tensors(asking):
+    for tensor, path in _tensors(target):
         value: Any = tensor
         if not _is_dtensor(value) or path not in there:
             continue

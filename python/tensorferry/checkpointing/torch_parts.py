@@ -287,7 +287,7 @@ class CheckpointWriter(_TorchWriter):  # type: ignore[misc]  # mypy does not fol
         perform(
             Order(folder, self._ranks.new_save(step, folder), self._options),
             lambda: self._container(state),
-            lambda: self._written(path, options),
+            lambda: self._before_commit(path, options),
             leaves_folder=True,
         )
         if self._commit_hook is not None:
@@ -299,7 +299,8 @@ class CheckpointWriter(_TorchWriter):  # type: ignore[misc]  # mypy does not fol
         snapshot.complete()
         return snapshot.container()
 
-    def _written(self, path: Any, options: dict[str, Any]) -> None:
+    def _before_commit(self, path: Any, options: dict[str, Any]) -> None:
+        """Runs what torch runs between a rank's write and the commit: ``pre_commit`` of the hook, then the barrier."""
         if self._commit_hook is not None:
             self._commit_hook.pre_commit(path, **options)
         if self._barrier is not None:

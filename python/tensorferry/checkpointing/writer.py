@@ -89,7 +89,7 @@ class Writer:
         """
         self.check_process()
         with self._lock:
-            self._running()
+            self._running_child()
 
     @property
     def pid(self) -> int | None:
@@ -111,7 +111,7 @@ class Writer:
         with self._lock:
             for _ in range(_ATTEMPTS):
                 try:
-                    child = self._running()
+                    child = self._running_child()
                     child.hand_over(delivery)
                 except OSError as e:
                     if isinstance(e, TensorferryError):
@@ -175,7 +175,8 @@ class Writer:
                 "this checkpointer was made before fork(): its process and threads are not the child's; make a new one"
             )
 
-    def _running(self) -> _Child:
+    def _running_child(self) -> _Child:
+        """Returns the process that takes orders; starts one if there is none."""
         if self._child is None or not self._child.takes:
             self._all = [child for child in self._all if not child.ended]
             self._child = _Child(self._lost)

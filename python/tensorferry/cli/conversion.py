@@ -140,7 +140,7 @@ class Conversion:
         match self._place.kind:
             case CheckpointKind.CONTAINER:
                 with without_groups():
-                    return mapped_states.state_of_container(self._undamaged(path), self._pages)
+                    return mapped_states.state_of_container(self._require_undamaged(path), self._pages)
             case CheckpointKind.ARCHIVE:
                 return mapped_states.state_of_archive(path, self._pages)
             case CheckpointKind.SHARDS:
@@ -162,13 +162,16 @@ class Conversion:
         self._ranks = index.world_size
         # Of the other ranks' files, only parts of tensors are read, each with its checksums.
         with without_groups():
-            state = mapped_states.state_of_container(self._undamaged(folder / index.files[self._rank][0]), self._pages)
+            state = mapped_states.state_of_container(
+                self._require_undamaged(folder / index.files[self._rank][0]), self._pages
+            )
             if self._only is not None:
                 # The files of the other ranks name tensors by their keys in the whole state.
                 state = parts.find(state, self._only).alone(state)
             return whole_states.put_together(folder, index, self._rank, state)
 
-    def _undamaged(self, path: Path) -> Path:
+    def _require_undamaged(self, path: Path) -> Path:
+        """Returns ``path``, after comparing the file with its checksums if everything is to be verified."""
         if self._verify and (damaged := _file_damage(path)):
             raise CorruptCheckpoint(f"{path} is damaged at {len(damaged)} places: see tensorferry verify")
         return path

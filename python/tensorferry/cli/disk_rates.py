@@ -56,10 +56,14 @@ def measure(nbytes: int, count: int, folder: Path) -> list[SaveTimes]:
         typed_errors(),
     ):
         warnings.simplefilter("ignore")  # torch's, of a save by a single process
-        return [_summed(what, times) for what, times in _rounds(_kinds(checkpointer), state, count, Path(scratch))]
+        return [
+            _medians(what, times)
+            for what, times in _time_rounds(_candidates(checkpointer), state, count, Path(scratch))
+        ]
 
 
-def _kinds(checkpointer: Any) -> dict[str, tuple[_Save, _Load]]:
+def _candidates(checkpointer: Any) -> dict[str, tuple[_Save, _Load]]:
+    """Returns the ways to save and load that are compared, by name."""
     from torch.distributed import checkpoint as dcp
 
     from ..dcp import FileReader, FileWriter
@@ -67,11 +71,11 @@ def _kinds(checkpointer: Any) -> dict[str, tuple[_Save, _Load]]:
     cores = len(os.sched_getaffinity(0))
     return {
         "AsyncCheckpointer": (
-            lambda state, path: _later(*checkpointer.save(path, state)),
+            lambda state, path: _wait_for_save(*checkpointer.save(path, state)),
             lambda state, path: checkpointer.load(path, state),
         ),
         "dcp.async_save of torch": (
-            lambda state, path: _later(None, dcp.async_save(state, storage_writer=_torch_writer(path, cores))),
+            lambda state, path: _wait_for_save(None, dcp.async_save(state, storage_writer=_torch_writer(path, cores))),
             lambda state, path: dcp.load(state, storage_reader=dcp.FileSystemReader(path)),
         ),
         "dcp.save, FileWriter": (
@@ -86,9 +90,10 @@ def _kinds(checkpointer: Any) -> dict[str, tuple[_Save, _Load]]:
     }
 
 
-def _rounds(
+def _time_rounds(
     kinds: dict[str, tuple[_Save, _Load]], state: dict[str, Any], count: int, scratch: Path
 ) -> Iterator[tuple[str, list[tuple[float, float, float]]]]:
+    """Yields each way with the seconds of its rounds (trainer waits, save, load); the first round is not among them."""
     found: dict[str, list[tuple[float, float, float]]] = {what: [] for what in kinds}
     for number in range(count + 1):
         for what, (save, load) in kinds.items():
@@ -103,7 +108,7 @@ def _rounds(
     yield from found.items()
 
 
-def _summed(what: str, times: list[tuple[float, float, float]]) -> SaveTimes:
+def _medians(what: str, times: list[tuple[float, float, float]]) -> SaveTimes:
     stands, saved, loaded = zip(*times, strict=True)
     median = statistics.median
     return SaveTimes(what, median(stands), (median(saved), min(saved), max(saved)), median(loaded))
@@ -116,7 +121,8 @@ def _torch_writer(path: Path, threads: int) -> Any:
     return FileSystemWriter(path, thread_count=threads)
 
 
-def _later(staged: Any, written: Any) -> tuple[float, float]:
+def _wait_for_save(staged: Any, written: Any) -> tuple[float, float]:
+    """Waits for an asynchronous save; returns when the trainer could go on, and when the save was written."""
     if staged is not None:
         staged.result()
     free = time.perf_counter()

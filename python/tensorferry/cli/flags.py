@@ -53,10 +53,15 @@ class Trust:
         Raises:
             InvalidArgument: the file cannot be read
         """
-        return None if self.secret_file is None else self._read(self.secret_file)
+        return None if self.secret_file is None else self._read_secret_file(self.secret_file)
 
     @staticmethod
-    def _read(path: Path) -> bytes:
+    def _read_secret_file(path: Path) -> bytes:
+        """Returns what the file at ``path`` holds, without the end of its last line.
+
+        Raises:
+            InvalidArgument: it cannot be read
+        """
         try:
             return path.read_bytes().removesuffix(b"\n").removesuffix(b"\r")
         except OSError as e:
@@ -82,7 +87,7 @@ class Serving:
         metrics_port: serve /metrics and a status page, and nothing else, on this port too, to everybody
         advertise: the name or address by which peers reach this host
         max_bandwidth: bytes per second for all receivers together, such as 500M
-        relay: pulls that take long bring each other what they have (default: TENSORFERRY_RELAY, or yes)
+        relay: hosts whose pulls take long send each other what they have received (default: TENSORFERRY_RELAY, or yes)
     """
 
     interface: str | None = None

@@ -108,7 +108,7 @@ def ask(peer: Peer) -> None:
     try:
         text, now = _fetch(peer), time.monotonic()
     except TensorferryError as e:
-        peer.error, peer.trouble = class_of(e), _trouble(message_of(e), peer.shown)
+        peer.error, peer.trouble = class_of(e), _short_error(message_of(e), peer.shown)
         return
     values: _Values = {}
     for name, labels, number in _LINE.findall(text):
@@ -131,7 +131,8 @@ def ask(peer: Peer) -> None:
     peer.values, peer.at = values, now
 
 
-def _trouble(message: str, shown: str) -> str:
+def _short_error(message: str, shown: str) -> str:
+    """Returns an error's message without the address, which the table has beside it."""
     # The table has the address beside it.
     what, late = _TIMED_OUT.subn("", message)
     what = what.removeprefix(f"{shown}: ").removeprefix(f"{shown} ")

@@ -64,9 +64,9 @@ class ServedFiles:
         Raises:
             SourceChanged: it is another one afterwards, or was written to
         """
-        before = _identity(path)
+        before = _file_identity(path)
         yield path
-        if _identity(path) != before:
+        if _file_identity(path) != before:
             raise SourceChanged(f"{path} was changed or replaced while it was opened: serve it again")
 
     def add(self, path: Path, pages: FilePages) -> list[FilePages]:
@@ -79,7 +79,8 @@ class ServedFiles:
         return [path for path, pages in self._pages.items() if not pages.is_unchanged]
 
 
-def _identity(path: Path) -> tuple[int, ...]:
+def _file_identity(path: Path) -> tuple[int, ...]:
+    """Returns what changes when another file takes this one's place, or its content changes."""
     try:
         about = path.stat()
     except OSError as e:

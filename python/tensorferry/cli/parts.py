@@ -44,9 +44,9 @@ def find(state: Any, path: str) -> StatePart:
     """
     if not path:
         raise InvalidArgument("--only must name a part of the state, such as model")
-    found = _find(state, path)
+    found = _find_part(state, path)
     if found is None:
-        raise InvalidArgument(f"--only {path}: there is no such part: {_described(state)}")
+        raise InvalidArgument(f"--only {path}: there is no such part: {_keys_text(state)}")
     part = found.of(state)
     if not isinstance(part, dict):
         raise InvalidArgument(
@@ -55,14 +55,14 @@ def find(state: Any, path: str) -> StatePart:
     return found
 
 
-def _find(state: Any, path: str) -> StatePart | None:
+def _find_part(state: Any, path: str) -> StatePart | None:
     if not isinstance(state, dict):
         return None
     for key in state:
         if str(key) == path:
             return StatePart((key,), "")
     for key in state:
-        if path.startswith(f"{key}.") and (below := _find(state[key], path[len(str(key)) + 1 :])) is not None:
+        if path.startswith(f"{key}.") and (below := _find_part(state[key], path[len(str(key)) + 1 :])) is not None:
             return StatePart((key, *below.keys), below.prefix)
     prefix = f"{path}."
     return StatePart((), prefix) if any(_begins(key, prefix) for key in state) else None
@@ -72,7 +72,7 @@ def _begins(key: Any, prefix: str) -> bool:
     return isinstance(key, str) and key.startswith(prefix)
 
 
-def _described(state: Any) -> str:
+def _keys_text(state: Any) -> str:
     if not isinstance(state, dict):
         return f"the state is a {type(state).__name__}"
     more = f" and {len(state) - _NAMED} more" if len(state) > _NAMED else ""

@@ -36,11 +36,11 @@ class RailRate(NamedTuple):
 
 def rail_rates(remote: Remote) -> list[RailRate]:
     """Measures the rails that an opened peer has named, one after the other; none if it has named none."""
-    found = [_measured(remote, there, mbit * 125_000.0) for there, mbit in remote.rails]
+    found = [_measure_rail(remote, there, mbit * 125_000.0) for there, mbit in remote.rails]
     return [one if one.expected else _beside(one, found) for one in found]
 
 
-def _measured(remote: Remote, there: str, speed: float) -> RailRate:
+def _measure_rail(remote: Remote, there: str, speed: float) -> RailRate:
     try:
         nbytes, seconds, here = remote.measure(there, _MEASURED_S)
     except TensorferryError as e:

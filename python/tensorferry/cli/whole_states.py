@@ -40,11 +40,12 @@ def without_ranks(state: Any, place: str) -> Any:
     flat = tree.flatten(state)
     for number, (value, path) in enumerate(zip(flat.objects, flat.object_paths, strict=True)):
         if is_spread(value):
-            flat.objects[number] = _whole(value, f"{place}: {path}")
+            flat.objects[number] = _whole_tensor(value, f"{place}: {path}")
     return tree.unflatten(flat.tree, flat.plain, flat.objects)
 
 
-def _whole(value: Any, name: str) -> Tensor:
+def _whole_tensor(value: Any, name: str) -> Tensor:
+    """Returns the whole tensor that ``value`` is or has all parts of."""
     whole = whole_of(value)
     if is_spread(whole):
         raise UnsupportedLeaf(

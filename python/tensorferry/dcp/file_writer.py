@@ -31,7 +31,7 @@ from ..storage.names import new_id
 from ..storage.places import place_of
 from ..storage.room import making_room
 from ..storage.source import Progress
-from ..storage.whole_files import make_folder
+from ..storage.whole_files import make_synced_folder
 from . import index, marker
 from .failures import fail_without_numpy
 from .in_folder import TORCH_INDEX, InFolder, thread_count
@@ -212,7 +212,7 @@ class FileWriter(InFolder, StorageWriter):  # type: ignore[misc]  # mypy does no
         """
         save = self._running.save
         try:
-            save.is_new_folder = make_folder(save.path)
+            save.is_new_folder = make_synced_folder(save.path)
             names = set(os.listdir(save.path))
         except OSError as e:
             raise SystemRefused(e.errno, f"the folder {save.path} cannot be created or listed: {e.strerror}") from e
@@ -236,7 +236,7 @@ class FileWriter(InFolder, StorageWriter):  # type: ignore[misc]  # mypy does no
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Writes this rank's file.
+        """Writes this rank's file; none if the plan has no items.
 
         Raises:
             InvalidArgument: the coordinator saves with another class, or another save with this writer was made in the

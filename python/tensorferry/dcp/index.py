@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.metadata import (
 from .._gc import gc_paused
 from ..errors import InvalidArgument, ProtocolError, TensorferryError
 from ..pickles.allowlist import Allowed
-from ..pickles.unpickler import unpickler
+from ..pickles.unpickler import unpickler_class
 
 VERSION = 1
 #: The version that torch's own writer gives its checkpoints.
@@ -208,11 +208,11 @@ def decode(text: bytes, where: str, allowed: Allowed) -> Metadata:
         strides: dict[str, Any] | None = index.get("strides")
         if not isinstance(strides, dict | None):
             raise ValueError("it has no strides")
-        refs = _EntryRefs([_string(source) for source in index["sources"]])
+        refs = _EntryRefs([_checked_string(source) for source in index["sources"]])
         state: dict[str, Any] = {}
         for fqn, stored in index["state"].items():
             if stored[0] == "b":
-                state[_string(fqn)] = BytesStorageMetadata()
+                state[_checked_string(fqn)] = BytesStorageMetadata()
                 refs.add(MetadataIndex(fqn), stored[1])
                 continue
             kind, dtype, size, requires_grad, chunks = stored
@@ -233,7 +233,7 @@ def decode(text: bytes, where: str, allowed: Allowed) -> Metadata:
             properties = TensorProperties(dtype=_dtype(dtype), requires_grad=bool(requires_grad))
             if strides is not None:
                 set_strides(properties, size, strides[fqn] if fqn in strides else _contiguous(size))
-            state[_string(fqn)] = TensorStorageMetadata(properties=properties, size=size, chunks=listed)
+            state[_checked_string(fqn)] = TensorStorageMetadata(properties=properties, size=size, chunks=listed)
         planner = _read_planner_data(index["planner"], state, where, allowed)
         save_id = index.get("save")
     except TensorferryError:
@@ -282,13 +282,13 @@ def set_strides(properties: TensorProperties, size: torch.Size, strides: Any) ->
     """
     if not _HAS_STRIDES or strides is None:
         return
-    checked = tuple(map(_size, strides))
+    checked = tuple(map(_checked_size, strides))
     if len(checked) != len(size):
         raise ValueError("a tensor in it has other strides than dimensions")
     properties.strides = checked
 
 
-def _size(number: Any) -> int:
+def _checked_size(number: Any) -> int:
     if type(number) is not int or not 0 <= number < _MOST:
         raise ValueError("a number in it cannot be a size or an offset")
     return number
@@ -300,7 +300,7 @@ def checked_sizes(numbers: Any) -> torch.Size:
     Raises:
         ValueError: no tensor has such a shape
     """
-    whole = [_size(number) for number in numbers]
+    whole = [_checked_size(number) for number in numbers]
     # With eight bytes for an element. A dimension of size 0 counts as 1, since strides are computed like that.
     if math.prod([max(number, 1) for number in whole]) >= _MOST // 8 or len(whole) > _DIMENSIONS:
         raise ValueError("a shape in it is too large for a tensor")
@@ -317,7 +317,7 @@ def check_inside(fqn: str, chunk: ChunkStorageMetadata, size: torch.Size) -> Non
         raise ValueError(f"{fqn} of {list(size)} has a chunk of {list(chunk.sizes)} at {list(chunk.offsets)}")
 
 
-def _string(text: Any) -> str:
+def _checked_string(text: Any) -> str:
     if not isinstance(text, str):
         raise ValueError(f"it has a {type(text).__name__} where a string was expected")
     text.encode()
@@ -325,7 +325,7 @@ def _string(text: Any) -> str:
 
 
 def _dtype(name: Any) -> torch.dtype:
-    dtype = _DTYPES.get(_string(name))
+    dtype = _DTYPES.get(_checked_string(name))
     if dtype is None:
         raise ProtocolError(f"this torch has no dtype {name[:100]!r}")
     return dtype
@@ -344,8 +344,8 @@ class _EntryRefs:
         container, entry, dtype, nbytes, kind = stored
         if kind not in (ELEMENTS, OBJECT, PICKLED_TENSOR):
             raise ValueError(f"the entry of {index.fqn} has an unknown kind")
-        key = (_size(container), _string(entry))
-        ref = EntryRef(self._containers[container], entry, _string(dtype), _size(nbytes), kind)
+        key = (_checked_size(container), _checked_string(entry))
+        ref = EntryRef(self._containers[container], entry, _checked_string(dtype), _checked_size(nbytes), kind)
         if key in self._taken or self.known.setdefault(index, ref) is not ref:
             raise ValueError(f"{index.fqn} occurs twice, or its entry belongs to another item as well")
         self._taken.add(key)
@@ -357,7 +357,7 @@ def _read_planner_data(stored: Any, keys: Iterable[str], where: str, allowed: Al
         case None:
             return None
         case {"paths": dict(paths)} if all(isinstance(path, list) for path in paths.values()):
-            decoded = {_string(fqn): tuple(path) for fqn, path in paths.items()}
+            decoded = {_checked_string(fqn): tuple(path) for fqn, path in paths.items()}
             if not _are_paths(decoded):
                 raise ProtocolError(f"{where}: its index has an invalid path into a nested state")
             return decoded
@@ -366,7 +366,7 @@ def _read_planner_data(stored: Any, keys: Iterable[str], where: str, allowed: Al
                 data = base64.b64decode(text)
             except ValueError as e:
                 raise ProtocolError(f"{where}: the planner's data in its index cannot be read ({e})") from e
-            kept = unpickler(allowed, lambda _: "the planner's data")(io.BytesIO(data)).load()
+            kept = unpickler_class(allowed, lambda _: "the planner's data")(io.BytesIO(data)).load()
             if not allowed.trusts and not has_safe_paths(kept, keys):
                 raise ProtocolError(
                     f"{where}: the planner's data in its index has an invalid path into a nested state: pass "

@@ -86,7 +86,7 @@ class States:
             for fqn, path in state.paths.items():
                 if fqn not in found:
                     if (described_at := state.shard_path(fqn)) is None:
-                        found[fqn], stored = state.stored(fqn)
+                        found[fqn], stored = state.metadata_of(fqn)
                     elif described_at in shards:
                         found[fqn], stored = _spread(states, fqn, shards[described_at])
                     else:
@@ -142,13 +142,13 @@ class _State:
             except (UnsafePickle, FetchTimeout):
                 raise
             except TensorferryError:
-                # Some objects cannot be built before the bytes of their tensors are here: sparse tensors check their
+                # Some objects cannot be built before the bytes of their tensors are fetched: sparse tensors check their
                 # indices. What is really wrong with the pickle shows again.
                 self._begin(source.read)
         finally:
             # An exception keeps this object as long as somebody keeps it.
             self._remote.close()
-        #: The path at which the manifest describes a tensor that stands in several places.
+        #: The identity of a value, to its first key: the one by which the manifest describes a tensor that has several.
         self._first: dict[int, str] = {}
         for fqn, value in self._values.items():
             self._first.setdefault(id(value), fqn)
@@ -182,8 +182,11 @@ class _State:
         value = self._values[fqn]
         return self._first[id(value)] if is_spread(value) else None
 
-    def stored(self, fqn: str) -> tuple[Any, dict[MetadataIndex, EntryRef]]:
-        """Returns the metadata of the value ``fqn``, which is not spread over ranks, and where it is stored."""
+    def metadata_of(self, fqn: str) -> tuple[Any, dict[MetadataIndex, EntryRef]]:
+        """Returns the metadata of the value ``fqn``, which is not spread over ranks, and where it is stored.
+
+        Tensors that have no shape (nested and uninitialised ones) are described as bytes, as objects are.
+        """
         value = self._values[fqn]
         if not isinstance(value, torch.Tensor):
             return BytesStorageMetadata(), {MetadataIndex(fqn): self._built(fqn)}

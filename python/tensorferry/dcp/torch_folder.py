@@ -33,7 +33,7 @@ from ..errors import (
     TensorferryError,
 )
 from ..pickles.allowlist import Allowed
-from ..pickles.unpickler import unpickler
+from ..pickles.unpickler import unpickler_class
 from ..storage.names import checked_plain
 from ..storage.slices import SliceTuple, nbytes_of
 from ..storage.source import Parts, Progress, digest_of
@@ -127,7 +127,7 @@ def decode(data: bytes, where: str, allowed: Allowed) -> Metadata:
         UnsafePickle: it names something that is not allowed
         InvalidArgument: the files were transformed by extensions of torch's writer
     """
-    found = unpickler(allowed, lambda _: where)(io.BytesIO(data)).load()
+    found = unpickler_class(allowed, lambda _: where)(io.BytesIO(data)).load()
     try:
         state = {_string(fqn): _checked_metadata(fqn, value) for fqn, value in found.state_dict_metadata.items()}
         refs: dict[MetadataIndex, EntryRef] = {}

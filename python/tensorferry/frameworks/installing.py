@@ -206,7 +206,7 @@ def _put_in_place(made: Installation, options: dict[str, Any]) -> None:
             logger.info("%s.HTTPTransport is replaced by tensorferry's", module.__name__)
         _warn_of_copies("torchft.", theirs)
     for process in _SPAWNED:
-        made._replace(process, "_Popen", staticmethod(_carrying(process._Popen, options)))
+        made._replace(process, "_Popen", staticmethod(_installing_in_child(process._Popen, options)))
 
 
 def _warn_of_copies(package: str, *classes: type) -> None:
@@ -224,8 +224,11 @@ def _warn_of_copies(package: str, *classes: type) -> None:
                 )
 
 
-def _carrying(popen: Callable[[Any], Any], options: dict[str, Any]) -> Callable[[Any], Any]:
-    """Returns what starts a process as ``popen`` does, with an attribute that installs when the child unpickles it."""
+def _installing_in_child(popen: Callable[[Any], Any], options: dict[str, Any]) -> Callable[[Any], Any]:
+    """Returns a function that starts a process as ``popen`` does, whose child calls :func:`install` with ``options``.
+
+    The process gets an attribute that does so when the child unpickles it.
+    """
 
     def start(process: Any) -> Any:
         process._tensorferry = _InChild(options)

@@ -355,7 +355,7 @@ class LoadStrategy(OfRanks, LoadShardedStrategy):
             raise CheckpointingException(str(e)) from e
 
     def make_folder(self, checkpoint_dir: str | Path) -> None:
-        """Writes into a folder what Megatron's own ``load`` looks for there, for a load from peers.
+        """Writes ``common.pt`` and ``metadata.json`` into a folder: Megatron's own ``load`` needs them, from peers too.
 
         Raises:
             CheckpointingException: the publication cannot be read

@@ -1,4 +1,4 @@
-"""The installed release of megatron-core: everything that this door takes from it, and where releases differ."""
+"""The installed release of megatron-core: all that tensorferry.megatron takes from it, and where releases differ."""
 
 from __future__ import annotations
 

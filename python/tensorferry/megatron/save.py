@@ -114,7 +114,7 @@ class SaveStrategy(OfRanks, TorchDistSaveShardedStrategy, AsyncSaveShardedStrate
         held = HeldData(saving.data.values)
 
         def finish() -> None:
-            # They have gone separate ways since: one that has failed elsewhere does not come.
+            # Since the write began, ranks have run on their own: one that has failed meanwhile does not come here.
             ranks = Together(self.process_group, self.timeout)
             with ranks.counting_on_each_other():
                 saving.finish(ranks, job.results)

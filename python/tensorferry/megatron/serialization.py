@@ -1,4 +1,4 @@
-"""``save``, ``load`` and their companions, as in ``dist_checkpointing.serialization``, for the strategies of this door.
+"""``save``, ``load`` and their companions, as in ``dist_checkpointing.serialization``, for our strategies.
 
 Megatron's own functions take the strategies as well. But what they check before they call a strategy, they check on
 one rank: the others wait for it in the next collective, for ever. These functions raise every error on every rank.
@@ -106,7 +106,7 @@ def save(
             common.mark(Path(checkpoint_dir), ours.backend, ours.version)
 
     def commit() -> None:
-        # They have gone separate ways since.
+        # Since the write began the ranks have run on their own, so they have to agree afresh on who is still there.
         Together(ours.process_group, ours.timeout).every("write metadata.json", mark)
 
     def begin() -> Any:
@@ -124,7 +124,7 @@ def save(
             if not async_sharded_save:
                 ranks.every("write metadata.json", mark)
     if strategy is not ours:
-        request = _wrapped(f"save into {checkpoint_dir}", strategy, begin)
+        request = _call_strategy(f"save into {checkpoint_dir}", strategy, begin)
         if not async_sharded_save:
             commit()
     if not async_sharded_save:
@@ -216,7 +216,7 @@ def load(
             ranks.every(where, finish)
     if strategy is not ours:
         with ours.beside_common(common_bytes):
-            loaded = _wrapped(where, strategy, lambda: strategy.load(wanted, checkpoint_dir))
+            loaded = _call_strategy(where, strategy, lambda: strategy.load(wanted, checkpoint_dir))
         # It may have failed on one rank: the others do not wait for that one as long as for a collective.
         Together(ours.process_group, ours.timeout).every(where, finish)
     return (shared, missing, unexpected) if handling in _RETURNING else shared
@@ -334,7 +334,7 @@ def restore_common(checkpoint_dir: str | Path) -> None:
 
 
 def _own_strategy(strategy: Any, kind: Any, maker: str) -> Any:
-    """Returns the strategy of this door that ``strategy`` is, or wraps.
+    """Returns the strategy of tensorferry.megatron that ``strategy`` is, or wraps.
 
     Raises:
         CheckpointingException: it is another one
@@ -350,12 +350,17 @@ def _own_strategy(strategy: Any, kind: Any, maker: str) -> Any:
     return found
 
 
-def _wrapped(what: str, strategy: Any, call: Callable[[], T]) -> T:
-    """Calls a strategy, which may be a wrapper of Megatron's around ours, with code and collectives of its own.
+def _call_strategy(what: str, strategy: Any, call: Callable[[], T]) -> T:
+    """Returns what ``call`` returns, which calls a wrapper of Megatron's around our strategy; says what has failed.
+
+    Args:
+        what: what it does, for the message: "load ..."
+        strategy: the wrapper
+        call: calls it. It may run collectives of its own
 
     Raises:
-        CheckpointingException: the wrapper has failed on this rank, or its collective has since another rank did not
-            take part
+        CheckpointingException: the wrapper has failed on this rank, for example in a collective in which another rank
+            did not take part
     """
     try:
         return call()

@@ -103,12 +103,12 @@ class Together:
                 reply, error = _attempt(lambda: decide([value]))  # type: ignore[list-item]
                 if error is None:
                     return reply  # type: ignore[return-value]
-            self._raise(f"cannot {what}: {_text(error)}", error)
+            self._raise(f"cannot {what}: {_error_text(error)}", error)
         packed: bytes | None = None
         if error is None:
             packed, error = _attempt(lambda: pickle.dumps(value))
         does = (what.partition(" ")[0], local.__qualname__)
-        sent = (_RELEASE, does, packed, None if error is None else _text(error))
+        sent = (_RELEASE, does, packed, None if error is None else _error_text(error))
         with self._in_contact(what, error):
             told = self._gathered(what, pickle.dumps(sent))
         message: bytes | None = None
@@ -122,7 +122,7 @@ class Together:
 
                 answered, error = _attempt(answer)
                 if error is not None:
-                    failures = {self.rank: _text(error)}
+                    failures = {self.rank: _error_text(error)}
             message = pickle.dumps((failures, b"" if answered is None else answered[1]))
         with self._in_contact(what, error):
             failures, packed = pickle.loads(self._spread(message))
@@ -436,7 +436,7 @@ def _interrupts(error: BaseException) -> bool:
     return not isinstance(error, (Exception, CheckpointException))
 
 
-def _text(error: BaseException | None) -> str:
+def _error_text(error: BaseException | None) -> str:
     assert error is not None
     if isinstance(error, (TensorferryError, CheckpointingException)):
         return str(error)

@@ -69,7 +69,7 @@ class ZarrSaveShardedStrategy(TorchDistSaveShardedStrategy, SaveShardedStrategy)
         tensors: list[Any] = []
         objects: list[Any] = []
 
-        def create_arrays() -> None:
+        def collect_and_create() -> None:
             for _, leaf in shards.leaves(sharded_state_dict):
                 if isinstance(leaf, ShardedTensor):
                     shards.check(leaf)
@@ -100,7 +100,7 @@ class ZarrSaveShardedStrategy(TorchDistSaveShardedStrategy, SaveShardedStrategy)
                 sync_folder(path)
 
         with ranks.counting_on_each_other():
-            ranks.every(f"save into {folder}", create_arrays)
+            ranks.every(f"save into {folder}", collect_and_create)
             ranks.every(f"save into {folder}", write_own)
 
     def async_save(self, *args: Any, **kwargs: Any) -> Any:

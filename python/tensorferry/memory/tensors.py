@@ -278,10 +278,10 @@ def pageable(nbytes: int) -> Tensor:
         # On the CPU, whatever torch.set_default_device says: bytes are written there by address.
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
     except RuntimeError as e:
-        raise _refused(nbytes) from e
+        raise _no_host_memory(nbytes) from e
 
 
-def _refused(nbytes: int) -> SystemRefused:
+def _no_host_memory(nbytes: int) -> SystemRefused:
     return SystemRefused(
         f"cannot allocate {nbytes} bytes of host memory: the system refuses them. Free memory, or raise the limit of "
         "the process (ulimit -v) or of its container"
@@ -303,7 +303,7 @@ def memory_for_bytes(nbytes: int) -> tuple[Any, int]:
     try:
         memory = bytearray(nbytes)
     except MemoryError as e:
-        raise _refused(nbytes) from e
+        raise _no_host_memory(nbytes) from e
     return memory, address(torch.frombuffer(memory, dtype=torch.uint8)) if nbytes else 0
 
 

@@ -48,16 +48,16 @@ def distance(interface: str, accelerator: str | None) -> tuple[int, int]:
         Whether its card is at another NUMA node, and the steps between the two devices at PCI; zeros where the system
         does not say.
     """
-    near = None if accelerator is None else _resolved(_PCI / accelerator.lower())
-    node = _processors_node() if near is None else _number(near / "numa_node")
+    near = None if accelerator is None else _resolve_or_none(_PCI / accelerator.lower())
+    node = _processors_node() if near is None else _read_number(near / "numa_node")
     return min((_distance(card, near, node) for card in cards_below(interface)), default=(0, 0))
 
 
 def _distance(card: str, near: Path | None, node: int) -> tuple[int, int]:
-    device = _resolved(_INTERFACES / card / "device")
+    device = _resolve_or_none(_INTERFACES / card / "device")
     if device is None:
         return (0, 0)
-    own = _number(device / "numa_node")
+    own = _read_number(device / "numa_node")
     elsewhere = int(own >= 0 and node >= 0 and own != node)
     return (elsewhere, 0 if near is None else _steps(device, near))
 
@@ -91,14 +91,15 @@ def _numbers(path: Path) -> set[int]:
     return found
 
 
-def _number(path: Path) -> int:
+def _read_number(path: Path) -> int:
+    """Returns the number in a file of ``/sys``; -1 if there is none."""
     try:
         return int(path.read_text())
     except (OSError, ValueError):
         return -1
 
 
-def _resolved(path: Path) -> Path | None:
+def _resolve_or_none(path: Path) -> Path | None:
     try:
         return path.resolve(strict=True)
     except OSError:

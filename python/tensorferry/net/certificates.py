@@ -29,11 +29,11 @@ def encryption(tls: Tls) -> tuple[bool, Certificate | None]:
     if isinstance(tls, tuple):
         if len(tls) != 2 or not all(isinstance(path, (str, os.PathLike)) for path in tls):
             raise InvalidArgument("tls must be a bool, or the paths of a certificate and of its key, in this order")
-        return True, _loaded(("the certificate of tls=", tls[0]), ("the key of tls=", tls[1]))
+        return True, _load(("the certificate of tls=", tls[0]), ("the key of tls=", tls[1]))
     if not wants_tls(tls):
         return False, None
-    files = _files()
-    return True, None if files is None else _loaded((TLS_CERTIFICATE, files[0]), (TLS_KEY, files[1]))
+    files = _files_from_environment()
+    return True, None if files is None else _load((TLS_CERTIFICATE, files[0]), (TLS_KEY, files[1]))
 
 
 def wants_tls(tls: bool | None) -> bool:
@@ -51,7 +51,7 @@ def wants_tls(tls: bool | None) -> bool:
     if value not in ("", "0", "1"):
         raise InvalidArgument(f"{TLS} must be 0 or 1, not {_validate.brief(value)}")
     # Half of an identity is an error whether or not it would be used: the user has meant to encrypt.
-    named = _files() is not None
+    named = _files_from_environment() is not None
     return value == "1" if value else named
 
 
@@ -62,12 +62,12 @@ def fingerprint_of(path: str | os.PathLike[str]) -> str:
         InvalidArgument: the file cannot be read, or has no certificate in PEM form
     """
     try:
-        return Certificate.fingerprint_of(_read("the certificate", path))
+        return Certificate.fingerprint_of(_read_file("the certificate", path))
     except InvalidArgument as e:
         raise InvalidArgument(f"{os.fspath(path)}: {e}") from None
 
 
-def _files() -> tuple[str, str] | None:
+def _files_from_environment() -> tuple[str, str] | None:
     certificate, key = setting(TLS_CERTIFICATE), setting(TLS_KEY)
     if certificate is None and key is None:
         return None
@@ -80,15 +80,15 @@ def _files() -> tuple[str, str] | None:
     return certificate, key
 
 
-def _loaded(certificate: tuple[str, str | os.PathLike[str]], key: tuple[str, str | os.PathLike[str]]) -> Certificate:
-    found = _read(*certificate), _read(*key)
+def _load(certificate: tuple[str, str | os.PathLike[str]], key: tuple[str, str | os.PathLike[str]]) -> Certificate:
+    found = _read_file(*certificate), _read_file(*key)
     try:
         return Certificate(*found)
     except InvalidArgument as e:
         raise InvalidArgument(f"{os.fspath(certificate[1])} and {os.fspath(key[1])}: {e}") from None
 
 
-def _read(name: str, path: str | os.PathLike[str]) -> bytes:
+def _read_file(name: str, path: str | os.PathLike[str]) -> bytes:
     try:
         return Path(path).read_bytes()
     except (OSError, ValueError) as e:

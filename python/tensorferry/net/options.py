@@ -143,7 +143,7 @@ def wants_same_host(asked: bool | None) -> bool:
 
 
 def wants_relay(asked: bool | None) -> bool:
-    """Whether a transport takes part where receivers bring each other what they have.
+    """Whether a transport takes part where receivers send each other what they have.
 
     Args:
         asked: the user's choice; ``None`` reads ``TENSORFERRY_RELAY`` (``0`` means no, ``1`` or unset means yes)

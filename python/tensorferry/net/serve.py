@@ -24,7 +24,7 @@ def start(
     Args:
         patience: seconds for which a request waits until something is served
         options: where the server listens, the host that peers are given and what protects it
-        swarm: tell receivers of one another, so that they bring each other what is published
+        swarm: tell receivers of one another, so that they send each other what is published
         accelerator: the PCI address of the accelerator that this process uses, if that is known: of several network
             cards, receivers begin by one that is near it
 

@@ -141,7 +141,10 @@ class Unpickler(Limits):
         return value
 
     def _run_reviewed(self, what: Any, run: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """Runs a function of the table for the global ``what``; its ``Refused`` becomes ``UnsafePickle``."""
+        """Runs what the table of reviewed globals (``globals/table.py``) has for ``what``; returns what it returns.
+
+        Its ``Refused`` becomes ``UnsafePickle``. An object that is still to be finished (``Pending``) is noted.
+        """
         try:
             made = run(self, *args)
         except Refused as e:
@@ -396,7 +399,10 @@ class Unpickler(Limits):
                 value[key] = item
 
     def _add_elements(self, value: Any, items: list[Any]) -> None:
-        """Adds elements to a set, after checking that they can be hashed."""
+        """Adds elements to a set, or by ``add`` to an instance of a class that the user has allowed.
+
+        Elements that cannot be hashed, or only at a high cost, are refused before the first one is added.
+        """
         for item in items:
             self.check_key(item)
         if type(value) is not set:
@@ -417,11 +423,11 @@ class _Trusting(pickle.Unpickler):
         return super().find_class(*FORMER.get((module, name), (module, name)))
 
 
-def unpickler(allowed: Allowed, needs: Callable[[str], Any] | None = None) -> type[Any]:
+def unpickler_class(allowed: Allowed, needs: Callable[[str], Any] | None = None) -> type[Any]:
     """Returns the unpickler class for ``allowed``: a subclass of :class:`Unpickler`, or Python's with ``trust_pickle``.
 
     Args:
-        allowed: the globals that a pickle may name, and its deadline, at which Python's reader does not look
+        allowed: the globals that a pickle may name, and its deadline, which Python's own unpickler ignores
         needs: takes a global as ``"module.name"``, and returns the path of a leaf that needs it, for messages
     """
     if allowed.trusts:
@@ -433,8 +439,8 @@ def unpickler(allowed: Allowed, needs: Callable[[str], Any] | None = None) -> ty
 
 
 def pickle_module(allowed: Allowed, needs: Callable[[str], Any] | None = None) -> Any:
-    """Returns that class as the ``pickle_module`` that ``torch.load`` takes."""
-    return types.SimpleNamespace(Unpickler=unpickler(allowed, needs), __name__=__name__)
+    """Returns the class of :func:`unpickler_class` as the ``pickle_module`` that ``torch.load`` takes."""
+    return types.SimpleNamespace(Unpickler=unpickler_class(allowed, needs), __name__=__name__)
 
 
 def _is_reference_part(value: Any) -> bool:

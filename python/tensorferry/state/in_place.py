@@ -315,7 +315,8 @@ class InPlaceTargets:
     def _shown(self, here: int) -> str:
         return next(tree.path_as_text(path) for path, number in self._by_path.items() if number == here)
 
-    def _uncopied(self, here: int, error: Exception) -> StateMismatch:
+    def _copy_failed(self, here: int, error: Exception) -> StateMismatch:
+        """Returns the error for a leaf whose tensor did not take the received values."""
         return StateMismatch(
             f"{self._shown(here)} cannot take the values that the source sent for it ({type(error).__name__}: "
             f"{error}): it was not updated, and other tensors may have new values already"
@@ -337,4 +338,4 @@ class InPlaceTargets:
                 except torch.OutOfMemoryError:
                     raise
                 except Exception as e:
-                    raise self._uncopied(here, e) from e
+                    raise self._copy_failed(here, e) from e

@@ -55,25 +55,25 @@ def receive(
 def receive_part(
     stored: Stored,
     allowed: Allowed,
-    asking: Any,
+    target: Any,
     bounce: BounceBuffers,
     relocate: Relocate | None = None,
     strict: bool = False,
     kept: Collection[int] | None = None,
 ) -> tuple[Any, list[str]]:
-    """Reads from a container at rest what the state ``asking`` asks for (``part.py``), into its tensors.
+    """Reads the part of a container's state that ``target`` has keys for (``part.py``) into the tensors of ``target``.
 
     Args:
-        stored: an opened container
+        stored: an opened container, in a file or in memory
         allowed: the globals that its pickle may name
-        asking: the state, of which only the tensors are changed
+        target: the state, of which only the tensors are changed
         bounce: the buffers through which bytes reach an accelerator
         relocate: as for :func:`receive`
-        strict: refuses a container that lacks paths of ``asking``
-        kept: the identities of values in ``asking`` that are left as they are
+        strict: refuses a container that lacks paths of ``target``
+        kept: the identities of values in ``target`` that are left as they are
 
     Returns:
-        What there is of it, with the tensors of ``asking``; and the paths that the container does not have.
+        What there is of it, with the tensors of ``target``; and the paths that the container does not have.
 
     Raises:
         StateMismatch: the two differ in types, dtypes or shapes, or ``strict`` is set and paths are missing; nothing
@@ -86,23 +86,23 @@ def receive_part(
         try:
             objects = builder.objects(pickled, allowed, stand_ins.among([]), stand_ins.storage)
         except TensorferryError:
-            # Some objects cannot be built before the bytes of their tensors are here: sparse tensors check their
+            # Some objects cannot be built before the bytes of their tensors are fetched: sparse tensors check their
             # indices. What is really wrong with the pickle shows again.
             objects = None
         if objects is None:
             whole, _, _ = _receive(stored, builder, pickled, allowed, None, bounce, None, None)
             flat = tree.flatten(whole)
-            part = RequestedPart(flat.tree, flat.objects, asking, strict, kept)
+            part = RequestedPart(flat.tree, flat.objects, target, strict, kept)
             chosen = tree.unflatten(part.tree, flat.plain, flat.objects)
-            return InPlaceTargets(asking, bounce.accelerator).fill(chosen), part.missing
-        part = RequestedPart(builder.manifest.tree, objects, asking, strict, kept)
+            return InPlaceTargets(target, bounce.accelerator).fill(chosen), part.missing
+        part = RequestedPart(builder.manifest.tree, objects, target, strict, kept)
         storages = storages_of([objects[number] for number in part.objects])
         del objects
         builder.manifest.tree = part.tree
         stored.leave_out(stand_ins.want(part.leaves, storages))
 
     def live() -> InPlaceTargets:
-        return InPlaceTargets(asking, bounce.accelerator, may_stage=True)
+        return InPlaceTargets(target, bounce.accelerator, may_stage=True)
 
     state, _, _ = _receive(stored, builder, pickled, allowed, live, bounce, stand_ins, relocate)
     return state, part.missing

@@ -39,30 +39,30 @@ def warn_of_missing(wanted: Iterable[str], present: Callable[[], Iterable[str]])
             return
 
 
-def warn_of_missing_in(asking: Any, tree: Node) -> None:
+def warn_of_missing_in(target: Any, tree: Node) -> None:
     """Warns as :func:`warn_of_missing` of the optimizers in a state that is loaded from one with the tree ``tree``."""
-    if not _warned and (state := next(_without_state(asking, tree, ""), None)) is not None:
+    if not _warned and (state := next(_without_state(target, tree, ""), None)) is not None:
         _warn(state)
 
 
-def _without_state(asking: Any, node: Node, path: str) -> Iterator[str]:
-    """Yields the name of each optimizer's state that ``node`` has and ``asking``, in its place, has not."""
+def _without_state(target: Any, node: Node, path: str) -> Iterator[str]:
+    """Yields the name of each optimizer's state that ``node`` has and ``target``, in its place, has not."""
     if type(node) is int:
         return
     below = list(children(node))
     if below and below[0][0] == "same":
-        yield from _without_state(asking, below[0][2], path)
-    elif isinstance(asking, dict):
+        yield from _without_state(target, below[0][2], path)
+    elif isinstance(target, dict):
         there = {key: child for step, key, child in below if step == "key" and type(key) is not list}
         state = there.get(_STATE, 0)
         # None takes whatever there is.
-        if _GROUPS in asking and asking.get(_STATE, {}) == {} and type(state) is not int and any(children(state)):
+        if _GROUPS in target and target.get(_STATE, {}) == {} and type(state) is not int and any(children(state)):
             yield f"{path}{_STATE}."
         for key, child in there.items():
-            if key in asking:
-                yield from _without_state(asking[key], child, f"{path}{key}.")
-    elif isinstance(asking, (list, tuple)):
-        for (_, number, child), value in zip(below, asking, strict=False):
+            if key in target:
+                yield from _without_state(target[key], child, f"{path}{key}.")
+    elif isinstance(target, (list, tuple)):
+        for (_, number, child), value in zip(below, target, strict=False):
             yield from _without_state(value, child, f"{path}{number}.")
 
 

@@ -1,7 +1,8 @@
-"""The part of a state that another state asks for: only its keys, at every level of nested dicts.
+"""The part of a checkpoint's state that a load into another state, the target, takes: only the target's keys.
 
-The rules are those of torch's ``CheckpointReader``: keys of dicts that the asking state does not have are left out;
-those that only it has are missing, and stay as they are; elements of lists and tuples all belong to it.
+The rules are those of torch's ``CheckpointReader``, at every level of nested dicts: keys that only the checkpoint has
+are left out; those that only the target has are missing, and keep their values; all elements of lists and tuples are
+taken.
 """
 
 from __future__ import annotations
@@ -23,20 +24,20 @@ from .optimizers import warn_of_missing_in
 
 
 class RequestedPart:
-    """The part of a state that ``asking`` asks for.
+    """The part of a state that is loaded into ``target``.
 
     Args:
         text: the tree of the whole state, as JSON text
         objects: its leaves with negative numbers
-        asking: the state that asks for it; ``None`` in place of a value takes whatever there is
+        target: the state that is loaded into; ``None`` in place of a value takes whatever there is
         strict: whether nothing may be missing
-        kept: the identities of values in ``asking`` that are left as they are
+        kept: the identities of values in ``target`` that are left as they are
 
     Attributes:
         tree: the tree of the part, as JSON text
         leaves: the numbers of its plain leaves
         objects: the places in ``objects`` of those that it has
-        missing: the paths of ``asking`` that the state does not have
+        missing: the paths of ``target`` that the state does not have
 
     Raises:
         StateMismatch: values at the same path have different types, or keys are missing and ``strict`` is set; the
@@ -47,7 +48,7 @@ class RequestedPart:
         self,
         text: str,
         objects: Sequence[Any],
-        asking: Any,
+        target: Any,
         strict: bool = False,
         kept: Collection[int] | None = None,
     ) -> None:
@@ -58,59 +59,59 @@ class RequestedPart:
         self._kept = kept or ()
         self._wrong: list[str] = []
         whole = json.loads(text)
-        node = self._chosen(whole, asking, "")
+        node = self._chosen(whole, target, "")
         if self._wrong:
             raise StateMismatch(
                 "nothing was overwritten: the checkpoint does not fit into this state:\n  " + "\n  ".join(self._wrong)
             )
         if strict and self.missing:
             raise StateMismatch(f"nothing was overwritten: the checkpoint is missing keys: {self.missing}")
-        warn_of_missing_in(asking, whole)
+        warn_of_missing_in(target, whole)
         self.tree = json.dumps(node, separators=(",", ":"))
 
     def _object(self, number: int) -> Any:
         self.objects.add(-number - 1)
         return self._all[-number - 1]
 
-    def _chosen(self, node: Node, asking: Any, path: str) -> Node:
-        """Returns the part of ``node`` that ``asking`` asks for."""
-        if asking is None:
+    def _chosen(self, node: Node, target: Any, path: str) -> Node:
+        """Returns the part of ``node`` that is loaded into ``target``."""
+        if target is None:
             return self._take_whole(node)
-        if id(asking) in self._kept:
+        if id(target) in self._kept:
             return {}
         if type(node) is int:
-            self._compare(node, asking, path)
+            self._compare(node, target, path)
             return self._take_whole(node)
         kind = "dict" if type(node) is dict or node[0] in "odf" else node[0]
         if kind == "a":
             # The attributes of a dict that is there already are its own.
-            return self._chosen(node[2], asking, path)
+            return self._chosen(node[2], target, path)
         if kind == "dict":
-            return self._of_dict(node, asking, path)
+            return self._of_dict(node, target, path)
         expected, first = {"l": (list, 1), "t": (tuple, 1), "n": (tuple, 2), "q": (deque, 2)}[kind]
         below = node[first:]
-        if not isinstance(asking, expected):
-            return self._refuse(path, asking, expected.__name__)
-        if expected is tuple and len(asking) != len(below):
-            self._wrong.append(f"{path}: a tuple of {len(asking)} here, of {len(below)} in the checkpoint")
+        if not isinstance(target, expected):
+            return self._refuse(path, target, expected.__name__)
+        if expected is tuple and len(target) != len(below):
+            self._wrong.append(f"{path}: a tuple of {len(target)} here, of {len(below)} in the checkpoint")
             return node
         if kind == "n":
             self._object(node[1])
-        self.missing += [f"{path}[{i}]" for i in range(len(below), len(asking))]
-        given = [*asking, *([None] * (len(below) - len(asking)))]
+        self.missing += [f"{path}[{i}]" for i in range(len(below), len(target))]
+        given = [*target, *([None] * (len(below) - len(target)))]
         chosen = [self._chosen(c, g, f"{path}[{i}]") for i, (c, g) in enumerate(zip(below, given, strict=False))]
         return [*node[:first], *chosen]
 
-    def _of_dict(self, node: Node, asking: Any, path: str) -> Node:
-        """Returns the node of a dict with the keys of ``asking`` only; notes those that it lacks as missing."""
-        if not isinstance(asking, dict):
-            return self._refuse(path, asking, "dict")
+    def _of_dict(self, node: Node, target: Any, path: str) -> Node:
+        """Returns the node of a dict with the keys of ``target`` only; notes those that it lacks as missing."""
+        if not isinstance(target, dict):
+            return self._refuse(path, target, "dict")
         if type(node) is list and node[0] == "f":
             self._object(node[1])
-            return ["f", node[1], self._of_dict(node[2], asking, path)]
+            return ["f", node[1], self._of_dict(node[2], target, path)]
         there = {self._key(text): (text, value) for _, text, value in children(node)}
         chosen = []
-        for key, given in asking.items():
+        for key, given in target.items():
             below = f"{path}.{key}" if path else str(key)
             if key not in there:
                 self.missing.append(below)
@@ -126,17 +127,17 @@ class RequestedPart:
     def _key(self, text: Any) -> Any:
         return self._all[-text[1] - 1] if type(text) is list else text
 
-    def _compare(self, number: int, asking: Any, path: str) -> None:
-        """Refuses the leaf with this number if ``asking`` has a value of another type in its place."""
+    def _compare(self, number: int, target: Any, path: str) -> None:
+        """Refuses the leaf with this number if ``target`` has a value of another type in its place."""
         value = torch.Tensor if number >= 0 else self._all[-number - 1]
         if value is torch.Tensor or isinstance(value, torch.Tensor):
-            if not isinstance(asking, torch.Tensor):
-                self._refuse(path, asking, "tensor")
-        elif not isinstance(asking, type(value)):
-            self._refuse(path, asking, type(value).__name__)
+            if not isinstance(target, torch.Tensor):
+                self._refuse(path, target, "tensor")
+        elif not isinstance(target, type(value)):
+            self._refuse(path, target, type(value).__name__)
 
-    def _refuse(self, path: str, asking: Any, there: str) -> Node:
-        self._wrong.append(f"{path or 'the state itself'}: {type(asking).__name__} here, {there} in the checkpoint")
+    def _refuse(self, path: str, target: Any, there: str) -> Node:
+        self._wrong.append(f"{path or 'the state itself'}: {type(target).__name__} here, {there} in the checkpoint")
         return 0
 
     def _take_whole(self, node: Node) -> Node:
@@ -168,44 +169,44 @@ def storages_of(objects: list[Any]) -> set[int]:
     return {storage_key(owner) for owner in flat.rows.owners}
 
 
-def merged(asking: Any, part: Any, kept: Collection[int] | None = None) -> Any:
-    """Puts ``part``, which was built for ``asking``, into it.
+def merged(target: Any, part: Any, kept: Collection[int] | None = None) -> Any:
+    """Puts ``part``, which was built for ``target``, into it.
 
     Args:
-        asking: the state that asked
+        target: the state that is loaded into
         part: what there was for it
-        kept: the identities of values in ``asking`` that stay
+        kept: the identities of values in ``target`` that stay
 
     Returns:
-        ``asking`` itself if it is a dict, updated; otherwise ``part``, with what it lacks.
+        ``target`` itself if it is a dict, updated; otherwise ``part``, with what it lacks.
     """
-    if kept and id(asking) in kept:
-        return asking
-    if isinstance(asking, dict) and isinstance(part, dict):
+    if kept and id(target) in kept:
+        return target
+    if isinstance(target, dict) and isinstance(part, dict):
         for key, value in part.items():
-            asking[key] = merged(asking[key], value, kept)
-        return asking
-    if isinstance(asking, list) and type(part) is list:
-        together = [merged(a, p, kept) for a, p in zip(asking, part, strict=False)]
-        return together + (part[len(asking) :] or asking[len(part) :])
-    if isinstance(asking, tuple) and isinstance(part, tuple) and len(asking) == len(part):
-        together = [merged(a, p, kept) for a, p in zip(asking, part, strict=True)]
+            target[key] = merged(target[key], value, kept)
+        return target
+    if isinstance(target, list) and type(part) is list:
+        together = [merged(a, p, kept) for a, p in zip(target, part, strict=False)]
+        return together + (part[len(target) :] or target[len(part) :])
+    if isinstance(target, tuple) and isinstance(part, tuple) and len(target) == len(part):
+        together = [merged(a, p, kept) for a, p in zip(target, part, strict=True)]
         kind: Any = type(part)
         return kind._make(together) if tree.is_namedtuple(kind) else kind(together)
     return part
 
 
-def fill(asking: Any, state: Any, strict: bool = False, kept: Collection[int] | None = None) -> tuple[Any, list[str]]:
-    """Copies what ``asking`` asks for out of ``state``, which is here already, into its tensors.
+def fill(target: Any, state: Any, strict: bool = False, kept: Collection[int] | None = None) -> tuple[Any, list[str]]:
+    """Copies the part of ``state`` that ``target`` has keys for into the tensors of ``target``.
 
     Returns:
-        ``asking``, updated, and the paths that ``state`` does not have.
+        ``target``, updated, and the paths that ``state`` does not have.
 
     Raises:
         StateMismatch: the two differ in dtypes, shapes or types, or keys are missing and ``strict`` is set; nothing was
             overwritten then
     """
     flat = tree.flatten(state)
-    part = RequestedPart(flat.tree, flat.objects, asking, strict, kept)
+    part = RequestedPart(flat.tree, flat.objects, target, strict, kept)
     chosen = tree.unflatten(part.tree, flat.plain, flat.objects)
-    return merged(asking, InPlaceTargets(asking).fill(chosen), kept), part.missing
+    return merged(target, InPlaceTargets(target).fill(chosen), kept), part.missing

@@ -25,7 +25,7 @@ from ..errors import ProtocolError, TensorferryError, UnsafePickle, UnsupportedL
 from ..memory.tensors import byte_span, rebuilds_from_local, rebuilds_without_grad, storage_key
 from ..pickles.allowlist import Allowed
 from ..pickles.globals.kinds import Refused
-from ..pickles.unpickler import Unpickler, unpickler
+from ..pickles.unpickler import Unpickler, unpickler_class
 from .tree import Flat
 
 #: 4 rather than 5: with 5, numpy arrays refer to a private function of numpy, whose module moved between versions.
@@ -263,7 +263,7 @@ def load(
         UnsafePickle: the pickle asks for something that is not allowed
         ProtocolError: the pickle is damaged, or refers to a tensor or storage that does not exist
     """
-    reader = unpickler(allowed, needs.get)(io.BytesIO(data))
+    reader = unpickler_class(allowed, needs.get)(io.BytesIO(data))
 
     def persistent_load(pid: Any) -> Any:
         match pid:

@@ -25,7 +25,7 @@ from .commits import Commit
 from .container import Container
 from .folder import ABOUT, INDEX, add_shards, committed_save, encode_index
 from .names import machine
-from .whole_files import make_folder, sync_folder, write_whole
+from .whole_files import make_synced_folder, sync_folder, write_whole
 
 #: The files of torch's own checkpointer, which a save into their folder replaces.
 _TORCH_FILE = "checkpoint_{}.pt"
@@ -119,7 +119,7 @@ class FolderSave:
 
     def _make_folder(self) -> bool:
         try:
-            return make_folder(self.folder)
+            return make_synced_folder(self.folder)
         except OSError as e:
             raise SystemRefused(e.errno, f"the folder {self.folder} cannot be created: {e.strerror}") from e
 
@@ -135,7 +135,7 @@ class FolderSave:
             SystemRefused: the index cannot be written
         """
         if self.save.rank == 0:
-            self._write_index(self._wait_for_files(check))
+            self._commit_index(self._wait_for_files(check))
         else:
             self._wait_for_index(check)
 
@@ -205,7 +205,7 @@ class FolderSave:
                         f"{self.folder}: rank {int(match['rank'])} has failed, and the save with it: "
                         f"{_reason(self.folder / name)}"
                     )
-            now, signs = time.monotonic(), self._signs(names)
+            now, signs = time.monotonic(), self._signs_of_life(names)
             if signs != seen:
                 last, seen, pause = now, signs, _SOON
             elif now - last > self._patience:
@@ -223,8 +223,8 @@ class FolderSave:
         except OSError as e:
             raise SystemRefused(f"the folder {self.folder} cannot be listed: {e}") from e
 
-    def _signs(self, names: list[str]) -> list[tuple[str, int, int]]:
-        """Returns what changes while other ranks write."""
+    def _signs_of_life(self, names: list[str]) -> list[tuple[str, int, int]]:
+        """Returns name, blocks and time of modification of this save's files, which change while ranks write them."""
         signs = []
         for name in sorted(names):
             if self._of_this_save(name):
@@ -239,8 +239,11 @@ class FolderSave:
         pattern = rf"rank(?P<rank>\d{{5,}})-[0-9a-f]{{8}}{self.save.save}\.safetensors(?P<suffix>|\.partial|\.failed)"
         return re.fullmatch(pattern, name)
 
-    def _write_index(self, names: list[str]) -> None:
-        """Commits the save: writes the index of the ranks' files ``names``, with the shards in their manifests."""
+    def _commit_index(self, names: list[str]) -> None:
+        """Commits the save: replaces the index by one of the ranks' files ``names``, with the shards they describe.
+
+        Then removes the files that only the earlier save needed, and torch's own ``checkpoint_<rank>.pt``.
+        """
         headers: dict[str, int | None] = {}
         parts: dict[str, Any] = {}
         for rank, name in enumerate(names):
@@ -274,7 +277,7 @@ def abandon(folder: Path, save: SaveId, reason: str) -> None:
         if committed_save(folder) == save.save:
             return
         if save.world_size > 1:
-            make_folder(folder)  # this rank may be the first to come here
+            make_synced_folder(folder)  # this rank may be the first to come here
             # A reason may name a path that is no valid text.
             text = reason[:_LONGEST_REASON].encode(errors="backslashreplace")
             write_whole(folder / f"{file.name}.failed", text, partial, synced=False)

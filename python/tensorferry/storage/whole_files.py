@@ -112,7 +112,7 @@ def sync_folder(folder: Path) -> None:
         os.close(opened)
 
 
-def make_folder(folder: Path) -> bool:
+def make_synced_folder(folder: Path) -> bool:
     """Creates the folder and its missing parents, and syncs their directory entries to the disk.
 
     Returns:

@@ -26,7 +26,7 @@ from ..errors import ConnectError, FetchTimeout, ProtocolError, SourceRefused, T
 from ..memory.tensors import scratch
 from ..pickles.allowlist import Allowed
 from ..pickles.deadline import Deadline
-from ..pickles.unpickler import pickle_module, unpickler
+from ..pickles.unpickler import pickle_module, unpickler_class
 
 _PROTOCOL = 2
 _READ = 1 << 20
@@ -178,7 +178,7 @@ def _records(stream: _Exact) -> list[tuple[str, bool, int]]:
     tensor of a billion elements, and instead of a number a tuple whose text is endless.
     """
     listed = Allowed([_serialization._Entry]).until(stream.deadline)
-    entries = unpickler(listed)(io.BytesIO(_pickled(stream))).load()
+    entries = unpickler_class(listed)(io.BytesIO(_pickled(stream))).load()
     if type(entries) is not list:
         raise ProtocolError("the source's list of records is not a list")
     records = []

@@ -108,7 +108,7 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
             gone: fresh memory costs page faults, which take longer than the transfer. With an accelerator the memory is
             page-locked, so that copies from it run at full speed. Forked children cannot read it then, and copies from
             it with ``non_blocking=True`` must have ended before its tensors are deleted
-        relay: several receivers of one state bring each other what they have: where this transport sends, it tells its
+        relay: several receivers of one state send each other what they have: where this transport sends, it tells its
             receivers of one another, and where it receives, its own server serves on what has come, until
             ``recv_checkpoint`` returns. A receive that is fast, or over soon, does without. So do states of less than
             8 MiB, receives to an accelerator, from several sources or through shared memory, and those from a source
@@ -375,7 +375,7 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
 
         With a private copy (accelerator state, ``snapshot="copy"``) this returns at once, and running transfers finish
         from the copy. With borrowed CPU memory it waits for the receives that have begun, at most for the transport's
-        timeout, and then cuts them off; a receive that requests nothing, or takes no byte of an answer, for two
+        timeout, and then cuts them off; a receive that sends no request, or reads nothing of an answer, for two
         seconds is not waited for. When this returns, the state is not read any more and may be changed.
         Errors are logged and not raised, except ``ForkedProcess``.
         """

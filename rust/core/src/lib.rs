@@ -3,15 +3,15 @@
 //! container can be a file, too: written in parallel and committed by a rename, read by the verified slice. It knows
 //! nothing of Python or tensors; `tensorferry._native` is a thin skin over it.
 //!
-//! # Rooms
+//! # Modules
 //!
 //! Each module may use those to its right, and no others; a test holds this (`tests/project/test_rooms.py`).
 //!
-//! | room | what it does | uses |
+//! | module | what it does | uses |
 //! |---|---|---|
 //! | `server` | listens, authorises, answers | `publication`, `swarm`, `same_host`, `payload`, `trust`, `memory` |
 //! | `client` | opens sources, fetches over lanes, verifies | `swarm`, `payload`, `same_host`, `trust`, `memory` |
-//! | `file` | writes and reads containers at rest | `payload`, `memory` |
+//! | `file` | writes and reads containers in files | `payload`, `memory` |
 //! | `publication` | containers over memory, their readers, the store | `swarm`, `payload`, `trust`, `memory` |
 //! | `swarm` | which receiver fetches what from whom | `memory` |
 //! | `same_host` | the route between processes of one machine | `memory` |

@@ -1,6 +1,6 @@
 //! How a receive went: what the client counts, the binding hands to Python, and a server shows under `/metrics`.
 //!
-//! It is a room of its own because both the client, which makes reports, and the server, which counts them, use it, and
+//! It is a module of its own because both the client, which makes reports, and the server, which counts them, use it, and
 //! neither of these may import the other.
 
 use std::collections::{BTreeMap, BTreeSet};

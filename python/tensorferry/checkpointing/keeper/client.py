@@ -314,7 +314,7 @@ class Keeper:
         """
         try:
             folder = place_of(path)
-            index, job, location = _committed(folder), self._job_of(folder), location_of(folder)
+            index, job, location = _committed_index(folder), self._job_of(folder), location_of(folder)
             for ask_buddies in (False, True):
                 known = self.held(job=job, path=folder, rank=rank, ask_buddies=ask_buddies)
                 has_name = self._job is not None
@@ -378,7 +378,8 @@ class Keeper:
 _FIELDS = ("path", "save_id", "rank", "world_size", "step", "began")
 
 
-def _committed(folder: Path) -> Index | None:
+def _committed_index(folder: Path) -> Index | None:
+    """Returns the index of the checkpoint in ``folder``; ``None`` if it has none."""
     try:
         return read_index(folder)
     except IncompleteCheckpoint:

@@ -134,7 +134,7 @@ def _options(name: str, chosen: argparse.Namespace) -> KeeperOptions:
     bandwidth = None if chosen.max_bandwidth is None else amount("--max-bandwidth", chosen.max_bandwidth)
     server = ServerOptions(
         secret=None,
-        tls=_tls(chosen),
+        tls=_chosen_tls(chosen),
         same_host=None,
         interface=chosen.interface,
         advertise=chosen.advertise,
@@ -158,7 +158,7 @@ def _installed_version() -> str:
     return version("tensorferry")
 
 
-def _tls(chosen: argparse.Namespace) -> Tls:
+def _chosen_tls(chosen: argparse.Namespace) -> Tls:
     if (chosen.certificate is None) != (chosen.key is None):
         raise InvalidArgument("--certificate and --key go together: give both files")
     if chosen.certificate is not None:
@@ -178,9 +178,9 @@ def _print_status(name: str, *, as_json: bool) -> int:
         f"{status['clients']} clients"
     )
     for buddy in status["buddies"]:
-        print(f"buddy {buddy['host']}: {_buddy(buddy)}")
+        print(f"buddy {buddy['host']}: {_buddy_text(buddy)}")
     for one in held:
-        print(_line(one))
+        print(_snapshot_line(one))
     for owner in dict.fromkeys(one.owner for one in held):
         with contextlib.suppress(TensorferryError):
             metadata = peer_metadata(one for one in held if one.owner == owner)
@@ -188,7 +188,7 @@ def _print_status(name: str, *, as_json: bool) -> int:
     return 0
 
 
-def _buddy(buddy: dict[str, Any]) -> str:
+def _buddy_text(buddy: dict[str, Any]) -> str:
     if buddy["error"]:
         return str(buddy["error"])
     if buddy["silent_s"] is None:
@@ -197,7 +197,7 @@ def _buddy(buddy: dict[str, Any]) -> str:
     return f"{buddy['snapshots']} snapshots, {copied} copied, heard {buddy['silent_s']:.0f} s ago"
 
 
-def _line(one: Snapshot) -> str:
+def _snapshot_line(one: Snapshot) -> str:
     where = "there" if one.remote else "here" if one.origin == LOCAL else f"from {one.origin}"
     whole = "complete" if one.complete else "incomplete"
     age = max(time.time() - one.began / 1e9, 0.0)

@@ -135,7 +135,11 @@ class Connections:
                 return
 
     def _accept_one(self) -> bool:
-        """Accepts a client; returns whether there may be more."""
+        """Accepts a connection that waits; returns whether another one may be waiting.
+
+        One of another user is closed. So is one beyond ``MOST_CLIENTS``, unless a client that has said nothing yet is
+        there to be disconnected for it.
+        """
         try:
             sock, _ = self._listener.accept()
         except BlockingIOError:

@@ -42,7 +42,7 @@ class Kept(Generic[T]):
         body: what holds it
         order: a later one came later
         live: whether the trainer that gave it is still connected
-        lent: how many processes of this node read it now, so that its memory cannot be had
+        lent: how many processes of this node have its memory mapped; until none has, evicting it frees no memory
     """
 
     about: Snapshot
@@ -163,7 +163,9 @@ class Generations(Generic[T]):
                 f"{readable(self.limit)}: give it more with --memory"
             )
         gone = [known] if known else []
-        same = [one for one in self._kept.values() if _counted(one.about) == _counted(about) and one not in gone]
+        same = [
+            one for one in self._kept.values() if _counted_with(one.about) == _counted_with(about) and one not in gone
+        ]
         gone += same[: max(len(same) + 1 - self.most, 0)]
         excess = self.used + nbytes - self.limit
         excess -= sum(one.nbytes for one in (*gone, *self._leaving) if not one.lent)
@@ -175,24 +177,25 @@ class Generations(Generic[T]):
         if excess > 0:
             raise KeeperFull(
                 f"a snapshot of {readable(nbytes)} does not fit: the keeper may hold {readable(self.limit)}, of which "
-                f"{readable(self.used)} are taken by snapshots that do not go for it. Give it more with --memory, or "
-                "let it keep fewer --generations"
+                f"{readable(self.used)} are taken, and what it may evict for this one is not enough. Give it more with "
+                "--memory, or let it keep fewer --generations"
             )
         return gone
 
     def _eviction_order(self, about: Snapshot, chosen: list[Kept[T]]) -> list[Kept[T]]:
-        """Returns what may be evicted for ``about`` besides what is ``chosen``, first what is missed least.
+        """Returns what may be evicted for ``about`` besides what is ``chosen``, in the order in which it goes.
 
-        Older generations come before last ones, of these a buddy's before this node's own, and then the oldest first.
-        Three kinds are never evicted: what has readers, an own snapshot for a buddy's, and the last one of another rank
-        whose trainer is connected.
+        Snapshots that have a newer one of the same job and rank go first. Among these, and then among the newest ones,
+        copies of a buddy's snapshots go before those that trainers of this node gave, the oldest of each first. Never
+        evicted are snapshots that processes of this node have mapped, this node's own for a copy of a buddy's, and the
+        newest one of another rank whose trainer is connected.
         """
         newest: dict[tuple[bool, tuple[str, str, int]], Kept[T]] = {}
         for kept in self._kept.values():
-            newest[_counted(kept.about)] = kept
+            newest[_counted_with(kept.about)] = kept
         ranked = []
         for kept in self._kept.values():
-            own, last = kept.about.origin == LOCAL, newest[_counted(kept.about)] is kept
+            own, last = kept.about.origin == LOCAL, newest[_counted_with(kept.about)] is kept
             same = kept.about.series == about.series
             if kept in chosen or kept.lent or (own and (about.origin != LOCAL or (last and kept.live and not same))):
                 continue
@@ -225,5 +228,6 @@ class Generations(Generic[T]):
         return list(self._reserved)
 
 
-def _counted(about: Snapshot) -> tuple[bool, tuple[str, str, int]]:
+def _counted_with(about: Snapshot) -> tuple[bool, tuple[str, str, int]]:
+    """Returns a key that is equal for snapshots that count against the same number of generations."""
     return about.origin == LOCAL, about.series

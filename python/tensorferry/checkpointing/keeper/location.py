@@ -54,7 +54,7 @@ def location_of(path: str | os.PathLike[str]) -> str:
     try:
         # Looking at it has it mounted, where that is left to the first use.
         os.path.exists(folder)
-        mounts = [_parsed(line) for line in _MOUNTS.read_bytes().splitlines()]
+        mounts = [_parse_mount(line) for line in _MOUNTS.read_bytes().splitlines()]
     except (OSError, ValueError, IndexError):
         return secrets.token_hex(8)
     found, inside = None, b""
@@ -78,7 +78,8 @@ def machine() -> bytes:
         return secrets.token_bytes(16)
 
 
-def _parsed(line: bytes) -> _Mount:
+def _parse_mount(line: bytes) -> _Mount:
+    """Returns the mount that a line of ``/proc/self/mountinfo`` describes."""
     before, _, after = line.partition(b" - ")
     fields, kinds = before.split(b" "), after.split(b" ")
     return _Mount(fields[2], _plain(fields[3]), _plain(fields[4]), kinds[0], _plain(kinds[1]))

@@ -107,10 +107,11 @@ class Partner(threading.Thread):
         return self._asked.is_set()
 
     def ask(self) -> float:
-        """Asks for the list now; until it is there, or cannot be had, ``is_asked`` is true.
+        """Has the thread ask the buddy for its list now; ``is_asked`` is true until that has ended, in whichever way.
 
         Returns:
-            Seconds for which to wait for that: fewer if others have waited in vain.
+            Seconds for which the caller is to wait for the answer: fewer if the buddy was asked already, or was not
+            reached the last time.
         """
         now = time.monotonic()
         if not self.is_asked:
@@ -167,14 +168,15 @@ class Partner(threading.Thread):
             raise
         finally:
             if was_asked:
-                self._answered()
+                self._end_question()
         if self._error:
             logger.info("buddy %s answers again: it holds %d snapshots", self._host, len(self.listed))
         elif self._heard is None:
             logger.info("buddy %s answers: it holds %d snapshots", self._host, len(self.listed))
         self._heard, self.heard_at, self._error = time.monotonic(), time.time(), ""
 
-    def _answered(self) -> None:
+    def _end_question(self) -> None:
+        """Ends the wait for an answer, and lets the keeper's main thread look at those who wait for it."""
         if not self._stopped.is_set():
             self._asked.clear()
         self._keeper.run_soon(lambda: None)

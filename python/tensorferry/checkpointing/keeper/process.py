@@ -116,7 +116,7 @@ class KeeperProcess:
             while not self._is_over:
                 try:
                     self.keeping.publish_index()
-                    self._loop.turn(self._patience())
+                    self._loop.turn(self._longest_wait())
                     self._look_at_clocks()
                 except Exception:
                     # With this process, everything that it holds would be lost.
@@ -148,7 +148,8 @@ class KeeperProcess:
         self._server.shutdown(1.0)
         self._loop.close()
 
-    def _patience(self) -> float:
+    def _longest_wait(self) -> float:
+        """Returns for how many seconds the loop may wait: until the next look at clocks or deadline of a question."""
         longest = _CLOSE_LOOK_S if self._connections.has_suspects else _LOOK_S
         deadlines = [deadline for _, _, deadline, _ in self._waiting]
         return min([longest, *(deadline - time.monotonic() for deadline in deadlines)])

@@ -111,7 +111,7 @@ def _list_container(
     leaves = _plain(container, plain)
     tree = None
     if manifest is not None and text is not None:
-        fields, tree = _loaded(manifest), _loaded(text)
+        fields, tree = _parsed_json(manifest), _parsed_json(text)
         if not isinstance(fields, dict):
             raise ProtocolError("the manifest is not a JSON object")
         leaves = list(_of_state(leaves, fields, tree))
@@ -162,7 +162,7 @@ def _part_bytes(leaf: Leaf, shard: dict[str, Any]) -> int:
     return nbytes(leaf.dtype, tuple(shard["shape"]))
 
 
-def _loaded(text: str | bytes) -> Any:
+def _parsed_json(text: str | bytes) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as e:

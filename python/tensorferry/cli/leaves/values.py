@@ -108,8 +108,9 @@ class _Comparison:
         self._made: list[Any] = []
 
     def of(self, a: Any, b: Any) -> bool:
+        """Whether ``a`` and ``b`` have the same value. A pair that is being compared counts as equal."""
         if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-            return self._tensors(a, b)
+            return self._same_tensors(a, b)
         if type(a) is not type(b):
             return False
         if a is b or isinstance(a, str | bytes | int | type):
@@ -122,9 +123,9 @@ class _Comparison:
             return len(a) == len(b) and all(map(self.of, a, b))
         if type(a) is dict:
             return a.keys() == b.keys() and all(self.of(value, b[key]) for key, value in a.items())
-        return self._objects(a, b)
+        return self._same_objects(a, b)
 
-    def _objects(self, a: Any, b: Any) -> bool:
+    def _same_objects(self, a: Any, b: Any) -> bool:
         """Compares two objects of one class by their pickles, by ``==``, and then by what they are pickled as."""
         if pickle.dumps(a) == pickle.dumps(b):
             return True
@@ -135,9 +136,10 @@ class _Comparison:
         self._made += [one, other]
         return not isinstance(one, str) and self.of(one, other)
 
-    def _tensors(self, a: torch.Tensor, b: torch.Tensor) -> bool:
+    def _same_tensors(self, a: torch.Tensor, b: torch.Tensor) -> bool:
+        """Compares dtype, shape, layout, and then digests of the elements, the parts of wrappers, or the objects."""
         if is_spread(a) and is_spread(b):
-            return self._spread(a, b)
+            return self._same_spread(a, b)
         a, b = whole_of(a), whole_of(b)
         if (a.dtype, a.shape, a.layout) != (b.dtype, b.shape, b.layout):
             return False
@@ -147,9 +149,9 @@ class _Comparison:
         parts = _parts(a), _parts(b)
         if parts[0] and parts[1]:
             return len(parts[0]) == len(parts[1]) and all(map(self.of, *parts))
-        return type(a) is type(b) and self._objects(a, b)
+        return type(a) is type(b) and self._same_objects(a, b)
 
-    def _spread(self, a: Any, b: Any) -> bool:
+    def _same_spread(self, a: Any, b: Any) -> bool:
         """Compares what two tensors are parts of, how that is spread, and the parts."""
         if type(a) is not type(b) or (a.dtype, a.size()) != (b.dtype, b.size()):
             return False

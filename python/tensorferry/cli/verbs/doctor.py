@@ -22,8 +22,8 @@ from ..output import console
 from ..rail_rates import RailRate, rail_rates
 
 #: A name lookup that takes longer than this delays every start.
-_SLOW_LOOKUP_S = 0.2
-#: A rate below these shares of the interface's speed is bad, or worth a look.
+_SLOW_WARNUP_S = 0.2
+#: A rate below these shares of the interface's speed is bad, or worth a warning.
 _BAD_SHARE, _LOW_SHARE = 0.1, 0.5
 _STATE = 64 << 20
 _ROUNDS = 3
@@ -36,7 +36,7 @@ _PAGES: dict[type[TensorferryError], str] = {
     FetchTimeout: "guides/faq.md#my-job-hangs",
     UnprovenSource: "reference/security.md",
 }
-_GOOD, _LOOK, _BAD = "ok", "look", "bad"
+_GOOD, _WARN, _BAD = "ok", "warn", "bad"
 
 
 class Finding(NamedTuple):
@@ -44,7 +44,7 @@ class Finding(NamedTuple):
 
     Attributes:
         about: what was looked at
-        verdict: ``"ok"``, ``"look"`` if it may matter, ``"bad"`` if it will
+        verdict: ``"ok"``, ``"warn"`` if it may matter, ``"bad"`` if it will
         text: what was found
         remedy: what to do about it
     """
@@ -80,9 +80,9 @@ def doctor(
         try:
             findings += check()
         except Exception as e:  # A check that cannot look must not keep the others from it.
-            findings.append(Finding(check.__name__.strip("_"), _LOOK, f"cannot be checked: {type(e).__name__}: {e}"))
+            findings.append(Finding(check.__name__.strip("_"), _WARN, f"cannot be checked: {type(e).__name__}: {e}"))
     if metadata:
-        findings += _peer(metadata, trust, receiving)
+        findings += _check_peer(metadata, trust, receiving)
     if json:
         console.out_json([finding._asdict() for finding in findings])
     else:
@@ -144,19 +144,19 @@ def _address() -> Iterator[Finding]:
     try:
         found = addresses.resolved(name)
         text, took = ", ".join(found), time.perf_counter() - started
-        slow = took > _SLOW_LOOKUP_S
+        slow = took > _SLOW_WARNUP_S
         remedy = "set TENSORFERRY_ADVERTISE, or add the name to /etc/hosts: every lookup takes as long" if slow else ""
-        yield Finding("name lookup", _LOOK if slow else _GOOD, f"{name} is {text}, found in {took:.3f} s", remedy)
+        yield Finding("name lookup", _WARN if slow else _GOOD, f"{name} is {text}, found in {took:.3f} s", remedy)
     except FetchTimeout:
         took = time.perf_counter() - started
-        remedy = "mend the name server, or set TENSORFERRY_ADVERTISE to a name or address of this host"
+        remedy = "repair the name server, or set TENSORFERRY_ADVERTISE to a name or address of this host"
         yield Finding("name lookup", _BAD, f"no name server has answered for {name} within {took:.1f} s", remedy)
     except ConnectError:
         yield Finding("name lookup", _GOOD, f"{name} is not known to the name server")
     try:
         host = addresses.advertised_host(None, listening)
     except InvalidArgument as e:
-        yield Finding("advertises", _BAD, str(e), "mend TENSORFERRY_ADVERTISE")
+        yield Finding("advertises", _BAD, str(e), "correct TENSORFERRY_ADVERTISE")
         return
     if given:
         why = f"TENSORFERRY_ADVERTISE={given}"
@@ -170,7 +170,7 @@ def _address() -> Iterator[Finding]:
         remedy = (
             "set TENSORFERRY_ADVERTISE or TENSORFERRY_INTERFACE to the name, address or network that peers can reach"
         )
-        yield Finding("advertises", _LOOK, f"{host}, which no other host can reach: {why}", remedy)
+        yield Finding("advertises", _WARN, f"{host}, which no other host can reach: {why}", remedy)
     else:
         yield Finding("advertises", _GOOD, f"{host}: {why}")
 
@@ -191,14 +191,14 @@ def _ports() -> Iterator[Finding]:
         try:
             ports = port_range("port", None, variable)
         except InvalidArgument as e:
-            yield Finding("ports", _BAD, str(e), f"mend {variable}")
+            yield Finding("ports", _BAD, str(e), f"correct {variable}")
             continue
         if ports is None or ports == (0, 0):
             continue
         text = f"{variable} is {ports[0]}-{ports[1]}"
         if ports[0] <= high and ports[1] >= low:
             remedy = f"choose ports outside of {low}-{high}, from which the system takes those of outgoing connections"
-            yield Finding("ports", _LOOK, text, remedy)
+            yield Finding("ports", _WARN, text, remedy)
         else:
             yield Finding("ports", _GOOD, text)
 
@@ -211,20 +211,20 @@ def _memory() -> Iterator[Finding]:
     try:
         shm = os.statvfs("/dev/shm")
     except OSError as e:
-        yield Finding("/dev/shm", _LOOK, f"is not there: {e}", "torch's data loaders need it; tensorferry does not")
+        yield Finding("/dev/shm", _WARN, f"is not there: {e}", "torch's data loaders need it; tensorferry does not")
         return
     free, size = shm.f_bavail * shm.f_frsize, shm.f_blocks * shm.f_frsize
     small = size <= 64 << 20
     remedy = "torch's data loaders may need more (docker run --shm-size=8g); tensorferry does not" if small else ""
     text = f"{console.amount(free)} of {console.amount(size)} free"
-    yield Finding("/dev/shm", _LOOK if small else _GOOD, text, remedy)
+    yield Finding("/dev/shm", _WARN if small else _GOOD, text, remedy)
 
 
 def _limits() -> Iterator[Finding]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     few = soft != resource.RLIM_INFINITY and soft < 1024
     remedy = "raise it (ulimit -n): a server may have 512 connections" if few else ""
-    yield Finding("descriptors", _LOOK if few else _GOOD, f"{_limit(soft)} of at most {_limit(hard)}", remedy)
+    yield Finding("descriptors", _WARN if few else _GOOD, f"{_limit(soft)} of at most {_limit(hard)}", remedy)
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     text = f"{console.amount(soft) if soft != resource.RLIM_INFINITY else 'no'} limit"
     yield Finding("locked memory", _GOOD, f"{text}; what is locked for an accelerator does not count")
@@ -238,12 +238,12 @@ def _kernel() -> Iterator[Finding]:
     release = os.uname().release
     old = _number(release) < (5, 1)
     text = "before Linux 5.1 a receiver on this machine can write to its own shared memory" if old else ""
-    yield Finding("kernel", _LOOK if old else _GOOD, release, text)
+    yield Finding("kernel", _WARN if old else _GOOD, release, text)
     setting = _text("/sys/kernel/mm/transparent_hugepage/enabled")
     never = "[never]" in setting
     remedy = "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled: fresh memory then costs fewer page faults"
     shown = setting.strip() or "there is no such setting"
-    yield Finding("huge pages", _LOOK if never else _GOOD, shown, remedy if never else "")
+    yield Finding("huge pages", _WARN if never else _GOOD, shown, remedy if never else "")
     scope = _text("/proc/sys/kernel/yama/ptrace_scope").strip()
     yield Finding("ptrace", _GOOD, f"scope {scope or 'not restricted'}; shared memory works under every setting")
 
@@ -265,31 +265,32 @@ def _rates() -> Iterator[Finding]:
 
 
 def _failed(error: TensorferryError) -> Finding:
-    """Returns what a failed receive from a peer says."""
+    """Returns the finding for a receive from a peer that has failed."""
     text = message_of(error)
     if _NOTHING_NOW.search(text):
         remedy = "it is reached; a torchft job publishes its state only while a replica heals, so this is normal there"
-        return Finding("peer", _LOOK, f"publishes nothing now: {text}", remedy)
+        return Finding("peer", _WARN, f"publishes nothing now: {text}", remedy)
     page = next((page for kind, page in _PAGES.items() if isinstance(error, kind)), "reference/errors.md")
     return Finding("peer", _BAD, f"{type(error).__name__}: {text}", f"see {_DOCS}/{page}")
 
 
 def _rail(rail: RailRate) -> Finding:
-    """Returns what is to be said of a rail by itself."""
+    """Returns the finding for one rail, measured by itself: one pair of addresses, there and here."""
     if not rail.here:
-        remedy = "mend the way there, or leave it out with advertise= at the source: receivers try it each time"
-        return Finding("rail", _BAD, f"{rail.there} brings nothing: {rail.trouble}", remedy)
+        remedy = "repair the network to it, or leave it out with advertise= at the source: receivers try it each time"
+        return Finding("rail", _BAD, f"nothing arrives from {rail.there}: {rail.trouble}", remedy)
     text = f"{rail.there} to {rail.here} at {console.amount(rail.rate)}/s by itself"
     if not rail.expected:
         return Finding("rail", _GOOD, f"{text}; the speeds of its links are not known")
     share = rail.rate / rail.expected
-    verdict = _BAD if share < _BAD_SHARE else _LOOK if share < _LOW_SHARE else _GOOD
+    verdict = _BAD if share < _BAD_SHARE else _WARN if share < _LOW_SHARE else _GOOD
     remedy = "" if verdict == _GOOD else "check its cable, switch port and settings, and what else uses it"
     measured = f"{rail.measured}: {console.amount(rail.expected)}/s"
     return Finding("rail", verdict, f"{text}, {share:.0%} of {measured}", remedy)
 
 
-def _peer(metadata: tuple[str, ...], trust: Trust, receiving: Receiving) -> Iterator[Finding]:
+def _check_peer(metadata: tuple[str, ...], trust: Trust, receiving: Receiving) -> Iterator[Finding]:
+    """Receives the peer's whole state once, and rates how long it took to open, each rail by itself, and each route."""
     from ..._native import _check_machine_has
     from ..sources import Peers, open_source
 
@@ -310,7 +311,7 @@ def _peer(metadata: tuple[str, ...], trust: Trust, receiving: Receiving) -> Iter
     yield from map(_rail, rails)
     slow = opened > 1.0
     remedy = "the source was not ready, or its name took long to resolve" if slow else ""
-    yield Finding("peer", _LOOK if slow else _GOOD, f"step {step}, opened in {opened:.3f} s", remedy)
+    yield Finding("peer", _WARN if slow else _GOOD, f"step {step}, opened in {opened:.3f} s", remedy)
     rate = report.bytes / max(report.fetching_seconds, 1e-9)
     text = f"{console.amount(report.bytes)} at {console.amount(rate)}/s over {report.lanes} connections"
     if len(report.routes) > 1:
@@ -326,9 +327,9 @@ def _peer(metadata: tuple[str, ...], trust: Trust, receiving: Receiving) -> Iter
             yield Finding("peer", _GOOD, f"{text} from {there}; the speed of the interface of {here} is not known")
             continue
         share = rate / speed[1]
-        verdict = _BAD if share < _BAD_SHARE else _LOOK if share < _LOW_SHARE else _GOOD
+        verdict = _BAD if share < _BAD_SHARE else _WARN if share < _LOW_SHARE else _GOOD
         if report.fetching_seconds < 1.0 and verdict != _GOOD:
-            verdict, remedy = _LOOK, "the state is too small to say: measure with one that takes a second or more"
+            verdict, remedy = _WARN, "the state is too small to say: measure with one that takes a second or more"
         elif verdict == _GOOD:
             remedy = ""
         else:

@@ -130,7 +130,7 @@ class _Pull:
         trust: what the sources have to prove
         quiet: show no progress
         force: replace what is not an earlier pull's
-        relay: serves on what has come, if this takes part where receivers bring each other what they have
+        relay: serves on what has come, if this takes part where receivers send each other what they have
 
     Attributes:
         result: what was fetched
@@ -276,11 +276,11 @@ class _Pull:
         from ...storage.download import Download
         from ...storage.folder import INDEX
         from ...storage.names import new_id
-        from ...storage.whole_files import make_folder
+        from ...storage.whole_files import make_synced_folder
         from ..leaves.distributed import write_index
 
         try:
-            make_folder(folder)
+            make_synced_folder(folder)
         except OSError as e:
             raise SystemRefused(e.errno, f"{folder}: cannot be created: {e.strerror}") from e
         save_id, began, names = new_id(), commits.begin_after(commits.beginnings(folder / INDEX)), []

@@ -1,4 +1,4 @@
-"""``tensorferry serve``: publishes a checkpoint at rest as a transport publishes a live state."""
+"""``tensorferry serve``: publishes the checkpoint in a file or folder as a transport publishes a live state."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def _watch(peers: list[Peer], ask: Callable[[], Any], every: float, once: bool, 
         while True:
             ask()
             if as_json:
-                console.out_json([_fields(peer) for peer in peers])
+                console.out_json([_peer_fields(peer) for peer in peers])
             else:
                 console.out_table(_HEADS, [_row(peer) for peer in peers], _RIGHT)
             if once:
@@ -185,7 +185,7 @@ def _table(peers: list[Peer], width: int) -> Any:
     return Group(table, *causes)
 
 
-def _fields(peer: Peer) -> dict[str, Any]:
+def _peer_fields(peer: Peer) -> dict[str, Any]:
     if peer.trouble:
         return {"at": peer.shown, "error": peer.error, "trouble": console.clean(peer.trouble)}
     counters = {f"{name}{{{label}}}" if label else name: value for (name, label), value in peer.values.items()}

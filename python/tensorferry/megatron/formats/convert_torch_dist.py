@@ -25,7 +25,7 @@ from ...errors import ProtocolError, UnsafePickle
 from ...memory.tensors import byte_strides
 from ...pickles.allowlist import Allowed
 from ...pickles.torch_archives import unpickled
-from ...pickles.unpickler import pickle_module, unpickler
+from ...pickles.unpickler import pickle_module, unpickler_class
 from ...storage.whole_files import INDEX_BYTES
 from .. import common
 from ..release import CheckpointingException
@@ -57,7 +57,11 @@ class _Head:
         return getattr(self._reader, name)
 
     def get_storage_from_record(self, name: str, nbytes: int, dtype: Any) -> Any:
-        """Returns memory in the elements' place, to which nothing is written and which therefore takes no pages."""
+        """Notes in ``start`` where the elements are; returns memory that stands in for them and takes no pages.
+
+        Raises:
+            ProtocolError: it is the second storage of the archive, or not inside of it
+        """
         del dtype
         if self.start >= 0:
             raise ProtocolError("it has several storages")
@@ -103,7 +107,8 @@ class TorchDistSource(SourceWithIndex):
         listed = Allowed([*classes, *_CLASSES], allowed.trusts)
         path = folder / _TORCH_INDEX
         try:
-            found = unpickler(listed, lambda _: _TORCH_INDEX)(io.BytesIO(common.read_whole(path, INDEX_BYTES))).load()
+            data = common.read_whole(path, INDEX_BYTES)
+            found = unpickler_class(listed, lambda _: _TORCH_INDEX)(io.BytesIO(data)).load()
         except FileNotFoundError as e:
             raise CheckpointingException(f"{folder} is incomplete: it has no {_TORCH_INDEX}") from e
         except UnsafePickle as e:

@@ -140,14 +140,14 @@ class ZarrArray:
             status = self.chunk_path(chunk).stat()
         except FileNotFoundError:
             if self.fill is None:
-                raise self._missing(chunk) from None
+                raise self._missing_chunk(chunk) from None
             return False
         except OSError as e:
             raise CheckpointingException(f"{self.chunk_path(chunk)} cannot be read: {e}") from e
         self._check_file(chunk, status)
         return True
 
-    def _missing(self, chunk: Sequence[int]) -> CheckpointingException:
+    def _missing_chunk(self, chunk: Sequence[int]) -> CheckpointingException:
         return CheckpointingException(
             f"{self.path} is incomplete: its chunk {self.chunk_path(chunk).name} is missing, and it has no fill value. "
             "Restore the file, or load another checkpoint"
@@ -321,7 +321,7 @@ def _parsed(path: Path, key: str, fields: dict[str, Any]) -> ZarrArray:
     """Returns the array that the JSON ``fields`` of its metadata describe; ``ValueError`` if they cannot be used."""
     if fields["zarr_format"] != 2:
         raise ValueError(f"zarr_format is {str(fields['zarr_format'])[:20]}, not 2")
-    shape, chunks = (_sizes(name, fields[name]) for name in ("shape", "chunks"))
+    shape, chunks = (_checked_sizes(name, fields[name]) for name in ("shape", "chunks"))
     if len(shape) != len(chunks):
         raise ValueError(f"shape {list(shape)} and chunks {list(chunks)} differ in the number of dimensions")
     if any(n and not c for n, c in zip(shape, chunks, strict=True)):
@@ -346,7 +346,7 @@ def _parsed(path: Path, key: str, fields: dict[str, Any]) -> ZarrArray:
     return ZarrArray(path, key, shape, chunks, dtype, compressor, fields["order"], separator, fill)
 
 
-def _sizes(name: str, numbers: Any) -> tuple[int, ...]:
+def _checked_sizes(name: str, numbers: Any) -> tuple[int, ...]:
     if not isinstance(numbers, list) or len(numbers) > _DIMENSIONS:
         raise ValueError(f"{name} is {str(numbers)[:100]}")
     if not all(type(n) is int and 0 <= n < _MOST for n in numbers):

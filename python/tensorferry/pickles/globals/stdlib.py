@@ -1,4 +1,7 @@
-"""The globals of Python's standard library."""
+"""The globals of Python's standard library.
+
+A function that takes a class returns its :class:`~.kinds.Kind`: what pickles may do with the class.
+"""
 
 from __future__ import annotations
 

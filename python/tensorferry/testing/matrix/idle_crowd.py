@@ -160,7 +160,10 @@ class _ReopeningCrowd:
         self._keep(opened, i)
 
     def _handle(self, member: socket.socket, i: int) -> None:
-        """Handles an event: the connection was established, has failed, was closed, or has received bytes."""
+        """Handles an event of connection ``i``: it was established, has received bytes, has failed, or was closed.
+
+        After the first two it is watched further; after the others it is closed, and opened again after a pause.
+        """
         self._selector.unregister(member)
         if i not in self._open:
             self._connecting -= 1

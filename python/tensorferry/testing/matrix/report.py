@@ -62,8 +62,8 @@ def format_table(outcomes: Sequence[Outcome]) -> str:
             (
                 fault,
                 transport,
-                _counted([_ending(run) for run in runs]),
-                _counted([run.source for run in runs]),
+                _with_counts([_ending_text(run) for run in runs]),
+                _with_counts([run.source for run in runs]),
                 span,
                 str(sum(run.wrong_bytes for run in runs)),
             )
@@ -89,15 +89,15 @@ def format_markdown(outcomes: Sequence[Outcome]) -> str:
 
 
 def _markdown_cell(runs: list[Outcome]) -> str:
-    text = _counted([_ending(run) for run in runs])
+    text = _with_counts([_ending_text(run) for run in runs])
     if hurt := [run.source for run in runs if run.hurt]:
-        text += f"; source {_counted(hurt)}"
+        text += f"; source {_with_counts(hurt)}"
     if timed := [run.seconds for run in runs if run.outcome not in (LEFT_OUT, "crashed")]:
         text += f"; {statistics.median(timed):.1f} s" + (f", at most {max(timed):.1f} s" if len(timed) > 1 else "")
     return text.replace("|", r"\|")
 
 
-def _ending(outcome: Outcome) -> str:
+def _ending_text(outcome: Outcome) -> str:
     if outcome.outcome == LEFT_OUT:
         return f"{LEFT_OUT} ({outcome.message})"
     text = outcome.ending if outcome.outcome in (HEALED, "error") else outcome.outcome.upper()
@@ -105,7 +105,8 @@ def _ending(outcome: Outcome) -> str:
     return text + ("" if outcome.outcome == "hung" else late) + ("" if outcome.struck else " (never struck)")
 
 
-def _counted(texts: list[str]) -> str:
+def _with_counts(texts: list[str]) -> str:
+    """Returns each text once, behind how often it occurs, the most frequent first; a single one without a number."""
     counts = Counter(texts)
     if len(counts) == 1 and len(texts) == 1:
         return texts[0]

@@ -162,7 +162,7 @@ class _Trainer:
 
     def withdraw(self) -> bool:
         """Withdraws the state and writes over it; returns whether the transport allowed it without raising."""
-        raised = _timed(self.measured, "disallow_checkpoint", self._transport.disallow_checkpoint)
+        raised = _timed_call(self.measured, "disallow_checkpoint", self._transport.disallow_checkpoint)
         if raised is None:  # a trainer would not go on after an exception
             overwrite(self._state)
         return raised is None
@@ -198,12 +198,13 @@ class _Trainer:
     def _send(self, step: int, fresh: Any) -> Any:
         # The old state is kept until the new one is published, as a trainer keeps its parameters.
         call = partial(self._transport.send_checkpoint, [1], step, fresh, timedelta(seconds=9))
-        raised = _timed(self.measured, "send_checkpoint", call)
+        raised = _timed_call(self.measured, "send_checkpoint", call)
         self._state = fresh
         return None if raised else self._transport.metadata()
 
 
-def _timed(report: SourceReport, name: str, call: Callable[[], None]) -> BaseException | None:
+def _timed_call(report: SourceReport, name: str, call: Callable[[], None]) -> BaseException | None:
+    """Calls ``call`` and notes in ``report`` how long it took and what it raised; returns the latter."""
     started = time.monotonic()
     raised: BaseException | None = None
     try:

@@ -151,11 +151,11 @@ class Connection:
                 length = len(part) if body else 0
                 carried += length
                 await self.script.pass_gate(length, carried)
-                await flow.forward(part if body else self._rewritten(part, heads), body)
+                await flow.forward(part if body else self._replace_in_head(part, heads), body)
         await flow.forward(splitter.rest(), body=False)
         raise _Ended
 
-    def _rewritten(self, head: bytes, replacements: list[faults.ReplaceHead]) -> bytes:
+    def _replace_in_head(self, head: bytes, replacements: list[faults.ReplaceHead]) -> bytes:
         for fault in replacements:
             new = fault.new.replace(b"\\", rb"\\")
             head, count = re.subn(re.escape(fault.old), new, head, flags=re.IGNORECASE)

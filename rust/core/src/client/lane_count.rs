@@ -27,10 +27,11 @@ fn few_by(cores: usize) -> usize {
 
 /// Lanes for `bytes` over a network with this delay, there and back, where it is known.
 pub(super) fn over_network(bytes: u64, delay: Option<Duration>) -> usize {
-    network_by(cores(), bytes, delay)
+    over_network_by(cores(), bytes, delay)
 }
 
-fn network_by(cores: usize, bytes: u64, delay: Option<Duration>) -> usize {
+/// [`over_network`] for a machine with so many cores.
+fn over_network_by(cores: usize, bytes: u64, delay: Option<Duration>) -> usize {
     let for_delay = delay.map_or(0, |delay| delay.as_micros() / DELAY_OF_A_LANE.as_micros()).min(MOST_FOR_DELAY);
     let wanted = cores.min(16).max(usize::try_from(for_delay).unwrap_or(0));
     few_by(cores).max(wanted.min(lanes_for(bytes)))
@@ -58,7 +59,7 @@ mod tests {
     #[test]
     fn more_cores_mean_more_lanes_for_much_to_fetch() {
         let (much, little) = (1 << 30, 100 << 20);
-        let lanes = |bytes| [1, 2, 4, 8, 12, 16, 64].map(|cores| network_by(cores, bytes, None));
+        let lanes = |bytes| [1, 2, 4, 8, 12, 16, 64].map(|cores| over_network_by(cores, bytes, None));
         assert_eq!(lanes(much), [2, 4, 8, 8, 12, 16, 16]);
         assert_eq!(lanes(little), [2, 4, 8, 8, 8, 8, 8]);
         let lanes = |bytes| [1, 2, 4, 8, 12, 16, 64].map(|cores| same_host_by(cores, bytes));
@@ -68,7 +69,7 @@ mod tests {
 
     #[test]
     fn a_long_delay_means_more_lanes_for_much_to_fetch() {
-        let lanes = |bytes, millis| network_by(2, bytes, Some(Duration::from_millis(millis)));
+        let lanes = |bytes, millis| over_network_by(2, bytes, Some(Duration::from_millis(millis)));
         assert_eq!([0, 1, 8, 20, 40, 1000].map(|millis| lanes(1 << 30, millis)), [4, 4, 4, 10, 16, 16]);
         assert_eq!(lanes(64 << 20, 40), 4, "each would have little to bring");
         assert_eq!(lanes(256 << 20, 40), 8);

@@ -86,7 +86,8 @@ impl BlockLedger {
         runs.take_while(|run| run.0 < run.1).take(MAX_RUNS).collect()
     }
 
-    fn index(&self, block: u64) -> Option<usize> {
+    /// The place of `block` among the blocks of the runs; `None` if it is in none.
+    fn index_of(&self, block: u64) -> Option<usize> {
         let after = self.runs.partition_point(|run| run.0 <= block);
         let &(first, end, before) = self.runs.get(after.checked_sub(1)?)?;
         (block < end).then_some(before + usize::try_from(block - first).ok()?)
@@ -95,7 +96,7 @@ impl BlockLedger {
     /// Notes that `block` has come, with this checksum, a long one or a short one as its source has them.
     #[allow(clippy::cast_possible_truncation, reason = "each half is stored where it belongs")]
     pub(super) fn note(&self, block: u64, digest: u128, source: usize) {
-        let Some(index) = self.index(block) else { return };
+        let Some(index) = self.index_of(block) else { return };
         if let (Some(known), Some(from)) = (self.digests.get(index), self.sources.get(index)) {
             known.store(digest as u64, Ordering::Relaxed);
             from.store(source, Ordering::Relaxed);
@@ -107,17 +108,17 @@ impl BlockLedger {
 
     /// The long checksum of `block`; `None` where they are not kept.
     pub(super) fn long_digest(&self, block: u64) -> Option<u128> {
-        let index = self.index(block)?;
+        let index = self.index_of(block)?;
         let half = |of: &[AtomicU64]| of.get(index).map(|half| u128::from(half.load(Ordering::Relaxed)));
         Some(half(&self.high)? << 64 | half(&self.digests)?)
     }
 
     pub(super) fn digest(&self, block: u64) -> Option<u64> {
-        self.digests.get(self.index(block)?).map(|d| d.load(Ordering::Relaxed))
+        self.digests.get(self.index_of(block)?).map(|d| d.load(Ordering::Relaxed))
     }
 
     pub(super) fn source_of(&self, block: u64) -> usize {
-        self.index(block).and_then(|i| self.sources.get(i)).map_or(0, |o| o.load(Ordering::Relaxed))
+        self.index_of(block).and_then(|i| self.sources.get(i)).map_or(0, |o| o.load(Ordering::Relaxed))
     }
 
     /// Bytes since they were last taken.

@@ -114,6 +114,7 @@ impl Transfer<'_> {
         self.queue.wake();
     }
 
+    /// Fetches what the relay has and this receive lacks, range by range, until all is done or an error ends it.
     fn fetch_from(&self, swarm: &Swarm<'_>, relay: &NewRelay, index: usize) -> Result<(), Error> {
         let from = (self.sources.len() + relay.number, &relay.source, &swarm.limits);
         let (mut connection, mut view, mut wait) = (None, RelayView::new(), false);

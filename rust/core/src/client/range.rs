@@ -34,6 +34,8 @@ impl Transfer<'_> {
         result
     }
 
+    /// Fetches the runs of `range` that are missing by one request, over `connection` or a new one, and moves
+    /// `range.at` along.
     fn fetch_runs(
         &self,
         index: usize,

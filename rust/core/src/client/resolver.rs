@@ -108,7 +108,7 @@ fn left(limits: &Limits, waited: impl FnOnce() -> String) -> Result<Duration, Er
 
 /// The lookup of `name`, begun if it is not under way; `None` while there are too many.
 fn begin(name: &str) -> io::Result<Option<Arc<NameLookup>>> {
-    with_those_under_way(|under_way| {
+    with_lookups(|under_way| {
         if let Some(lookup) = under_way.iter().find(|lookup| lookup.name == name) {
             return Ok(Some(Arc::clone(lookup)));
         }
@@ -126,7 +126,8 @@ fn begin(name: &str) -> io::Result<Option<Arc<NameLookup>>> {
     })
 }
 
-fn with_those_under_way<R>(work: impl FnOnce(&mut Vec<Arc<NameLookup>>) -> R) -> R {
+/// Runs `work` on the lookups of this process that are under way: a forked child begins with none.
+fn with_lookups<R>(work: impl FnOnce(&mut Vec<Arc<NameLookup>>) -> R) -> R {
     without_fork(|| {
         let mut under_way = UNDER_WAY.lock().unwrap_or_else(PoisonError::into_inner);
         let (process, lookups) = &mut *under_way;
@@ -139,11 +140,12 @@ fn with_those_under_way<R>(work: impl FnOnce(&mut Vec<Arc<NameLookup>>) -> R) ->
 }
 
 impl NameLookup {
+    /// Looks the name up, takes the lookup off the list, and wakes those who wait for it.
     fn run(self: Arc<Self>) {
         let found = (self.name.as_str(), 0).to_socket_addrs();
         let found = found.map(|found| found.map(|address| address.ip()).collect());
         let found = found.map_err(|e| (e.kind(), e.to_string()));
-        with_those_under_way(|under_way| under_way.retain(|lookup| !Arc::ptr_eq(lookup, &self)));
+        with_lookups(|under_way| under_way.retain(|lookup| !Arc::ptr_eq(lookup, &self)));
         *self.found.lock().unwrap_or_else(PoisonError::into_inner) = Some(found);
         self.done.notify_all();
     }
@@ -169,7 +171,7 @@ mod tests {
     fn who_waits_gives_up_at_the_deadline_and_at_once_when_cancelled() {
         // As if a name server were silent: no thread looks this name up.
         let silent = Arc::new(NameLookup { name: "silent".into(), found: Mutex::default(), done: Condvar::new() });
-        with_those_under_way(|under_way| under_way.push(Arc::clone(&silent)));
+        with_lookups(|under_way| under_way.push(Arc::clone(&silent)));
         let late = resolve("silent", Duration::from_millis(150), &Cancel::new()).unwrap_err();
         assert!(late.is_timeout() && late.to_string().contains("no name server has answered within"), "{late}");
         let (cancel, started) = (Cancel::new(), Instant::now());
@@ -182,17 +184,17 @@ mod tests {
             assert_eq!(ended.kind(), ErrorKind::Cancelled);
         });
         assert!(started.elapsed() < Duration::from_secs(2), "{:?}", started.elapsed());
-        with_those_under_way(|under_way| under_way.retain(|lookup| !Arc::ptr_eq(lookup, &silent)));
+        with_lookups(|under_way| under_way.retain(|lookup| !Arc::ptr_eq(lookup, &silent)));
     }
 
     #[test]
     fn a_name_more_than_may_be_looked_up_waits_for_its_turn() {
         let silent = |n| NameLookup { name: format!("silent {n}"), found: Mutex::default(), done: Condvar::new() };
         let others: Vec<_> = (0..MOST).map(|n| Arc::new(silent(n))).collect();
-        with_those_under_way(|under_way| under_way.extend(others.iter().cloned()));
+        with_lookups(|under_way| under_way.extend(others.iter().cloned()));
         let late = resolve("localhost", Duration::from_millis(150), &Cancel::new());
         let is_other = |lookup: &Arc<NameLookup>| others.iter().any(|other| Arc::ptr_eq(other, lookup));
-        with_those_under_way(|under_way| under_way.retain(|lookup| !is_other(lookup)));
+        with_lookups(|under_way| under_way.retain(|lookup| !is_other(lookup)));
         let late = late.unwrap_err();
         assert!(late.is_timeout() && late.to_string().contains("other names are being looked up"), "{late}");
         assert!(!resolve("localhost", Duration::from_secs(20), &Cancel::new()).unwrap().is_empty());

@@ -73,10 +73,11 @@ pub(super) fn own_addresses() -> Vec<OwnAddress> {
 
 /// The route to `to` of a socket that is bound to `from`, or to none; `None` where there is none to another host.
 pub(super) fn route(to: IpAddr, from: Option<IpAddr>) -> Option<Route> {
-    ask(&question(to, from)).ok().and_then(|answer| read(&answer))
+    ask_kernel(&question(to, from)).ok().and_then(|answer| read(&answer))
 }
 
-fn ask(question: &[u8]) -> io::Result<Vec<u8>> {
+/// Sends a message to the kernel's routing tables; returns the answer.
+fn ask_kernel(question: &[u8]) -> io::Result<Vec<u8>> {
     let socket = CloseOnFork::make(|| {
         Socket::new(Domain::from(libc::AF_NETLINK), Type::DGRAM, Some(Protocol::from(libc::NETLINK_ROUTE)))
     })?;

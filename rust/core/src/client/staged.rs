@@ -74,7 +74,7 @@ impl StagedFetch {
     /// else uses until this returns.
     pub unsafe fn fetch(&mut self, address: usize) -> Result<Option<Vec<StagedRun>>, Error> {
         if self.waves.is_empty() && !self.settled {
-            self.settle()?;
+            self.compare_blocks()?;
         }
         // SAFETY: the caller's promise.
         let Some((plan, parts)) = (unsafe { self.waves.next(address) })? else { return Ok(None) };
@@ -90,7 +90,7 @@ impl StagedFetch {
     }
 
     /// Compares all received blocks with the source's current digests; blocks that differ will be fetched again.
-    fn settle(&mut self) -> Result<(), Error> {
+    fn compare_blocks(&mut self) -> Result<(), Error> {
         let plan = Plan::new(Vec::new(), self.remote.header().payload_len())?;
         let fetch = PlannedFetch { plan: &plan, missing: &[], held: &self.remote.blocks(), received: &self.received };
         let differing = self.remote.compare_digests(&[fetch], &mut self.passes, &mut self.report)?.concat();

@@ -168,6 +168,8 @@ impl StragglerMonitor {
         }
     }
 
+    /// Shuts down the connections of lanes that get nothing and, unless `silent_only`, of those far slower than the
+    /// average: their ranges go back into the queue. A range that comes from a source is cut only once.
     fn cut(&self, silent_only: bool) {
         let average = rate(self.total.load(Ordering::Relaxed), self.started.elapsed())
             / (self.to_sources + self.rails.load(Ordering::Relaxed)).max(1) as u64;

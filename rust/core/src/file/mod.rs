@@ -1,4 +1,4 @@
-//! Containers at rest.
+//! Containers in files, and in memory that another process has filled.
 //!
 //! A file is written from memory by several threads under a temporary name, with a checksum for every block of 512
 //! bytes, and put in its place by a rename. It is read slice by slice, or whole like a checkpoint of a server
@@ -83,7 +83,7 @@ where
         }
     };
     std::thread::scope(|scope| {
-        for _ in 1..options.threads(chunks) {
+        for _ in 1..options.threads_for(chunks) {
             let thread = std::thread::Builder::new().name("tensorferry-read".to_owned());
             // With fewer threads it takes longer, and that is all.
             let _ = thread.spawn_scoped(scope, work);

@@ -26,7 +26,8 @@ pub struct FileOptions {
 }
 
 impl FileOptions {
-    pub(super) fn threads(&self, chunks: u64) -> usize {
+    /// How many threads share work on so many chunks.
+    pub(super) fn threads_for(&self, chunks: u64) -> usize {
         let cores = || std::thread::available_parallelism().map_or(2, |n| n.get().clamp(2, 8));
         let most = usize::try_from(chunks).unwrap_or(usize::MAX);
         self.threads.unwrap_or_else(cores).clamp(1, 64).min(most.max(1))

@@ -97,7 +97,8 @@ impl Container {
         file.read_exact_at(&mut head, start + covered).map_err(failed)?;
         let head = TableHead::decode(&head, FILE_BLOCK_SIZE).map_err(|e| corrupt(format!("its checksums: {e}")))?;
         if head.payload_len != covered {
-            return Err(corrupt("its checksums are of something else".to_owned()));
+            let described = head.payload_len;
+            return Err(corrupt(format!("its checksums are of {described} bytes, and it has {covered} before them")));
         }
         if head.header != checksum {
             return Err(corrupt("its header does not match its checksum".to_owned()));
@@ -124,11 +125,11 @@ impl Container {
         self.checksum
     }
 
-    /// Makes sure that this is the file whose header had this checksum when it was written.
+    /// Checks that this is the file whose header had this checksum when it was written.
     ///
     /// # Errors
     /// [`ErrorKind::Corrupt`] when it is another one.
-    pub fn expect(&self, checksum: u64) -> Result<(), Error> {
+    pub fn check_header_checksum(&self, checksum: u64) -> Result<(), Error> {
         if checksum == self.checksum {
             return Ok(());
         }

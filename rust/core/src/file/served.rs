@@ -140,6 +140,7 @@ impl<'a> Sum<'a> {
         }
     }
 
+    /// The checksum of all that was added.
     fn finish(mut self) -> u64 {
         if !matches!(self.algorithm, Algorithm::Crc64) {
             return self.hasher.finish();

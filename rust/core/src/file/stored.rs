@@ -1,4 +1,4 @@
-//! A whole container at rest, fetched like one that a server has: from a file, or from memory that another process
+//! A whole container that no server has, fetched like one that a server has: from a file, or from memory that another process
 //! filled.
 //!
 //! Invariants:
@@ -20,7 +20,7 @@ use crate::error::{Error, ErrorKind};
 use crate::memory::{ALIGNMENT, Arena, nontemporal};
 use crate::payload::{Destination, Item, Layout, Plan, ReceiveMemory, Segments, Waves, slices};
 
-/// A container at rest: its header and the entries that describe it are here, its payload is still where it was.
+/// A container in a file or in memory, of which the header and the control entries were read, and the payload was not.
 #[derive(Debug)]
 pub struct Stored {
     header: Arc<Header>,
@@ -85,7 +85,7 @@ impl Stored {
     /// container.
     pub fn open(path: &Path, header: Option<u64>, checksums: bool, options: &FileOptions) -> Result<Self, Error> {
         let container = if checksums { Container::open(path) } else { Container::open_any(path) }?;
-        header.map_or(Ok(()), |header| container.expect(header))?;
+        header.map_or(Ok(()), |header| container.check_header_checksum(header))?;
         let mut control = Vec::new();
         for name in [container::MANIFEST_ENTRY, container::PICKLE_ENTRY] {
             if let Some(bytes) = container.entry(name, options)? {

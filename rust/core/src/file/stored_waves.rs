@@ -1,4 +1,4 @@
-//! A fetch of a container at rest, wave by wave.
+//! A fetch of a container from a file or from memory, wave by wave.
 
 use std::sync::Arc;
 

@@ -193,7 +193,7 @@ fn write_payload(
         }
     };
     std::thread::scope(|scope| {
-        for _ in 1..options.threads(chunks) {
+        for _ in 1..options.threads_for(chunks) {
             // With fewer threads it takes longer, and that is all.
             let _ = std::thread::Builder::new().name("tensorferry-write".to_owned()).spawn_scoped(scope, work);
         }

@@ -17,7 +17,7 @@
 //! | `room` | buffers whose refusal by the system is an error |
 //! | `nontemporal` | copies that leave the cache alone |
 //!
-//! Most unsafe code of the engine is in this room. A caller that hands an address to it promises that the memory
+//! Most unsafe code of the engine is in this module. A caller that hands an address to it promises that the memory
 //! stays readable, or writable by nobody else, for as long as the documentation of that function says.
 
 mod arena;

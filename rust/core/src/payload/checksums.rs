@@ -62,7 +62,8 @@ impl<'a> Checksums<'a> {
         }
     }
 
-    fn close(&mut self) {
+    /// Appends the checksum of the bytes that do not fill a block, if there are some.
+    fn finish_last_block(&mut self) {
         if self.filled > 0 {
             self.push(self.open.finish_wide());
         }
@@ -70,13 +71,13 @@ impl<'a> Checksums<'a> {
 
     /// The checksums; the last one is of the remaining bytes if they are less than a whole block.
     pub(crate) fn finish(mut self) -> Vec<u64> {
-        self.close();
+        self.finish_last_block();
         self.digests
     }
 
     /// The checksums of [`Checksums::finish`] as long ones ([`Algorithm::wide_checksum`]).
     pub(crate) fn finish_wide(mut self) -> impl Iterator<Item = u128> {
-        self.close();
+        self.finish_last_block();
         let high = self.high.into_iter().chain(std::iter::repeat(0));
         self.digests.into_iter().zip(high).map(|(low, high)| u128::from(high) << 64 | u128::from(low))
     }

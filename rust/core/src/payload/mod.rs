@@ -13,7 +13,7 @@
 //! | `backing` | [`Backing`]: what stands behind memory that may change by itself |
 //! | `small_blocks` | those of blocks of 512 bytes, many at a time |
 //!
-//! Publications, the client and files all build on this room; it knows neither sockets nor files.
+//! Publications, the client and files all build on this module; it knows neither sockets nor files.
 
 mod backing;
 mod checksums;

@@ -41,7 +41,7 @@ struct QueueState {
     waiting: VecDeque<(u64, u64)>,
     running: usize,
     failed: Option<Error>,
-    /// Where ranges get shorter towards the end: the part of what is left that one may be.
+    /// After [`Queue::taper`]: a range may have 1 / `parts` of the blocks that are left.
     parts: Option<u64>,
 }
 
@@ -49,16 +49,16 @@ impl QueueState {
     /// The next range, or the beginning of it.
     fn pop(&mut self) -> Option<(u64, u64)> {
         let (at, end) = self.waiting.pop_front()?;
-        let stop = end.min(at.saturating_add(self.most(end - at)));
+        let stop = end.min(at.saturating_add(self.max_range_blocks(end - at)));
         if stop < end {
             self.waiting.push_front((stop, end));
         }
         Some((at, stop))
     }
 
-    /// How many blocks a range may have, if `taken` and those that wait are left.
-    fn most(&self, taken: u64) -> u64 {
-        // With more ranges than that, each is a small part.
+    /// How many blocks the next range may have. `taken` blocks that are left are not in `waiting` any more.
+    fn max_range_blocks(&self, taken: u64) -> u64 {
+        // With at least that many ranges, each is short enough as it is.
         let Some(parts) = self.parts.filter(|&parts| (self.waiting.len() as u64) < parts) else { return u64::MAX };
         let left = taken + self.waiting.iter().map(|(first, end)| end - first).sum::<u64>();
         (left / parts).max(1)
@@ -81,8 +81,8 @@ impl Queue {
         Self { state: Mutex::new(state), done: Condvar::new(), has_failed: AtomicBool::new(false) }
     }
 
-    /// From here on ranges get shorter towards the end: each is at most the `parts`-th part of what is left. So lanes of
-    /// different speeds end together, and what one gives back is shared out.
+    /// From here on ranges get shorter towards the end: each has at most 1 / `parts` of the blocks that are left. So lanes
+    /// of different speeds end together, and what one gives back is shared out.
     pub(crate) fn taper(&self, parts: u64) {
         self.state().parts = Some(parts.max(1));
     }
@@ -136,7 +136,7 @@ impl Queue {
         let Some((index, (at, end))) = choose(state.waiting.make_contiguous()) else { return Next::Later };
         let within = |&(first, behind): &(u64, u64)| first <= at && at < end && end <= behind;
         let Some((first, behind)) = state.waiting.get(index).copied().filter(within) else { return Next::Later };
-        let end = end.min(at.saturating_add(state.most(0)));
+        let end = end.min(at.saturating_add(state.max_range_blocks(0)));
         state.waiting.remove(index);
         for left in [(end, behind), (first, at)].into_iter().filter(|left| left.0 < left.1) {
             state.waiting.insert(index, left);

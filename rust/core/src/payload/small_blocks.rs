@@ -92,7 +92,8 @@ mod fold {
         quotient.reverse_bits()
     }
 
-    fn possible() -> bool {
+    /// Whether this processor has the instructions.
+    fn is_supported() -> bool {
         is_x86_feature_detected!("avx512f")
             && is_x86_feature_detected!("avx512bw")
             && is_x86_feature_detected!("vpclmulqdq")
@@ -100,7 +101,7 @@ mod fold {
 
     /// Appends the checksums of the blocks in whole groups of `bytes`; returns how many bytes those are.
     pub(super) fn checksums(bytes: &[u8], digests: &mut Vec<u64>) -> usize {
-        if !possible() {
+        if !is_supported() {
             return 0;
         }
         let groups = bytes.as_chunks().0;
@@ -115,7 +116,7 @@ mod fold {
     pub(super) fn copy(from: &[u8], to: &mut [u8], digests: &mut Vec<u64>) -> usize {
         // SAFETY: bytes make a valid line whatever they are.
         let (unaligned, lines, _) = unsafe { to.align_to_mut::<Line>() };
-        if !unaligned.is_empty() || !possible() {
+        if !unaligned.is_empty() || !is_supported() {
             return 0;
         }
         let groups = from.as_chunks().0;

@@ -47,7 +47,7 @@ impl BlockDigest {
 }
 
 impl LeasedSegments {
-    /// Checksums block `index` as it is now, unless it cannot have changed since that was done before.
+    /// Returns the checksum of block `index` as it is now. That of a private copy, which cannot change, is computed once.
     fn digest_block(&self, index: usize) -> u64 {
         let publication = self.lease().publication();
         let known = publication.blocks[index].get();
@@ -62,13 +62,13 @@ impl LeasedSegments {
         value
     }
 
-    /// Puts the checksums of the blocks of `block_size` bytes called `numbers` into `digests`; says whether that was
-    /// not cut short by a withdrawal.
+    /// Puts the checksums of the blocks with these `numbers`, each of `block_size` bytes, into `digests`. Returns false if a
+    /// withdrawal has ended that early.
     fn digest_blocks(&self, numbers: &[u64], block_size: u64, digests: &mut [u64]) -> bool {
-        // A look for each MiB, so that a withdrawal waits for no more than that.
-        let look = usize::try_from(BLOCK_SIZE / block_size).unwrap_or(1);
+        // A withdrawal is looked for once per MiB, so that it waits for no more than that.
+        let blocks_per_check = usize::try_from(BLOCK_SIZE / block_size).unwrap_or(1);
         for (index, (&number, digest)) in numbers.iter().zip(digests).enumerate() {
-            if index.is_multiple_of(look) && self.lease().publication().is_withdrawn() {
+            if index.is_multiple_of(blocks_per_check) && self.lease().publication().is_withdrawn() {
                 return false;
             }
             *digest = match usize::try_from(number) {
@@ -79,8 +79,8 @@ impl LeasedSegments {
         true
     }
 
-    /// Checksums up to `len` bytes from `start` of the payload on; those of memory that has changed are of no use, and the
-    /// publication is not intact then.
+    /// Returns the checksum of up to `len` bytes from `start` of the payload on. If the pages of a file have changed, it is
+    /// 0, and the publication is noted as changed.
     pub(super) fn digest_payload(&self, start: u64, len: u64) -> u64 {
         let publication = self.lease().publication();
         let start = publication.payload_start + start;

@@ -217,8 +217,8 @@ impl Publication {
         self
     }
 
-    /// Sets the entity tag and the algorithm for checksums, right before it is served: nothing has been checksummed
-    /// yet.
+    /// Sets the entity tag and the algorithm for checksums, and computes that of the header. To be called right before it
+    /// is served: no block has been checksummed yet.
     pub(crate) fn seal(&mut self, etag: String, algorithm: &Algorithm) {
         self.etag = etag;
         self.algorithm = algorithm.clone();

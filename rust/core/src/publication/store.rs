@@ -113,15 +113,16 @@ impl Store {
     pub fn publish(&self, step: i64, mut publication: Publication) {
         let sequence = self.sequence.fetch_add(1, Ordering::Relaxed);
         publication.seal(format!("\"{}-{sequence}\"", self.generation), &self.algorithm);
-        self.serve(step, publication);
+        self.replace_current(step, publication);
     }
 
     /// Serves what is being received, under the entity tag that it has at its source.
     pub(crate) fn publish_relayed(&self, step: i64, relayed: Publication) {
-        self.serve(step, relayed);
+        self.replace_current(step, relayed);
     }
 
-    fn serve(&self, step: i64, publication: Publication) {
+    /// Puts `publication` in the place of the one that is served, opens the gate, and wakes the requests that wait.
+    fn replace_current(&self, step: i64, publication: Publication) {
         let mut state = self.state();
         let old = state.current.replace(Arc::new(publication));
         let gone = old.map(|old| state.retire(old));
@@ -281,7 +282,7 @@ impl Store {
         self.state().current.as_ref().map(|current| current.total_len())
     }
 
-    /// The receivers that bring each other what is published, and how long ago each asked the tracker.
+    /// The receivers that send each other what is published, and how long ago each asked the tracker.
     pub(crate) fn members(&self) -> Vec<(SocketAddr, Duration)> {
         self.state().current.as_ref().map(|current| current.members()).unwrap_or_default()
     }

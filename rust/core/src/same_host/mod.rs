@@ -6,7 +6,7 @@
 //! A source announces the socket's name in its answers. The name is random and lives in the source's network namespace,
 //! and both sides check the user of the other: a peer is on the same machine and runs as the same user.
 //!
-//! The room is used by both server and client and knows neither: it holds the name of a socket and the ring of shared
+//! The module is used by both server and client and knows neither: it holds the name of a socket and the ring of shared
 //! memory that bodies pass through.
 
 pub(crate) mod ring;

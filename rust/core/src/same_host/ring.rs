@@ -184,7 +184,7 @@ impl RingReader {
             let (part, rest) = into.split_at_mut(into.len().min(CACHED));
             let mut cached = std::mem::take(&mut self.cached);
             let bytes = &mut cached[..part.len()];
-            self.take(bytes);
+            self.copy_out(bytes);
             seen(bytes);
             nontemporal::copy(bytes, part);
             self.cached = cached;
@@ -192,7 +192,8 @@ impl RingReader {
         }
     }
 
-    fn take(&mut self, into: &mut [u8]) {
+    /// Copies the next bytes of the slot in turn.
+    fn copy_out(&mut self, into: &mut [u8]) {
         assert!(into.len() <= self.left(), "{} bytes of a slot that has {}", into.len(), self.left());
         self.memory.copy(self.layout.start(self.turn) + self.taken, into);
         self.taken += into.len();

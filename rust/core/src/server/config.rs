@@ -60,7 +60,7 @@ pub struct ServerConfig {
     pub max_bandwidth: Option<u64>,
     /// Names the other formats that are served besides the container, and words refusals. By default there are none.
     pub frontend: Arc<dyn Frontend>,
-    /// Whether receivers that ask for it are told of one another, so that they can bring each other what is served here
+    /// Whether receivers that ask for it are told of one another, so that they can send each other what is served here
     /// (without a secret).
     pub swarm: bool,
     /// The addresses that receivers may use besides the one in the URL, all of which have to reach this server.
@@ -69,7 +69,7 @@ pub struct ServerConfig {
     pub card: Option<IpAddr>,
     /// What tells the other servers of this host that the card is used, until this one is shut down.
     pub seat: Option<Seat>,
-    /// The zone in which this process runs: receivers bring each other what is served across a border of zones as seldom
+    /// The zone in which this process runs: receivers send each other what is served across a border of zones as seldom
     /// as they can. At most 64 letters, digits and `-_.`; `None` where it is not known.
     pub zone: Option<String>,
 }

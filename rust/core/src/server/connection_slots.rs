@@ -165,6 +165,7 @@ impl HeldSlots {
         idle.min_by_key(|(_, holder)| holder.since).map(|(number, _)| *number)
     }
 
+    /// Cuts the connection with this number, and frees its slot.
     fn evict(&mut self, number: u64) {
         if let Some(holder) = self.connections.remove(&number) {
             holder.cut.cut();

@@ -52,7 +52,7 @@ pub trait Frontend: Debug + Send + Sync {
     }
 }
 
-/// The door of a server that serves containers and nothing else.
+/// The frontend of a server that serves containers and nothing else.
 #[derive(Debug)]
 pub(super) struct ContainersOnly;
 

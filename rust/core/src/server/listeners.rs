@@ -64,6 +64,7 @@ pub(super) fn listen(addresses: &[IpAddr], ports: &RangeInclusive<u16>) -> io::R
     Err(last)
 }
 
+/// A TCP socket that listens on `address`, closed in forked children. An IPv6 wildcard takes IPv4, too.
 fn listen_on(address: SocketAddr) -> io::Result<Listener> {
     CloseOnFork::make(|| {
         let socket = Socket::new(Domain::for_address(address), Type::STREAM, Some(Protocol::TCP))?;

@@ -76,7 +76,7 @@ impl Local {
             match parsed.parse(head) {
                 Ok(httparse::Status::Partial) if got > 0 && head.len() < MAX_HEAD => {}
                 // A receiver of ours asks for nothing before it has its answer.
-                Ok(httparse::Status::Complete(len)) if len == head.len() => return Ok(request(&parsed)),
+                Ok(httparse::Status::Complete(len)) if len == head.len() => return Ok(to_request(&parsed)),
                 _ => return Ok(None),
             }
         }
@@ -167,7 +167,8 @@ async fn until_over<T>(over: &watch::Receiver<bool>, work: impl Future<Output = 
     }
 }
 
-fn request(parsed: &httparse::Request<'_, '_>) -> Option<Request<()>> {
+/// The parsed head as hyper's server gives requests; `None` if it is not a valid one.
+fn to_request(parsed: &httparse::Request<'_, '_>) -> Option<Request<()>> {
     let mut request = Request::builder().method(parsed.method?).uri(parsed.path?);
     for header in parsed.headers.iter() {
         request = request.header(header.name, header.value);

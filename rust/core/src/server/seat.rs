@@ -22,8 +22,8 @@ pub struct Seat {
 }
 
 impl Seat {
-    /// Takes a seat at the least used of `cards`, the first of these if several are used as little; returns its index. `None`
-    /// if the system gives none.
+    /// Takes a seat at the least used of `cards`, the first of these if several are used as little; returns the index of the
+    /// card. `None` if the system gives no socket, or no seat is free.
     ///
     /// ```
     /// let cards = ["example-a", "example-b"];

@@ -70,7 +70,7 @@ impl Shelf {
     /// Adds a shelf to a server: below `name`, or below random bits. Fails if `name` is taken or cannot be one.
     pub(super) fn put_up(shared: &Arc<Shared>, name: Option<&str>, handle: &Handle) -> Result<Self, Error> {
         let name = match name {
-            Some(name) if is_name(name) => name.to_owned(),
+            Some(name) if is_valid_name(name) => name.to_owned(),
             Some(_) => {
                 let message = format!("the name of a shelf is 1 to {MAX_NAME} letters and digits, and no resource's");
                 return Err(Error::new(ErrorKind::Invalid, message));
@@ -121,7 +121,8 @@ impl Drop for Shelf {
     }
 }
 
-fn is_name(name: &str) -> bool {
+/// Whether a shelf may be called that: letters and digits, and no path of the server itself.
+fn is_valid_name(name: &str) -> bool {
     let regular = name.bytes().all(|b| b.is_ascii_alphanumeric());
     // A server without a random part has these at the top of its paths.
     regular && (1..=MAX_NAME).contains(&name.len()) && !matches!(name, "healthz" | "metrics" | "checkpoint")

@@ -29,6 +29,7 @@ const PREFIX: &str = "sha256-";
 pub(crate) struct Fingerprint(String);
 
 impl Fingerprint {
+    /// The fingerprint of a certificate in DER form.
     pub(super) fn of(certificate: &[u8]) -> Self {
         use std::fmt::Write as _;
         let mut text = PREFIX.to_owned();
@@ -65,7 +66,7 @@ impl Identity {
         let generated = rcgen::generate_simple_self_signed([NAME.to_owned()])
             .map_err(|e| Error::caused(ErrorKind::System, "cannot make a certificate", e))?;
         let key = PrivatePkcs8KeyDer::from(generated.signing_key.serialize_der());
-        Self::of(vec![generated.cert.der().clone()], key.into())
+        Self::from_der(vec![generated.cert.der().clone()], key.into())
             .map_err(|e| Error::caused(ErrorKind::System, "cannot set up TLS", e))
     }
 
@@ -78,7 +79,7 @@ impl Identity {
         let key = PrivateKeyDer::from_pem_slice(key).map_err(|e| {
             Error::caused(ErrorKind::Invalid, "the key holds no private key in PEM form without a passphrase", e)
         })?;
-        Self::of(certificates, key).map_err(|e| match e {
+        Self::from_der(certificates, key).map_err(|e| match e {
             rustls::Error::InconsistentKeys(InconsistentKeys::KeyMismatch) => {
                 Error::new(ErrorKind::Invalid, "the key is not that of the certificate")
             }
@@ -86,7 +87,9 @@ impl Identity {
         })
     }
 
-    pub(super) fn of(
+    /// The certificate and the key, checked to belong together, and the settings of a server with them: TLS 1.3 only, no
+    /// certificates of clients, no tickets to resume a session. The fingerprint is that of the first certificate.
+    pub(super) fn from_der(
         certificates: Vec<CertificateDer<'static>>,
         key: PrivateKeyDer<'static>,
     ) -> Result<Self, rustls::Error> {

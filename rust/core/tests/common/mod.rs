@@ -22,7 +22,7 @@ pub(crate) const STEP: i64 = 7;
 /// The longest that a test waits for something that must happen.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(20);
 
-/// A door that has some other formats and its own texts.
+/// A frontend that has some other formats and its own texts.
 #[derive(Debug)]
 struct TestFrontend;
 

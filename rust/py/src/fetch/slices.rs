@@ -66,7 +66,7 @@ pub(crate) fn read_file(
     let options = FileOptions { threads, cancel: cancel.clone(), progress: received, ..FileOptions::default() };
     let report = run_reporting(py, &cancel, &reporter, move || {
         let container = Container::open(&path)?;
-        header.map_or(Ok(()), |header| container.expect(header))?;
+        header.map_or(Ok(()), |header| container.check_header_checksum(header))?;
         container.read(&slices, &options)
     })?;
     let figures = PyDict::new(py);

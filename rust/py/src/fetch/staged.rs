@@ -17,7 +17,7 @@ use crate::memory::{PyArena, fetch_wave};
 use crate::report::PyReport;
 use crate::runtime::{self, OnTick, Process};
 
-/// The waves of a receive, or of a read of a container at rest.
+/// The waves of a receive, or of a read of a container from a file or from memory.
 pub(crate) enum WavesOf {
     Remote(Box<StagedFetch>),
     Stored(Box<StoredWaves>),

@@ -1,4 +1,4 @@
-//! `Stored`: a container at rest, in a file or in memory that another process filled, fetched like a `Remote`.
+//! `Stored`: a container in a file, or in memory that another process filled, fetched like a `Remote`.
 
 use std::ops::Range;
 use std::path::PathBuf;
@@ -20,7 +20,7 @@ use crate::report::PyReport;
 use crate::rows::PyTable;
 use crate::runtime;
 
-/// A container at rest, whose header, manifest and pickle are here.
+/// A container in a file or in memory, whose header, manifest and pickle were read.
 #[pyclass(name = "Stored", module = "tensorferry._native", extends = PyEntries, frozen)]
 pub(crate) struct PyStored {
     pub(crate) stored: Arc<Stored>,
@@ -32,8 +32,8 @@ pub(crate) struct PyStored {
 }
 
 impl PyStored {
-    /// The object for an opened container, after checking its manifest and finding the tree in it.
-    fn with_tree(py: Python<'_>, stored: Stored, threads: Option<usize>, cancel: Cancel) -> PyResult<Py<Self>> {
+    /// The object for an opened container, after checking its manifest, if it has one.
+    fn new(py: Python<'_>, stored: Stored, threads: Option<usize>, cancel: Cancel) -> PyResult<Py<Self>> {
         let manifest = stored.reserved(container::MANIFEST_ENTRY);
         let tree = find_tree(manifest, stored.header()).map_err(|e| errors::to_py(py, &Error::protocol(e)))?;
         let entries = PyEntries::new(Arc::clone(stored.header()));
@@ -74,7 +74,7 @@ impl PyStored {
         let cancel = Cancel::new();
         let options = FileOptions { threads, cancel: cancel.clone(), ..FileOptions::default() };
         let stored = runtime::run(py, &cancel, None, move || Stored::open(&path, header, checksums, &options))?;
-        Self::with_tree(py, stored, threads, cancel)
+        Self::new(py, stored, threads, cancel)
     }
 
     /// A container of `rows` and then `control`, name and bytes of each, in memory that `owner` keeps. `digests` is the
@@ -100,7 +100,7 @@ impl PyStored {
         let digests = words.map(|(words, _)| words.iter().map(|word| u64::from_le_bytes(*word)).collect());
         let (rows, owner) = (&rows.get().0, Owner::new(owner));
         let stored = py.detach(move || Stored::over(rows.items(control), digests, Box::new(owner)));
-        Self::with_tree(py, stored.map_err(|e| errors::to_py(py, &e))?, threads, Cancel::new())
+        Self::new(py, stored.map_err(|e| errors::to_py(py, &e))?, threads, Cancel::new())
     }
 
     /// The manifest as JSON text, with `null` for its tree; `None` if the container has none.

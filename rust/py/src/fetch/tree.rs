@@ -16,7 +16,7 @@ use tensorferry_wire::json::Cursor;
 use tensorferry_wire::manifest::MAX_DEPTH;
 
 use crate::errors;
-use crate::memory::TURN;
+use crate::memory::YIELD_INTERVAL;
 
 /// Keys that stand in a tree again and again, as an optimizer's do, are short and few: those are made once.
 const SHARED_KEY: usize = 16;
@@ -115,7 +115,7 @@ impl<'py> Reader<'_, 'py> {
             self.leaves.get_item(place(self.cursor.unsigned()?))?
         };
         self.read += 1;
-        if self.read.is_multiple_of(TURN) {
+        if self.read.is_multiple_of(YIELD_INTERVAL) {
             self.py.detach(std::thread::yield_now);
         }
         Ok(match self.take {

@@ -9,7 +9,7 @@ use pyo3::types::{PyList, PyType};
 use tensorferry_core::{Arena, Hold};
 use tensorferry_wire::container::{Entry, Header};
 
-use super::TURN;
+use super::YIELD_INTERVAL;
 use super::buffers::expose;
 use super::exchange::Exchange;
 use crate::errors;
@@ -57,7 +57,7 @@ impl PyArena {
     /// Tensors over the plain entries, each with a storage of its own; `tensor` is torch's class.
     ///
     /// `None` stands for an entry that is not in the arena, is empty, or cannot be made without Python; the indices of
-    /// those entries are returned as well. Other threads of the interpreter get a turn after every `TURN` tensors.
+    /// those entries are returned as well. Other threads of the interpreter get a turn after every `YIELD_INTERVAL` tensors.
     fn tensors<'py>(&self, tensor: &Bound<'py, PyType>) -> PyResult<(Bound<'py, PyList>, Vec<usize>)> {
         let py = tensor.py();
         let exchange = Exchange::of(tensor);
@@ -71,7 +71,7 @@ impl PyArena {
                 missing.push(count);
             }
             made.append(value)?;
-            if count % TURN == TURN - 1 {
+            if count % YIELD_INTERVAL == YIELD_INTERVAL - 1 {
                 py.detach(std::thread::yield_now);
             }
         }

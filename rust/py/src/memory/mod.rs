@@ -39,7 +39,7 @@ use crate::fetch::staged::WavesOf;
 
 /// How many tensors are made or read before other threads of the interpreter have a turn: the training loop of a
 /// healthy peer is among them.
-pub(crate) const TURN: usize = 1024;
+pub(crate) const YIELD_INTERVAL: usize = 1024;
 
 /// Makes copies, `(from, to, nbytes)` each, with up to `threads` threads; other threads of the interpreter run
 /// meanwhile. The caller holds all memory, and the destinations are apart.

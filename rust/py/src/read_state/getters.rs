@@ -69,6 +69,7 @@ impl Torch {
         Ok(made)
     }
 
+    /// Whether the classes' attributes are still those that the getters were made for.
     fn is_current(&self, py: Python<'_>) -> bool {
         self.of_tensor.get(py).is_none_or(|getters| getters.are_current(py))
             && self.of_storage.get(py).is_none_or(|getters| getters.are_current(py))

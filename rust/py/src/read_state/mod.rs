@@ -5,13 +5,13 @@
 //! Python about everything else.
 //!
 //! `walk` writes the tree and numbers its leaves, `tensors` and `dtensors` read them by what `getters` and `specs` tell;
-//! those that are no rows are `views`, or objects, of which `objects` and `plain_objects` write the `pickle` and `pieces` the memory that
-//! they refer to.
+//! those that have no row of their own are `views`, or objects, of which `objects` and `plain_objects` write the `pickle`
+//! and `pieces` the memory that they refer to.
 //!
 //! Invariants:
 //!
 //! * an object is one leaf, however often it occurs in the state;
-//! * other threads get a turn after every `TURN` leaves.
+//! * other threads get a turn after every `YIELD_INTERVAL` leaves.
 
 mod dtensors;
 mod getters;
@@ -39,11 +39,11 @@ use self::tensors::Kind;
 use self::views::Views;
 use self::walk::{Walk, all_text, changed};
 use self::walked::Walked;
-use crate::memory::TURN;
+use crate::memory::YIELD_INTERVAL;
 use crate::rows::columns::{ByAddress, Span};
 use crate::rows::{PyTable, Rows};
 
-/// Which leaf of a state is which row, and what the leaves are that are no rows.
+/// Which leaf of a state is which row, and what the leaves are that have no row of their own.
 #[pyclass(name = "Rows", module = "tensorferry._native", frozen, extends = PyTable)]
 pub(crate) struct PyRows {
     pub(crate) rows: Arc<Rows>,
@@ -54,7 +54,7 @@ pub(crate) struct PyRows {
     dtensor: Option<Py<PyType>>,
     /// Address of a class to what its objects are.
     kinds: Mutex<ByAddress<(Py<PyType>, Kind)>>,
-    /// The leaves that are no rows, and their paths.
+    /// The leaves that have no row of their own, and their paths.
     objects: Py<PyList>,
     object_paths: Py<PyList>,
     views: Mutex<Views>,
@@ -86,7 +86,7 @@ impl PyRows {
     /// Runs `work`, without the interpreter if there are many rows. With a few it is over before another thread could make
     /// use of the interpreter, which this one would then have to wait for.
     fn detached<T: Send>(&self, py: Python<'_>, work: impl FnOnce() -> T + Send) -> T {
-        let is_long = self.rows.columns().ends.len() + self.views().all.len() >= TURN;
+        let is_long = self.rows.columns().ends.len() + self.views().all.len() >= YIELD_INTERVAL;
         if is_long { py.detach(work) } else { work() }
     }
 }
@@ -135,7 +135,7 @@ impl PyRows {
         })
     }
 
-    /// The leaves described here that are no rows, of which some elements may share memory with others.
+    /// The leaves described here without a row of their own, of which some elements may share memory with others.
     fn self_overlapping(&self, py: Python<'_>) -> Vec<i64> {
         self.detached(py, || self.views().self_overlapping())
     }
@@ -221,7 +221,7 @@ impl PyRows {
         self.unread().clone()
     }
 
-    /// The leaves that are no rows.
+    /// The leaves that have no row of their own.
     #[getter]
     fn objects(&self, py: Python<'_>) -> Py<PyList> {
         self.objects.clone_ref(py)

@@ -122,7 +122,7 @@ impl Pickle {
         }
     }
 
-    pub(crate) fn truth(&mut self, value: bool) {
+    pub(crate) fn boolean(&mut self, value: bool) {
         self.bytes.push(if value { TRUE } else { FALSE });
     }
 
@@ -149,9 +149,9 @@ impl Pickle {
         self.bytes.extend(value.to_be_bytes());
     }
 
-    /// Writes text, which a reader makes anew each time.
+    /// Writes text. A reader makes a new string of it each time.
     pub(crate) fn text(&mut self, value: &str) {
-        self.counted([0x8c, b'X', 0x8d], value.as_bytes());
+        self.length_prefixed([0x8c, b'X', 0x8d], value.as_bytes());
     }
 
     /// Writes text that occurs again and again; a reader makes it once.
@@ -165,11 +165,11 @@ impl Pickle {
     }
 
     pub(crate) fn binary(&mut self, value: &[u8]) {
-        self.counted([b'C', b'B', 0x8e], value);
+        self.length_prefixed([b'C', b'B', 0x8e], value);
     }
 
-    /// Writes bytes behind their number, which takes one, four or eight bytes, each with an opcode of its own.
-    fn counted(&mut self, opcodes: [u8; 3], value: &[u8]) {
+    /// Writes an opcode, the length of `value`, and `value`. `opcodes` are those for a length of one, four and eight bytes.
+    fn length_prefixed(&mut self, opcodes: [u8; 3], value: &[u8]) {
         let length = value.len();
         if let Ok(short) = u8::try_from(length) {
             self.bytes.extend([opcodes[0], short]);
@@ -196,12 +196,12 @@ impl Pickle {
     }
 
     /// Puts in what the interpreter's pickler wrote for one object. It is always the same pickler, which remembers what
-    /// it memoized. `None` for an opcode that is not known here; what was written then is of no use.
+    /// it memoized. `None` for an opcode that is not known here: the pickle is then incomplete and must be dropped.
     pub(crate) fn splice(&mut self, pickle: &[u8]) -> Option<()> {
         let mut rest = pickle;
         loop {
             let (&opcode, after) = rest.split_first()?;
-            let length = argument(opcode, after)?;
+            let length = argument_len(opcode, after)?;
             let (arguments, following) = after.split_at_checked(length)?;
             match opcode {
                 // Protocol and frames are those of the whole.
@@ -222,8 +222,9 @@ impl Pickle {
         }
     }
 
-    /// What the interpreter's pickler refers to when it writes an object that it has written before.
-    pub(crate) fn spliced_again(&self, pickle: &[u8]) -> Option<u32> {
+    /// The number under which a reader of this pickle has memoized the object that `pickle` refers to. `None` if `pickle`,
+    /// which the interpreter's pickler wrote for an object that it had written before, is more than a reference.
+    pub(crate) fn referenced_by(&self, pickle: &[u8]) -> Option<u32> {
         let start = pickle.iter().position(|&byte| byte == BINGET || byte == LONG_BINGET)?;
         let number = match pickle.get(start..)? {
             [BINGET, number, STOP] => usize::from(*number),
@@ -245,9 +246,9 @@ pub(crate) fn tuple_of(count: usize) -> u8 {
     }
 }
 
-/// How many bytes the argument of an opcode has, whose first is the first of `after`.
-fn argument(opcode: u8, after: &[u8]) -> Option<usize> {
-    let counted = |width: usize| {
+/// How many bytes the argument of an opcode has; `after` are the bytes behind the opcode.
+fn argument_len(opcode: u8, after: &[u8]) -> Option<usize> {
+    let length_prefixed = |width: usize| {
         let mut bytes = [0; 8];
         bytes[..width].copy_from_slice(after.get(..width)?);
         usize::try_from(u64::from_le_bytes(bytes)).ok()?.checked_add(width)
@@ -280,9 +281,9 @@ fn argument(opcode: u8, after: &[u8]) -> Option<usize> {
         b'M' => Some(2),
         b'J' | b'j' => Some(4),
         b'G' | FRAME => Some(8),
-        b'C' | 0x8a | 0x8c => counted(1),
-        b'B' | b'X' | 0x8b => counted(4),
-        0x8d | 0x8e => counted(8),
+        b'C' | 0x8a | 0x8c => length_prefixed(1),
+        b'B' | b'X' | 0x8b => length_prefixed(4),
+        0x8d | 0x8e => length_prefixed(8),
         _ => None,
     }
 }

@@ -61,7 +61,7 @@ pub(crate) fn add_pieces<'py>(rows: &Bound<'py, PyRows>) -> PyResult<(Bound<'py,
         let (object, address, nbytes, is_on_host) = {
             let store = &mut table.views().stores[place];
             let object = store.object.bind(py).clone();
-            store.covered(&mut runs);
+            store.collect_runs(&mut runs);
             (object, store.address, store.nbytes, store.is_on_host)
         };
         text.push_str(if number > 0 { ",[" } else { "[" });
@@ -99,7 +99,7 @@ pub(crate) fn add_pieces<'py>(rows: &Bound<'py, PyRows>) -> PyResult<(Bound<'py,
             }
         }
         text.push_str("]]");
-        table.rows.turn(py);
+        table.rows.count_and_yield(py);
     }
     text.push(']');
     Ok((PyBytes::new(py, text.as_bytes()), elsewhere))

@@ -51,19 +51,19 @@ pub(crate) fn pickle_plain<'py>(
         if writer.class.is_some() {
             first.get_or_insert(number);
         }
-        table.rows.turn(py);
+        table.rows.count_and_yield(py);
     }
     Ok(Some((PyBytes::new(py, &writer.pickle.end()), first)))
 }
 
-/// Writes `value` if it is a number, text or `None`; returns whether it is.
-pub(super) fn is_written(pickle: &mut Pickle, value: &Bound<'_, PyAny>) -> bool {
+/// Writes `value` if it is a number, text or `None`; returns whether it was written.
+pub(super) fn write_if_plain(pickle: &mut Pickle, value: &Bound<'_, PyAny>) -> bool {
     if value.is_none() {
         pickle.op(pickle::NONE);
     } else if let Ok(value) = value.cast_exact::<PyFloat>() {
         pickle.float(value.value());
     } else if let Ok(value) = value.cast_exact::<PyBool>() {
-        pickle.truth(value.is_true());
+        pickle.boolean(value.is_true());
     } else if let Some(value) = value.cast_exact::<PyInt>().ok().and_then(|value| value.extract().ok()) {
         pickle.integer(value);
     } else if let Some(value) = value.cast_exact::<PyString>().ok().and_then(|value| value.to_str().ok()) {
@@ -74,7 +74,7 @@ pub(super) fn is_written(pickle: &mut Pickle, value: &Bound<'_, PyAny>) -> bool 
     true
 }
 
-/// Writes one object after the other. What a method has written that returns false is of no use.
+/// Writes one object after the other. After a method has returned false the pickle is incomplete and must be dropped.
 struct PlainWriter<'a, 'py> {
     rows: &'a PyRows,
     ordered: Option<&'a Bound<'py, PyType>>,
@@ -90,7 +90,7 @@ struct PlainWriter<'a, 'py> {
 impl<'py> PlainWriter<'_, 'py> {
     /// Writes a value at this depth, or refers to it if it was written before; returns whether it could be written.
     fn value(&mut self, value: &Bound<'py, PyAny>, depth: usize) -> PyResult<bool> {
-        if is_written(&mut self.pickle, value) {
+        if write_if_plain(&mut self.pickle, value) {
             return Ok(true);
         }
         if let Some(&number) = self.known.get(&(value.as_ptr() as usize)) {
@@ -164,7 +164,7 @@ impl<'py> PlainWriter<'_, 'py> {
                 return Ok(false);
             }
             count += 1;
-            self.rows.rows.turn(key.py());
+            self.rows.rows.count_and_yield(key.py());
         }
         self.end(count, pickle::SETITEMS);
         Ok(true)
@@ -194,7 +194,7 @@ impl<'py> PlainWriter<'_, 'py> {
                 return Ok(false);
             }
             count += 1;
-            self.rows.rows.turn(list.py());
+            self.rows.rows.count_and_yield(list.py());
         }
         self.end(count, pickle::APPENDS);
         Ok(true)
@@ -209,7 +209,7 @@ impl<'py> PlainWriter<'_, 'py> {
             if !self.value(&value, depth)? {
                 return Ok(false);
             }
-            self.rows.rows.turn(tuple.py());
+            self.rows.rows.count_and_yield(tuple.py());
         }
         self.pickle.op(pickle::tuple_of(tuple.len()));
         // A tuple may have a list that has the tuple.

@@ -144,7 +144,7 @@ impl PyRows {
         Ok(-i64::try_from(objects.len())?)
     }
 
-    /// Adds a leaf that is no row and that `view` describes; returns its number.
+    /// Adds a leaf that has no row of its own and that `view` describes; returns its number.
     fn add_view(&self, value: &Bound<'_, PyAny>, path: [&str; 2], mut view: View) -> PyResult<i64> {
         let number = self.add_object(value, path)?;
         view.leaf = number;

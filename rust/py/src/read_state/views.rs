@@ -1,5 +1,5 @@
-//! The tensors of a state that are no rows, but lie in host memory and are described completely by dtype, shape, strides
-//! and storage: views, tensors over a part of a storage, the local parts of `DTensor`s.
+//! The tensors of a state that have no row of their own, but lie in host memory and are described completely by dtype,
+//! shape, strides and storage: views, tensors over a part of a storage, the local parts of `DTensor`s.
 //!
 //! Their storages are sent as far as some tensor reaches, so `Stores` notes what is reached while the objects are
 //! pickled.
@@ -115,8 +115,8 @@ impl Views {
     pub(crate) fn restart(&mut self) {
         for store in self.numbered.drain(..) {
             self.stores[store].number = None;
-            self.stores[store].reached = None;
-            self.stores[store].reached_too.clear();
+            self.stores[store].first_reached = None;
+            self.stores[store].more_reached.clear();
         }
     }
 

@@ -41,7 +41,7 @@ impl PyRows {
                 text.push('-');
             }
             write_number(text, number.unsigned_abs());
-            self.rows.turn(value.py());
+            self.rows.count_and_yield(value.py());
             return Ok(());
         }
         let path = path.concat();

@@ -88,7 +88,8 @@ pub(crate) struct Row<'a> {
 }
 
 impl Columns {
-    /// Adds a row, whose name comes in two parts; returns its number.
+    /// Adds a row, whose name comes in two parts, and notes whether an earlier one begins at the same address; returns its
+    /// number.
     ///
     /// # Errors
     /// `OverflowError` for more than 255 dimensions.

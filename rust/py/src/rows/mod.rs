@@ -174,7 +174,7 @@ impl PyTable {
         let owners = self.0.owners.bind(py);
         for (row, _) in there {
             owners.set_item(row, buffer)?;
-            self.0.turn(py);
+            self.0.count_and_yield(py);
         }
         Ok(())
     }

@@ -10,7 +10,7 @@ use tensorferry_core::Item;
 use tensorferry_wire::dtype::Dtype;
 
 use super::columns::{Columns, Row};
-use crate::memory::{TURN, borrowed};
+use crate::memory::{YIELD_INTERVAL, borrowed};
 
 /// One row for each tensor. No tensor is asked anything here.
 pub(crate) struct Rows {
@@ -19,7 +19,7 @@ pub(crate) struct Rows {
     /// Keeps the memory of each row alive: a tensor's storage, since a tensor can be given another one at any time.
     pub(crate) owners: Py<PyList>,
     pub(super) columns: Mutex<Columns>,
-    /// Leaves since the last turn of other threads.
+    /// Leaves since other threads were last let run.
     pub(super) leaves: AtomicUsize,
 }
 
@@ -84,16 +84,16 @@ impl Rows {
     /// Runs `work`, without the interpreter if there are many rows. With a few it is over before another thread could make
     /// use of the interpreter, which this one would then have to wait for.
     pub(crate) fn detached<T: Send>(&self, py: Python<'_>, work: impl FnOnce() -> T + Send) -> T {
-        let is_long = self.columns().ends.len() >= TURN;
+        let is_long = self.columns().ends.len() >= YIELD_INTERVAL;
         if is_long { py.detach(work) } else { work() }
     }
 
-    /// Counts a leaf, and lets other threads of the interpreter run after every `TURN` of them.
-    pub(crate) fn turn(&self, py: Python<'_>) {
+    /// Counts a leaf, and lets other threads of the interpreter run after every `YIELD_INTERVAL` of them.
+    pub(crate) fn count_and_yield(&self, py: Python<'_>) {
         // The interpreter is held, so no other thread counts at the same time.
         let leaves = self.leaves.load(Ordering::Relaxed) + 1;
-        self.leaves.store(leaves % TURN, Ordering::Relaxed);
-        if leaves >= TURN {
+        self.leaves.store(leaves % YIELD_INTERVAL, Ordering::Relaxed);
+        if leaves >= YIELD_INTERVAL {
             py.detach(std::thread::yield_now);
         }
     }

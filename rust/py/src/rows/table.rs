@@ -28,7 +28,7 @@ pub(crate) fn encode(columns: &Columns, places: &[Place]) -> Result<Vec<u8>, Str
     put(&mut table, &columns.sizes);
     let mut offsets = Vec::with_capacity(rows);
     for (row, (&address, &size)) in columns.addresses.iter().zip(&columns.sizes).enumerate() {
-        let (buffer, offset) = if size == 0 { Some((0, 0)) } else { find(places, address, size) }
+        let (buffer, offset) = if size == 0 { Some((0, 0)) } else { place_of(places, address, size) }
             .ok_or_else(|| format!("row {row} does not lie in shared memory"))?;
         table.extend_from_slice(&buffer.to_le_bytes());
         offsets.push(offset);
@@ -43,7 +43,8 @@ fn put(table: &mut Vec<u8>, numbers: &[usize]) {
     table.extend(numbers.iter().flat_map(|&number| (number as u64).to_le_bytes()));
 }
 
-fn find(places: &[Place], address: usize, size: usize) -> Option<(u32, usize)> {
+/// The buffer in which all `size` bytes from `address` lie, and where in it they begin.
+fn place_of(places: &[Place], address: usize, size: usize) -> Option<(u32, usize)> {
     let inside = |&(start, len): &Place| address.checked_sub(start).is_some_and(|at| at <= len && size <= len - at);
     let found = places.iter().position(inside)?;
     Some((u32::try_from(found).ok()?, address - places[found].0))

@@ -1,4 +1,4 @@
-//! The formats that the doors of the Python package serve besides the container, and the texts of their refusals.
+//! The formats that the Python package's integrations serve besides the container, and the texts of their refusals.
 //!
 //! The engine knows one resource for other formats and nothing of their names. They are listed here: the bodies that
 //! torchft 0.2.0 asks for, and the files of a distributed checkpoint. Which of them a publication has is decided by the

@@ -53,7 +53,7 @@ impl PyServer {
     /// them; 0 is any), and starts to serve; the gate is closed. On one of `metrics_ports` counters alone are served, to
     /// everybody. `patience` seconds is how long a request waits for the gate, `max_bandwidth` the limit in bytes per
     /// second. `tls` encrypts, with `certificate` or else with one of its own. With `swarm`, receivers are told of one
-    /// another, so that they bring each other what is published. `rails` are the addresses that receivers may use besides
+    /// another, so that they send each other what is published. `rails` are the addresses that receivers may use besides
     /// the one in the URL, each with the speed of its link in Mbit/s, 0 if not known; `card` is the one by which they
     /// begin, and `seat` says that it is used; `zone` names the zone in which this process runs.
     ///

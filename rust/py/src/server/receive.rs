@@ -38,7 +38,7 @@ impl Drop for PyReceive {
 
 #[pymethods]
 impl PyReceive {
-    /// The source has answered: from now on it is known how much there is, and how much of it is here.
+    /// Records that the source has answered: from now on it is known how much there is, and how much has arrived.
     fn opened(&self, remote: &PyRemote) {
         let (received, total) = remote.progress();
         if let Some(inner) = self.inner()
@@ -48,8 +48,8 @@ impl PyReceive {
         }
     }
 
-    /// The receive is over after `took` seconds in all, with `report` as `Remote.fetch` gives it, or with an error of
-    /// the class `failed`, which counters show as `counted_as`. Only the first call counts.
+    /// Records that the receive has ended after `took` seconds in all: with `report`, as `Remote.fetch` returns it, or
+    /// without one with an error of the class `failed`, which counters show as `counted_as`. Further calls do nothing.
     #[pyo3(signature = (took, report = None, failed = "", counted_as = "other"))]
     fn end(
         &self,

@@ -161,7 +161,8 @@ impl Algorithm {
         }
     }
 
-    fn number(&self) -> u32 {
+    /// The number that names the algorithm in a table of digests.
+    fn wire_number(&self) -> u32 {
         match self {
             Self::Crc64 => CRC64,
             Self::Keyed(_) => KEYED,

@@ -107,7 +107,7 @@ impl<const N: usize> TableLayout<N> {
         let count = blocks.len();
         let mut out = Vec::with_capacity(HEAD + N * count + 8);
         out.extend_from_slice(self.magic);
-        out.extend_from_slice(&algorithm.number().to_le_bytes());
+        out.extend_from_slice(&algorithm.wire_number().to_le_bytes());
         out.extend_from_slice(&((block_size & 0xFFFF_FFFF) as u32).to_le_bytes());
         for word in [payload_len, header, count as u64] {
             out.extend_from_slice(&word.to_le_bytes());
@@ -141,7 +141,7 @@ impl<const N: usize> TableLayout<N> {
         };
         let (kind, payload_len, header, count) = (word(8)?, word(16)?, word(24)?, word(32)?);
         let (algorithm, found) = split(kind);
-        if algorithm != wanted.number() {
+        if algorithm != wanted.wire_number() {
             return Err(DigestError::Algorithm(algorithm));
         }
         if u64::from(found) != block_size || !BLOCK_SIZES.contains(&block_size) {
@@ -203,6 +203,7 @@ impl TableHead {
     }
 }
 
+/// The words of a table's head, the lowest byte first.
 fn words(bytes: &[u8; HEAD]) -> [u64; 5] {
     let mut words = [0; 5];
     for (word, bytes) in words.iter_mut().zip(bytes.as_chunks().0) {

@@ -200,6 +200,7 @@ impl<'a> Cursor<'a> {
         char::from_u32(scalar).map_or_else(|| self.fail("the first half of a surrogate pair"), Ok)
     }
 
+    /// Reads the four hexadecimal digits of an escape `\u`.
     fn hex4(&mut self) -> Result<u32> {
         let mut unit = 0;
         for _ in 0..4 {
@@ -234,6 +235,7 @@ impl<'a> Cursor<'a> {
         Ok(&self.text[start..self.at])
     }
 
+    /// Passes over one digit or more.
     fn digits(&mut self) -> Result<()> {
         let rest = &self.text.as_bytes()[self.at..];
         match rest.iter().position(|b| !b.is_ascii_digit()).unwrap_or(rest.len()) {

@@ -17,6 +17,7 @@ impl Validator<'_> {
         }
     }
 
+    /// Reads a leaf: `n` is the plain leaf `n`, and `-n - 1` the object `n`.
     fn leaf(&mut self) -> Result<(), ManifestError> {
         if self.cursor.eat(b'-') {
             let negative = self.cursor.adjacent_unsigned()?;
@@ -30,6 +31,7 @@ impl Validator<'_> {
         Ok(())
     }
 
+    /// Reads the number of an object that is no leaf: a class, or attributes.
     fn object(&mut self) -> Result<(), ManifestError> {
         let object = self.cursor.unsigned()?;
         self.saw_object(object);
@@ -45,6 +47,7 @@ impl Validator<'_> {
         depth.checked_sub(1).ok_or(ManifestError::TooDeep { at: self.cursor.at() })
     }
 
+    /// Reads a JSON object of nodes, whose keys must differ.
     fn dict(&mut self, depth: usize) -> Result<(), ManifestError> {
         let depth = self.deeper(depth)?;
         self.cursor.expect(b'{', "an object")?;
@@ -62,6 +65,7 @@ impl Validator<'_> {
         }
     }
 
+    /// Reads an array whose first element is a letter that says what the node is.
     fn tagged(&mut self, depth: usize) -> Result<(), ManifestError> {
         let depth = self.deeper(depth)?;
         self.cursor.expect(b'[', "an array")?;
@@ -107,6 +111,7 @@ impl Validator<'_> {
         Ok(())
     }
 
+    /// Reads an array of pairs of a key and a node; the keys must differ, also as Python compares them.
     fn pairs(&mut self, depth: usize) -> Result<(), ManifestError> {
         let depth = self.deeper(depth)?;
         self.cursor.expect(b'[', "an array of pairs")?;

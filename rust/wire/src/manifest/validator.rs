@@ -67,6 +67,7 @@ impl<'a> Validator<'a> {
         }
     }
 
+    /// Reads the storages: the size of each, and the entries that hold its pieces.
     fn storages(&mut self) -> Result<Vec<Storage>, ManifestError> {
         let mut storages = Vec::new();
         let mut first = true;
@@ -98,6 +99,7 @@ impl<'a> Validator<'a> {
         self.header.entries().get(entry).is_some_and(|e| e.name != MANIFEST_ENTRY && e.name != PICKLE_ENTRY)
     }
 
+    /// Checks the fields against one another and against the header; returns the manifest.
     pub(super) fn check(&self, fields: Fields<'_>) -> Result<Manifest, ManifestError> {
         let missing = |field| ManifestError::MissingField { field };
         let version = fields.version.ok_or_else(|| missing("version"))?;

@@ -115,6 +115,7 @@ fn split_blocks(query: &str) -> Option<(&str, u64)> {
     Some((blocks.strip_prefix("blocks=")?, block_size))
 }
 
+/// Reads a run of blocks `[first, end)`, written `first-end`.
 fn parse_run(run: &str) -> Option<(u64, u64)> {
     let (first, end) = run.split_once('-')?;
     let (first, end) = (position(first)?, position(end)?);

@@ -131,7 +131,7 @@ impl Connection {
         if reader.left() == 0 || n as u64 == remaining {
             reader.next();
             *announced -= 1;
-            (&*self.stream).write_all(&[1]).map_err(|e| self.broken(&e))?;
+            (&*self.stream).write_all(&[1]).map_err(|e| self.io_error(&e))?;
         }
         Ok(n)
     }

@@ -132,7 +132,7 @@ impl Connection {
                 let waited = self.limits.stall.as_secs_f64();
                 Error::new(ErrorKind::Timeout, format!("timed out: no TLS handshake with {peer} within {waited:.3} s"))
             }
-            None => self.broken(e),
+            None => self.io_error(e),
         }
     }
 }

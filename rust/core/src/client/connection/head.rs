@@ -78,7 +78,7 @@ impl ParsedHead {
                 if response.code.is_some_and(|code| (100..200).contains(&code)) {
                     return Ok(Self::Interim(length));
                 }
-                Ok(Self::Complete(Head::of(&response)?, length))
+                Ok(Self::Complete(Head::from_response(&response)?, length))
             }
             Ok(httparse::Status::Partial) => Ok(Self::Partial),
             Err(_) if bytes.starts_with(TLS_ALERT) => Err("it speaks TLS, and its URL does not say so".into()),
@@ -98,7 +98,10 @@ impl Head {
         }
     }
 
-    fn of(response: &httparse::Response<'_, '_>) -> Result<Self, &'static str> {
+    /// Reads the headers of this protocol. A `Content-Length` that is no number or contradicts another one is an error, and
+    /// so is any `Transfer-Encoding`. All other headers that are malformed count as absent or empty; of several with one
+    /// name, the last counts.
+    fn from_response(response: &httparse::Response<'_, '_>) -> Result<Self, &'static str> {
         let mut head = Self {
             status: response.code.unwrap_or(0),
             reason: response.reason.unwrap_or("").to_owned(),

@@ -80,6 +80,7 @@ pub(crate) struct Connection {
 const MAX_SAID: usize = 2000;
 
 impl Connection {
+    /// A connection over `stream`, on which nothing was sent yet. What cancels `limits` ends it.
     pub(super) fn over(stream: Arc<CloseOnFork<Socket>>, url: &Arc<SourceUrl>, limits: &Limits) -> Self {
         limits.cancel.watch(&stream);
         Self {
@@ -170,6 +171,7 @@ impl Connection {
         self.send(path, None, if_match)
     }
 
+    /// Sends a GET; over a new connection where the last answer has ended this one.
     fn send(&mut self, path: &str, range: Option<(u64, u64)>, if_match: Option<&str>) -> Result<(), Error> {
         use std::fmt::Write as _;
         if !self.is_reusable() {
@@ -206,7 +208,7 @@ impl Connection {
             None => (&*self.stream).write_all(request.as_bytes()),
             Some(tls) => tls.write_all(&self.stream, &self.limits, &mut self.timeout, request.as_bytes()),
         };
-        sent.map_err(|e| self.broken(&e))
+        sent.map_err(|e| self.io_error(&e))
     }
 
     /// Receives and parses the head of an answer, interim answers before it included; keeps what came behind it.
@@ -303,7 +305,7 @@ impl Connection {
     fn receive(&mut self, parts: &mut [IoSliceMut<'_>]) -> Result<usize, Error> {
         let got = self.receive_anything(parts)?;
         if self.stall_detector.is_stuck(got, self.limits.stall) {
-            return Err(self.broken(&io::ErrorKind::TimedOut.into()));
+            return Err(self.io_error(&io::ErrorKind::TimedOut.into()));
         }
         Ok(got)
     }
@@ -326,7 +328,7 @@ impl Connection {
             }
             Ok(n) => Ok(Some(n)),
             Err(e) if e.kind() == io::ErrorKind::Interrupted => Ok(Some(0)),
-            Err(e) => Err(self.broken(&e)),
+            Err(e) => Err(self.io_error(&e)),
         }
     }
 
@@ -349,7 +351,8 @@ impl Connection {
         Ok(())
     }
 
-    fn broken(&self, e: &io::Error) -> Error {
+    /// What an error of the socket means: the deadline or a time-out, or else that the connection broke.
+    fn io_error(&self, e: &io::Error) -> Error {
         let peer = self.url.authority();
         if let Err(over) = self.limits.left() {
             return over.waiting_for(|| format!("{peer} {}", self.state()));

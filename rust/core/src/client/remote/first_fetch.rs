@@ -32,27 +32,33 @@ pub(crate) struct FirstFetch {
 }
 
 impl FirstFetch {
-    /// Asks the source at the other end for the first `ahead` bytes: the whole of a small container, the header of most
-    /// others; without a `step`, of the one that it serves. Of header and control entries, `most` bytes are taken. Its
-    /// first answer may take `patience` to begin. `begun` is the entity tag of the snapshot that it began
-    /// to send before, and of none other is anything taken then; it is set as soon as the source has named one.
-    /// `passes` is what earlier attempts have shown.
+    /// Fetches the header and the first part of the payload, in which the control entries are, and verifies both with the
+    /// source's digests.
+    ///
+    /// * `step`: of which step; without one, of that which the source serves.
+    /// * `ahead`: how many bytes the first request asks for: the whole of a small container, the header of most others.
+    /// * `max_control_bytes`: how many bytes header and control entries may have together.
+    /// * `first_answer_timeout`: how long the source may take to begin its first answer.
+    /// * `known_etag`: the entity tag of the snapshot that an earlier attempt began to fetch: no other one is accepted. It
+    ///   is set as soon as the source has named one.
+    /// * `passes`: the comparisons of earlier attempts; one that finds a difference is added.
     pub(crate) fn read(
         mut connection: Connection,
         step: Option<i64>,
-        (ahead, most): (u64, u64),
+        (ahead, max_control_bytes): (u64, u64),
         limits: &Limits,
-        patience: Duration,
-        begun: &mut Option<String>,
+        first_answer_timeout: Duration,
+        known_etag: &mut Option<String>,
         passes: &mut Passes,
     ) -> Result<Self, Error> {
         let step = match step {
             Some(step) => step,
-            None => served_step(&mut connection, limits.left()?.min(patience))?,
+            None => served_step(&mut connection, limits.left()?.min(first_answer_timeout))?,
         };
         let path = format!("{step}.safetensors");
         let ahead = ahead.max(64);
-        let head = connection.get(&path, Some((0, ahead)), begun.as_deref(), Some(limits.left()?.min(patience)))?;
+        let patience = limits.left()?.min(first_answer_timeout);
+        let head = connection.get(&path, Some((0, ahead)), known_etag.as_deref(), Some(patience))?;
         if head.status != 206 {
             return Err(refused(&mut connection, &head));
         }
@@ -63,7 +69,7 @@ impl FirstFetch {
         };
         let offers = head.offers();
         let etag = head.etag.clone().ok_or_else(|| protocol("the source's answer has no ETag"))?;
-        *begun = Some(etag.clone());
+        *known_etag = Some(etag.clone());
         let mut bytes = connection.body(&head, ahead)?;
         let algorithm = secret::algorithm(connection.url().secret());
         // `bytes` are those of the container from `first` on, and shall be until `end`.
@@ -84,8 +90,12 @@ impl FirstFetch {
             return Err(protocol("the header is longer than the container"));
         }
         let fits = |described: u64| {
-            let text = || format!("header and control entries of the source have {described} bytes; {most} are taken");
-            if described > most { Err(protocol(&text())) } else { Ok(()) }
+            if described <= max_control_bytes {
+                return Ok(());
+            }
+            Err(protocol(&format!(
+                "header and control entries of the source have {described} bytes; at most {max_control_bytes} are accepted"
+            )))
         };
         fits(payload_start)?;
         extend(&mut bytes, 0, payload_start)?;

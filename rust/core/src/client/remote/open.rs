@@ -298,10 +298,11 @@ fn reason(e: &Error) -> String {
 /// Why the source at `url` keeps a request waiting, read from its counters: they need no proof and no checkpoint.
 fn why(url: &Arc<SourceUrl>, limits: &Limits, patience: Duration) -> String {
     let limits = limits.at_most((patience / 4).clamp(Duration::from_millis(50), WHY_PATIENCE));
-    counters(url, &limits).unwrap_or_else(|| "it accepts connections and answers nothing".to_owned())
+    state_of_source(url, &limits).unwrap_or_else(|| "it accepts connections and answers nothing".to_owned())
 }
 
-fn counters(url: &Arc<SourceUrl>, limits: &Limits) -> Option<String> {
+/// What the source's counters say of it: never published, withdrawn, or serving; `None` if they cannot be read.
+fn state_of_source(url: &Arc<SourceUrl>, limits: &Limits) -> Option<String> {
     let path = format!("{}metrics", url.prefix().strip_suffix("checkpoint/")?);
     let mut connection = Connection::open(url, limits).ok()?;
     let head = connection.get(&path, None, None, None).ok()?;

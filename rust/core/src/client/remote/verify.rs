@@ -2,7 +2,7 @@
 //!
 //! A block that does not match is fetched again. [`Passes`] tells two causes apart: if the source's own digests stay
 //! the same, bytes are damaged on their way, and a few attempts must do; if they change, the source changes its state
-//! while it serves it, and gets more attempts, since it may come to rest.
+//! while it serves it, and gets more attempts, since it may stop changing it.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -23,7 +23,7 @@ use crate::report::Report;
 
 /// How often a block that does not match its checksum is fetched again before the transfer fails.
 const CORRUPT_RETRIES: u32 = 3;
-/// The same where the source's own checksums change from one pass to the next: such a source may come to rest.
+/// The same where the source's own checksums change from one pass to the next: such a source may stop changing its state.
 const CHANGE_RETRIES: u32 = 8;
 /// As many bytes, or twice those of the receive, are fetched again from such a source at most.
 const CHANGE_BYTES: u64 = 1 << 30;

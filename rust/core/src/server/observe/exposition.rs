@@ -54,7 +54,7 @@ pub(in crate::server) fn render(figures: &Figures) -> String {
     page.row("bodies_total", "end=\"cut\"", bodies.cut);
     let seconds = bodies.time.as_secs_f64();
     page.one("sending_seconds_total", "counter", "Time those bodies took, added up.", seconds);
-    page.one("swarm_members", "gauge", "Receivers that bring each other what is served.", figures.members.len());
+    page.one("swarm_members", "gauge", "Receivers that send each other what is served.", figures.members.len());
     page.one("relayed_bytes_total", "counter", "The part of the sent bytes that was being received.", figures.relayed);
     receives(&mut page, &figures.receives);
     if let Some((_, program)) = &figures.program {
@@ -176,6 +176,7 @@ impl Exposition {
         let _ = writeln!(self.0, "tensorferry_{name} {value}");
     }
 
+    /// A row for each phase of a receive, in seconds.
     fn phases(&mut self, name: &str, phases: Phases) {
         for (phase, time) in [("open", phases.open), ("fetch", phases.fetch), ("build", phases.build)] {
             self.row(name, &format!("phase=\"{phase}\""), time.as_secs_f64());

@@ -40,7 +40,7 @@ pub(in crate::server) struct Figures {
     pub(in crate::server) receives: ReceiveFigures,
     /// Bytes that were served on while this process received them.
     pub(in crate::server) relayed: u64,
-    /// The receivers that bring each other what is served, and how long ago each of them asked.
+    /// The receivers that send each other what is served, and how long ago each of them asked.
     pub(in crate::server) members: Vec<(SocketAddr, Duration)>,
     /// What the program around the server says of itself, and how long ago it did.
     pub(in crate::server) program: Option<(Duration, Arc<ProgramFigures>)>,

@@ -115,6 +115,7 @@ impl Metrics {
         refusals.truncate(REMEMBERED);
     }
 
+    /// Counts a body that was sent whole, or was cut, after so much time.
     fn note_body(&self, complete: bool, time: Duration) {
         let bodies = &mut self.tallies().bodies;
         *(if complete { &mut bodies.complete } else { &mut bodies.cut }) += 1;

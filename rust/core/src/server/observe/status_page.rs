@@ -125,7 +125,7 @@ fn sending(page: &mut String, figures: &Figures) {
         let _ = writeln!(page, "<p class=\"dim\">{} of it was being received here</p>", Size(figures.relayed as f64));
     }
     if !figures.members.is_empty() {
-        page.push_str("<h2>Receivers that bring each other what is served</h2>\n");
+        page.push_str("<h2>Receivers that send each other what is served</h2>\n");
         table(page, "swarm", &["at", "#last asked"], "", &figures.members, |row, (at, ago)| {
             row.cell(at);
             row.number(format_args!("{} ago", Time(*ago)));

@@ -68,7 +68,7 @@ impl<'py> ObjectWriter<'_, 'py> {
             return Ok(None);
         }
         let pickle = &mut self.pickle;
-        pickle.truth(false);
+        pickle.boolean(false);
         pickle.binary(bytes.as_bytes());
         pickle.op(pickle::TUPLE);
         pickle.op(pickle::BUILD);

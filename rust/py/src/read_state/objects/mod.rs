@@ -1,4 +1,4 @@
-//! The pickle of the leaves of a state that are no rows.
+//! The pickle of the leaves of a state that have no row of their own.
 //!
 //! Numbers, text, views, `DTensor`s and arrays are written here. Everything else the interpreter's pickler writes, one
 //! object at a time, and its opcodes are put between ours ([`crate::read_state::pickle`]).
@@ -11,16 +11,16 @@ use pyo3::types::PyBytes;
 
 use super::PyRows;
 use super::pickle::{self, Pickle};
-use super::plain_objects::is_written;
+use super::plain_objects::write_if_plain;
 use crate::rows::columns::ByAddress;
 
-/// The pickle of all objects of `rows`, `None` if one refers to another one in a way that only a pickler of all of them
-/// can say.
+/// Pickles as one list all leaves that have no row of their own: numbers and text, views of tensors, `DTensor`s and numpy's
+/// arrays, and by `foreign` everything else. `None` if Python's pickler has to write all of them together, because one
+/// refers to another one in a way that only a single pickler can express.
 ///
-/// `foreign(value, number)` returns the interpreter's pickle of an object, the same pickler's each time, and `None` if
-/// there is none. `functions` are
-/// those that rebuild a tensor, a parameter and a `DTensor`, and the class of a tensor's hooks; `numpy` is, where it was
-/// imported, the class of its arrays, that of its scalars, and the functions that rebuild both.
+/// `foreign(value, number)` returns Python's pickle of an object, made by the same pickler each time, and `None` if there is
+/// none. `functions` are those that rebuild a tensor, a parameter and a `DTensor`, and the class of a tensor's hooks;
+/// `numpy` is, where it was imported, the class of its arrays, that of its scalars, and the functions that rebuild both.
 ///
 /// # Errors
 /// Whatever `foreign` and the objects' own attributes raise.
@@ -58,13 +58,13 @@ pub(crate) fn pickle_objects<'py>(
         if writer.object(&value)?.is_none() {
             return Ok(None);
         }
-        table.rows.turn(py);
+        table.rows.count_and_yield(py);
     }
     Ok(Some(PyBytes::new(py, &writer.pickle.end())))
 }
 
-/// Writes the objects of a state one after the other. A method that returns `None` may have written a part, so that all
-/// of the pickle is of no use.
+/// Writes the objects of a state one after the other. A method that returns `None` may have written a part of an object:
+/// the pickle is then incomplete and must be dropped.
 struct ObjectWriter<'a, 'py> {
     py: Python<'py>,
     rows: &'a PyRows,
@@ -95,7 +95,7 @@ type Written = PyResult<Option<()>>;
 impl<'py> ObjectWriter<'_, 'py> {
     /// Writes an object of the state: number or text, view, array, or what the interpreter's pickler makes of it.
     fn object(&mut self, value: &Bound<'py, PyAny>) -> Written {
-        if is_written(&mut self.pickle, value) {
+        if write_if_plain(&mut self.pickle, value) {
             // Nothing else belongs to it.
         } else if let Some(view) = self.next_view() {
             return self.leaf(view);
@@ -118,7 +118,7 @@ impl<'py> ObjectWriter<'_, 'py> {
     }
 
     /// Writes an empty `OrderedDict` in place of a tensor's hooks, which are not sent.
-    fn hooks(&mut self) -> Written {
+    fn write_empty_hooks(&mut self) -> Written {
         let written = self.function(3)?;
         self.pickle.op(pickle::EMPTY_TUPLE);
         self.pickle.op(pickle::REDUCE);
@@ -137,8 +137,8 @@ impl<'py> ObjectWriter<'_, 'py> {
         Ok(Some(()))
     }
 
-    /// Writes an object that is needed again and again, and that a reader makes once; returns the number under which a
-    /// reader memoizes it.
+    /// Writes an object that many others refer to (a function, a class, a spec): in full the first time, later as a
+    /// reference to the number under which a reader memoizes it. Returns that number, `None` if there is none.
     fn constant(&mut self, value: &Bound<'py, PyAny>) -> PyResult<Option<u32>> {
         let id = value.as_ptr() as usize;
         if let Some(&number) = self.known.get(&id) {
@@ -152,7 +152,7 @@ impl<'py> ObjectWriter<'_, 'py> {
         let Ok(again) = again.cast::<PyBytes>() else { return Ok(None) };
         // An object that the interpreter's pickler writes in full once more may have been memoized once more, and what
         // it memoizes is counted in `splice` only.
-        let Some(number) = self.pickle.spliced_again(again.as_bytes()) else { return Ok(None) };
+        let Some(number) = self.pickle.referenced_by(again.as_bytes()) else { return Ok(None) };
         self.known.insert(id, number);
         self.kept.push(value.clone());
         Ok(Some(number))

@@ -45,7 +45,7 @@ impl ObjectWriter<'_, '_> {
             let Some(number) = self.constant(&first)? else { return Ok(None) };
             self.specs_known[spec] = Some(number);
         }
-        self.pickle.truth(requires_grad);
+        self.pickle.boolean(requires_grad);
         self.pickle.op(pickle::TUPLE3);
         self.pickle.op(pickle::REDUCE);
         self.pickle.memoize();
@@ -96,9 +96,9 @@ impl ObjectWriter<'_, '_> {
             if pickle.numbers(shape).and_then(|()| pickle.numbers(strides)).is_none() {
                 return Ok(None);
             }
-            pickle.truth(requires_grad);
+            pickle.boolean(requires_grad);
         }
-        if self.hooks()?.is_none() {
+        if self.write_empty_hooks()?.is_none() {
             return Ok(None);
         }
         self.pickle.op(pickle::TUPLE);
@@ -111,8 +111,8 @@ impl ObjectWriter<'_, '_> {
         if self.function(1)?.is_none() || self.plain(place, false)?.is_none() {
             return Ok(None);
         }
-        self.pickle.truth(requires_grad);
-        if self.hooks()?.is_none() {
+        self.pickle.boolean(requires_grad);
+        if self.write_empty_hooks()?.is_none() {
             return Ok(None);
         }
         self.pickle.op(pickle::TUPLE3);
