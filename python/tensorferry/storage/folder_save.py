@@ -25,7 +25,7 @@ from .commits import Commit
 from .container import Container
 from .folder import ABOUT, INDEX, add_shards, committed_save, encode_index
 from .names import machine
-from .whole_files import listed, make_folder, make_synced_folder, sync_folder, write_whole
+from .whole_files import create_folder, listed, make_synced_folder, sync_folder, write_whole
 
 #: The files of torch's own checkpointer, which a save into their folder replaces.
 _TORCH_FILE = "checkpoint_{}.pt"
@@ -85,7 +85,7 @@ class FolderSave:
         self._patience = patience
         self._name = _file_of(save)
         self._written: Written | None = None
-        self._is_new = make_folder(self.folder)
+        self._is_new = create_folder(self.folder)
 
     @property
     def path(self) -> Path:
@@ -113,7 +113,7 @@ class FolderSave:
             if self.folder.is_dir():
                 raise
             # Another process has removed it while it was empty: a save of its own has failed, or old ones went.
-            make_folder(self.folder)
+            create_folder(self.folder)
             self._written = described.write(self.path, partial=partial, threads=threads, cached=cached)
         return self._written
 

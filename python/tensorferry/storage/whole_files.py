@@ -111,7 +111,7 @@ def listed(folder: Path) -> list[str]:
         raise SystemRefused(e.errno, f"the folder {folder} cannot be listed: {e.strerror}") from e
 
 
-def make_folder(folder: Path) -> bool:
+def create_folder(folder: Path) -> bool:
     """As :func:`make_synced_folder`, with an error that names the folder.
 
     Raises:
