@@ -135,6 +135,8 @@ test-crates:
 QUICK := -m 'not process and not slow and not waits'
 .PHONY: quick
 quick: WORKERS = 2
+# The tests make stores that do not answer, and torch prints the stack of each failure from threads of its own.
+quick: export TORCH_CPP_LOG_LEVEL = FATAL
 quick: dev ## make dev, and what starts no process and waits for nothing: for every change
 	$(BIN)/python $(PYTEST) -q $(QUICK) $(PYTEST_ARGS) \
 	  --beside 'RUST_TEST_THREADS=6 cargo test --quiet --locked $(CRATES) --lib --test formats --test engine'

@@ -19,6 +19,7 @@ __all__ = [
     "CorruptCheckpoint",
     "FetchTimeout",
     "ForkedProcess",
+    "HalfReceived",
     "IncompleteCheckpoint",
     "InvalidArgument",
     "ProtocolError",
@@ -133,6 +134,10 @@ class ForkedProcess(TensorferryError, RuntimeError):
 
 class TransportClosed(TensorferryError, RuntimeError):
     """A transport or writer was used after its ``shutdown``."""
+
+
+class HalfReceived(TensorferryError, RuntimeError):
+    """A receive into the live state has failed midway, and the state was to be used as if it were whole."""
 
 
 class IncompleteCheckpoint(TensorferryError, FileNotFoundError):

@@ -30,6 +30,7 @@ from ..state.in_place import InPlaceTargets
 from ..state.load import receive
 from ..state.snapshot import SnapshotMode, StateSnapshot, snapshot_mode
 from . import compat
+from .live_state import LiveState
 
 if TYPE_CHECKING:
     from torchft.checkpointing.transport import CheckpointTransport
@@ -151,6 +152,7 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
         self._stager = HostStager(ACCELERATOR)
         self._bounce = BounceBuffers(ACCELERATOR)
         self._sending = CallLock("send_checkpoint()")
+        self._live = LiveState()
         self._refusals = RefusalWarnings(self._allowed, "receivers will refuse this state: %s")
         self._warned_of_misses = False
         self._is_closed = False
@@ -220,6 +222,7 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
                 served
             InvalidArgument: the step is not a signed 64-bit integer, or the state is on an accelerator while a graph is
                 being captured on its current stream
+            HalfReceived: a receive into the live state has failed midway, and none has been complete since
             TransportClosed: after :meth:`shutdown`
             Exception: whatever torch raises when a copy off the accelerator fails; then nothing is served any more, and
                 all receivers that have begun get an error at once, even those that have received no byte yet
@@ -229,6 +232,7 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
         # Checked before the lock is taken: a thread of the parent may have held it when this process was forked.
         self._server.check_process()
         self._check_open()
+        self._live.check_sent()
         started = time.perf_counter()
         with self._sending.held(), Span("send", step=step):
             packed = StateSnapshot(state_dict, self._stager, self._snapshot)
@@ -250,8 +254,9 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
 
         Returns:
             The state, with its tensors on the CPU or, with ``state_dict=``, in the receiver's own tensors. If the
-            receive fails, some of these may hold new values already; on an accelerator only verified bytes. A state
-            that is returned is the source's state at one moment.
+            receive fails, some of these may hold new values already; on an accelerator only verified bytes. Until
+            another receive is complete, ``send_checkpoint`` and ``disallow_checkpoint`` then raise ``HalfReceived``. A
+            state that is returned is the source's state at one moment.
 
         Raises:
             FetchTimeout: the deadline passed, or the source sent nothing for too long
@@ -284,7 +289,7 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
             sources = list(dict.fromkeys(sources + self._sources_besides()))
         if self._options.tls:
             sources = encrypted(sources)
-        with Span("receive", step=step, sources=len(sources)) as span:
+        with self._live.received(step), Span("receive", step=step, sources=len(sources)) as span:
             if len(sources) == 1 and is_stock(sources[0]):
                 return self._receive_stock(sources[0], step, timeout, started)
             receive = self._server.begin_receive(step)
@@ -326,7 +331,9 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
     def _targets(self, may_stage: bool = False) -> InPlaceTargets:
         """Returns the tensors of the live state as receive targets; for ``may_stage`` see :class:`InPlaceTargets`."""
         assert self._state_dict is not None
-        return InPlaceTargets(self._state_dict(), self._bounce.accelerator, may_stage, self._strict, "state_dict=")
+        accelerator = self._bounce.accelerator
+        targets = InPlaceTargets(self._state_dict(), accelerator, may_stage, self._strict, "state_dict=")
+        return self._live.written(targets)
 
     def _fetch(
         self, sources: list[str], step: int, timeout: float, underway: Receive
@@ -377,9 +384,19 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
         from the copy. With borrowed CPU memory it waits for the receives that have begun, at most for the transport's
         timeout, and then cuts them off; a receive that sends no request, or reads nothing of an answer, for two
         seconds is not waited for. When this returns, the state is not read any more and may be changed.
-        Errors are logged and not raised, except ``ForkedProcess``.
+        Errors are logged and not raised, except ``ForkedProcess``, and of this process's own state ``HalfReceived``.
+
+        Raises:
+            ForkedProcess: this process was forked from the one that made the transport
+            HalfReceived: a receive into the live state has failed midway, and none has begun since the last call: the
+                trainer would go on with tensors some of which have new values. What was published is withdrawn.
         """
         withdraw(self._server, self._timeout)
+        self._live.end_step()
+
+    def accept_live_state(self) -> None:
+        """Says that the live state is whole, for example loaded from a checkpoint, after a receive into it failed."""
+        self._live.accept()
 
     def __getstate__(self) -> Any:
         """Always raises: the threads, the memory and the open port of a transport belong to its own process.

@@ -403,6 +403,17 @@ fn a_receiver_alone_takes_one_copy() {
 }
 
 #[test]
+#[ignore = "prints what `make bench-fleet` measures on shaped links"]
+fn what_the_bench_measures() {
+    for blocks in [64, 192] {
+        for members in [2, 4, 8] {
+            let outcome = simulate(&vec![Link::FAIR; members], blocks, 1.0);
+            println!("{members} of {blocks} blocks: longest {:.2}, sent {:.2}", outcome.longest(), outcome.sent);
+        }
+    }
+}
+
+#[test]
 fn nobody_takes_longer_for_starting_later() {
     let links: Vec<_> = (0..8).map(|i| Link { start: 0.3 * f64::from(i), ..Link::FAIR }).collect();
     let outcome = simulate(&links, 256, 1.0);
