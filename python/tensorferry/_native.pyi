@@ -1,6 +1,7 @@
 import sys
 from collections.abc import Callable, Sequence
 from os import PathLike
+from pathlib import Path
 from typing import Any, final
 
 from typing_extensions import disjoint_base
@@ -339,6 +340,8 @@ class Stored(Entries):
     def tree(self) -> str | None: ...
     @property
     def pickle(self) -> bytes | None: ...
+    @property
+    def path(self) -> Path | None: ...
     @property
     def is_verified(self) -> bool: ...
     def digests(self) -> bytes | None: ...

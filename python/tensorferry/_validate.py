@@ -26,7 +26,7 @@ def seconds(name: str, value: timedelta) -> float:
     Raises:
         InvalidArgument: ``value`` is not a ``timedelta``
     """
-    return _one(name, value, timedelta, "a datetime.timedelta, such as timedelta(seconds=60)").total_seconds()
+    return instance(name, value, timedelta, "a datetime.timedelta, such as timedelta(seconds=60)").total_seconds()
 
 
 def patience(name: str, value: timedelta) -> float:
@@ -75,7 +75,7 @@ def boolean(name: str, value: Any) -> bool:
     Raises:
         InvalidArgument: it is neither
     """
-    return _one(name, value, bool, "True or False")
+    return instance(name, value, bool, "True or False")
 
 
 def string(name: str, value: Any) -> str:
@@ -84,7 +84,7 @@ def string(name: str, value: Any) -> str:
     Raises:
         InvalidArgument: it is not
     """
-    return _one(name, value, str, "a string")
+    return instance(name, value, str, "a string")
 
 
 def function(name: str, value: Callable[..., Any] | None) -> Callable[..., Any] | None:
@@ -109,8 +109,12 @@ def items(name: str, value: Iterable[Any]) -> list[Any]:
     return list(value)
 
 
-def _one(name: str, value: Any, kind: type[T], what: str) -> T:
-    """Returns ``value``, which must be an instance of ``kind``; the error message says that ``what`` is expected."""
+def instance(name: str, value: Any, kind: type[T], what: str) -> T:
+    """Returns ``value``, which must be an instance of ``kind``; ``what`` names that in the message, such as "a dict".
+
+    Raises:
+        InvalidArgument: it is not
+    """
     if not isinstance(value, kind):
         raise InvalidArgument(f"{name} must be {what}, not {brief(value)}")
     return value

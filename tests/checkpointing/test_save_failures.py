@@ -144,9 +144,17 @@ def test_a_callback_that_would_wait_for_itself_is_told_so(opened, tmp_path) -> N
     written.result(WAIT_S)
     assert ["callback" in one for one in told] == [True, True]
     # A save that need not wait is no trouble.
-    saved = []
-    written = checkpointer.save(tmp_path / "a", state_of(4))[1]
-    written.add_done_callback(lambda _: saved.append(checkpointer.save(tmp_path / "c", state_of(5))))
+    saved, has_called = [], threading.Event()
+
+    def save(_):
+        try:
+            saved.append(checkpointer.save(tmp_path / "c", state_of(5)))
+        finally:
+            has_called.set()
+
+    checkpointer.save(tmp_path / "a", state_of(4))[1].add_done_callback(save)
+    # While this thread is in a save, one in a callback is refused.
+    assert has_called.wait(WAIT_S)
     checkpointer.save(tmp_path / "b", state_of(6))[1].result(WAIT_S)
     checkpointer.close()
     assert len(saved) == 1

@@ -170,7 +170,7 @@ def test_the_command(alone, tmp_path):
     assert alone.run(command, str(WRITTEN), output, "--to", "torch_dist", "--window", "1") == [(0, told)]
     [(status, told)] = alone.run(command, str(WRITTEN), output)
     assert status == 1
-    assert told == f"error: {output} exists already: name a new one\n"
+    assert told == f"error: {output} exists already: choose another name\n"
 
 
 class Evil:

@@ -116,7 +116,8 @@ def test_every_room_is_on_the_map() -> None:
     text = (ROOT / ARCHITECTURE).read_text()
     for base in BASES[1:]:
         rooms = [path.name for path in base.iterdir() if path.is_dir() and not path.name.startswith("__")]
-        assert [room for room in rooms if f"| `{room}/` |" not in text] == []
+        missing = [room for room in rooms if f"| `{room}/` |" not in text]
+        assert missing == [], f"{ARCHITECTURE} has no row for these in the tables of rooms; the map has them, too"
 
 
 def rows_of(heading: str) -> dict[str, set[str]]:

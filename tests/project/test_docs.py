@@ -208,7 +208,8 @@ def run_block(python: Path | str, code: str, folder: Path) -> None:
 
 def make_environment(folder: Path, *packages: str) -> Path:
     """Makes an environment of the wheel, torch and its requirements, by links into uv's cache."""
-    (wheel,) = (ROOT / "dist").glob("*.whl")
+    wheels = list((ROOT / "dist").glob("*.whl"))
+    assert len(wheels) == 1, f"the blocks run with the wheel in dist/, which has {len(wheels)}: run `make build`"
     uv = Path(sys.executable).parent / "uv"
     python = folder / "bin" / "python"
     torch_version = torch.__version__.split("+")[0]
@@ -216,7 +217,7 @@ def make_environment(folder: Path, *packages: str) -> Path:
         [uv, "venv", "-q", "--python", sys.executable, folder],
         [uv, "pip", "install", "-q", "--python", python, f"torch=={torch_version}", *packages],
         # The wheel's dependencies are checked, and must be installed already.
-        [uv, "pip", "install", "-q", "--python", python, "--no-index", wheel],
+        [uv, "pip", "install", "-q", "--python", python, "--no-index", wheels[0]],
     ):
         subprocess.run(command, check=True, timeout=300)
     return python

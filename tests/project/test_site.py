@@ -128,4 +128,9 @@ def test_every_public_name_is_in_the_reference(package: str, site: dict[Path, Pa
     documented = {
         name for *modules, name in (anchor.split(".") for anchor in anchors) if modules[:1] == ["tensorferry"]
     }
-    assert [name for name in public if name not in documented] == []
+    missing = [name for name in public if name not in documented]
+    page = "api.md" if package == "." else f"api-{package}.md"
+    assert missing == [], (
+        f"no page of docs/reference has these names of {package}: give each a line `::: tensorferry.<module>.<name>` "
+        f"in docs/reference/{page}, which has a line in mkdocs.yml"
+    )

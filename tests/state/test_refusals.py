@@ -9,15 +9,20 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 import torch.utils._pytree as pytree
 
 import tensorferry
+import tensorferry.dcp
 from equality import assert_same_state
 from exchange import TIMEOUT, send_and_receive
 from leaf import Leaf
 from leaves import CARRIED, CATALOGUE, cases
 from object_leaves import REFUSED
 from tensorferry.checkpointing import load_file
+from tensorferry.memory.accelerator import ACCELERATOR
+from tensorferry.memory.staging import HostStager
+from tensorferry.state.snapshot import StateSnapshot
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -133,6 +138,31 @@ def test_a_refused_archive_leaves_nothing_behind_in_torch(tmp_path: Path) -> Non
         load_file(tmp_path / "a.pt", map_location=lambda storage, _: storage)
     # With a function here, torch unpickles no DTensor.
     assert torch.serialization._serialization_tls.map_location is None
+
+
+def write(state: Any, path: Path) -> None:
+    """Writes a state into a file, without the door of any framework."""
+    snapshot = StateSnapshot(state, HostStager(ACCELERATOR), "borrow")
+    snapshot.container().write(path, partial=path.with_name(f"{path.name}.partial"))
+
+
+def test_what_is_refused_of_a_file_names_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    write({"w": torch.ones(1), "o": Unlisted()}, path)
+    with pytest.raises(tensorferry.UnsafePickle, match=r"^\S*/a\.safetensors: .*safe_globals=\[\S*Unlisted\]"):
+        load_file(path)
+    write({"w": torch.ones(1)}, path)
+    with pytest.raises(tensorferry.StateMismatch, match="in the checkpoint") as caught:
+        load_file(path, {"w": torch.ones(2)})
+    assert "at the source" not in str(caught.value)
+
+
+@pytest.mark.usefixtures("process_group")
+def test_a_rank_of_a_distributed_checkpoint_says_what_loads_it(tmp_path: Path) -> None:
+    dcp.save({"w": torch.ones(1)}, storage_writer=tensorferry.dcp.FileWriter(tmp_path))
+    (path,) = tmp_path.glob("rank*.safetensors")
+    with pytest.raises(tensorferry.ProtocolError, match=r"^\S*/rank00000-.* with a tensorferry\.dcp\.FileReader"):
+        load_file(path)
 
 
 class Unlisted:

@@ -13,7 +13,7 @@ from ..checkpointing.keeper.limits import amount
 from ..errors import InvalidArgument
 from ..net.certificates import wants_tls
 from ..net.options import ServerOptions, wants_same_host
-from ..net.secret import shared_secret
+from ..net.secret import secret_in, shared_secret
 
 #: ``--json``, of every verb that prints a result.
 Json = Annotated[bool, Parameter(name="--json", negative=())]
@@ -63,7 +63,7 @@ class Trust:
             InvalidArgument: it cannot be read
         """
         try:
-            return path.read_bytes().removesuffix(b"\n").removesuffix(b"\r")
+            return secret_in(path)
         except OSError as e:
             raise InvalidArgument(f"--secret-file cannot be read: {e}") from e
 

@@ -20,7 +20,6 @@ from torch.distributed.checkpoint.storage import WriteResult
 from .. import _validate
 from ..dcp.file_writer import FileWriter
 from ..dcp.peer_writer import PeerWriter
-from ..errors import InvalidArgument
 from . import common, shards
 from .interfaces import AsyncSaveShardedStrategy
 from .release import (
@@ -190,8 +189,8 @@ def save_strategy(
     Raises:
         InvalidArgument: an argument cannot be used; the message names it
     """
-    if peers is not None and not isinstance(peers, PeerWriter):
-        raise InvalidArgument(f"peers must be a PeerWriter, not a {type(peers).__name__}")
+    if peers is not None:
+        _validate.instance("peers", peers, PeerWriter, "a PeerWriter")
     FileWriter(".", threads=threads, cached=cached)
     _validate.seconds("timeout", timeout)
     return SaveStrategy(peers, threads, cached, process_group, timeout)

@@ -119,12 +119,12 @@ def encrypted(sources: list[str]) -> list[str]:
     plain = [source for source in sources if not is_encrypted(source)]
     if plain and len(plain) == len(sources):
         raise UnprovenSource(
-            f"{_host(plain[0])} does not encrypt, and a transport with tls=True fetches only from sources that do: "
-            "start the source with tls=True as well, or receive without it. Stock torchft sources never encrypt: while "
+            f"{_host(plain[0])} does not encrypt, and with tls=True only sources that do are fetched from: start "
+            "the source with tls=True as well, or receive without it. Stock torchft sources never encrypt: while "
             "a fleet is upgraded replica by replica, run it without tls"
         )
     for source in plain:
-        logger.warning("%s does not encrypt and is left out: this transport has tls=True", _host(source))
+        logger.warning("%s does not encrypt and is left out: this receiver has tls=True", _host(source))
     return [source for source in sources if source not in plain]
 
 

@@ -48,6 +48,15 @@ def _from_environment() -> bytes | None:
     if path is None:
         return None
     try:
-        return Path(path).read_bytes().removesuffix(b"\n").removesuffix(b"\r")
+        return secret_in(Path(path))
     except OSError as e:
         raise InvalidArgument(f"{SECRET_FILE} names a file that cannot be read: {e}") from e
+
+
+def secret_in(path: Path) -> bytes:
+    """Returns what the file at ``path`` holds, without a line end at its end.
+
+    Raises:
+        OSError: it cannot be read
+    """
+    return path.read_bytes().removesuffix(b"\n").removesuffix(b"\r")

@@ -136,8 +136,7 @@ def refusal(module: str, name: str, leaf: object = None) -> str:
     needed = f" for {leaf[:200]!r}" if isinstance(leaf, str) and leaf else ""
     return (
         f"the checkpoint's pickle names {module}.{name}{needed}, which is not on the allow-list; if you trust it, pass "
-        f"safe_globals=[{module}.{name}] to HTTPTransport or the reader on the receiving side, or trust_pickle=True to "
-        "allow everything"
+        f"safe_globals=[{module}.{name}] to what receives or loads it, or trust_pickle=True to allow everything"
     )
 
 

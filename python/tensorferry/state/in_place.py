@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 #: How many leaves a message names that exist on one side only, or that share memory.
 _LISTED = 20
+#: Where the other state is, for messages: that of a server, and that of a file or a keeper.
+AT_SOURCE, IN_FILE = "at the source", "in the checkpoint"
 
 
 def _matches(value: Any, dtype: str, shape: list[int]) -> bool:
@@ -77,6 +79,7 @@ class InPlaceTargets:
         may_stage: whether bytes may be copied to a device while others are still being received; otherwise they are
             copied at the end
         strict: whether each tensor of either state must have a counterpart in the other one
+        name: what ``live`` came from, for messages
 
     Attributes:
         direct: for each entry that is received without a copy into its final place, the tensor with that place
@@ -89,20 +92,26 @@ class InPlaceTargets:
     """
 
     def __init__(
-        self, live: Any, accelerator: Accelerator = ACCELERATOR, may_stage: bool = False, strict: bool = False
+        self,
+        live: Any,
+        accelerator: Accelerator = ACCELERATOR,
+        may_stage: bool = False,
+        strict: bool = False,
+        name: str = "state_dict",
     ) -> None:
         self.direct: dict[int, torch.Tensor] = {}
         self.places: dict[int, int] = {}
         self.staged: dict[int, torch.Tensor] = {}
         self.fit = InPlace(0, 0, "", "")
+        self._there = AT_SOURCE
         self._accelerator = accelerator
         self._may_stage = may_stage
         self._strict = strict
         self._live = flat = tree.flatten(live)
         if flat.tree == "-1" and not isinstance(live, torch.Tensor):
             raise InvalidArgument(
-                f"state_dict= gave {brief(live)}, which has no tensors to receive into: it must return the live state, "
-                "a dict or another container with tensors in it"
+                f"{name} gave {brief(live)}, which has no tensors to receive into: the live state is a tensor, a dict "
+                "or another container with tensors in it"
             )
         self._memory = LeafMemory(flat)
         self._by_path = {
@@ -114,18 +123,20 @@ class InPlaceTargets:
         self._waiting: Iterator[tuple[int | None, int]] = iter(())
         self._pairs: list[tuple[torch.Tensor, torch.Tensor, int]] = []
 
-    def assign(self, builder: StateBuilder, names: list[str]) -> None:
+    def assign(self, builder: StateBuilder, names: list[str], there: str = AT_SOURCE) -> None:
         """Compares the two states, then finds one of our tensors for each leaf of a container.
 
         Args:
             builder: the container's manifest and entries
             names: the names of its entries
+            there: where the container is, for messages: ``AT_SOURCE`` or ``IN_FILE``
 
         Raises:
             StateMismatch: a leaf differs in dtype or shape, cannot be written to here, or shares memory here in another
                 way than at the source; the message names all such leaves
             InvalidArgument: a graph is being captured on a device that is to be written to
         """
+        self._there = there
         plain = builder.plain
         offered = {
             number: (names[i], str(DTYPES[builder.dtypes[i]]), list(builder.shapes[i]))
@@ -167,12 +178,13 @@ class InPlaceTargets:
                 self.places[entry] = flat.rows.address(here)
         self._accelerator.check(self._accelerator.holding(late))
 
-    def fill(self, state: Any) -> Any:
+    def fill(self, state: Any, there: str = AT_SOURCE) -> Any:
         """Copies the tensors of a received ``state`` into ours; returns it with our tensors in place of its own.
 
         Raises:
             StateMismatch: as for :meth:`assign`
         """
+        self._there = there
         flat = tree.flatten(state)
         names = flat.rows.names
         offered = {n: (names[n], str(t.dtype), list(t.shape)) for n, t in enumerate(flat.plain)}
@@ -210,9 +222,9 @@ class InPlaceTargets:
             live = self._live.leaf(here)
             name, dtype, shape = offered[number]
             if not _matches(live, dtype, shape):
-                wrong.append(f"{name}: {_shape_text(live)} here, {dtype} {shape} at the source")
+                wrong.append(f"{name}: {_shape_text(live)} here, {dtype} {shape} {self._there}")
             elif number >= 0 and here < 0 and (kind := _kind(live)) != ["strided"]:
-                wrong.append(f"{name}: {', '.join(kind)} here, strided at the source")
+                wrong.append(f"{name}: {', '.join(kind)} here, strided {self._there}")
             # A plain leaf had a place of its own for each element when it was flattened; to ask again takes 5 us.
             elif here < 0 and (why := why_not_writable(live)) is not None:
                 wrong.append(f"{name}: cannot be written to here: {why}")
@@ -225,8 +237,8 @@ class InPlaceTargets:
             wrong += self._unmatched(places, offered, found)
         if wrong:
             raise StateMismatch(
-                "nothing was overwritten: the source's state does not fit into this one; the leaves that differ:\n  "
-                + "\n  ".join(wrong)
+                f"nothing was overwritten: the state {self._there} does not fit into this one; the leaves that differ:"
+                + "".join(f"\n  {line}" for line in wrong)
             )
         theirs_alone = (path for number, path in places if number in offered and number not in found)
         theirs_first = (path for number, path in places if number in offered)
@@ -246,9 +258,9 @@ class InPlaceTargets:
                 found.setdefault(one, tree.path_as_text(path))
         paths = list(found.values())
         if len(paths) == 1:
-            return f"{paths[0]}: several of its elements share memory here, but not in the same way at the source"
+            return f"{paths[0]}: several of its elements share memory here, but not in the same way {self._there}"
         return (
-            f"{paths[0]} and {paths[1]}: they share memory here, but not at the source, or not in the same way; "
+            f"{paths[0]} and {paths[1]}: they share memory here, but not {self._there}, or not in the same way; "
             "only one of them would keep its values"
         )
 
@@ -260,7 +272,7 @@ class InPlaceTargets:
     ) -> list[str]:
         """Returns a line for each tensor that only one side has; ``found`` are the source's that we have, too."""
         theirs = {path for number, path in places if number in offered}
-        only = [f"{name}: only at the source" for number, (name, *_) in offered.items() if number not in found]
+        only = [f"{name}: only {self._there}" for number, (name, *_) in offered.items() if number not in found]
         only += [f"{tree.path_as_text(path)}: only here" for path in self._by_path if path not in theirs]
         return only[:_LISTED] + ([f"and {len(only) - _LISTED} more"] if len(only) > _LISTED else [])
 
@@ -297,7 +309,7 @@ class InPlaceTargets:
             raise StateMismatch(
                 f"{self._shown(here)} was given other memory, or another shape, while its values were being received: "
                 "it was not updated, and other tensors of the live state may have new values already; do not change "
-                "the live state until recv_checkpoint has returned, and receive again"
+                "the live state until the receive has ended, and receive again"
             )
         if live is not value:
             self._pairs.append((live, value, here))
@@ -308,8 +320,8 @@ class InPlaceTargets:
         kinds = _kind(live), _kind(value)
         if kinds[0] != kinds[1]:
             raise StateMismatch(
-                f"{self._shown(here)} is {', '.join(kinds[0])} in this state and {', '.join(kinds[1])} at the source: "
-                "it cannot be received in place, and other tensors may have new values already"
+                f"{self._shown(here)} is {', '.join(kinds[0])} in this state and {', '.join(kinds[1])} "
+                f"{self._there}: it cannot be received in place, and other tensors may have new values already"
             )
 
     def _shown(self, here: int) -> str:

@@ -9,7 +9,7 @@ import torch
 
 from .. import _gc
 from .._native import Remote, Report, Stored
-from ..errors import ProtocolError, TensorferryError
+from ..errors import ProtocolError, TensorferryError, UnsafePickle
 from ..memory.bounce import BounceBuffers
 from ..memory.tensors import DTYPES
 from ..net.report import InPlace
@@ -17,7 +17,7 @@ from ..net.tracing import Span
 from ..pickles.allowlist import Allowed
 from . import tree
 from .build import Relocate, StandIns, StateBuilder
-from .in_place import InPlaceTargets
+from .in_place import AT_SOURCE, IN_FILE, InPlaceTargets
 from .manifest import Manifest
 from .part import RequestedPart, storages_of
 
@@ -94,7 +94,7 @@ def receive_part(
             flat = tree.flatten(whole)
             part = RequestedPart(flat.tree, flat.objects, target, strict, kept)
             chosen = tree.unflatten(part.tree, flat.plain, flat.objects)
-            return InPlaceTargets(target, bounce.accelerator).fill(chosen), part.missing
+            return InPlaceTargets(target, bounce.accelerator).fill(chosen, IN_FILE), part.missing
         part = RequestedPart(builder.manifest.tree, objects, target, strict, kept)
         storages = storages_of([objects[number] for number in part.objects])
         del objects
@@ -116,9 +116,14 @@ def begin(remote: Remote | Stored) -> tuple[StateBuilder, bytes]:
     """
     manifest, layout = remote.manifest, remote.tree
     if manifest is None or layout is None:
+        if isinstance(remote, Remote):
+            raise ProtocolError(
+                "the source does not serve a whole state: what a tensorferry.dcp.PeerWriter publishes is loaded with a "
+                "tensorferry.dcp.PeerReader"
+            )
         raise ProtocolError(
-            "the source does not serve the state of an HTTPTransport: load what a PeerWriter publishes with a "
-            "PeerReader, and a file that tensorferry did not write with safetensors"
+            f"{remote.path or 'the container'} does not hold a whole state: the folder of a distributed checkpoint is "
+            "loaded with a tensorferry.dcp.FileReader, and a file of another program with safetensors"
         )
     for dtype, name in remote.kinds.items():
         if dtype not in DTYPES:
@@ -140,7 +145,7 @@ def _receive(
     with _gc.gc_paused():
         targets = live() if live is not None else None
         if targets is not None:
-            targets.assign(builder, remote.names)
+            targets.assign(builder, remote.names, AT_SOURCE if isinstance(remote, Remote) else IN_FILE)
         addresses = builder.scattered_entries()
         if targets is not None:
             addresses |= targets.places
@@ -164,7 +169,12 @@ def _receive(
 
     with _gc.gc_paused(), Span("build"):
         made = arena.tensors(torch.Tensor)
-        state = builder.build(pickled, allowed, memory, targets, made, stand_ins, relocate)
+        try:
+            state = builder.build(pickled, allowed, memory, targets, made, stand_ins, relocate)
+        except UnsafePickle as e:
+            if isinstance(remote, Remote) or remote.path is None:
+                raise
+            raise UnsafePickle(f"{remote.path}: {e}") from e
         if targets is not None:
             targets.write()
     return state, report, None if targets is None else targets.fit

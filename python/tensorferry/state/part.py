@@ -19,7 +19,7 @@ from ..errors import StateMismatch
 from ..memory.tensors import storage_key
 from . import pickling, tree
 from .grammar import Node, children, objects_of
-from .in_place import InPlaceTargets
+from .in_place import IN_FILE, InPlaceTargets
 from .optimizers import warn_of_missing_in
 
 
@@ -209,4 +209,4 @@ def fill(target: Any, state: Any, strict: bool = False, kept: Collection[int] | 
     flat = tree.flatten(state)
     part = RequestedPart(flat.tree, flat.objects, target, strict, kept)
     chosen = tree.unflatten(part.tree, flat.plain, flat.objects)
-    return merged(target, InPlaceTargets(target).fill(chosen), kept), part.missing
+    return merged(target, InPlaceTargets(target).fill(chosen, IN_FILE), kept), part.missing

@@ -25,7 +25,7 @@ from .commits import Commit
 from .container import Container
 from .folder import ABOUT, INDEX, add_shards, committed_save, encode_index
 from .names import machine
-from .whole_files import make_synced_folder, sync_folder, write_whole
+from .whole_files import create_folder, listed, make_synced_folder, sync_folder, write_whole
 
 #: The files of torch's own checkpointer, which a save into their folder replaces.
 _TORCH_FILE = "checkpoint_{}.pt"
@@ -85,7 +85,7 @@ class FolderSave:
         self._patience = patience
         self._name = _file_of(save)
         self._written: Written | None = None
-        self._is_new = self._make_folder()
+        self._is_new = create_folder(self.folder)
 
     @property
     def path(self) -> Path:
@@ -113,15 +113,9 @@ class FolderSave:
             if self.folder.is_dir():
                 raise
             # Another process has removed it while it was empty: a save of its own has failed, or old ones went.
-            self._make_folder()
+            create_folder(self.folder)
             self._written = described.write(self.path, partial=partial, threads=threads, cached=cached)
         return self._written
-
-    def _make_folder(self) -> bool:
-        try:
-            return make_synced_folder(self.folder)
-        except OSError as e:
-            raise SystemRefused(e.errno, f"the folder {self.folder} cannot be created: {e.strerror}") from e
 
     def commit(self, check: Callable[[], None] = lambda: None) -> None:
         """Commits the checkpoint once all ranks have written; when it returns, the checkpoint is on the disk.
@@ -196,7 +190,7 @@ class FolderSave:
         """Looks into the folder until it is ``complete``, a rank has failed, or nothing changes for too long."""
         pause, last, seen = _SOON, time.monotonic(), None
         while True:
-            names = self._listed()
+            names = listed(self.folder)
             if complete(names):
                 return
             for name in names:
@@ -216,12 +210,6 @@ class FolderSave:
             check()
             time.sleep(pause)
             pause = min(pause * 1.5, _LATE)
-
-    def _listed(self) -> list[str]:
-        try:
-            return os.listdir(self.folder)
-        except OSError as e:
-            raise SystemRefused(f"the folder {self.folder} cannot be listed: {e}") from e
 
     def _signs_of_life(self, names: list[str]) -> list[tuple[str, int, int]]:
         """Returns name, blocks and time of modification of this save's files, which change while ranks write them."""

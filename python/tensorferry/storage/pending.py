@@ -176,7 +176,7 @@ def _check_free(output: Path, folder: bool) -> os.stat_result | None:
         return None
     if folder and output.is_dir() and not output.is_symlink() and not any(output.iterdir()):
         return status
-    raise InvalidArgument(f"{output} exists already: name a new one")
+    raise InvalidArgument(f"{output} exists already: choose another name")
 
 
 def _rename_to_final(content: Path, output: Path, empty: os.stat_result | None) -> None:
@@ -191,8 +191,8 @@ def _rename_to_final(content: Path, output: Path, empty: os.stat_result | None) 
         if e.errno not in (errno.EEXIST, errno.ENOTEMPTY):
             raise
         raise InvalidArgument(
-            f"{output} has appeared while it was being written, and stays as it is; what was written is removed: name "
-            "a new one"
+            f"{output} has appeared while it was being written, and stays as it is; what was written is removed: "
+            "choose another name"
         ) from None
 
 
@@ -236,7 +236,7 @@ def _remove_if_dead(left: Path, output: Path) -> None:
         if os.fstat(fd).st_uid == os.geteuid() and _is_at(fd, left):
             shutil.rmtree(left, ignore_errors=True)
     except BlockingIOError:
-        raise InvalidArgument(f"another process is writing {output}: wait for it, or name another one") from None
+        raise InvalidArgument(f"another process is writing {output}: wait for it, or choose another name") from None
     except OSError:
         # A file system without locks: nobody knows whether its writer is at work.
         return

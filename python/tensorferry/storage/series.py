@@ -8,10 +8,11 @@ import os
 import re
 from pathlib import Path
 
-from ..errors import SystemRefused, TensorferryError
+from ..errors import TensorferryError
 from . import commits, leftovers
 from .folder import INDEX, Index, read_index
 from .names import is_ours
+from .whole_files import listed
 
 logger = logging.getLogger("tensorferry")
 
@@ -22,10 +23,7 @@ def checkpoints(root: Path) -> list[tuple[Path, Index]]:
     Raises:
         SystemRefused: ``root`` cannot be listed
     """
-    try:
-        folders = [Path(entry.path) for entry in os.scandir(root) if os.path.isdir(entry.path)]
-    except OSError as e:
-        raise SystemRefused(f"the folder {root} cannot be listed: {e}") from e
+    folders = [root / name for name in listed(root) if os.path.isdir(root / name)]
     complete = []
     for folder in folders:
         with contextlib.suppress(TensorferryError):

@@ -99,6 +99,30 @@ def write_whole(path: Path, data: bytes, partial: Path, *, synced: bool = True, 
         raise
 
 
+def listed(folder: Path) -> list[str]:
+    """Returns the names in ``folder``.
+
+    Raises:
+        SystemRefused: it cannot be listed
+    """
+    try:
+        return os.listdir(folder)
+    except OSError as e:
+        raise SystemRefused(e.errno, f"the folder {folder} cannot be listed: {e.strerror}") from e
+
+
+def create_folder(folder: Path) -> bool:
+    """As :func:`make_synced_folder`, with an error that names the folder.
+
+    Raises:
+        SystemRefused: it cannot be created
+    """
+    try:
+        return make_synced_folder(folder)
+    except OSError as e:
+        raise SystemRefused(e.errno, f"the folder {folder} cannot be created: {e.strerror}") from e
+
+
 def sync_folder(folder: Path) -> None:
     """Syncs the entries of ``folder`` to the disk.
 

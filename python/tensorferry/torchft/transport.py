@@ -331,7 +331,9 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
     def _targets(self, may_stage: bool = False) -> InPlaceTargets:
         """Returns the tensors of the live state as receive targets; for ``may_stage`` see :class:`InPlaceTargets`."""
         assert self._state_dict is not None
-        return self._live.written(InPlaceTargets(self._state_dict(), self._bounce.accelerator, may_stage, self._strict))
+        accelerator = self._bounce.accelerator
+        targets = InPlaceTargets(self._state_dict(), accelerator, may_stage, self._strict, "state_dict=")
+        return self._live.written(targets)
 
     def _fetch(
         self, sources: list[str], step: int, timeout: float, underway: Receive

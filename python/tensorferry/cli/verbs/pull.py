@@ -276,13 +276,10 @@ class _Pull:
         from ...storage.download import Download
         from ...storage.folder import INDEX
         from ...storage.names import new_id
-        from ...storage.whole_files import make_synced_folder
+        from ...storage.whole_files import create_folder
         from ..leaves.distributed import write_index
 
-        try:
-            make_synced_folder(folder)
-        except OSError as e:
-            raise SystemRefused(e.errno, f"{folder}: cannot be created: {e.strerror}") from e
+        create_folder(folder)
         save_id, began, names = new_id(), commits.begin_after(commits.beginnings(folder / INDEX)), []
         for rank, url in enumerate(urls):
             name = f"rank{rank:05d}-{save_id}.safetensors"

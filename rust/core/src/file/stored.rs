@@ -132,6 +132,12 @@ impl Stored {
         &self.header
     }
 
+    /// The path of the file, if it is one.
+    #[must_use]
+    pub fn path(&self) -> Option<&Path> {
+        self.container().map(|container| container.path.as_path())
+    }
+
     /// The file, if it is one.
     pub(super) fn container(&self) -> Option<&Container> {
         match &self.bytes {

@@ -1,7 +1,7 @@
 //! `Stored`: a container in a file, or in memory that another process filled, fetched like a `Remote`.
 
 use std::ops::Range;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -119,6 +119,12 @@ impl PyStored {
     #[getter]
     fn pickle<'py>(&self, py: Python<'py>) -> Option<Bound<'py, PyBytes>> {
         self.stored.reserved(container::PICKLE_ENTRY).map(|bytes| PyBytes::new(py, bytes))
+    }
+
+    /// The path of the file; `None` if the container is in memory.
+    #[getter]
+    fn path(&self) -> Option<&Path> {
+        self.stored.path()
     }
 
     /// Whether every byte that is fetched is compared with a checksum.
