@@ -284,12 +284,19 @@ impl Connection {
             status => ErrorKind::Status(status),
         };
         if head.status == 404 && detail == "not found" {
-            let gone = "not found: the URL is that of a server or a snapshot that is gone (ask for the latest metadata), or \
-                        the source";
+            let gone = "the URL is that of a server or a snapshot that is gone (ask for the latest metadata)";
+            // The more likely one first: where one side has a secret, the other seldom has none.
             return match self.url.secret() {
-                None => Error::new(kind, format!("{gone} asks for a shared secret, and this receiver has none"))
-                    .hinting(Hint::SecretForReceiver),
-                Some(_) => Error::new(kind, format!("{gone} has another shared secret than this receiver")),
+                None => {
+                    let message = format!(
+                        "not found: {gone}, or the source asks for a shared secret, and this receiver has none"
+                    );
+                    Error::new(kind, message).hinting(Hint::SecretForReceiver)
+                }
+                Some(_) => {
+                    let message = "not found: the source has another shared secret than this receiver, or";
+                    Error::new(kind, format!("{message} {gone}"))
+                }
             };
         }
         match head.retry_after.filter(|_| kind == ErrorKind::Connect) {
