@@ -132,11 +132,9 @@ class TestDoctor:
         assert line.endswith("limited by the source's max_bandwidth of 10.0 MB/s")
         assert not any("eth0 here" in line for line in lines)
 
-    def test_a_part_of_the_state_is_enough(self, run, source, monkeypatch):
-        sent = []
-        monkeypatch.setattr(doctor, "_max_bandwidth", lambda urls: sent.append(urls) or 0.0)
-        status, lines, _ = run("doctor", "--quick", source.metadata(), "--seconds", "0.1")
-        assert any("at " in line and "from 127.0.0.1" in line for line in lines), lines
+    def test_a_part_of_the_state_is_enough(self, run, source):
+        _, lines, _ = run("doctor", "--quick", source.metadata(), "--seconds", "0.1")
+        assert any("/s from 127.0.0.1" in line for line in lines), lines
         status, _, told = run("doctor", "--quick", source.metadata(), "--seconds", "0")
         assert (status, "--seconds must be between" in told) == (2, True)
 
