@@ -393,7 +393,9 @@ fn connections_share_the_cap_evenly() {
     }
     let total = |connections: &[Raw]| connections.iter().map(|raw| raw.buffer.len()).sum::<usize>();
     eventually("eight MiB have come", || {
-        connections.iter_mut().for_each(|raw| while raw.try_more(1 << 16).is_ok_and(|got| got > 0) {});
+        for raw in &mut connections {
+            while raw.try_more(1 << 16).is_ok_and(|got| got > 0) {}
+        }
         total(&connections) >= 8 * BLOCK
     });
     let shares: Vec<_> = connections.iter().map(|raw| raw.buffer.len()).collect();

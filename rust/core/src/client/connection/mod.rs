@@ -286,18 +286,13 @@ impl Connection {
         if head.status == 404 && detail == "not found" {
             let gone = "the URL is that of a server or a snapshot that is gone (ask for the latest metadata)";
             // The more likely one first: where one side has a secret, the other seldom has none.
-            return match self.url.secret() {
-                None => {
-                    let message = format!(
-                        "not found: {gone}, or the source asks for a shared secret, and this receiver has none"
-                    );
-                    Error::new(kind, message).hinting(Hint::SecretForReceiver)
-                }
-                Some(_) => {
-                    let message = "not found: the source has another shared secret than this receiver, or";
-                    Error::new(kind, format!("{message} {gone}"))
-                }
-            };
+            if self.url.secret().is_some() {
+                let message = "not found: the source has another shared secret than this receiver, or";
+                return Error::new(kind, format!("{message} {gone}"));
+            }
+            let message =
+                format!("not found: {gone}, or the source asks for a shared secret, and this receiver has none");
+            return Error::new(kind, message).hinting(Hint::SecretForReceiver);
         }
         match head.retry_after.filter(|_| kind == ErrorKind::Connect) {
             Some(pause) => {
