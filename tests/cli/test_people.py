@@ -122,6 +122,22 @@ class TestDoctor:
         assert "docs/guides/ports.md" in "\n".join(lines)
         assert any(line.startswith("bad   peer") and "ConnectError" in line for line in lines)
 
+    @pytest.mark.parametrize("more", [(), ("--seconds", "0.5")])
+    def test_a_source_with_a_limit(self, run, open_transport, monkeypatch, more):
+        monkeypatch.setattr(addresses, "interface_speed", lambda _: ("eth0", 1e10))
+        transport = open_transport(interface="127.0.0.1", same_host=False, max_bandwidth=10_000_000)
+        transport.send_checkpoint([1], 7, {"w": torch.zeros(1 << 20)}, TIMEOUT)
+        _, lines, _ = run("doctor", "--quick", transport.metadata(), *more)
+        [line] = [line for line in lines if "limited by" in line]
+        assert line.endswith("limited by the source's max_bandwidth of 10.0 MB/s")
+        assert not any("eth0 here" in line for line in lines)
+
+    def test_a_part_of_the_state_is_enough(self, run, source):
+        _, lines, _ = run("doctor", "--quick", source.metadata(), "--seconds", "0.1")
+        assert any("/s from 127.0.0.1" in line for line in lines), lines
+        status, _, told = run("doctor", "--quick", source.metadata(), "--seconds", "0")
+        assert (status, "--seconds must be between" in told) == (2, True)
+
     @pytest.mark.parametrize(
         ("version", "specifier", "fits"),
         [

@@ -76,7 +76,7 @@ def test_a_receive_of_one_answer_reports_the_route_of_its_one_connection(open_tr
     with caplog.at_level(logging.INFO, "tensorferry"):
         receiver.recv_checkpoint(0, send(source, {"w": torch.ones(9)}), 3, TIMEOUT)
     (line,) = logged(caplog, "received step 3")
-    assert "1 lanes over 127.0.0.1 <- 127.0.0.1," in line.getMessage()
+    assert "1 lane over 127.0.0.1 <- 127.0.0.1," in line.getMessage()
     with urllib.request.urlopen(receiver.metadata().replace("/checkpoint/", "/metrics")) as metrics:
         assert b'\ntensorferry_last_receive_route{here="127.0.0.1",there="127.0.0.1"} 1\n' in metrics.read()
 

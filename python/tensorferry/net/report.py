@@ -136,6 +136,10 @@ def _shares(senders: dict[str, int]) -> str:
     return f", bytes by sender: {', '.join(named)}"
 
 
+def _counted(number: int, one: str, several: str) -> str:
+    return f"{number} {one if number == 1 else several}"
+
+
 def in_place(fit: InPlace | None) -> str:
     """Returns the end of a log line: how many tensors were received in place; empty without a live state."""
     if fit is None:
@@ -171,7 +175,7 @@ def log_receive(report: ReceiveReport, *, tls: bool, secret: bool) -> None:
         others = "other receiver" if report.relays == 1 else "other receivers"
         relayed = f", {own} bytes from the source and {report.relayed_bytes} from {report.relays} {others}"
     log_heal(
-        "received step %d: %d bytes in %.3f s (%.2f GB/s; open %.3f s, fetch %.3f s), %d lanes over %s, %d retries, "
+        "received step %d: %d bytes in %.3f s (%.2f GB/s; open %.3f s, fetch %.3f s), %s over %s, %s, "
         "%s TLS, %s a secret%s",
         report.step,
         report.bytes,
@@ -179,9 +183,9 @@ def log_receive(report: ReceiveReport, *, tls: bool, secret: bool) -> None:
         report.bytes_per_second / 1e9,
         report.open_seconds,
         report.fetch_seconds,
-        report.lanes,
+        _counted(report.lanes, "lane", "lanes"),
         ", ".join(routes) or "a connection that was closed",
-        report.retries,
+        _counted(report.retries, "retry", "retries"),
         "with" if tls else "without",
         "with" if secret else "without",
         relayed + _shares(report.senders) + in_place(report.in_place),

@@ -106,6 +106,17 @@ fn metrics_are_what_a_scraper_reads() {
 }
 
 #[test]
+fn a_cap_is_shown_where_there_is_one() {
+    let capped = Rig::configured(&ServerConfig { max_bandwidth: Some(10_000_000), ..ServerConfig::default() });
+    let shown = |rig: &Rig, name: &str| get(rig, &rig.path("").replace("checkpoint/", name), &[]).text().to_owned();
+    assert!(shown(&capped, "metrics").contains("\ntensorferry_max_bandwidth_bytes_per_second 10000000\n"));
+    assert!(shown(&capped, "").contains(", sends at most 10.0 MB/s, up for"));
+    let free = Rig::new();
+    assert!(!shown(&free, "metrics").contains("max_bandwidth"));
+    assert!(!shown(&free, "").contains("sends at most"));
+}
+
+#[test]
 fn a_receive_that_runs_is_shown_and_one_that_is_dropped_has_failed() {
     let rig = Rig::new();
     let path = rig.path("").replace("checkpoint/", "metrics");

@@ -190,7 +190,8 @@ fn who_does_not_share_it_is_told_so() {
     assert_eq!(refused.hint(), Some(Hint::SecretForReceiver));
     let refused = fetch(&guarded.url(), knowing(Some(Secret::new(OTHER).unwrap()))).unwrap_err();
     assert_eq!(refused.kind(), ErrorKind::Status(404));
-    assert!(refused.to_string().contains("another shared secret"), "{refused}");
+    let text = refused.to_string();
+    assert!(text.contains("not found: the source has another shared secret"), "the likely cause comes first: {text}");
     assert_eq!(refused.hint(), None);
     let refused = fetch(&open.url(), knowing(Some(secret()))).unwrap_err();
     assert_eq!(refused.kind(), ErrorKind::Unproven);

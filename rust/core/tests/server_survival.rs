@@ -381,6 +381,40 @@ fn what_is_sent_can_be_capped() {
 }
 
 #[test]
+fn connections_share_the_cap_evenly() {
+    let state = State::of(&[16 * BLOCK], 1);
+    let limit = Some(8 * BLOCK as u64);
+    let rig = Rig::configured(&ServerConfig { max_bandwidth: limit, ..ServerConfig::default() });
+    rig.server.store().publish(STEP, state.publication(Stability::Private));
+    let mut connections: Vec<_> = (0..8).map(|_| Raw::to(&rig)).collect();
+    for raw in &mut connections {
+        raw.send("GET", &rig.path("7.safetensors"), &[]);
+        raw.stream.set_nonblocking(true).unwrap();
+    }
+    let total = |connections: &[Raw]| connections.iter().map(|raw| raw.buffer.len()).sum::<usize>();
+    eventually("eight MiB have come", || {
+        for raw in &mut connections {
+            while raw.try_more(1 << 16).is_ok_and(|got| got > 0) {}
+        }
+        total(&connections) >= 8 * BLOCK
+    });
+    let shares: Vec<_> = connections.iter().map(|raw| raw.buffer.len()).collect();
+    assert!(shares.iter().all(|&share| share >= total(&connections) / 16), "{shares:?}");
+}
+
+#[test]
+fn a_receive_from_a_slow_source_has_no_slow_lanes() {
+    // A block for each lane, of which the last one takes two seconds.
+    let state = State::of(&[8 * BLOCK], 1);
+    let limit = Some(4 * BLOCK as u64);
+    let rig = Rig::configured(&ServerConfig { max_bandwidth: limit, ..ServerConfig::default() });
+    rig.server.store().publish(STEP, state.publication(Stability::Private));
+    let arrived = state.fetch(&[&rig.url()], FetchOptions { same_host: false, ..lanes(8) }).unwrap();
+    let report = arrived.report();
+    assert!(report.retries == 0 && report.troubles.is_empty(), "{report:?}");
+}
+
+#[test]
 fn a_peer_that_reads_no_message_is_let_go() {
     // The header and the digests are longer than the socket buffers of both ends.
     let state = State::of(&vec![1; 120_000], 1);

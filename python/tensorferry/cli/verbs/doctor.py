@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 from ..._native import _available_memory, _memory_limit
 from ..._settings import ADVERTISE, METRICS_PORT, PORT, setting
@@ -25,6 +26,13 @@ from ..rail_rates import RailRate, rail_rates
 _SLOW_WARNUP_S = 0.2
 #: A rate below these shares of the interface's speed is bad, or worth a warning.
 _BAD_SHARE, _LOW_SHARE = 0.1, 0.5
+#: A source that takes longer than this to open is waited for.
+_SLOW_OPENING_S = 1.0
+_LATE = (
+    "a heal that runs took the source's bandwidth or cores, it had not published yet, or its name took long to "
+    "resolve: tensorferry top METADATA shows whom it sends to"
+)
+_SHARED = "max_bandwidth is for all receivers together: tensorferry top METADATA shows whether others receive now"
 _STATE = 64 << 20
 _ROUNDS = 3
 #: What is said of a source that runs and has published nothing, or has withdrawn it.
@@ -58,6 +66,7 @@ class Finding(NamedTuple):
 def doctor(
     *metadata: str,
     quick: Switch = False,
+    seconds: float | None = None,
     json: Json = False,
     trust: Trust = Trust(),  # noqa: B008 - it is frozen
     receiving: Receiving = Receiving(timeout=60.0),  # noqa: B008
@@ -70,10 +79,13 @@ def doctor(
     Args:
         metadata: of the peers to measure the way to
         quick: measure no rates on this machine
+        seconds: receive from the first peer for so long only; the whole state, as without it, slows a heal that runs
         json: print the findings as one JSON document
         trust: what peers have to prove
         receiving: the deadline of the measurement with a peer, and its lanes
     """
+    if seconds is not None and not 0.1 <= seconds <= 3600:
+        raise InvalidArgument(f"--seconds must be between 0.1 and 3600, not {seconds}")
     findings: list[Any] = []
     checks = [_versions, _address, _interfaces, _ports, _memory, _limits, _kernel, *([] if quick else [_rates])]
     for check in checks:
@@ -82,7 +94,7 @@ def doctor(
         except Exception as e:  # A check that cannot look must not keep the others from it.
             findings.append(Finding(check.__name__.strip("_"), _WARN, f"cannot be checked: {type(e).__name__}: {e}"))
     if metadata:
-        findings += _check_peer(metadata, trust, receiving)
+        findings += _check_peer(metadata, trust, receiving, seconds)
     if json:
         console.out_json([finding._asdict() for finding in findings])
     else:
@@ -165,7 +177,9 @@ def _address() -> Iterator[Finding]:
     elif host == name:
         why = "this host's name, which leads to an address that others can use"
     else:
-        why = "the address of the interface with the default route; this host's name leads to none that others can use"
+        why = (
+            "the address of the interface with the default route, since this host's name leads to no address for others"
+        )
     if host.startswith("127.") or host in ("::1", "localhost"):
         remedy = (
             "set TENSORFERRY_ADVERTISE or TENSORFERRY_INTERFACE to the name, address or network that peers can reach"
@@ -289,50 +303,93 @@ def _rail(rail: RailRate) -> Finding:
     return Finding("rail", verdict, f"{text}, {share:.0%} of {measured}", remedy)
 
 
-def _check_peer(metadata: tuple[str, ...], trust: Trust, receiving: Receiving) -> Iterator[Finding]:
-    """Receives the peer's whole state once, and rates how long it took to open, each rail by itself, and each route."""
+def _check_peer(
+    metadata: tuple[str, ...], trust: Trust, receiving: Receiving, seconds: float | None
+) -> Iterator[Finding]:
+    """Receives the peer's state, or for ``seconds``, and rates the opening, each rail by itself, and each route."""
     from ..._native import _check_machine_has
     from ..sources import Peers, open_source
 
     started = time.perf_counter()
     try:
         peers = Peers.of(metadata, trust)
-        remote, step = open_source(peers.urls, peers.step, trust, receiving)
+        urls = peers.urls if seconds is None else peers.urls[:1]
+        remote, step = open_source(urls, peers.step, trust, receiving)
         opened = time.perf_counter() - started
         try:
-            _check_machine_has(sum(remote.sizes), "the state of the peer")
-            rails = rail_rates(remote)
-            _, report = remote.fetch()
+            rails = rail_rates(remote) if seconds is None else []
+            if seconds is None:
+                _check_machine_has(sum(remote.sizes), "the state of the peer")
+                _, report = remote.fetch()
+            else:
+                there = addresses.resolved(urlsplit(urls[0]).hostname or "")[0]
+                sample = remote.measure(there, seconds)
         finally:
             remote.close()
     except TensorferryError as e:
         yield _failed(e)
         return
     yield from map(_rail, rails)
-    slow = opened > 1.0
-    remedy = "the source was not ready, or its name took long to resolve" if slow else ""
-    yield Finding("peer", _WARN if slow else _GOOD, f"step {step}, opened in {opened:.3f} s", remedy)
-    rate = report.bytes / max(report.fetching_seconds, 1e-9)
-    text = f"{console.amount(report.bytes)} at {console.amount(rate)}/s over {report.lanes} connections"
-    if len(report.routes) > 1:
-        yield Finding("peer", _GOOD, f"{text}, by {len(report.routes)} routes")
+    slow = opened > _SLOW_OPENING_S
+    yield Finding("peer", _WARN if slow else _GOOD, f"step {step}, opened in {opened:.3f} s", _LATE if slow else "")
+    limit = _max_bandwidth(urls)
+    if seconds is not None:
+        nbytes, took, here = sample
+        yield _route(_amount(nbytes, took), nbytes, took, (here, there), limit)
+        return
+    took, several = report.fetching_seconds, len(report.routes) > 1
+    text = f"{_amount(report.bytes, took)} over {report.lanes} {'connection' if report.lanes == 1 else 'connections'}"
+    if several:
+        yield Finding("peer", _GOOD, f"{text}, by {len(report.routes)} routes{_limited(limit)}")
     if report.same_host:
-        yield Finding("peer", _GOOD, f"{text}, by shared memory")
-    for (here, there), nbytes in zip(report.routes, report.route_bytes, strict=True):
-        if len(report.routes) > 1:
-            rate = nbytes / max(report.fetching_seconds, 1e-9)
-            text = f"{console.amount(nbytes)} at {console.amount(rate)}/s"
-        speed = addresses.interface_speed(here)
-        if speed is None:
-            yield Finding("peer", _GOOD, f"{text} from {there}; the speed of the interface of {here} is not known")
-            continue
-        share = rate / speed[1]
-        verdict = _BAD if share < _BAD_SHARE else _WARN if share < _LOW_SHARE else _GOOD
-        if report.fetching_seconds < 1.0 and verdict != _GOOD:
-            verdict, remedy = _WARN, "the state is too small to say: measure with one that takes a second or more"
-        elif verdict == _GOOD:
-            remedy = ""
+        yield Finding("peer", _GOOD, f"{text}, by shared memory{_limited(limit)}")
+    for route, nbytes in zip(report.routes, report.route_bytes, strict=True):
+        if not several:
+            yield _route(text, report.bytes, took, route, limit)
+        elif limit:
+            yield Finding("peer", _GOOD, f"{_amount(nbytes, took)} from {route[1]}")
         else:
-            remedy = "check the network, or choose another route with interface= or advertise= at the source"
-        rated = f"{speed[0]} here is rated at {console.amount(speed[1])}/s"
-        yield Finding("peer", verdict, f"{text} from {there}: {share:.0%}, since {rated}", remedy)
+            yield _route(_amount(nbytes, took), nbytes, took, route, 0.0)
+
+
+def _amount(nbytes: int, took: float) -> str:
+    return f"{console.amount(nbytes)} at {console.amount(nbytes / max(took, 1e-9))}/s"
+
+
+def _max_bandwidth(urls: list[str]) -> float:
+    """Returns the limit of all sources together in bytes per second; 0 if one has none, or does not say."""
+    from .. import fleet
+
+    limits = []
+    for url in urls:
+        (peer,) = fleet.peers_of(url)
+        fleet.ask(peer)
+        limits.append(peer.value("max_bandwidth_bytes_per_second"))
+    return sum(limits) if all(limits) else 0.0
+
+
+def _limited(limit: float) -> str:
+    """Returns the words for a source's limit; empty if it has none."""
+    return f", limited by the source's max_bandwidth of {console.amount(limit)}/s" if limit else ""
+
+
+def _route(text: str, nbytes: int, took: float, route: tuple[str, str], limit: float) -> Finding:
+    """Returns the finding for what came by a route, held against the source's limit or the speed of the interface."""
+    (here, there), rate = route, nbytes / max(took, 1e-9)
+    text = f"{text} from {there}"
+    speed = addresses.interface_speed(here)
+    if limit and (speed is None or limit < speed[1]):
+        shared = rate < limit * _LOW_SHARE
+        return Finding("peer", _WARN if shared else _GOOD, text + _limited(limit), _SHARED if shared else "")
+    if speed is None:
+        return Finding("peer", _GOOD, f"{text}; the speed of the interface of {here} is not known")
+    share = rate / speed[1]
+    verdict = _BAD if share < _BAD_SHARE else _WARN if share < _LOW_SHARE else _GOOD
+    if took < 1.0 and verdict != _GOOD:
+        verdict, remedy = _WARN, "the state is too small to say: measure with one that takes a second or more"
+    elif verdict == _GOOD:
+        remedy = ""
+    else:
+        remedy = "check the network, or choose another route with interface= or advertise= at the source"
+    rated = f"{speed[0]} here is rated at {console.amount(speed[1])}/s"
+    return Finding("peer", verdict, f"{text}: {share:.0%}, since {rated}", remedy)

@@ -4,6 +4,10 @@
 //! counts as stuck. A lane that has nothing left to do takes the range of such a lane away, by shutting down its
 //! connection, and fetches it itself.
 //!
+//! Little that comes proves nothing where little comes at all. A source with a limit sends to its connections by turns, and
+//! on a narrow link one connection may starve for seconds. A lane is therefore not judged by time alone, but when one as
+//! fast as the average would have brought some MiB meanwhile ([`EVIDENCE`]).
+//!
 //! A range is taken away once: if the next lane is as slow, the source is, and nothing would be gained.
 
 use std::collections::HashSet;
@@ -17,6 +21,12 @@ use crate::fork::CloseOnFork;
 
 /// A lane is not judged before it has had a range for this long.
 const AT_LEAST: Duration = Duration::from_secs(1);
+/// And not before the average lane would have got so many bytes in that time: several times what a source sends at once.
+const EVIDENCE: u64 = 8 << 20;
+/// As [`EVIDENCE`], for a lane that gets nothing at all where a source has several addresses.
+const EVIDENCE_OF_SILENCE: u64 = 4 << 20;
+/// How often the pace of all lanes is taken, at most.
+const LOOK: Duration = Duration::from_millis(50);
 /// Where a source has several addresses, a lane that gets nothing for this long loses its range to an idle one.
 const SILENT: Duration = Duration::from_millis(500);
 /// Ranges that come so soon are not recalled; and that of the lane that has got most, if it comes in this time.
@@ -37,8 +47,33 @@ pub(super) struct StragglerMonitor {
     rails: AtomicUsize,
     /// Bytes of all lanes.
     total: AtomicU64,
+    pace: Mutex<Pace>,
     /// Ends of ranges that were taken from a slow lane. Once is enough: if the next lane is as slow, it is the source.
     taken: Mutex<HashSet<u64>>,
+}
+
+/// What the average lane gets while all of them are busy.
+#[derive(Debug, Default)]
+struct Pace {
+    bytes_per_second: u64,
+    /// When it was looked at last, and the bytes of all lanes then.
+    at: Duration,
+    total: u64,
+}
+
+impl Pace {
+    /// `lanes` lanes have brought `total` bytes in all, `at` after the transfer began. Where next to nothing has come since
+    /// the last look, the lanes that had something to bring are through: that makes the others no slower.
+    fn look(&mut self, at: Duration, total: u64, lanes: u64) -> u64 {
+        let since = at.saturating_sub(self.at);
+        if since >= LOOK || self.bytes_per_second == 0 {
+            if rate(total.saturating_sub(self.total), since).saturating_mul(SLOWER) >= self.bytes_per_second {
+                self.bytes_per_second = rate(total, at) / lanes;
+            }
+            (self.at, self.total) = (at, total);
+        }
+        self.bytes_per_second
+    }
 }
 
 /// A range that a lane is fetching.
@@ -77,6 +112,7 @@ impl StragglerMonitor {
             over_rails,
             rails: AtomicUsize::new(0),
             total: AtomicU64::new(0),
+            pace: Mutex::default(),
             taken: Mutex::default(),
         }
     }
@@ -171,15 +207,19 @@ impl StragglerMonitor {
     /// Shuts down the connections of lanes that get nothing and, unless `silent_only`, of those far slower than the
     /// average: their ranges go back into the queue. A range that comes from a source is cut only once.
     fn cut(&self, silent_only: bool) {
-        let average = rate(self.total.load(Ordering::Relaxed), self.started.elapsed())
-            / (self.to_sources + self.rails.load(Ordering::Relaxed)).max(1) as u64;
+        let lanes = (self.to_sources + self.rails.load(Ordering::Relaxed)).max(1) as u64;
+        let (total, at) = (self.total.load(Ordering::Relaxed), self.started.elapsed());
+        let average = self.pace.lock().unwrap_or_else(PoisonError::into_inner).look(at, total, lanes);
         for (index, lane) in self.lanes.iter().enumerate() {
             let range = lane.range.lock().unwrap_or_else(PoisonError::into_inner);
             let Some(LaneRange { since, end, socket, .. }) = range.as_ref() else { continue };
             let (elapsed, got) = (since.elapsed(), lane.got.load(Ordering::Relaxed));
-            let slow = !silent_only && elapsed >= AT_LEAST && rate(got, elapsed).saturating_mul(SLOWER) < average;
+            let expected = bytes_at(average, elapsed);
+            let judged = !silent_only && elapsed >= AT_LEAST && expected >= EVIDENCE;
+            let slow = judged && got.saturating_mul(SLOWER) < expected;
             let quiet = Duration::from_millis(self.now().saturating_sub(lane.last.load(Ordering::Relaxed)));
-            let silent = self.has_rails() && index < self.to_sources + self.over_rails && quiet >= SILENT;
+            let on_rails = self.has_rails() && index < self.to_sources + self.over_rails;
+            let silent = on_rails && quiet >= SILENT && bytes_at(average, quiet) >= EVIDENCE_OF_SILENCE;
             if (slow || silent)
                 && let Some(socket) = socket.upgrade()
                 // From a relay as often as need be: it is not asked again, and the source is still there.
@@ -198,6 +238,11 @@ pub(super) fn rate(bytes: u64, elapsed: Duration) -> u64 {
     u64::try_from(rate).unwrap_or(u64::MAX)
 }
 
+/// The bytes that come in `elapsed` at `rate`, in bytes per second.
+fn bytes_at(rate: u64, elapsed: Duration) -> u64 {
+    u64::try_from(u128::from(rate) * elapsed.as_millis() / 1000).unwrap_or(u64::MAX)
+}
+
 /// `rate`, in bytes per second, as people read it.
 pub(super) fn format_rate(rate: u64) -> String {
     match rate {
@@ -210,6 +255,47 @@ pub(super) fn format_rate(rate: u64) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    const LANES: usize = 4;
+
+    /// Whether a lane loses its range that has got `bytes` in `millis`, while the others have brought `total` in the two
+    /// seconds of the transfer.
+    fn is_cut((bytes, millis): (u64, u64), total: u64) -> bool {
+        let mut monitor = StragglerMonitor::new((LANES, 0), 0);
+        let ago = |millis| Instant::now().checked_sub(Duration::from_millis(millis)).unwrap();
+        monitor.started = ago(2000);
+        let open = || Socket::new(socket2::Domain::IPV4, socket2::Type::STREAM, None);
+        let socket = Arc::new(CloseOnFork::make(open).unwrap());
+        monitor.begin(0, (16, 16 << 20), &socket);
+        monitor.lanes[0].range.lock().unwrap().as_mut().unwrap().since = ago(millis);
+        monitor.count(0, bytes);
+        monitor.count(1, total);
+        monitor.cut_slow();
+        monitor.end(0).is_some()
+    }
+
+    #[test]
+    fn a_lane_is_judged_by_what_an_average_one_would_have_brought() {
+        // 10 and 1 MB/s in all: the other lanes have had their turns, and this one has not yet.
+        assert!(!is_cut((0, 1500), 20_000_000));
+        assert!(!is_cut((0, 1900), 2_000_000));
+        // 200 MB/s in all.
+        assert!(is_cut((0, 1500), 400_000_000));
+        assert!(is_cut((1 << 20, 1500), 400_000_000));
+        assert!(!is_cut((0, 500), 400_000_000), "a moment is too short");
+        assert!(!is_cut((32 << 20, 1500), 400_000_000));
+    }
+
+    #[test]
+    fn lanes_that_are_through_leave_the_pace_as_it_was() {
+        let mut pace = Pace::default();
+        let at = Duration::from_millis;
+        assert_eq!(pace.look(at(0), 0, 2), 0);
+        assert_eq!(pace.look(at(1000), 20_000_000, 2), 10_000_000);
+        assert_eq!(pace.look(at(1010), 20_000_000, 2), 10_000_000, "too early to say");
+        assert_eq!(pace.look(at(10_000), 20_000_100, 2), 10_000_000, "one drips, the others are through");
+        assert_eq!(pace.look(at(20_000), 40_000_000, 2), 1_000_000, "the source is slower now");
+    }
 
     #[test]
     fn rates_are_readable() {

@@ -53,8 +53,9 @@ pub(crate) struct MemoryBody {
     /// The block that is being copied, and its checksum so far.
     pub(crate) digesting: Option<(usize, Hasher)>,
     pub(crate) progress: Arc<[Arc<Progress>; 2]>,
-    /// The cap on what the server sends, and the wait it asks for before this frame.
+    /// The cap on what the server sends, the bytes that it has a turn for, and the wait for that turn.
     pub(crate) throttle: Option<Arc<Throttle>>,
+    pub(crate) reserved: u64,
     pub(crate) wait: Option<Pin<Box<Sleep>>>,
     /// The wait for bytes that are not final yet.
     pub(crate) filling: Option<Wait>,
@@ -107,7 +108,8 @@ impl MemoryBody {
     /// Copies the next bytes into `into`, as many as there is room for, and computes missing checksums on the way;
     /// returns how many bytes were copied.
     pub(crate) fn copy_next(&mut self, into: &mut [u8]) -> usize {
-        let mut filled = 0;
+        let most = usize::try_from(self.most_per_turn()).unwrap_or(usize::MAX).min(into.len());
+        let (into, mut filled) = (&mut into[..most], 0);
         while filled < into.len() && !self.is_over() {
             if self.digest
                 && let Some(block) = self.lease.block_to_digest(self.at, self.end)
@@ -158,7 +160,12 @@ impl MemoryBody {
             progress.bytes.fetch_add(len as u64, Ordering::Relaxed);
         }
         if let Some(throttle) = &self.throttle {
-            throttle.book(len, Instant::now());
+            let len = len as u64;
+            // A frame of several short runs may be longer than its turn.
+            if len > self.reserved {
+                let _ = throttle.reserve(len - self.reserved, Instant::now());
+            }
+            self.reserved = self.reserved.saturating_sub(len);
         }
     }
 
@@ -187,32 +194,51 @@ impl MemoryBody {
         Poll::Ready(Ok(()))
     }
 
+    /// Where the next `len` bytes end, or all that are left, or the turn of this connection.
+    pub(crate) fn end_of_turn(&self, len: u64) -> u64 {
+        self.end_of(len.min(self.most_per_turn()))
+    }
+
+    /// How many bytes may be sent before it is the turn of another connection.
+    fn most_per_turn(&self) -> u64 {
+        self.throttle.as_ref().map_or(u64::MAX, |throttle| throttle.most_per_turn())
+    }
+
     /// Where the next `len` bytes end, or all that are left.
-    pub(crate) fn end_of(&self, len: u64) -> u64 {
+    fn end_of(&self, len: u64) -> u64 {
         self.end.min(self.at.saturating_add(len))
     }
 
-    /// How long the cap on what the server sends asks to wait; `None` if more may be sent now.
-    pub(crate) fn delay(&self) -> Option<Duration> {
-        let throttle = self.throttle.as_ref().filter(|_| self.at < self.end)?;
-        Some(throttle.delay(Instant::now())).filter(|delay| !delay.is_zero())
+    /// Takes a turn for the bytes up to `stop` under the cap on what the server sends; returns how long to wait for it,
+    /// `None` if they may be sent now.
+    pub(crate) fn reserve(&mut self, stop: u64) -> Option<Duration> {
+        // What is left of a turn is sent first.
+        let throttle = self.throttle.as_ref().filter(|_| self.reserved == 0 && self.at < stop)?;
+        self.reserved = stop - self.at;
+        Some(throttle.reserve(self.reserved, Instant::now())).filter(|delay| !delay.is_zero())
     }
 
-    /// Waits until the cap on what the server sends allows more.
-    fn poll_admitted(&mut self, context: &mut Context<'_>) -> Poll<()> {
-        loop {
-            if let Some(wait) = &mut self.wait {
-                std::task::ready!(wait.as_mut().poll(context));
-            }
-            let Some(delay) = self.delay() else { break };
+    /// Waits until the cap on what the server sends allows the bytes up to `stop`.
+    fn poll_admitted(&mut self, stop: u64, context: &mut Context<'_>) -> Poll<()> {
+        if self.wait.is_none()
+            && let Some(delay) = self.reserve(stop)
+        {
             self.wait = Some(Box::pin(tokio::time::sleep(delay)));
         }
-        self.wait = None;
+        if let Some(wait) = &mut self.wait {
+            std::task::ready!(wait.as_mut().poll(context));
+            self.wait = None;
+        }
         Poll::Ready(())
     }
 
-    /// A frame ends where a digest block does, so that the checksum of the next one is taken just before it is sent.
+    /// A frame ends where a digest block does, so that the checksum of the next one is taken just before it is sent; and
+    /// where the turn of this connection does.
     fn frame_end(&self) -> u64 {
+        self.end_of_turn(u64::MAX).min(self.block_end())
+    }
+
+    fn block_end(&self) -> u64 {
         let origin = if self.digest { self.lease.publication().payload_start() } else { 0 };
         match self.at.checked_sub(origin) {
             Some(relative) => (origin + (relative / BLOCK_SIZE + 1) * BLOCK_SIZE).min(self.end),
@@ -225,6 +251,9 @@ impl Drop for MemoryBody {
     fn drop(&mut self) {
         if !self.is_over() {
             self.lease.break_off();
+        }
+        if let Some(throttle) = self.throttle.as_ref().filter(|_| self.reserved > 0) {
+            throttle.give_back(self.reserved);
         }
     }
 }
@@ -244,7 +273,7 @@ impl http_body::Body for ServedBody {
                 if let Err(abandoned) = std::task::ready!(body.poll_filled(stop, context)) {
                     return Poll::Ready(Some(Err(abandoned)));
                 }
-                std::task::ready!(body.poll_admitted(context));
+                std::task::ready!(body.poll_admitted(stop, context));
                 body.next_frame()
             }
         };
@@ -334,6 +363,7 @@ mod tests {
             digesting: None,
             progress: Arc::default(),
             throttle: None,
+            reserved: 0,
             wait: None,
             filling: None,
             _open: Box::new(()),

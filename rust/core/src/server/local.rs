@@ -114,12 +114,12 @@ impl Local {
             if self.ring.is_full() {
                 self.take_back()?;
             }
-            let stop = body.end_of(self.ring.slot_len());
+            let stop = body.end_of_turn(self.ring.slot_len());
             if !body.is_filled(stop) {
                 let filled = poll_fn(|context| body.poll_filled(stop, context));
                 self.runtime.block_on(until_over(&self.over, filled))??;
             }
-            while let Some(delay) = body.delay() {
+            if let Some(delay) = body.reserve(stop) {
                 self.on_runtime(async move { tokio::time::sleep(delay).await })?;
             }
             self.ring.lend(|slot| body.copy_next(slot));

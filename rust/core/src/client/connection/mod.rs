@@ -284,13 +284,15 @@ impl Connection {
             status => ErrorKind::Status(status),
         };
         if head.status == 404 && detail == "not found" {
-            let gone = "not found: the URL is that of a server or a snapshot that is gone (ask for the latest metadata), or \
-                        the source";
-            return match self.url.secret() {
-                None => Error::new(kind, format!("{gone} asks for a shared secret, and this receiver has none"))
-                    .hinting(Hint::SecretForReceiver),
-                Some(_) => Error::new(kind, format!("{gone} has another shared secret than this receiver")),
-            };
+            let gone = "the URL is that of a server or a snapshot that is gone (ask for the latest metadata)";
+            // The more likely one first: where one side has a secret, the other seldom has none.
+            if self.url.secret().is_some() {
+                let message = "not found: the source has another shared secret than this receiver, or";
+                return Error::new(kind, format!("{message} {gone}"));
+            }
+            let message =
+                format!("not found: {gone}, or the source asks for a shared secret, and this receiver has none");
+            return Error::new(kind, message).hinting(Hint::SecretForReceiver);
         }
         match head.retry_after.filter(|_| kind == ErrorKind::Connect) {
             Some(pause) => {

@@ -155,6 +155,7 @@ fn body(
         digesting: None,
         progress: Arc::clone(&connection.progress),
         throttle: connection.shared.throttle.clone(),
+        reserved: 0,
         wait: None,
         filling: None,
         _open: Box::new(OpenAnswer(Arc::clone(connection), Sending::new(connection, total, relayed))),

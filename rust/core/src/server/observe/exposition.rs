@@ -29,6 +29,9 @@ pub(in crate::server) fn render(figures: &Figures) -> String {
     page.one("start_timestamp_seconds", "gauge", "When this server began.", since);
     page.one("requests_total", "counter", "Requests answered.", figures.requests);
     page.one("sent_bytes_total", "counter", "Bytes of checkpoint bodies sent.", figures.sent);
+    if let Some(limit) = figures.max_bandwidth {
+        page.one("max_bandwidth_bytes_per_second", "gauge", "The most that is sent to all receivers.", limit);
+    }
     page.one("connections", "gauge", "Connections open now.", figures.connections);
     page.one("transfers", "gauge", "Responses being sent now.", figures.answers);
     page.one("receivers", "gauge", "Peers that a checkpoint is being sent to now.", figures.transfers.len());

@@ -22,6 +22,8 @@ pub(in crate::server) struct Figures {
     pub(in crate::server) port: u16,
     pub(in crate::server) encrypted: bool,
     pub(in crate::server) secret: bool,
+    /// The cap on what is sent, in bytes per second.
+    pub(in crate::server) max_bandwidth: Option<u64>,
     pub(in crate::server) allowed: bool,
     pub(in crate::server) step: Option<i64>,
     /// Bytes of what is served, header included.
@@ -59,6 +61,7 @@ impl Figures {
             port: shared.address.port(),
             encrypted: shared.identity.is_some(),
             secret: shared.auth.is_some(),
+            max_bandwidth: shared.throttle.as_ref().map(|throttle| throttle.bytes_per_second()),
             allowed: shared.store.is_allowed(),
             step: shared.store.step(),
             published: shared.store.published_len(),

@@ -88,10 +88,11 @@ fn summary(page: &mut String, figures: &Figures, title: &str) {
         (false, true) => ", with a shared secret",
         (false, false) => "",
     };
+    let limit = figures.max_bandwidth.map_or(String::new(), |limit| format!(", sends at most {}", Rate(limit as f64)));
     let _ = write!(
         page,
         "<h1>tensorferry: {title}{size}</h1>\n<p id=\"gate\" class=\"{class}\">{gate}</p>\n\
-         <p class=\"dim\">version {}, port {}{modes}, up for {}, {} connections, {} requests waiting</p>\n",
+         <p class=\"dim\">version {}, port {}{modes}{limit}, up for {}, {} connections, {} requests waiting</p>\n",
         env!("CARGO_PKG_VERSION"),
         figures.port,
         Time(figures.up),
