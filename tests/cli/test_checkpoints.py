@@ -272,6 +272,21 @@ def test_what_differs_is_named(run: Callable[..., Any], publish: Any) -> None:
     ]
 
 
+def test_equal_numbers_and_texts_are_values_of_their_own(run: Callable[..., Any], publish: Any) -> None:
+    """Python has one object for small numbers and some texts, wherever they stand."""
+
+    def state(step: int) -> dict[str, Any]:
+        return {"last": step, "step": step, "on": True, "off": True, "none": None, "a": "x", "b": "x", "rate": step / 1}
+
+    before, after = publish(state(8)), publish(state(9))
+    [shown] = run("inspect", before, "--json").json
+    assert {leaf["path"]: leaf["kind"] for leaf in shown["leaves"]} == dict.fromkeys(state(8), "object")
+    assert [leaf["notes"] for leaf in shown["leaves"]] == [[]] * 8
+    done = run("diff", before, after)
+    assert done.status == exits.NO
+    assert done.out.splitlines() == ["last: the values differ", "step: the values differ", "rate: the values differ"]
+
+
 def test_an_error_of_diff_is_no_difference(run: Callable[..., Any], forms: dict[str, Path], tmp_path: Path) -> None:
     assert run("diff", forms["file"], tmp_path / "none").status == 3
     assert run("diff", forms["file"]).status == exits.USAGE
@@ -318,7 +333,11 @@ def test_a_file_without_checksums_is_not_called_verified(forms: dict[str, Path],
     done = run("verify", forms["plain"])
     assert done.status == exits.NO
     assert "no checksums" in done.out
-    assert run("verify", forms["torch"]).status == exits.USAGE
+    done = run("verify", forms["torch"])
+    assert done.status == exits.NO
+    assert "no checksums" in done.out
+    told = run("verify", forms["torch"], "--json").json
+    assert (told["verified"], [one["checksums"] for one in told["files"]]) == (False, [False])
 
 
 def test_a_missing_file_of_a_checkpoint(forms: dict[str, Path], run: Callable[..., Any], tmp_path: Path) -> None:

@@ -96,14 +96,6 @@ _make = tensorferry.checkpointing.make_async_checkpointer
 tensorferry.checkpointing.make_async_checkpointer = lambda **options: _Here(_make(**options))
 state = {{"weight": torch.ones(1000)}}
 """,
-    "from tensorferry.checkpointing import SyncCheckpointer": """
-import os, torch
-import tensorferry.checkpointing
-folder, model = "checkpoints", torch.nn.Linear(4, 4)
-_saving = tensorferry.checkpointing.SyncCheckpointer()
-_saving.save(os.path.join(folder, "step-1"), model.state_dict())
-_saving.close()
-""",
     "from tensorferry.checkpointing import Keeper": _KEEPER,
     "from tensorferry.checkpointing import Keeper, peer_metadata": f"""{_STATE}
 import time

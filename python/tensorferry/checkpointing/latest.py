@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import SystemRefused
 from ..storage.folder import Index, missing_files
 from ..storage.series import checkpoints, index_versions
+from . import other_formats
 
 if TYPE_CHECKING:
     from .keepers import LoadingKeeper
@@ -27,13 +28,16 @@ def latest_checkpoint(root: str | os.PathLike[str]) -> str | None:
 
     The newest is the one whose save began last, as its index says; times of files and step numbers do not matter. A
     save begins after those of its series, even if the clock has gone back. A folder whose index or one of whose files
-    is missing, and a folder of another program, does not count.
+    is missing, and a folder of another program, does not count. If there are checkpoints of other formats alone, a
+    warning names them.
 
     Raises:
         SystemRefused: ``root`` exists and cannot be listed
     """
-    complete = complete_checkpoints(Path(root))
-    return os.fspath(complete[-1][0]) if complete else None
+    if complete := complete_checkpoints(Path(root)):
+        return os.fspath(complete[-1][0])
+    other_formats.log_passed_over(Path(root))
+    return None
 
 
 def complete_checkpoints(root: Path) -> list[tuple[Path, Index]]:
@@ -74,6 +78,8 @@ def find_latest(root: Path, ranks: Ranks, keeper: LoadingKeeper | None) -> tuple
     choice: list[Any] | None = None
     if ranks.rank == 0:
         choice = max([*_committed(root), *_kept_for_all_ranks(gathered or [own], gathered is not None)], default=None)
+        if choice is None:
+            other_formats.log_passed_over(root)
     choice = ranks.from_first(choice)
     return None if choice is None else (root / choice[1], str(choice[2]))
 

@@ -39,6 +39,7 @@ from ..storage.folder import Index, missing_files, read_index
 from ..storage.places import place_of
 from ..storage.settled import ATTEMPTS, is_outdated
 from ..storage.whole_files import is_file
+from . import other_formats
 from .map_location import relocation
 from .resharding import Resharding, check_parts, check_placements
 
@@ -179,6 +180,7 @@ class _StateLoad:
                 file = path / f"checkpoint_{self.rank}.pt"
                 if is_file(file) and self.save_id is None:
                     return self._from_archive(file)
+                other_formats.refuse(path)
                 raise
             if self.save_id not in (None, index.save_id):
                 raise SourceChanged(

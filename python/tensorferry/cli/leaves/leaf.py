@@ -187,7 +187,9 @@ def _of_state(plain: list[Leaf], fields: dict[str, Any], tree: Any) -> Iterator[
     seen: set[int] = set()
     for path, number in order:
         notes = list(shared.get(number, ()))
-        if number in seen:
+        is_object = number < 0 and -number - 1 not in described
+        # Equal numbers and texts are often one object: only a pickle would say which objects can change in both places.
+        if number in seen and not is_object:
             notes.insert(0, f"the same as {_brief(paths[number])}")
             yield Leaf(path, "alias", notes=notes)
             continue
@@ -201,10 +203,10 @@ def _of_state(plain: list[Leaf], fields: dict[str, Any], tree: Any) -> Iterator[
             notes += ["requires grad"] if flag & 2 else []
             yield Leaf(leaf.path, "tensor", leaf.dtype, leaf.shape, leaf.bytes, notes)
             continue
-        row = described.get(-number - 1)
-        if row is None:
+        if is_object:
             yield Leaf(path, "object", notes=notes)
             continue
+        row = described[-number - 1]
         dtype, shape = str(row[2]).removeprefix("torch."), _shape(row[3])
         part = ""
         if isinstance(shard := shards.get(path), dict):

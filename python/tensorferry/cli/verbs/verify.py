@@ -15,6 +15,7 @@ from ..output import console
 _NAMED = 8
 #: The longest header of a safetensors file.
 _LONGEST_HEADER = 100_000_000
+_WITHOUT = "it has no checksums, so its bytes were not compared; tensorferry convert gives it some"
 
 
 def verify(path: str, /, *, json: Json = False) -> int:
@@ -47,15 +48,17 @@ def verify(path: str, /, *, json: Json = False) -> int:
         if one["error"]:
             console.out(f"{one['path']}: damaged: {one['error']}")
         elif not one["damaged"]:
-            state = "all bytes match" if one["checksums"] else "it has no checksums, so its bytes were not compared"
+            state = "all bytes match" if one["checksums"] else _WITHOUT
             console.out(f"{one['path']}: {state}")
     if any(one["damaged"] or one["error"] for one in files):
         return exits.STATUS[CorruptCheckpoint]
     return exits.OK if verified else exits.NO
 
 
-def _files(place: Any) -> list[tuple[Path, bool]]:
+def _files(place: Any) -> list[tuple[Path, bool | None]]:
     """Returns the files of a checkpoint, and whether each is an archive of torch's.
+
+    Of a format without checksums, that is its folder alone, with ``None``.
 
     Raises:
         IncompleteCheckpoint: one is missing
@@ -92,18 +95,21 @@ def _files(place: Any) -> list[tuple[Path, bool]]:
             names = distributed.checked_files(path, fields["sources"], commit)
             return [(path / name, False) for name in (INDEX, *names)]
         case _:
-            raise InvalidArgument(
-                f"{path} is a {place.kind.value}, whose format has no checksums: tensorferry convert gives it some"
-            )
+            return [(path, None)]
 
 
-def _verified(path: Path, archive: bool) -> dict[str, Any]:
-    """Compares a container, or an ``archive`` of ``torch.save``, with its checksums; returns what is damaged."""
+def _verified(path: Path, archive: bool | None) -> dict[str, Any]:
+    """Compares a container, or an ``archive`` of ``torch.save``, with its checksums; returns what is damaged.
+
+    With ``None``, there are none.
+    """
     from ..._native import _file_damage
 
     findings: dict[str, Any] = {"path": str(path), "checksums": True, "damaged": [], "error": None}
     try:
-        if archive:
+        if archive is None:
+            findings["checksums"] = False
+        elif archive:
             findings["error"] = _damage_of_archive(path)
         else:
             damaged = _file_damage(path)

@@ -1,0 +1,85 @@
+"""Who comes from another format is told so, instead of beginning at step 0 without a word."""
+
+from __future__ import annotations
+
+from contextlib import closing
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from tensorferry.checkpointing import SyncCheckpointer, latest_checkpoint
+from tensorferry.cli.app import run
+from tensorferry.dcp import FileWriter
+from tensorferry.errors import IncompleteCheckpoint, ProtocolError
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+def lines(caplog):
+    return [record.getMessage() for record in caplog.records if record.name == "tensorferry"]
+
+
+def save_torch(folder):
+    state = {"weight": torch.arange(4.0)}
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
+    return state
+
+
+def save_own(folder):
+    dcp.save({"weight": torch.ones(4)}, storage_writer=FileWriter(folder), no_dist=True)
+
+
+def save_ranks(folder):
+    folder.mkdir()
+    torch.save({"weight": torch.ones(4)}, folder / "checkpoint_0.pt")
+
+
+@pytest.mark.parametrize(
+    ("save", "what"),
+    [
+        (save_torch, "torch.distributed.checkpoint"),
+        (save_own, "tensorferry.dcp.FileWriter"),
+        (save_ranks, "torch's CheckpointWriter"),
+    ],
+)
+def test_latest_names_the_checkpoints_of_other_formats(save, what, tmp_path, caplog):
+    save(tmp_path / "step-1")
+    with closing(SyncCheckpointer()) as checkpointer:
+        assert checkpointer.latest(tmp_path) is None
+        assert latest_checkpoint(tmp_path) is None
+        assert len(lines(caplog)) == 2
+        for line in lines(caplog):
+            assert f"{tmp_path / 'step-1'} ({what})" in line
+            assert "tensorferry convert OLD NEW --to checkpoint" in line
+        caplog.clear()
+        checkpointer.save(tmp_path / "step-2", {"step": 2})
+        assert checkpointer.latest(tmp_path) == str(tmp_path / "step-2")
+        assert not lines(caplog)
+
+
+def test_latest_says_nothing_of_folders_without_a_checkpoint(tmp_path, caplog):
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "notes.txt").touch()
+    assert latest_checkpoint(tmp_path) is None
+    assert latest_checkpoint(tmp_path / "missing") is None
+    assert not lines(caplog)
+
+
+def test_a_load_of_what_torch_has_saved_says_how_to_convert_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    state = save_torch(tmp_path / "old")
+    with closing(SyncCheckpointer()) as checkpointer:
+        with pytest.raises(ProtocolError, match=r"holds a checkpoint of torch\.distributed.* --to checkpoint"):
+            checkpointer.load("old", {"weight": torch.zeros(4)})
+        assert run(["convert", "old", "new", "--to", "checkpoint"]) == 0
+        assert torch.equal(checkpointer.load("new")["weight"], state["weight"])
+
+
+def test_an_index_that_filewriter_lost_is_still_an_incomplete_checkpoint(tmp_path, caplog):
+    save_own(tmp_path / "old")
+    (tmp_path / "old" / "index.safetensors").unlink()
+    with closing(SyncCheckpointer()) as checkpointer, pytest.raises(IncompleteCheckpoint):
+        checkpointer.load(tmp_path / "old")
+    assert latest_checkpoint(tmp_path) is None
+    assert not lines(caplog)
