@@ -245,7 +245,6 @@ class TestTop:
         peers = [fleet.Peer(f"node{number}.example:9400", "http://x/") for number in range(2)]
         peers[0].values = {("allowed", ""): 1.0, ("step", ""): 7.0, ("receives_total", "healed"): 3.0}
         peers[0].values |= {("last_receive_step", ""): 7.0, ("receive_failures_total", "WrongStep"): 2.0}
-        peers[0].values |= {("refused_total", "other_secret"): 3.0, ("refused_total", "path"): 9.0}
         peers[0].rates = (5e8, 0.0)
         peers[1].values = {("allowed", ""): 0.0, ("keeper_memory_limit_bytes", ""): 8e9}
         peers[1].values |= {("keeper_buddy_up", "node3"): 0.0, ("keeper_refused_total", "memory"): 1.0}
@@ -262,9 +261,16 @@ class TestTop:
             assert "…" not in console.file.getvalue()
             assert [head for head in ("at", "gate", "does", "errors") if head not in lines[0]] == []
             assert "2 WrongStep" in lines[1]
-        if width == 250:
-            assert lines[1].rstrip().endswith("2 WrongStep, 3 requests refused (another secret)")
             assert lines[2].rstrip().endswith("1 snapshots refused")
+
+    def test_requests_that_lack_the_secret_are_errors_and_those_of_strangers_are_not(self):
+        from tensorferry.cli.verbs import top
+
+        peer = fleet.Peer("node1.example:9400", "http://x/")
+        peer.values = {("refused_total", "path"): 9.0}
+        assert top._errors(peer) == "-"
+        peer.values |= {("refused_total", "other_secret"): 3.0, ("refused_total", "no_secret"): 1.0}
+        assert top._errors(peer) == "4 requests refused"
 
     def test_one_that_is_gone_or_says_nothing_stops_no_other(self, run, source, monkeypatch):
         monkeypatch.setattr(fleet, "_PATIENCE_S", 0.3)

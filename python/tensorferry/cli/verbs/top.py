@@ -19,8 +19,8 @@ _WIDEST, _LONGEST_CAUSE = 60, 500
 #: How many transports are asked at a time.
 _AT_ONCE = 32
 _HEADS = ("at", "step", "gate", "does", "to", "sends", "receives", "done", "healed", "failed", "last heal", "errors")
-#: What refused requests lacked whose peers knew the path: strangers with another path are no error of the fleet.
-_REFUSED = {"no_secret": "no secret", "other_secret": "another secret"}
+#: Why requests were refused whose peers knew the path: strangers with another path are no error of the fleet.
+_REFUSED = ("no_secret", "other_secret")
 _RIGHT = (1, 4, 5, 6, 7, 8, 9)
 #: The columns that a narrow terminal goes without, the first to go first.
 _FIRST_TO_GO = ("to", "done", "healed", "last heal", "sends", "receives", "step", "failed")
@@ -114,9 +114,8 @@ def _errors(peer: Peer) -> str:
         errors.append(f"{again:.0f} ranges fetched again")
     if refused := sum(peer.labelled("keeper_refused_total").values()):
         errors.append(f"{refused:.0f} snapshots refused")
-    for reason, count in peer.labelled("refused_total").items():
-        if count and reason in _REFUSED:
-            errors.append(f"{count:.0f} requests refused ({_REFUSED[reason]})")
+    if refused := sum(peer.value("refused_total", reason) for reason in _REFUSED):
+        errors.append(f"{refused:.0f} requests refused")
     return ", ".join(errors) or "-"
 
 
