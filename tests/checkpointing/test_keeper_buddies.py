@@ -209,7 +209,8 @@ def test_a_wrong_secret_and_a_plain_buddy_are_errors_that_say_so(folder):
         KeeperAtWork(folder, "--buddy", f"127.0.0.1:{port}", name="one", secret="another secret of sixteen bytes"),
         Keeper("one") as one,
     ):
-        eventually("the trouble is told", lambda: one.status()["buddies"][0]["error"])
+        said = eventually("the trouble is told", lambda: one.status()["buddies"][0]["error"])
+        assert said == "not found: the keeper there has another shared secret than this one, or none"
         assert one.held() == []
 
 

@@ -279,6 +279,15 @@ class TestTop:
             assert "2 WrongStep" in lines[1]
             assert lines[2].rstrip().endswith("1 snapshots refused")
 
+    def test_requests_that_lack_the_secret_are_errors_and_those_of_strangers_are_not(self):
+        from tensorferry.cli.verbs import top
+
+        peer = fleet.Peer("node1.example:9400", "http://x/")
+        peer.values = {("refused_total", "path"): 9.0}
+        assert top._errors(peer) == "-"
+        peer.values |= {("refused_total", "other_secret"): 3.0, ("refused_total", "no_secret"): 1.0}
+        assert top._errors(peer) == "4 requests refused"
+
     def test_one_that_is_gone_or_says_nothing_stops_no_other(self, run, source, monkeypatch):
         monkeypatch.setattr(fleet, "_PATIENCE_S", 0.3)
         with socket.create_server(("127.0.0.1", 0)) as silent:

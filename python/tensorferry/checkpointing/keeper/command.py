@@ -169,6 +169,7 @@ def _chosen_tls(chosen: argparse.Namespace) -> Tls:
 def _print_status(name: str, *, as_json: bool) -> int:
     with Keeper(name) as keeper:
         status, held = keeper.status(), keeper.held()
+    status["clients"] -= 1  # this command
     if as_json:
         print(json.dumps({**status, "held": [one.fields() for one in held]}, indent=2))
         return 0

@@ -14,7 +14,7 @@ from dataclasses import replace
 from ... import _validate
 from ..._native import Remote, Secret, Shelf, Table
 from ..._settings import SECRET, SECRET_FILE
-from ...errors import InvalidArgument, ProtocolError, message_of
+from ...errors import InvalidArgument, ProtocolError, SourceRefused, message_of
 from ...net.metadata import host_of
 from ...net.options import ServerOptions
 from ...storage.container import Container
@@ -131,5 +131,8 @@ def _beside(url: str, about: Snapshot) -> Snapshot:
 
 def message_about(url: str, error: BaseException) -> str:
     """Returns what ``error`` says of the keeper at ``url``, without the step as which its list is served."""
+    if isinstance(error, SourceRefused) and error.code == 404 and url.endswith(f"/{NAME}/checkpoint/"):
+        # This path stays the same: a keeper that was started again has it, too.
+        return "not found: the keeper there has another shared secret than this one, or none"
     message, host = message_of(error), host_of(url)
     return message.removeprefix(f"step {STEP} from {host}: ").removeprefix(f"{host}: ")

@@ -19,6 +19,8 @@ _WIDEST, _LONGEST_CAUSE = 60, 500
 #: How many transports are asked at a time.
 _AT_ONCE = 32
 _HEADS = ("at", "step", "gate", "does", "to", "sends", "receives", "done", "healed", "failed", "last heal", "errors")
+#: Why requests were refused whose peers knew the path: strangers with another path are no error of the fleet.
+_REFUSED = ("no_secret", "other_secret")
 _RIGHT = (1, 4, 5, 6, 7, 8, 9)
 #: The columns that a narrow terminal goes without, the first to go first.
 _FIRST_TO_GO = ("to", "done", "healed", "last heal", "sends", "receives", "step", "failed")
@@ -104,7 +106,7 @@ def _row(peer: Peer) -> Sequence[str]:
 
 
 def _errors(peer: Peer) -> str:
-    """Returns why ``peer`` does not answer, by class and cause; or how its failed receives have ended, by class."""
+    """Returns why ``peer`` does not answer, by class and cause; or what has failed there, and what it has refused."""
     if peer.trouble:
         return f"{peer.error}: {peer.trouble}"
     errors = [f"{count} {error}" for error, count in peer.failures.items()]
@@ -112,6 +114,8 @@ def _errors(peer: Peer) -> str:
         errors.append(f"{again:.0f} ranges fetched again")
     if refused := sum(peer.labelled("keeper_refused_total").values()):
         errors.append(f"{refused:.0f} snapshots refused")
+    if refused := sum(peer.value("refused_total", reason) for reason in _REFUSED):
+        errors.append(f"{refused:.0f} requests refused")
     return ", ".join(errors) or "-"
 
 

@@ -113,13 +113,13 @@ fn sending(page: &mut String, figures: &Figures) {
     );
     let heads = ["to", "step", "#connections", "progress", "#sent", "#rate", "#for"];
     table(page, "sending", &heads, "Nobody is receiving from here now.", &figures.transfers, |row, transfer| {
-        let Transfer { peer, step, connections, sent, total, bytes_per_second, took } = transfer;
+        let Transfer { peer, step, connections, sent, total, took } = transfer;
         row.cell(peer);
         row.cell(step);
         row.number(connections);
         row.progress(*sent, *total);
         row.number(Size(*sent as f64));
-        row.number(Rate(*bytes_per_second));
+        row.number(Rate(transfer.bytes_per_second()));
         row.number(Time(*took));
     });
     if figures.relayed > 0 {

@@ -30,9 +30,7 @@ struct Sent {
     progress: Arc<Progress>,
     /// What `progress` stood at when the snapshot began.
     before: u64,
-    /// The latest answer: when it began, what `progress` stood at then, and when and where it ended.
-    since: Instant,
-    from: u64,
+    /// When the latest answer ended, and what `progress` stood at then.
     ended: Option<(Instant, u64)>,
 }
 
@@ -52,8 +50,23 @@ pub(in crate::server) struct Transfer {
     pub(in crate::server) connections: usize,
     pub(in crate::server) sent: u64,
     pub(in crate::server) total: u64,
-    pub(in crate::server) bytes_per_second: f64,
+    /// How long it has been going on, up to the end of the latest answer if none runs.
     pub(in crate::server) took: Duration,
+}
+
+impl Transfer {
+    /// How fast it has gone since it began. A cap on what is sent lets single answers leave at once or not at all, so that
+    /// no shorter time tells the rate.
+    pub(in crate::server) fn bytes_per_second(&self) -> f64 {
+        self.sent as f64 / self.took.as_secs_f64().max(1e-3)
+    }
+}
+
+impl Sent {
+    /// Whether nothing was sent for so long that the next answer begins another transfer.
+    fn is_over(&self) -> bool {
+        self.ended.is_some_and(|(ended, _)| ended.elapsed() > BETWEEN)
+    }
 }
 
 impl Transfers {
@@ -74,13 +87,14 @@ impl Transfers {
         if let Some(known) = sent.get_mut(&connection)
             && known.etag == snapshot.etag
             && known.step == snapshot.step
+            && !known.is_over()
         {
-            (known.since, known.from, known.ended) = (now, at, None);
+            known.ended = None;
             return;
         }
         let Snapshot { step, etag, total } = *snapshot;
         let (etag, progress) = (etag.to_owned(), Arc::clone(progress));
-        let new = Sent { peer, step, etag, total, began: now, progress, before: at, since: now, from: at, ended: None };
+        let new = Sent { peer, step, etag, total, began: now, progress, before: at, ended: None };
         sent.insert(connection, new);
     }
 
@@ -101,34 +115,29 @@ impl Transfers {
         let mut transfers: Vec<Transfer> = Vec::new();
         // By snapshot: two steps of different shelves may have the same number.
         let mut etags: Vec<String> = Vec::new();
+        let mut spans: Vec<(Instant, Instant)> = Vec::new();
         for sent in self.sent().values() {
-            if sent.ended.is_some_and(|(ended, _)| ended.elapsed() > BETWEEN) {
+            if sent.is_over() {
                 continue;
             }
             let (until, at) =
                 sent.ended.unwrap_or_else(|| (Instant::now(), sent.progress.bytes.load(Ordering::Relaxed)));
-            let (bytes, took) = (at.saturating_sub(sent.before), sent.began.elapsed());
-            let rate = at.saturating_sub(sent.from) as f64 / (until - sent.since).as_secs_f64().max(1e-3);
+            let bytes = at.saturating_sub(sent.before);
             let same = |(transfer, etag): (&Transfer, &String)| transfer.peer == sent.peer && *etag == sent.etag;
             if let Some(index) = transfers.iter().zip(&etags).position(same) {
                 let known = &mut transfers[index];
                 known.connections += 1;
                 known.sent += bytes;
-                known.bytes_per_second += rate;
-                known.took = known.took.max(took);
+                spans[index] = (spans[index].0.min(sent.began), spans[index].1.max(until));
             } else {
                 let Sent { peer, step, total, .. } = *sent;
                 etags.push(sent.etag.clone());
-                transfers.push(Transfer {
-                    peer,
-                    step,
-                    connections: 1,
-                    sent: bytes,
-                    total,
-                    bytes_per_second: rate,
-                    took,
-                });
+                spans.push((sent.began, until));
+                transfers.push(Transfer { peer, step, connections: 1, sent: bytes, total, took: Duration::ZERO });
             }
+        }
+        for (transfer, (began, until)) in transfers.iter_mut().zip(spans) {
+            transfer.took = until - began;
         }
         transfers
     }
@@ -156,5 +165,34 @@ mod tests {
         transfers.leave(1);
         transfers.leave(2);
         assert!(transfers.now().is_empty());
+    }
+
+    #[test]
+    fn the_rate_is_that_of_the_whole_transfer_and_not_of_its_latest_answer() {
+        let transfers = Transfers::default();
+        let progress = Arc::new(Progress::default());
+        let snapshot = Snapshot { step: 1, etag: "a", total: 100_000 };
+        let age = |by: Duration| {
+            let mut sent = transfers.sent();
+            let known = sent.get_mut(&1).unwrap();
+            known.began -= by;
+            known.ended = known.ended.map(|(ended, at)| (ended - by, at));
+        };
+        transfers.begin(1, Peer::Process(7), &snapshot, &progress);
+        progress.bytes.store(40_000, Ordering::Relaxed);
+        transfers.end(1);
+        // The latest answer has just begun, and waits for its turn; then all of it leaves at once.
+        transfers.begin(1, Peer::Process(7), &snapshot, &progress);
+        age(Duration::from_secs(1000));
+        for sent in [40_000, 80_000] {
+            progress.bytes.store(sent, Ordering::Relaxed);
+            let rate = transfers.now()[0].bytes_per_second();
+            assert!(rate <= sent as f64 / 1000.0 && rate > sent as f64 / 2000.0, "{rate} of {sent}");
+        }
+        // A later receive over the same connection is another transfer.
+        transfers.end(1);
+        age(BETWEEN + Duration::from_secs(1));
+        transfers.begin(1, Peer::Process(7), &snapshot, &progress);
+        assert_eq!(transfers.now()[0].sent, 0);
     }
 }
