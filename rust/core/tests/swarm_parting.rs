@@ -93,24 +93,24 @@ fn receive_while_the_source_goes(secret: Option<&Secret>) -> Result<(), String> 
     let lent = Lent::new(64);
     let before = lent.bytes();
     let rigs: Vec<_> = (0..4).map(|_| server(Some(12), secret.cloned())).collect();
-    let (mut sent, mut left) = (0, 0);
+    let (mut served, mut unfinished) = (0, 0);
     let results = receives(lent.source(24, secret.cloned()), &rigs, secret, |source, running| {
         let ended = source.server.store().withdraw(PATIENCE);
         assert!(matches!(ended, Withdrawn::Clean | Withdrawn::Drained), "{ended:?}");
-        left = running();
+        unfinished = running();
         // From here on it is as good as dead.
         lent.change();
-        sent = source.server.bytes_served();
+        served = source.server.bytes_served();
         drop(source);
     });
     for result in results {
         assert!(result.map_err(|e| e.to_string())?.0 == before, "a mixture of two snapshots");
     }
-    if left == 0 {
+    if unfinished == 0 {
         return Err("it has waited for the receives to end".into());
     }
-    if sent >= 3 * before.len() as u64 {
-        return Err(format!("it has sent {} of {} MiB", sent >> 20, before.len() >> 20));
+    if served >= 3 * before.len() as u64 {
+        return Err(format!("it has sent {} of {} MiB", served >> 20, before.len() >> 20));
     }
     Ok(())
 }
