@@ -175,8 +175,8 @@ mod tests {
         let age = |by: Duration| {
             let mut sent = transfers.sent();
             let known = sent.get_mut(&1).unwrap();
-            known.began -= by;
-            known.ended = known.ended.map(|(ended, at)| (ended - by, at));
+            known.began = known.began.checked_sub(by).unwrap();
+            known.ended = known.ended.map(|(ended, at)| (ended.checked_sub(by).unwrap(), at));
         };
         transfers.begin(1, Peer::Process(7), &snapshot, &progress);
         progress.bytes.store(40_000, Ordering::Relaxed);
