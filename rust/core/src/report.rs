@@ -7,7 +7,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
 use std::time::Duration;
 
-use crate::error::Hint;
+use crate::error::{Error, Hint};
 
 /// How a transfer went. Counters cover the payload; headers and digests of 1 MiB blocks are not in them.
 #[derive(Clone, Debug, Default)]
@@ -29,7 +29,7 @@ pub struct Report {
     pub lanes: usize,
     /// Whether a connection did without the network.
     pub same_host: bool,
-    /// Ranges that had to be given to another connection, and runs of blocks that came damaged.
+    /// Ranges that had to be given to another connection, those of opening included, and runs of blocks that came damaged.
     pub retries: u64,
     /// The routes that bytes took over the network: the address here, and the source's.
     pub routes: BTreeSet<(IpAddr, IpAddr)>,
@@ -52,6 +52,12 @@ pub struct Trouble {
     pub message: String,
     /// Its [`crate::Error::hint`].
     pub hint: Option<Hint>,
+}
+
+impl Trouble {
+    pub(crate) fn of(error: &Error) -> Self {
+        Self { message: error.to_string(), hint: error.hint() }
+    }
 }
 
 impl Report {

@@ -82,6 +82,24 @@ fn one_broken_connection_is_repaired_wherever_it_breaks() {
 }
 
 #[test]
+fn damage_in_the_opening_is_counted() {
+    // The first request brings the header and all that small containers have.
+    let state = State::of(&[BLOCK / 2, 100], 1);
+    let rig = Rig::serving(&state);
+    for fault in [Fault::Flip(300_000), Fault::Reset(200_000)] {
+        let proxy = Proxy::new(&rig.url(), fault, 1);
+        let arrived = state.fetch(&[proxy.url()], quick(PATIENCE, 2)).unwrap();
+        assert!(proxy.is_spent(), "{fault:?}");
+        let report = arrived.report();
+        assert_eq!((report.retries, report.troubles.len()), (1, 1), "{fault:?}: {report:?}");
+    }
+    // A source that is asked in vain because it is not there has sent nothing that comes again.
+    let nobody = "http://127.0.0.1:1/x/checkpoint/";
+    let arrived = state.fetch(&[nobody, &rig.url()], quick(PATIENCE, 2)).unwrap();
+    assert_eq!((arrived.report().retries, arrived.report().troubles.len()), (0, 0), "{:?}", arrived.report());
+}
+
+#[test]
 fn what_has_come_is_not_fetched_again() {
     let state = State::of(&[66 * BLOCK], 1);
     let rig = Rig::serving(&state);

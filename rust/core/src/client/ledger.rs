@@ -177,8 +177,8 @@ impl BlockLedger {
     }
 
     pub(super) fn note_trouble(&self, source: &str, error: &Error) {
-        let trouble = Trouble { message: error.to_string(), hint: error.hint() };
-        self.troubles.lock().unwrap_or_else(PoisonError::into_inner).insert(source.to_owned(), trouble);
+        let mut troubles = self.troubles.lock().unwrap_or_else(PoisonError::into_inner);
+        troubles.insert(source.to_owned(), Trouble::of(error));
     }
 
     pub(super) fn take_routes(&self) -> BTreeMap<(IpAddr, IpAddr), u64> {

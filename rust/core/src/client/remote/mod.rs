@@ -15,6 +15,7 @@ mod senders;
 mod transfer;
 mod verify;
 
+use std::collections::BTreeMap;
 use std::net::IpAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -37,7 +38,7 @@ use super::{Arrived, Source};
 use crate::error::Error;
 use crate::memory::{ArenaPool, zeroed};
 use crate::payload::{Destination, Plan, ReceiveMemory, Slice, Waves, slices};
-use crate::report::Report;
+use crate::report::{Report, Trouble};
 use crate::swarm::RelayHost;
 
 /// How often a source is asked for its header before it is given up.
@@ -73,6 +74,9 @@ pub struct Remote {
     /// Those that can be used again.
     connections: Vec<Connection>,
     opening: Duration,
+    /// How often opening had to be begun anew after a connection had been made, and the last reason for each source.
+    reopened: u64,
+    troubles: BTreeMap<String, Trouble>,
 }
 
 impl std::fmt::Debug for Remote {
@@ -244,7 +248,8 @@ impl Remote {
     }
 
     fn report(&self) -> Report {
-        Report { opening: self.opening, ..Report::default() }
+        let troubles = self.troubles.clone();
+        Report { opening: self.opening, retries: self.reopened, troubles, ..Report::default() }
     }
 
     /// `report` with the bytes that came with the header added.

@@ -4,7 +4,7 @@
 //! up the deadline. One that says nothing is asked again later and given twice as long; a refused connection is retried
 //! once.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -17,6 +17,7 @@ use crate::client::limits::{Limits, retry_pause};
 use crate::client::url::SourceUrl;
 use crate::client::{FetchOptions, Source};
 use crate::error::{Error, ErrorKind};
+use crate::report::Trouble;
 use crate::trust::secret;
 
 /// How long one of several sources may be silent before the next one is asked; twice as long each time it is its turn.
@@ -77,6 +78,7 @@ impl Remote {
         let mut waited: Vec<Option<String>> = vec![None; sources.len()];
         // For each source: the snapshot it has begun to send, and its error once that was gone.
         let mut begun: Vec<(Option<String>, Option<Error>)> = sources.iter().map(|_| (None, None)).collect();
+        let (mut reopened, mut troubles) = (0, BTreeMap::new());
         let mut passes: Vec<Passes> = sources.iter().map(|_| Passes::default()).collect();
         // Each in turn, so that one that is stuck costs a share of the time and not all of it.
         let mut standing: VecDeque<_> = (0..sources.len()).map(Turn::first).collect();
@@ -99,7 +101,8 @@ impl Remote {
             let limited = (&limits, &share, patience);
             let (asking, passes) = ((step, (options.ahead, options.most_described)), &mut passes[primary]);
             let (opened, by_card) = ask(url, asking, limited, etag, passes, &mut waited[primary]);
-            let nobody = by_card.is_none() && opened.as_ref().is_err_and(|e| e.kind() == ErrorKind::Connect);
+            let connected = by_card.is_some();
+            let nobody = !connected && opened.as_ref().is_err_and(|e| e.kind() == ErrorKind::Connect);
             let by_card = by_card == Some(true);
             match opened {
                 Ok(opened) => {
@@ -119,6 +122,8 @@ impl Remote {
                         // It was given a share of the time, and must not end with that.
                         connections: vec![opened.connection.within(&limits)],
                         opening: started.elapsed(),
+                        reopened,
+                        troubles,
                         lanes: options.lanes,
                         pool: options.pool,
                         progress: options.progress,
@@ -146,6 +151,11 @@ impl Remote {
                     let repairable = e.is_transient() || e.kind() == ErrorKind::Changed;
                     let most = if nobody { 2 } else { OPEN_ATTEMPTS };
                     let failures = if e.is_timeout() { failures } else { failures + 1 };
+                    if connected && e.is_transient() && !refused && !e.is_timeout() {
+                        // What it has sent comes again, as a range of a lane does that is given to another connection.
+                        reopened += 1;
+                        troubles.insert(url.authority().to_owned(), Trouble::of(&e));
+                    }
                     if repairable && !refused && failures < most {
                         let pause = retry_pause(&e, failures.max(1), Duration::ZERO);
                         let not_before = Instant::now().checked_add(pause);
