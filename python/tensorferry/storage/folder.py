@@ -86,8 +86,9 @@ def read_index(folder: Path) -> Index:
         raise _no_index(folder) from e
     if text is None:
         raise ProtocolError(
-            f"{path} is not the index of a checkpointer's save. What tensorferry.dcp.FileWriter has saved is loaded "
-            f"with FileReader, and `tensorferry convert {folder} NEW --to checkpoint` makes a checkpointer's of it"
+            f"{path} is not the index of a checkpointer's save. A checkpoint of torch.distributed.checkpoint is loaded "
+            f"with tensorferry.dcp.FileReader, and `tensorferry convert {folder} NEW --to checkpoint` makes a "
+            "checkpointer's of it"
         )
     commit = commits.decode(path, names_and_headers)
     try:
