@@ -180,12 +180,12 @@ def partial_with(path: Path, blocks: int) -> Callable[[], bool]:
 
 
 def blocks_in(partial: Path) -> int:
-    """How many blocks of a file hold something."""
+    """How many blocks of a file are there, to their ends."""
     with partial.open("rb") as file:
         file.seek(4096)
         count = 0
         while part := file.read(1 << 20):
-            count += part[: 1 << 10].strip(b"\0") != b""
+            count += all(end.strip(b"\0") for end in (part[: 1 << 10], part[-1 << 10 :]))
     return count
 
 

@@ -36,7 +36,8 @@ def scraped(transport):
 @pytest.fixture
 def families(open_transport):
     """What a transport shows that has served a receive and healed itself."""
-    source, healed = open_transport(interface="127.0.0.1"), open_transport(interface="127.0.0.1", same_host=False)
+    source = open_transport(interface="127.0.0.1")
+    healed = open_transport(interface="127.0.0.1", same_host=False, max_bandwidth=1 << 40)
     source.send_checkpoint([1], 3, {"w": torch.zeros(1 << 18)}, TIMEOUT)
     healed.recv_checkpoint(0, source.metadata(), 3, TIMEOUT)
     healed.send_checkpoint([1], 4, {"w": torch.zeros(1 << 18)}, TIMEOUT)

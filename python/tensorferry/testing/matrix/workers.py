@@ -222,6 +222,8 @@ def receiver_main(
     """Runs a receiver: receives on request, and compares the result with the allowed states."""
     _prepare_process(log, bound)
     if setting.silent_names:
+        # What is seen is how long the system waits by default.
+        os.environ.pop("RES_OPTIONS", None)
         try:
             # Before the transport starts threads. A receive that only the resolver's timeout ends is counted as late.
             SilentNameServer(Path(log).with_name(NAMES_ASKED), timeout + 3)

@@ -49,7 +49,7 @@ use crate::payload::{Item, Layout, Segments, checksum_blocks};
 /// assert!(!partial.exists());
 ///
 /// let container = Container::open(&path)?;
-/// container.expect(written.header)?;
+/// container.check_header_checksum(written.header)?;
 /// assert_eq!(container.entry("w", &options)?.as_deref(), Some(&b"abcd"[..]));
 /// # std::fs::remove_dir_all(&folder)?;
 /// # Ok(())
