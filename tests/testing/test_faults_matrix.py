@@ -195,7 +195,7 @@ BROKEN = {
     ("ServesAddresses", "replace-data"): UNMAPPED,
     ("ServesAddresses", "replace-set"): REUSED,
     ("ServesAddresses", "replace-half"): REUSED,
-    # The row says what comes to the receiver: an error. Not every run ends the source, too.
+    # Where the kernel reads the freed memory, to send it, it refuses (EFAULT), and the connection ends instead.
     ("ServesAddresses", "replace-data-local"): UNMAPPED | {("error", "fine")},
     ("ReceivesAtAddresses", "replace-target"): {("crashed", "fine")},
     ("torchft_with_one_thread", "idle-crowd"): {("error", "fine")},

@@ -133,7 +133,6 @@ def ask(peer: Peer) -> None:
 
 def _short_error(message: str, shown: str) -> str:
     """Returns an error's message without the address, which the table has beside it."""
-    # The table has the address beside it.
     what, late = _TIMED_OUT.subn("", message)
     what = what.removeprefix(f"{shown}: ").removeprefix(f"{shown} ")
     return ": ".join(filter(None, [f"no answer within {_PATIENCE_S:g} s" if late else "", what]))

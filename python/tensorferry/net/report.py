@@ -136,7 +136,8 @@ def _shares(senders: dict[str, int]) -> str:
     return f", bytes by sender: {', '.join(named)}"
 
 
-def _counted(number: int, one: str, several: str) -> str:
+def counted(number: int, one: str, several: str) -> str:
+    """Returns ``number`` with the word for one or for several."""
     return f"{number} {one if number == 1 else several}"
 
 
@@ -172,8 +173,8 @@ def log_receive(report: ReceiveReport, *, tls: bool, secret: bool) -> None:
     relayed = ""
     if report.relays:
         own = max(report.bytes - report.relayed_bytes, 0)
-        others = "other receiver" if report.relays == 1 else "other receivers"
-        relayed = f", {own} bytes from the source and {report.relayed_bytes} from {report.relays} {others}"
+        others = counted(report.relays, "other receiver", "other receivers")
+        relayed = f", {own} bytes from the source and {report.relayed_bytes} from {others}"
     log_heal(
         "received step %d: %d bytes in %.3f s (%.2f GB/s; open %.3f s, fetch %.3f s), %s over %s, %s, "
         "%s TLS, %s a secret%s",
@@ -183,9 +184,9 @@ def log_receive(report: ReceiveReport, *, tls: bool, secret: bool) -> None:
         report.bytes_per_second / 1e9,
         report.open_seconds,
         report.fetch_seconds,
-        _counted(report.lanes, "lane", "lanes"),
+        counted(report.lanes, "lane", "lanes"),
         ", ".join(routes) or "a connection that was closed",
-        _counted(report.retries, "retry", "retries"),
+        counted(report.retries, "retry", "retries"),
         "with" if tls else "without",
         "with" if secret else "without",
         relayed + _shares(report.senders) + in_place(report.in_place),

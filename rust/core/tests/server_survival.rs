@@ -366,11 +366,18 @@ fn dropping_the_server_closes_the_port_too() {
     assert!(idle.is_ended());
 }
 
+/// A server that serves `state`, so many blocks a second.
+fn capped(state: &State, blocks: usize) -> Rig {
+    let max_bandwidth = Some((blocks * BLOCK) as u64);
+    let rig = Rig::configured(&ServerConfig { max_bandwidth, ..ServerConfig::default() });
+    rig.server.store().publish(STEP, state.publication(Stability::Private));
+    rig
+}
+
 #[test]
 fn what_is_sent_can_be_capped() {
     let state = State::of(&[4 * BLOCK], 1);
-    let rig = Rig::configured(&ServerConfig { max_bandwidth: Some(8 * BLOCK as u64), ..ServerConfig::default() });
-    rig.server.store().publish(STEP, state.publication(Stability::Private));
+    let rig = capped(&state, 8);
     let started = Instant::now();
     // Four MiB at eight MiB a second, over several connections of both kinds.
     let url = rig.server.url("127.0.0.1");
@@ -383,9 +390,7 @@ fn what_is_sent_can_be_capped() {
 #[test]
 fn connections_share_the_cap_evenly() {
     let state = State::of(&[16 * BLOCK], 1);
-    let limit = Some(8 * BLOCK as u64);
-    let rig = Rig::configured(&ServerConfig { max_bandwidth: limit, ..ServerConfig::default() });
-    rig.server.store().publish(STEP, state.publication(Stability::Private));
+    let rig = capped(&state, 8);
     let mut connections: Vec<_> = (0..8).map(|_| Raw::to(&rig)).collect();
     for raw in &mut connections {
         raw.send("GET", &rig.path("7.safetensors"), &[]);
@@ -406,9 +411,7 @@ fn connections_share_the_cap_evenly() {
 fn a_receive_from_a_slow_source_has_no_slow_lanes() {
     // A block for each lane, of which the last one takes two seconds.
     let state = State::of(&[8 * BLOCK], 1);
-    let limit = Some(4 * BLOCK as u64);
-    let rig = Rig::configured(&ServerConfig { max_bandwidth: limit, ..ServerConfig::default() });
-    rig.server.store().publish(STEP, state.publication(Stability::Private));
+    let rig = capped(&state, 4);
     let arrived = state.fetch(&[&rig.url()], FetchOptions { same_host: false, ..lanes(8) }).unwrap();
     let report = arrived.report();
     assert!(report.retries == 0 && report.troubles.is_empty(), "{report:?}");

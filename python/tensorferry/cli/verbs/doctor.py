@@ -17,13 +17,14 @@ from ..._settings import ADVERTISE, METRICS_PORT, PORT, setting
 from ...errors import ConnectError, FetchTimeout, InvalidArgument, TensorferryError, UnprovenSource, message_of
 from ...net import addresses
 from ...net.options import port_range
+from ...net.report import counted
 from .. import exits
 from ..flags import Json, Receiving, Switch, Trust
 from ..output import console
 from ..rail_rates import RailRate, rail_rates
 
 #: A name lookup that takes longer than this delays every start.
-_SLOW_WARNUP_S = 0.2
+_SLOW_LOOKUP_S = 0.2
 #: A rate below these shares of the interface's speed is bad, or worth a warning.
 _BAD_SHARE, _LOW_SHARE = 0.1, 0.5
 #: A source that takes longer than this to open is waited for.
@@ -156,7 +157,7 @@ def _address() -> Iterator[Finding]:
     try:
         found = addresses.resolved(name)
         text, took = ", ".join(found), time.perf_counter() - started
-        slow = took > _SLOW_WARNUP_S
+        slow = took > _SLOW_LOOKUP_S
         remedy = "set TENSORFERRY_ADVERTISE, or add the name to /etc/hosts: every lookup takes as long" if slow else ""
         yield Finding("name lookup", _WARN if slow else _GOOD, f"{name} is {text}, found in {took:.3f} s", remedy)
     except FetchTimeout:
@@ -288,6 +289,11 @@ def _failed(error: TensorferryError) -> Finding:
     return Finding("peer", _BAD, f"{type(error).__name__}: {text}", f"see {_DOCS}/{page}")
 
 
+def _verdict(share: float) -> str:
+    """Returns the verdict on a rate that is this share of an interface's speed."""
+    return _BAD if share < _BAD_SHARE else _WARN if share < _LOW_SHARE else _GOOD
+
+
 def _rail(rail: RailRate) -> Finding:
     """Returns the finding for one rail, measured by itself: one pair of addresses, there and here."""
     if not rail.here:
@@ -297,7 +303,7 @@ def _rail(rail: RailRate) -> Finding:
     if not rail.expected:
         return Finding("rail", _GOOD, f"{text}; the speeds of its links are not known")
     share = rail.rate / rail.expected
-    verdict = _BAD if share < _BAD_SHARE else _WARN if share < _LOW_SHARE else _GOOD
+    verdict = _verdict(share)
     remedy = "" if verdict == _GOOD else "check its cable, switch port and settings, and what else uses it"
     measured = f"{rail.measured}: {console.amount(rail.expected)}/s"
     return Finding("rail", verdict, f"{text}, {share:.0%} of {measured}", remedy)
@@ -317,8 +323,9 @@ def _check_peer(
         remote, step = open_source(urls, peers.step, trust, receiving)
         opened = time.perf_counter() - started
         try:
-            rails = rail_rates(remote) if seconds is None else []
+            rails: list[RailRate] = []
             if seconds is None:
+                rails = rail_rates(remote)
                 _check_machine_has(sum(remote.sizes), "the state of the peer")
                 _, report = remote.fetch()
             else:
@@ -338,7 +345,7 @@ def _check_peer(
         yield _route(_amount(nbytes, took), nbytes, took, (here, there), limit)
         return
     took, several = report.fetching_seconds, len(report.routes) > 1
-    text = f"{_amount(report.bytes, took)} over {report.lanes} {'connection' if report.lanes == 1 else 'connections'}"
+    text = f"{_amount(report.bytes, took)} over {counted(report.lanes, 'connection', 'connections')}"
     if several:
         yield Finding("peer", _GOOD, f"{text}, by {len(report.routes)} routes{_limited(limit)}")
     if report.same_host:
@@ -384,7 +391,7 @@ def _route(text: str, nbytes: int, took: float, route: tuple[str, str], limit: f
     if speed is None:
         return Finding("peer", _GOOD, f"{text}; the speed of the interface of {here} is not known")
     share = rate / speed[1]
-    verdict = _BAD if share < _BAD_SHARE else _WARN if share < _LOW_SHARE else _GOOD
+    verdict = _verdict(share)
     if took < 1.0 and verdict != _GOOD:
         verdict, remedy = _WARN, "the state is too small to say: measure with one that takes a second or more"
     elif verdict == _GOOD:

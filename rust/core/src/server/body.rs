@@ -196,17 +196,12 @@ impl MemoryBody {
 
     /// Where the next `len` bytes end, or all that are left, or the turn of this connection.
     pub(crate) fn end_of_turn(&self, len: u64) -> u64 {
-        self.end_of(len.min(self.most_per_turn()))
+        self.end.min(self.at.saturating_add(len.min(self.most_per_turn())))
     }
 
     /// How many bytes may be sent before it is the turn of another connection.
     fn most_per_turn(&self) -> u64 {
         self.throttle.as_ref().map_or(u64::MAX, |throttle| throttle.most_per_turn())
-    }
-
-    /// Where the next `len` bytes end, or all that are left.
-    fn end_of(&self, len: u64) -> u64 {
-        self.end.min(self.at.saturating_add(len))
     }
 
     /// Takes a turn for the bytes up to `stop` under the cap on what the server sends; returns how long to wait for it,
@@ -235,15 +230,12 @@ impl MemoryBody {
     /// A frame ends where a digest block does, so that the checksum of the next one is taken just before it is sent; and
     /// where the turn of this connection does.
     fn frame_end(&self) -> u64 {
-        self.end_of_turn(u64::MAX).min(self.block_end())
-    }
-
-    fn block_end(&self) -> u64 {
         let origin = if self.digest { self.lease.publication().payload_start() } else { 0 };
-        match self.at.checked_sub(origin) {
-            Some(relative) => (origin + (relative / BLOCK_SIZE + 1) * BLOCK_SIZE).min(self.end),
-            None => origin.min(self.end),
-        }
+        let block_end = match self.at.checked_sub(origin) {
+            Some(relative) => origin + (relative / BLOCK_SIZE + 1) * BLOCK_SIZE,
+            None => origin,
+        };
+        self.end_of_turn(u64::MAX).min(block_end)
     }
 }
 
