@@ -227,7 +227,7 @@ def test_a_killed_writer_is_an_error_on_every_rank_and_the_checkpoint_before_sta
         assert (before, after) == (True, True)
 
 
-def save_without_room(kept, folder):
+def save_without_room(kept, folder, room):
     import tempfile
     from unittest import mock
 
@@ -237,17 +237,18 @@ def save_without_room(kept, folder):
 
     del kept
     # Where the results of the other process are to appear.
-    before = set(Path(tempfile.gettempdir()).glob("tensorferry-*"))
-    torch.distributed.barrier()
-    temporary = "/nowhere" if torch.distributed.get_rank() == 1 else tempfile.gettempdir()
+    temporary = "/nowhere" if torch.distributed.get_rank() == 1 else room
     with mock.patch.object(tempfile, "tempdir", temporary):
         text = outcome(lambda: ours.save(sharded_state(Placement(*PLACE)), folder, async_sharded_save=True))
     torch.distributed.barrier()
-    return text, set(Path(tempfile.gettempdir()).glob("tensorferry-*")) - before
+    return text, os.listdir(room)
 
 
 def test_a_rank_without_temporary_files_is_an_error_on_every_rank(host, tmp_path):
-    for text, left in host.job(2).run(save_without_room, str(tmp_path)):
+    folder, room = tmp_path / "ck", tmp_path / "temporary"
+    folder.mkdir()
+    room.mkdir()
+    for text, left in host.job(2).run(save_without_room, str(folder), str(room)):
         assert re.search(r"FileNotFoundError: .*/nowhere.*\(rank 1\)", text)
         assert not left
 
