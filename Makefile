@@ -24,7 +24,7 @@ $(VENV)/.deps: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q --disable-pip-version-check 'uv>=0.8,<1'
 	$(BIN)/uv pip install -q --python $(BIN)/python 'torch==$(TORCH)' 'torchft==0.2.0' \
-	  $$($(BIN)/python -c "import tomllib; o = tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']; print(*(repr(r) for r in o['dev'] + o['bench'] + o['docs'] + o['cli']))" | tr -d "'")
+	  $$($(BIN)/python -c "import tomllib; o = tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']; print(*(repr(r) for r in o['dev'] + o['bench'] + o['docs'] + o['cli'] + o['objects']))" | tr -d "'")
 	for release in $(MEGATRON); do \
 	  $(BIN)/uv pip install -q --python $(BIN)/python --python-version 3.12 --no-deps \
 	    --target $(VENV)/megatron-$$release "megatron-core==$$release" || exit 1; \

@@ -2,7 +2,7 @@ import sys
 from collections.abc import Callable, Sequence
 from os import PathLike
 from pathlib import Path
-from typing import Any, final
+from typing import Any, Protocol, final
 
 from typing_extensions import disjoint_base
 
@@ -15,6 +15,7 @@ __all__ = [
     "FilePages",
     "HostView",
     "HttpAnswer",
+    "Parts",
     "Readiness",
     "Receive",
     "Remote",
@@ -320,10 +321,30 @@ class Remote(Entries):
     def close(self) -> None: ...
 
 @final
+class Parts:
+    def __new__(
+        cls, *, rows: Table, control: list[tuple[str, bytes]], metadata: list[tuple[str, str]]
+    ) -> Parts: ...
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def header(self) -> int: ...
+    def fill(self, address: int, nbytes: int) -> int: ...
+
+class _Reader(Protocol):
+    def read(self, at: int, address: int, nbytes: int, /) -> None: ...
+    def cancel(self) -> None: ...
+
+class _HasRanges(Protocol):
+    def _ranges(self) -> tuple[str, int, _Reader]: ...
+
+_Place = str | PathLike[str] | _HasRanges
+
+@final
 class Stored(Entries):
     @staticmethod
     def open(
-        path: str | PathLike[str], *, threads: int | None = None, header: int | None = None, checksums: bool = True
+        path: _Place, *, threads: int | None = None, header: int | None = None, checksums: bool = True
     ) -> Stored: ...
     @staticmethod
     def over(
@@ -485,14 +506,14 @@ def _write_file(
     cached: bool | None = None,
     progress: Callable[[int, int], object] | None = None,
 ) -> Written: ...
-def _file_entries(path: str | PathLike[str], names: list[str]) -> list[bytes | None]: ...
-def _file_header(path: str | PathLike[str]) -> int: ...
-def _file_damage(path: str | PathLike[str]) -> list[tuple[int, int]] | None: ...
-def _file_entry_digests(path: str | PathLike[str]) -> list[int]: ...
+def _file_entries(path: _Place, names: list[str]) -> list[bytes | None]: ...
+def _file_header(path: _Place) -> int: ...
+def _file_damage(path: _Place) -> list[tuple[int, int]] | None: ...
+def _file_entry_digests(path: _Place) -> list[int]: ...
 def _rename_new(path: str | PathLike[str], target: str | PathLike[str]) -> int: ...
 def _seal_file(path: str | PathLike[str]) -> int: ...
 def _read_file(
-    path: str | PathLike[str],
+    path: _Place,
     parts: list[_SliceTuple],
     *,
     threads: int | None = None,

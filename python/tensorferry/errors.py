@@ -26,6 +26,7 @@ __all__ = [
     "SourceChanged",
     "SourceRefused",
     "StateMismatch",
+    "StoreRefused",
     "SystemRefused",
     "TensorferryError",
     "TornCheckpoint",
@@ -163,6 +164,10 @@ class SystemRefused(TensorferryError, OSError):
                 message += f". A process may have {limit} files and sockets open here: raise it (ulimit -n)"
                 args = (*number, message)
         super().__init__(*args)
+
+
+class StoreRefused(TensorferryError, OSError):
+    """An object store refused a request; the message names the object and what the store said."""
 
 
 class TransferCancelled(TensorferryError, RuntimeError):

@@ -1,4 +1,4 @@
-"""Checkpoints in a folder: one container file for each rank, and an index file, which is written last.
+"""Checkpoints in a folder, or in a place of an object store: one container file for each rank, and an index file, which is written last.
 
 A folder holds a checkpoint exactly if it has a complete index; ``storage/commits.py`` says which files may be removed.
 """
@@ -8,8 +8,8 @@ from __future__ import annotations
 import dataclasses
 import os
 import secrets
-from collections.abc import Iterable
-from pathlib import Path
+from collections.abc import Iterable, Mapping
+from datetime import timedelta
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
@@ -18,20 +18,18 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from .. import _gc, _validate
-from .._native import Written
-from ..errors import InvalidArgument, SystemRefused
+from ..errors import InvalidArgument, SystemRefused, TensorferryError
 from ..memory.accelerator import ACCELERATOR
 from ..memory.staging import HostStager
 from ..pickles.allowlist import Allowed
 from ..storage import commits, reserved
 from ..storage.commits import Commit
-from ..storage.container import Container
+from ..storage.container import Container, Stored
 from ..storage.folder import INDEX
-from ..storage.names import new_id
-from ..storage.places import place_of
+from ..storage.places import AnyPlace, begun, new_save_id
 from ..storage.room import making_room
 from ..storage.source import Progress
-from ..storage.whole_files import make_synced_folder
+from ..storage.whole_files import listed, make_synced_folder
 from . import index, marker
 from .failures import fail_without_numpy
 from .in_folder import TORCH_INDEX, InFolder, thread_count
@@ -79,7 +77,7 @@ class RankFile:
         cached: as for :class:`FileWriter`
     """
 
-    path: Path
+    path: AnyPlace
     threads: int | None
     cached: bool | None
 
@@ -90,7 +88,7 @@ class RankFile:
         *,
         progress: Progress | None = None,
         allowed: Allowed | None = None,
-    ) -> tuple[Written, list[WriteResult]]:
+    ) -> tuple[Stored, list[WriteResult]]:
         """Writes the items of ``plan``; returns how much was written, and a result for each item.
 
         While the first of the two lives, the file is locked. ``progress`` is as for :class:`FileWriter`, ``allowed`` is
@@ -126,8 +124,9 @@ class FileWriter(InFolder, StorageWriter):  # type: ignore[misc]  # mypy does no
     replaces the old index, in one step, and is removed afterwards.
 
     Args:
-        path: the folder; the ``checkpoint_id`` of a save overrides it
-        threads: threads with which a rank writes; ``None`` chooses by the number of cores
+        path: the folder, or the URL of a place in an object store, such as ``s3://bucket/run/step-1000``; the
+            ``checkpoint_id`` of a save overrides it
+        threads: threads with which a rank writes, or for a store, how many parts are uploaded at a time; ``None`` chooses by the number of cores
         overwrite: ``False`` refuses a folder that has a checkpoint
         cached: whether files of 64 MiB or more are written through the page cache, so that a load soon after on this
             machine reads from memory (``True``), or bypass it where the file system supports that, which takes less
@@ -138,6 +137,10 @@ class FileWriter(InFolder, StorageWriter):  # type: ignore[misc]  # mypy does no
             the save
         safe_globals, trust_pickle: what loads will be given; a save warns, once for each, of classes and functions that
             its objects need and a load would refuse
+        store_options: options of obstore for the store, by its own names, such as ``endpoint`` or ``region``; what is
+            not given comes from the environment. ``client_options``, ``retry_config`` and ``credential_provider`` are
+            those of its stores
+        timeout: how long all requests of a save to a store may take together; 10 minutes by default
         theirs: arguments of torch's ``FileSystemWriter``, so that its calls can be kept: ``thread_count`` is
             ``threads``; ``single_file_per_rank=True``, ``sync_files``, ``per_thread_copy_ahead`` and
             ``cache_staged_state_dict=False`` change nothing, since there is one file for each rank, it is always synced
@@ -161,10 +164,13 @@ class FileWriter(InFolder, StorageWriter):  # type: ignore[misc]  # mypy does no
         progress: Progress | None = None,
         safe_globals: Iterable[Any] = (),
         trust_pickle: bool = False,
+        store_options: Mapping[str, Any] | None = None,
+        timeout: timedelta | None = None,
         **theirs: Any,
     ) -> None:
         super().__init__()
-        self._path = place_of(path)
+        self._store_options, self._timeout = store_options, timeout
+        self._path = self._place(path)
         self._threads = thread_count(_threads_of_torch(threads, theirs))
         self._overwrite = _validate.boolean("overwrite", overwrite)
         self._cached = None if cached is None else _validate.boolean("cached", cached)
@@ -185,8 +191,8 @@ class FileWriter(InFolder, StorageWriter):  # type: ignore[misc]  # mypy does no
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begins a new save, into the folder ``checkpoint_id`` if it is given."""
         self._running.calls.check()
-        self._running.path = path = place_of(checkpoint_id) if checkpoint_id else self._path
-        self._running.id = new_id()
+        self._running.path = path = self._next(checkpoint_id)
+        self._running.id = new_save_id(path)
         self._path = path
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -197,7 +203,7 @@ class FileWriter(InFolder, StorageWriter):  # type: ignore[misc]  # mypy does no
         if coordinated:
             fail_without_numpy()
         self._running.save = SaveRecord(
-            self._running.path or self._path, kwargs.get("rank") or 0, coordinated, is_coordinator or not coordinated
+            self._running.path or begun(self._path), kwargs.get("rank") or 0, coordinated, is_coordinator or not coordinated
         )
         self._running.save.id = self._running.id or self._running.save.id
         self._running.path = self._running.id = None
@@ -213,9 +219,13 @@ class FileWriter(InFolder, StorageWriter):  # type: ignore[misc]  # mypy does no
         save = self._running.save
         try:
             save.is_new_folder = make_synced_folder(save.path)
-            names = set(os.listdir(save.path))
+            names = set(listed(save.path))
+        except TensorferryError as e:
+            if isinstance(e.__cause__, OSError):
+                raise _refused(save.path, e.__cause__) from e
+            raise
         except OSError as e:
-            raise SystemRefused(e.errno, f"the folder {save.path} cannot be created or listed: {e.strerror}") from e
+            raise _refused(save.path, e) from e
         if marker.is_marker(save.path / TORCH_INDEX):
             names.discard(TORCH_INDEX)
         if not save.coordinated and names & {INDEX, TORCH_INDEX}:
@@ -286,7 +296,7 @@ class FileWriter(InFolder, StorageWriter):  # type: ignore[misc]  # mypy does no
         save = self._running.ongoing()
         stored = {result.index: result.storage_data for of_rank in results for result in of_rank}
         metadata.storage_data = stored
-        index.stamp(metadata).storage_meta = StorageMeta(checkpoint_id=save.path, save_id=save.id)
+        index.stamp(metadata).storage_meta = StorageMeta(checkpoint_id=_id_of(save.path), save_id=save.id)
         files = {ref.container: ref.header for ref in stored.values()}
         with save.undone(), making_room(save.path):
             commits.commit_index(
@@ -301,4 +311,13 @@ class FileWriter(InFolder, StorageWriter):  # type: ignore[misc]  # mypy does no
 
     def storage_meta(self) -> StorageMeta:
         """Returns the folder of the checkpoint, as torch's ``StorageMeta``."""
-        return StorageMeta(checkpoint_id=self._running.path or self._path, save_id=self._running.id)
+        return StorageMeta(checkpoint_id=_id_of(self._running.path or self._path), save_id=self._running.id)
+
+
+def _refused(folder: AnyPlace, error: OSError) -> SystemRefused:
+    return SystemRefused(error.errno, f"the folder {folder} cannot be created or listed: {error.strerror}")
+
+
+def _id_of(place: AnyPlace) -> Any:
+    """Returns a place as torch has it: a path, or text."""
+    return place if isinstance(place, os.PathLike) else str(place)

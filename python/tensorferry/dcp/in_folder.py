@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
 
 from .. import _validate
+from ..storage.places import AnyPlace, any_place, begun, is_store_url
 from . import marker
 
 #: The index of a rank that saves without a coordinator.
@@ -20,16 +23,26 @@ def thread_count(threads: int | None) -> int | None:
 
 
 class InFolder:
-    """The ``checkpoint_id`` of a writer or reader: the path of a folder."""
+    """The ``checkpoint_id`` of a writer or reader: the path of a folder, or the URL of a place in an object store."""
 
-    _path: Path
+    _path: AnyPlace
+    _store_options: Mapping[str, Any] | None
+    _timeout: timedelta | None
+
+    def _place(self, path: Any) -> AnyPlace:
+        """Returns the place of a user's argument."""
+        return any_place(path, store_options=self._store_options, timeout=self._timeout)
+
+    def _next(self, checkpoint_id: str | os.PathLike[str] | None) -> AnyPlace:
+        """Returns the place of a save or load that begins now."""
+        return begun(self._place(checkpoint_id) if checkpoint_id else self._path)
 
     @property
-    def checkpoint_id(self) -> Path:
-        """The checkpoint's folder."""
+    def checkpoint_id(self) -> AnyPlace:
+        """The checkpoint's folder, or its place in a store."""
         return self._path
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether ``checkpoint_id`` can be a local folder: a URL cannot."""
-        return isinstance(checkpoint_id, os.PathLike) or "://" not in str(checkpoint_id)
+        """Whether ``checkpoint_id`` can be a local folder, or is a place in an object store: another URL is neither."""
+        return isinstance(checkpoint_id, os.PathLike) or "://" not in str(checkpoint_id) or is_store_url(checkpoint_id)

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import os
 import stat
-from pathlib import Path
 
-from ..errors import SystemRefused
+from ..errors import SystemRefused, TensorferryError
+from ..storage.objects.place import ObjectPlace
+from ..storage.places import AnyPlace
 from ..storage.whole_files import sync_folder, write_whole
 
 #: The name of torch's index of all ranks.
@@ -27,8 +28,13 @@ _TEXT = _BEGINS + b", not one of torch's: load it with tensorferry.dcp.FileReade
 _OLDER_NS = 4_000_000_000
 
 
-def is_marker(path: Path) -> bool:
+def is_marker(path: AnyPlace) -> bool:
     """Whether the file at ``path`` is a marker, and not an index of torch's."""
+    if isinstance(path, ObjectPlace):
+        try:
+            return path.opened().begins_with(_BEGINS)
+        except TensorferryError:
+            return False
     try:
         # A pipe of that name, say, must not make a load wait.
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
@@ -37,7 +43,7 @@ def is_marker(path: Path) -> bool:
         return False
 
 
-def leave(index: Path, save_id: str) -> None:
+def leave(index: AnyPlace, save_id: str) -> None:
     """Puts the marker beside ``index``, which is complete, in the place of torch's index if there is one.
 
     Args:

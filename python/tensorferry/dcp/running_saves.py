@@ -8,12 +8,13 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-from .._native import Written
 from .._reentry import CallMark
 from ..errors import InvalidArgument
 from ..storage import commits, leftovers
+from ..storage.container import Stored
 from ..storage.folder import INDEX
-from ..storage.names import new_id
+from ..storage.places import AnyPlace, new_save_id
+from ..storage.whole_files import is_file
 from . import marker
 from .in_folder import RANK_INDEX, TORCH_INDEX
 
@@ -33,7 +34,7 @@ class RunningSaves(threading.local):
 
     def __init__(self) -> None:
         self.calls = CallMark("a save with this writer")
-        self.path: Path | None = None
+        self.path: AnyPlace | None = None
         self.id: str | None = None
         self.save = SaveRecord(Path(), 0, True, False)
 
@@ -69,19 +70,19 @@ class SaveRecord:
         is_new_folder: whether this save has made the folder
     """
 
-    def __init__(self, path: Path, rank: int, coordinated: bool, writes_index: bool) -> None:
+    def __init__(self, path: AnyPlace, rank: int, coordinated: bool, writes_index: bool) -> None:
         self.path, self.rank, self.coordinated, self.writes_index = path, rank, coordinated, writes_index
         self.index = path / (INDEX if coordinated else RANK_INDEX.format(rank))
-        self.id = new_id()
+        self.id = new_save_id(path)
         self.began = 0
-        self.written: Written | None = None
+        self.written: Stored | None = None
         self.is_over = self.is_new_folder = False
         self._of_torch: list[str] = []
 
     def begin(self, names: set[str]) -> None:
         """Records which files of the folder the new index will replace; ``names`` are all its files but the marker."""
         self.began = commits.begin_after(commits.beginnings(self.index, *self._rank_indexes()))
-        if self.coordinated and not (self.path / INDEX).is_file() and marker.is_marker(self.path / TORCH_INDEX):
+        if self.coordinated and not is_file(self.path / INDEX) and marker.is_marker(self.path / TORCH_INDEX):
             # Somebody has removed the index; if this save were killed, tools would take the folder for a checkpoint.
             leftovers.remove(self.path, [TORCH_INDEX])
         self._of_torch = sorted(filter(self._is_replaced, names))
@@ -92,7 +93,7 @@ class SaveRecord:
         try:
             yield
         except BaseException:
-            if self.is_new_folder:
+            if self.is_new_folder and isinstance(self.path, Path):
                 with contextlib.suppress(OSError):
                     self.path.rmdir()
             raise
@@ -125,6 +126,6 @@ class SaveRecord:
         for rank_index in self._rank_indexes():
             commits.remove_earlier(rank_index, self.began)
 
-    def _rank_indexes(self) -> list[Path]:
+    def _rank_indexes(self) -> list[AnyPlace]:
         """The indexes of ranks that were not coordinated, which this save replaces if it is coordinated itself."""
         return sorted(self.path.glob("index-rank*.safetensors")) if self.coordinated else []

@@ -35,9 +35,11 @@ from ..errors import (
 from ..pickles.allowlist import Allowed
 from ..pickles.unpickler import unpickler_class
 from ..storage.names import checked_plain
+from ..storage.objects.place import ObjectPlace
+from ..storage.places import AnyPlace
 from ..storage.slices import SliceTuple, nbytes_of
 from ..storage.source import Parts, Progress, digest_of
-from ..storage.whole_files import INDEX_BYTES, read_whole
+from ..storage.whole_files import INDEX_BYTES, is_file, read_whole
 from .index import (
     OBJECT,
     PICKLED_TENSOR,
@@ -199,7 +201,7 @@ class TorchFolderSource:
         digest: identifies the index that was read
     """
 
-    def __init__(self, index: Path) -> None:
+    def __init__(self, index: AnyPlace) -> None:
         self._index = index
         self.digest = ""
 
@@ -212,7 +214,7 @@ class TorchFolderSource:
         """
         try:
             data = read_whole(self._index, INDEX_BYTES)
-        except SystemRefused:
+        except TensorferryError:
             raise
         except OSError as e:
             raise SystemRefused(f"{self._index} cannot be read: {e}") from e
@@ -242,11 +244,21 @@ class TorchFolderSource:
         parts = None if progress is None else Parts(progress, sum(map(nbytes_of, slices.values())))
         for name, entries in slices.items():
             path = self._index.parent / name
-            if not path.is_file():
+            if not is_file(path):
                 raise IncompleteCheckpoint(
                     f"{self._index.parent} holds an incomplete checkpoint: its index names {name}, and there is no "
                     "such file. Load another checkpoint, or restore the file"
                 )
+            if isinstance(path, ObjectPlace):
+                opened = path.opened()
+                for entry, _, nbytes, _, _, _, _ in entries:
+                    if int(entry) + nbytes > opened.nbytes:
+                        raise _cut_off(path, int(entry) + nbytes - opened.nbytes)
+                    read += nbytes
+                opened.read_all([(int(entry), address, nbytes) for entry, _, nbytes, _, _, address, _ in entries])
+                if parts is not None:
+                    parts.next(nbytes_of(entries))(1, 1)
+                continue
             try:
                 with path.open("rb", buffering=0) as file:
                     for entry, _, nbytes, _, _, address, _ in entries:
@@ -266,5 +278,9 @@ def _read_into(file: io.FileIO, offset: int, to: Any, path: Path) -> None:
     while left:
         count = file.readinto(left)
         if not count:
-            raise CorruptCheckpoint(f"{path} is cut off: its checkpoint's index names {len(left)} more bytes in it")
+            raise _cut_off(path, len(left))
         left = left[count:]
+
+
+def _cut_off(path: AnyPlace, missing: int) -> CorruptCheckpoint:
+    return CorruptCheckpoint(f"{path} is cut off: its checkpoint's index names {missing} more bytes in it")

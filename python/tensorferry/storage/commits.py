@@ -44,6 +44,8 @@ from . import leftovers
 from .container import Container
 from .folder_lock import alone_in
 from .names import checked_files, new_id
+from .objects.place import ObjectPlace
+from .places import AnyPlace
 from .reserved import INDEX, INDEX_FILES
 from .whole_files import is_file, sync_folder
 
@@ -104,7 +106,7 @@ def begin_after(known: Iterable[int]) -> int:
     return newest + 1
 
 
-def read(path: Path) -> tuple[bytes, Commit]:
+def read(path: AnyPlace) -> tuple[bytes, Commit]:
     """Reads the index file ``path``; returns the index, still encoded, and its commit. The file is opened once.
 
     Raises:
@@ -118,7 +120,7 @@ def read(path: Path) -> tuple[bytes, Commit]:
     return text, _decode(path, text, files)
 
 
-def _decode(path: Path, text: bytes, files: bytes | None) -> Commit:
+def _decode(path: AnyPlace, text: bytes, files: bytes | None) -> Commit:
     """Returns the commit in an index ``text`` and its entry ``files``, which older versions did not write."""
     try:
         if files is None:
@@ -138,7 +140,7 @@ def _decode(path: Path, text: bytes, files: bytes | None) -> Commit:
         raise ProtocolError(f"{path}: its index cannot be read ({type(e).__name__}: {e})") from e
 
 
-def files_of(path: Path) -> Commit:
+def files_of(path: AnyPlace) -> Commit:
     """Returns the commit of the index ``path``.
 
     Raises:
@@ -149,7 +151,7 @@ def files_of(path: Path) -> Commit:
     return read(path)[1] if files is None else _decode(path, b"", files)
 
 
-def decode(path: Path, files: bytes | None) -> Commit:
+def decode(path: AnyPlace, files: bytes | None) -> Commit:
     """Returns the commit in the entry ``INDEX_FILES`` of the index ``path``, as :func:`files_of` does.
 
     Raises:
@@ -160,7 +162,7 @@ def decode(path: Path, files: bytes | None) -> Commit:
     return _decode(path, b"", files)
 
 
-def committed(path: Path) -> Commit | None:
+def committed(path: AnyPlace) -> Commit | None:
     """Like :func:`files_of`, but returns ``None`` if there is no index, and no files if it cannot be read."""
     if not is_file(path):
         return None
@@ -173,7 +175,7 @@ def committed(path: Path) -> Commit | None:
         return Commit({})
 
 
-def beginnings(*indexes: Path) -> list[int]:
+def beginnings(*indexes: AnyPlace) -> list[int]:
     """Returns when the saves that wrote ``indexes`` began, for :func:`begin_after`; skips files that are no index."""
     beginnings = []
     for path in indexes:
@@ -184,7 +186,7 @@ def beginnings(*indexes: Path) -> list[int]:
 
 
 def commit_index(
-    index: Path,
+    index: AnyPlace,
     entries: Sequence[tuple[str, bytes]],
     commit: Commit,
     *,
@@ -213,7 +215,7 @@ def commit_index(
 
 
 def edit_index(
-    index: Path, change: Callable[[bytes], tuple[bytes, Collection[str]]], about: Sequence[tuple[str, str]] = ()
+    index: AnyPlace, change: Callable[[bytes], tuple[bytes, Collection[str]]], about: Sequence[tuple[str, str]] = ()
 ) -> None:
     """Changes the index of a committed checkpoint, and removes the files that it needs no more.
 
@@ -256,7 +258,7 @@ def edit_index(
     )
 
 
-def remove_index(index: Path, expected: Commit) -> bool:
+def remove_index(index: AnyPlace, expected: Commit) -> bool:
     """Removes an index, if it is still the one whose commit is ``expected``; returns whether it did.
 
     Raises:
@@ -273,7 +275,7 @@ def remove_index(index: Path, expected: Commit) -> bool:
     return True
 
 
-def remove_earlier(index: Path, began: int) -> None:
+def remove_earlier(index: AnyPlace, began: int) -> None:
     """Removes an index that another one has taken the place of, and its files, unless its save began after ``began``.
 
     It raises nothing, since the other checkpoint is complete: what cannot be removed is logged.
@@ -292,7 +294,7 @@ def remove_earlier(index: Path, began: int) -> None:
     leftovers.remove(index.parent, commit.files)
 
 
-def remove_replaced(index: Path, before: Commit | None, files: Collection[str], rank: int | None) -> None:
+def remove_replaced(index: AnyPlace, before: Commit | None, files: Collection[str], rank: int | None) -> None:
     """Removes the files that a new index has replaced, and those that killed saves have left.
 
     Args:
@@ -310,7 +312,7 @@ def remove_replaced(index: Path, before: Commit | None, files: Collection[str], 
     leftovers.remove_leftovers(folder, now, rank, set(files), lambda: set(files_of(index).files))
 
 
-def reached(moment: str, index: Path) -> None:
+def reached(moment: str, index: AnyPlace) -> None:
     """Does nothing: by replacing this function, tests make something happen between two steps of a commit.
 
     Args:
@@ -326,7 +328,7 @@ class _Outdated(Exception):
 
 
 def _replace(
-    index: Path,
+    index: AnyPlace,
     entries: Sequence[tuple[str, bytes]],
     commit: Commit,
     about: Sequence[tuple[str, str]],
@@ -335,38 +337,61 @@ def _replace(
     then: Callable[[], object],
 ) -> None:
     """As :func:`commit_index`; ``made_from`` is what an edit has read, and ``None`` for a save."""
-    folder = index.parent
-    partial = folder / f"{index.name}.{new_id()}.partial"
     content = Container(Table(), None, True, [*entries, (INDEX_FILES, commit.encode())], about)
-    with leftovers.holding(folder, commit.files):
-        try:
-            # While this object lives, the file is locked.
-            written = content.write(partial, partial=partial, threads=1)
-        except SystemRefused:
-            if made_from is None:
-                # The save has failed. On a full disk, its files would leave no room for the next one.
-                leftovers.remove(folder, commit.files)
-            raise
-        try:
-            reached("written", index)
-            with alone_in(folder):
-                before = _replaceable(index, commit, made_from)
-                reached("checked", index)
-                os.rename(partial, index)
-            sync_folder(folder)
-        except BaseException as e:
-            with contextlib.suppress(OSError):
-                partial.unlink()
-            if isinstance(e, OSError) and not isinstance(e, TensorferryError):
-                raise SystemRefused(e.errno, f"{index}: cannot be put in its place: {e.strerror}") from e
-            raise
-        del written
+    with leftovers.holding(index.parent, commit.files):
+        if isinstance(index, ObjectPlace):
+            before = _put(index, content, commit, made_from)
+        else:
+            before = _rename(index, content, commit, made_from)
         reached("renamed", index)
         then()
         remove_replaced(index, before, commit.files, rank)
 
 
-def _replaceable(index: Path, commit: Commit, made_from: tuple[bytes, Commit] | None) -> Commit | None:
+def _put(
+    index: ObjectPlace, content: Container, commit: Commit, made_from: tuple[bytes, Commit] | None
+) -> Commit | None:
+    """Writes an index into a store; returns the commit of the one whose place it has taken."""
+    from .objects.commit import put_index
+
+    def look() -> Commit | None:
+        before = _replaceable(index, commit, made_from)
+        reached("checked", index)
+        return before
+
+    return put_index(index, content, look)
+
+
+def _rename(index: Path, content: Container, commit: Commit, made_from: tuple[bytes, Commit] | None) -> Commit | None:
+    """Writes an index into a folder; returns the commit of the one whose place it has taken."""
+    folder = index.parent
+    partial = folder / f"{index.name}.{new_id()}.partial"
+    try:
+        # While this object lives, the file is locked.
+        written = content.write(partial, partial=partial, threads=1)
+    except SystemRefused:
+        if made_from is None:
+            # The save has failed. On a full disk, its files would leave no room for the next one.
+            leftovers.remove(folder, commit.files)
+        raise
+    try:
+        reached("written", index)
+        with alone_in(folder):
+            before = _replaceable(index, commit, made_from)
+            reached("checked", index)
+            os.rename(partial, index)
+        sync_folder(folder)
+    except BaseException as e:
+        with contextlib.suppress(OSError):
+            partial.unlink()
+        if isinstance(e, OSError) and not isinstance(e, TensorferryError):
+            raise SystemRefused(e.errno, f"{index}: cannot be put in its place: {e.strerror}") from e
+        raise
+    del written
+    return before
+
+
+def _replaceable(index: AnyPlace, commit: Commit, made_from: tuple[bytes, Commit] | None) -> Commit | None:
     """Returns the commit of the index that may be replaced now, ``None`` if there is none."""
     if made_from is not None:
         if not is_file(index) or read(index) != made_from:

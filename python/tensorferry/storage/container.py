@@ -5,14 +5,33 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from os import PathLike
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-from .._native import FilePages, Readiness, Server, Shelf, Table, Written, _write_file
+from .._native import FilePages, Readiness, Server, Shelf, Table, _write_file
+
+if TYPE_CHECKING:
+    from .places import AnyPlace
 
 #: Version of the format of containers and manifests.
 VERSION = 1
 #: Keys and values in the ``__metadata__`` of every container.
 _METADATA = (("format", "pt"), ("tensorferry.version", str(VERSION)))
+
+
+class Stored(Protocol):
+    """A file or an object that was written; while it lives, no other save takes its writer for dead."""
+
+    @property
+    def bytes(self) -> int:
+        """Its length in bytes."""
+
+    @property
+    def direct(self) -> int:
+        """How many bytes of a file went past the page cache."""
+
+    @property
+    def header(self) -> int:
+        """The checksum of the container's header."""
 
 
 @dataclass(frozen=True)
@@ -74,29 +93,34 @@ class Container:
 
     def write(
         self,
-        path: PathLike[str],
+        path: AnyPlace,
         *,
-        partial: PathLike[str],
+        partial: AnyPlace,
         threads: int | None = None,
         cached: bool | None = None,
         progress: Callable[[int, int], object] | None = None,
-    ) -> Written:
-        """Writes the container to the file ``path``, which appears only when all of it is on the disk.
+    ) -> Stored:
+        """Writes the container to the file or object ``path``, which appears only when all of it is there.
 
         Args:
             path: the file; an existing one is replaced
-            partial: the name of the file while it is being written
-            threads: threads that write; ``None`` chooses by the number of cores
+            partial: the name of the file while it is being written; an object needs none
+            threads: threads that write, or parts of an object that are uploaded at a time; ``None`` chooses by the number of cores
             cached: whether large files are written through the page cache; ``None`` chooses, see ``FileWriter``
             progress: called with the number of bytes written and the number of all bytes
 
         Returns:
-            How much was written; while this object lives, the file stays locked.
+            How much was written; while this object lives, the file stays locked, and an object safe from other saves.
 
         Raises:
             SystemRefused: the system refuses, for example because the disk is full
+            TensorferryError: the store does not answer in time, or refuses
             Exception: what ``progress`` raises
         """
+        if not isinstance(path, PathLike):
+            from .objects.upload import upload
+
+            return upload(path, self, threads, progress)
         return _write_file(
             path,
             partial=partial,

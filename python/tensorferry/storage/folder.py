@@ -20,9 +20,7 @@ entries: ``INDEX_FILES``, the commit with name and checksum of each file, and ``
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from .._native import _file_entries
@@ -30,7 +28,8 @@ from ..errors import IncompleteCheckpoint, InvalidArgument, ProtocolError, Syste
 from . import commits, reserved
 from .commits import Commit
 from .names import is_ours
-from .whole_files import is_file
+from .places import AnyPlace
+from .whole_files import is_file, listed
 
 #: The file that makes a folder a checkpoint.
 INDEX = "index.safetensors"
@@ -65,7 +64,7 @@ class Index:
         return Commit(dict(self.files.values()), self.began)
 
 
-def read_index(folder: Path) -> Index:
+def read_index(folder: AnyPlace) -> Index:
     """Reads the index of the checkpoint in ``folder``.
 
     Raises:
@@ -110,16 +109,16 @@ def read_index(folder: Path) -> Index:
         raise ProtocolError(f"{path}: its index cannot be read ({type(e).__name__}: {e})") from e
 
 
-def missing_files(folder: Path, index: Index) -> list[str]:
+def missing_files(folder: AnyPlace, index: Index) -> list[str]:
     """Returns the names of files of the checkpoint in ``folder`` that are not there."""
     return [name for name, _ in index.files.values() if not is_file(folder / name)]
 
 
-def unfinished(folder: Path) -> IncompleteCheckpoint | None:
+def unfinished(folder: AnyPlace) -> IncompleteCheckpoint | None:
     """Returns the error for a folder with files of a save, which has no index; ``None`` if it has no such file."""
     try:
-        left = sorted(name for name in os.listdir(folder) if is_ours(name))
-    except OSError:
+        left = sorted(name for name in listed(folder) if is_ours(name))
+    except (OSError, TensorferryError):
         return None
     if not left or INDEX in left:
         return None
@@ -129,23 +128,24 @@ def unfinished(folder: Path) -> IncompleteCheckpoint | None:
     )
 
 
-def _no_index(folder: Path) -> IncompleteCheckpoint:
+def _no_index(folder: AnyPlace) -> IncompleteCheckpoint:
     return IncompleteCheckpoint(f"{folder} holds no complete checkpoint: it has no {INDEX}{_left_in(folder)}")
 
 
-def _left_in(folder: Path) -> str:
+def _left_in(folder: AnyPlace) -> str:
     """Returns the end of a message that there is no checkpoint in ``folder``: what is there instead."""
     try:
-        names = os.listdir(folder)
-    except OSError as e:
-        return f" ({e.strerror or e})"
+        names = listed(folder)
+    except (OSError, TensorferryError) as e:
+        cause = e.__cause__
+        return f" ({cause.strerror if isinstance(cause, OSError) and cause.strerror else e})"
     if INDEX in names:
         return " that is a file"
     count = sum(1 for name in names if is_ours(name))
     return f", only files of saves that have not finished ({count})" if count else ""
 
 
-def committed_save(folder: Path) -> str | None:
+def committed_save(folder: AnyPlace) -> str | None:
     """Returns the id of the save that the index of ``folder`` belongs to; ``None`` without a valid index."""
     try:
         return read_index(folder).save_id

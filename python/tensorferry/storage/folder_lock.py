@@ -13,6 +13,8 @@ from pathlib import Path
 from .._fork import ForkSafeLock
 from .._reentry import CallMark
 from ..errors import SystemRefused
+from .objects.place import ObjectPlace
+from .places import AnyPlace
 
 #: Seconds for which others may keep a folder locked, which a commit does for a moment.
 _LOCK_S = 60.0
@@ -26,13 +28,18 @@ _in_commit = CallMark("the commit of a checkpoint")
 
 
 @contextlib.contextmanager
-def alone_in(folder: Path) -> Iterator[None]:
-    """While the block runs, no other process of this machine replaces an index in ``folder``.
+def alone_in(folder: AnyPlace) -> Iterator[None]:
+    """While the block runs, no other process of this machine replaces an index in ``folder``, unless that is in a store.
 
     Raises:
         InvalidArgument: the calling thread is in such a block already
         SystemRefused: another one keeps the folder locked, or it cannot be opened
     """
+    if isinstance(folder, ObjectPlace):
+        # A store has no locks: its writes are conditional instead.
+        with _in_commit.held():
+            yield
+        return
     with _in_commit.held(), _locked(folder), _committing.held():
         yield
 

@@ -12,7 +12,9 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from ..errors import IncompleteCheckpoint, TensorferryError
-from .names import machine, parts_of_name
+from .names import machine, may_be_left, parts_of_name
+from .objects.place import ObjectPlace
+from .places import AnyPlace
 from .whole_files import is_file
 
 logger = logging.getLogger("tensorferry")
@@ -28,7 +30,7 @@ _BATCH = 64
 
 
 @contextlib.contextmanager
-def holding(folder: Path, names: Iterable[str]) -> Iterator[None]:
+def holding(folder: AnyPlace, names: Iterable[str]) -> Iterator[None]:
     """While the block runs, keeps other saves from removing these files, even if their writer is dead already.
 
     It locks those of the files that were written on this machine.
@@ -41,6 +43,12 @@ def holding(folder: Path, names: Iterable[str]) -> Iterator[None]:
         IncompleteCheckpoint: one of the files is gone
         SystemRefused: the system does not say whether it is
     """
+    if isinstance(folder, ObjectPlace):
+        from .objects import leftovers as in_store
+
+        with in_store.holding(folder, names):
+            yield
+        return
     with contextlib.ExitStack() as stack:
         for name in sorted(names):
             found = parts_of_name(name)
@@ -57,7 +65,7 @@ def holding(folder: Path, names: Iterable[str]) -> Iterator[None]:
         yield
 
 
-def remove(folder: Path, names: Iterable[str]) -> int:
+def remove(folder: AnyPlace, names: Iterable[str]) -> int:
     """Removes files that are no longer needed; logs those that cannot be removed.
 
     A link is removed, and what it leads to stays.
@@ -65,6 +73,10 @@ def remove(folder: Path, names: Iterable[str]) -> int:
     Returns:
         How many bytes of the disk they took.
     """
+    if isinstance(folder, ObjectPlace):
+        from .objects import leftovers as in_store
+
+        return in_store.remove(folder, names)
     freed = 0
     for name in names:
         try:
@@ -79,7 +91,9 @@ def remove(folder: Path, names: Iterable[str]) -> int:
     return freed
 
 
-def remove_leftovers(folder: Path, now: float, rank: int | None, kept: set[str], needed: Callable[[], set[str]]) -> int:
+def remove_leftovers(
+    folder: AnyPlace, now: float, rank: int | None, kept: set[str], needed: Callable[[], set[str]]
+) -> int:
     """Removes the files that killed saves have left.
 
     Args:
@@ -92,6 +106,10 @@ def remove_leftovers(folder: Path, now: float, rank: int | None, kept: set[str],
     Returns:
         How many bytes of the disk they took.
     """
+    if isinstance(folder, ObjectPlace):
+        from .objects import leftovers as in_store
+
+        return in_store.remove_leftovers(folder, now, rank, kept, needed, _ABANDONED_S)
     freed = 0
     try:
         entries = sorted(os.listdir(folder))
@@ -112,14 +130,6 @@ def remove_leftovers(folder: Path, now: float, rank: int | None, kept: set[str],
                 return freed
             freed += remove(folder, [name for name in dead if name not in spared])
     return freed
-
-
-def may_be_left(name: str, rank: int | None) -> bool:
-    """Whether a file of this name may be a leftover: a save's, not an index, and of ``rank`` if that is given."""
-    found = parts_of_name(name)
-    if found is None or (name.startswith("index") and not name.endswith(".partial")):
-        return False
-    return rank is None or name.startswith((f"rank{rank:05d}-", f"index-rank{rank:05d}."))
 
 
 def _is_dead(path: Path, now: float, stack: contextlib.ExitStack) -> bool:

@@ -57,6 +57,14 @@ def is_ours(name: str) -> bool:
     return parts_of_name(name) is not None
 
 
+def may_be_left(name: str, rank: int | None) -> bool:
+    """Whether a file of this name may be a leftover: a save's, not an index, and of ``rank`` if that is given."""
+    found = parts_of_name(name)
+    if found is None or (name.startswith("index") and not name.endswith(".partial")):
+        return False
+    return rank is None or name.startswith((f"rank{rank:05d}-", f"index-rank{rank:05d}."))
+
+
 def checked_files(names: Iterable[Any], where: object) -> list[str]:
     """Returns the names of the files that an index lists, after checking that each is the name of a rank's file.
 

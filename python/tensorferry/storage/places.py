@@ -1,13 +1,24 @@
-"""The place that a path names, which users give as text: the same one for whoever writes there and whoever reads."""
+"""The place that a path or a URL names, which users give as text: the same one for whoever writes there and whoever reads.
+
+What can be done in object stores takes :func:`any_place`; everything else takes :func:`place_of`, which refuses URLs.
+"""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from .. import _validate
 from ..errors import InvalidArgument, SystemRefused
+from .names import machine, new_id
+from .objects.place import ObjectPlace
+from .objects.url import is_store, without_secrets
+
+#: The place of a checkpoint: a folder or a file, or a place in an object store.
+AnyPlace: TypeAlias = Path | ObjectPlace
 
 
 def place_of(path: Any, name: str = "path") -> Path:
@@ -29,8 +40,15 @@ def place_of(path: Any, name: str = "path") -> Path:
     if not isinstance(text, str) or not text or not _is_file_name(text):
         raise InvalidArgument(f"{name} must be the path of a folder, not {_validate.brief(path)}")
     if "://" in text:
+        shown = without_secrets(text)
+        if is_store(text):
+            raise InvalidArgument(
+                f"{name} {_validate.brief(shown)} is in an object store, which this does not take: give the path of a "
+                "folder of this machine"
+            )
         raise InvalidArgument(
-            f"{_validate.brief(path)} is not a folder of this machine: checkpoints are written to file systems only"
+            f"{_validate.brief(shown)} is not a folder of this machine: checkpoints are written to file systems and "
+            "object stores (s3://, gs://, az://)"
         )
     above, last = os.path.split(text.rstrip("/") or "/")
     try:
@@ -39,6 +57,60 @@ def place_of(path: Any, name: str = "path") -> Path:
         return Path(os.path.realpath(above), last)
     except OSError as e:
         raise SystemRefused(e.errno, f"{text} cannot be found from the current folder: {e.strerror}") from e
+
+
+def any_place(
+    path: Any,
+    name: str = "path",
+    *,
+    store_options: Mapping[str, Any] | None = None,
+    timeout: timedelta | None = None,
+) -> AnyPlace:
+    """Returns the folder or file that a path names, or the place in an object store that a URL names.
+
+    Args:
+        path: a string or a path object; only a string can be a URL. A place stays what it is
+        name: the name of the argument, for messages
+        store_options: options of obstore for the store
+        timeout: how long all requests of a save or load may take together; ``None`` chooses
+
+    Raises:
+        InvalidArgument: it names neither, or obstore is not installed
+        SystemRefused: it is relative, and the current folder is gone
+    """
+    if isinstance(path, ObjectPlace):
+        return path
+    if isinstance(path, str) and is_store(path):
+        return ObjectPlace.of(path, name, store_options, timeout)
+    return place_of(path, name)
+
+
+def is_store_url(path: Any) -> bool:
+    """Whether a user's argument is the URL of a place in an object store."""
+    return isinstance(path, str) and is_store(path)
+
+
+def new_save_id(place: AnyPlace) -> str:
+    """Returns a new unique id for the names of one save at ``place``: 8 hexadecimal digits, and 12 random ones."""
+    if isinstance(place, ObjectPlace):
+        from .objects import writers
+
+        return writers.new_id()
+    return new_id()
+
+
+def home_of_save(place: AnyPlace) -> str:
+    """Returns the 8 digits with which ids of saves at ``place`` begin: who can tell whether such a save is alive."""
+    if isinstance(place, ObjectPlace):
+        from .objects import writers
+
+        return writers.home()
+    return machine()
+
+
+def begun(place: AnyPlace) -> AnyPlace:
+    """Returns the same place in an operation that begins now: in a store, all its requests have one deadline."""
+    return place.begun() if isinstance(place, ObjectPlace) else place
 
 
 def _is_file_name(text: str) -> bool:

@@ -15,6 +15,7 @@ from pathlib import Path
 from ..errors import SystemRefused, TensorferryError, message_of
 from . import commits, leftovers, series
 from .folder import INDEX
+from .names import may_be_left
 from .whole_files import is_file, system_code
 
 #: How the system says that there is no room: on the disk, or for this user.
@@ -88,6 +89,6 @@ def _leftover_bytes(folder: Path) -> int:
     left = [
         entry.stat(follow_symlinks=False).st_blocks * leftovers.BLOCK
         for entry in os.scandir(folder)
-        if leftovers.may_be_left(entry.name, None) and entry.name not in needed
+        if may_be_left(entry.name, None) and entry.name not in needed
     ]
     return sum(left)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Protocol, TypeAlias
 
@@ -11,7 +12,12 @@ from .._native import _read_file
 from ..errors import IncompleteCheckpoint, ProtocolError, SourceChanged, SystemRefused
 from . import commits
 from .commits import Commit
+from .objects.place import ObjectPlace
+from .places import AnyPlace
 from .slices import SliceTuple, nbytes_of
+
+#: Objects that are read at once.
+_AT_ONCE = 4
 
 #: Called with the number of bytes that are there and the number of all bytes; an exception from it ends the read.
 Progress: TypeAlias = Callable[[int, int], object]
@@ -73,7 +79,7 @@ class Source(Protocol):
 
 
 class FolderSource:
-    """A checkpoint in a folder.
+    """A checkpoint in a folder, or in a place of an object store.
 
     Args:
         index: the path of the index
@@ -85,7 +91,7 @@ class FolderSource:
         known: what was read from the index, once it was
     """
 
-    def __init__(self, index: Path, threads: int | None, known: tuple[bytes, Commit] | None = None) -> None:
+    def __init__(self, index: AnyPlace, threads: int | None, known: tuple[bytes, Commit] | None = None) -> None:
         self._index = index
         self._threads = threads
         self.known = known
@@ -125,31 +131,68 @@ class FolderSource:
         """
         folder = self._index.parent
         read = {"bytes": 0, "wanted": 0}
-        parts = None if progress is None else Parts(progress, sum(map(nbytes_of, slices.values())))
-        for name, of_file in slices.items():
+        for name in slices:
             # The names in the list are those of ranks' files: that is checked when it is read.
             if name not in self._headers:
                 raise ProtocolError(
                     f"{folder}: {self._index.name} refers to {name!r}, which is not in its list of files"
                 )
-            path = folder / name
-            if not path.is_file():
-                raise self._missing(name)
-            try:
-                report = _read_file(
-                    path,
-                    of_file,
-                    threads=self._threads,
-                    header=self._headers[name],
-                    progress=None if parts is None else parts.next(nbytes_of(of_file)),
-                )
-            except SystemRefused as e:
-                if path.is_file():
-                    raise
-                raise self._missing(name) from e
+        if isinstance(folder, ObjectPlace):
+            reports = self._read_together(slices, progress)
+        else:
+            parts = None if progress is None else Parts(progress, sum(map(nbytes_of, slices.values())))
+            reports = (
+                self._read_file(name, of_file, None if parts is None else parts.next(nbytes_of(of_file)))
+                for name, of_file in slices.items()
+            )
+        for report in reports:
             for key, count in report.items():
                 read[key] += count
         return read
+
+    def _read_file(self, name: str, slices: list[SliceTuple], progress: Progress | None) -> dict[str, int]:
+        """Reads slices of one file."""
+        path = self._index.parent / name
+        if isinstance(path, Path) and not path.is_file():
+            raise self._missing(name)
+        try:
+            return _read_file(path, slices, threads=self._threads, header=self._headers[name], progress=progress)
+        except (SystemRefused, IncompleteCheckpoint) as e:
+            if path.is_file():
+                raise
+            raise self._missing(name) from e
+
+    def _read_together(
+        self, slices: Mapping[str, list[SliceTuple]], progress: Progress | None
+    ) -> list[dict[str, int]]:
+        """Reads slices of several objects at once: each request is waited for, and most of that is not work."""
+        place = self._index.parent
+        assert isinstance(place, ObjectPlace)
+        if len(slices) == 1 or self._threads == 1:
+            parts = None if progress is None else Parts(progress, sum(map(nbytes_of, slices.values())))
+            return [
+                self._read_file(name, of_file, None if parts is None else parts.next(nbytes_of(of_file)))
+                for name, of_file in slices.items()
+            ]
+        total, done = sum(map(nbytes_of, slices.values())), dict.fromkeys(slices, 0)
+
+        def noted(name: str) -> Progress | None:
+            def note(here: int, _: int) -> None:
+                done[name] = here
+                if progress is not None:
+                    progress(min(sum(done.values()), total), total)
+
+            return None if progress is None else note
+
+        with ThreadPoolExecutor(min(len(slices), _AT_ONCE), "tensorferry-read") as pool:
+            running = [pool.submit(self._read_file, name, slices[name], noted(name)) for name in slices]
+            try:
+                return [one.result() for one in running]
+            except BaseException:
+                for one in running:
+                    one.cancel()
+                place.end()
+                raise
 
     def _missing(self, name: str) -> Exception:
         """Returns the error for a missing file, which depends on whether the index is still the one that was read."""
@@ -165,7 +208,7 @@ class FolderSource:
         )
 
 
-def replaced(folder: Path) -> SourceChanged:
+def replaced(folder: AnyPlace) -> SourceChanged:
     """Returns the error for a load from ``folder`` during which a save has replaced the index."""
     return SourceChanged(f"{folder}: a save has replaced the checkpoint while it was being loaded: load again")
 

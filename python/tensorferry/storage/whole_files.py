@@ -10,6 +10,8 @@ from pathlib import Path
 
 from .._native import _check_machine_has
 from ..errors import ProtocolError, SystemRefused
+from .objects.place import ObjectPlace
+from .places import AnyPlace
 
 #: The most bytes of a file that says a few things about a checkpoint.
 FEW = 1 << 20
@@ -19,12 +21,15 @@ INDEX_BYTES = 1 << 30
 _CODE = re.compile(r"\(os error (\d{1,6})\)")
 
 
-def is_file(path: Path) -> bool:
-    """Whether ``path`` is a file.
+def is_file(path: AnyPlace) -> bool:
+    """Whether ``path`` is a file, or an object in a store.
 
     Raises:
         SystemRefused: the system does not say, for example because a folder above it may not be entered
+        TensorferryError: the store does not answer, or refuses
     """
+    if isinstance(path, ObjectPlace):
+        return path.is_file()
     try:
         return stat.S_ISREG(path.stat().st_mode)
     except (FileNotFoundError, NotADirectoryError):
@@ -44,7 +49,7 @@ def system_code(error: BaseException) -> int | None:
     return None if found is None else int(found[1])
 
 
-def read_whole(path: Path, most: int | None) -> bytes:
+def read_whole(path: AnyPlace, most: int | None) -> bytes:
     """Returns the content of a file that has at most ``most`` bytes; with ``None``, as many as there is memory for.
 
     A file may be sparse: its length says nothing about the disk, and all of it takes memory.
@@ -54,6 +59,10 @@ def read_whole(path: Path, most: int | None) -> bytes:
         ProtocolError: it is longer, or not a regular file
         SystemRefused: it is longer than the memory that this process can have
     """
+    if isinstance(path, ObjectPlace):
+        opened = path.opened()
+        _check_machine_has(opened.nbytes, str(path))
+        return opened.whole(opened.nbytes if most is None else most)
     # Without waiting for the other end of what only looks like a file.
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
         about = os.fstat(file.fileno())
@@ -69,7 +78,9 @@ def read_whole(path: Path, most: int | None) -> bytes:
     raise ProtocolError(f"{path} has {about.st_size} bytes, and such a file has at most {most}: it is damaged")
 
 
-def write_whole(path: Path, data: bytes, partial: Path, *, synced: bool = True, modified_ns: int | None = None) -> None:
+def write_whole(
+    path: AnyPlace, data: bytes, partial: AnyPlace, *, synced: bool = True, modified_ns: int | None = None
+) -> None:
     """Writes ``data`` to ``partial`` and renames that to ``path``: readers find either all of it or what was there.
 
     Args:
@@ -82,6 +93,10 @@ def write_whole(path: Path, data: bytes, partial: Path, *, synced: bool = True, 
     Raises:
         OSError: it cannot be written; what ``path`` was is still there, and ``partial`` is removed
     """
+    if isinstance(path, ObjectPlace):
+        path.write_bytes(data)
+        return
+    assert isinstance(partial, Path)
     partial.unlink(missing_ok=True)
     try:
         # Exclusively: what a link of that name leads to is not written.
@@ -99,19 +114,22 @@ def write_whole(path: Path, data: bytes, partial: Path, *, synced: bool = True, 
         raise
 
 
-def listed(folder: Path) -> list[str]:
+def listed(folder: AnyPlace) -> list[str]:
     """Returns the names in ``folder``.
 
     Raises:
         SystemRefused: it cannot be listed
+        TensorferryError: the store does not answer, or refuses
     """
+    if isinstance(folder, ObjectPlace):
+        return sorted(folder.entries())
     try:
         return os.listdir(folder)
     except OSError as e:
         raise SystemRefused(e.errno, f"the folder {folder} cannot be listed: {e.strerror}") from e
 
 
-def create_folder(folder: Path) -> bool:
+def create_folder(folder: AnyPlace) -> bool:
     """As :func:`make_synced_folder`, with an error that names the folder.
 
     Raises:
@@ -123,12 +141,14 @@ def create_folder(folder: Path) -> bool:
         raise SystemRefused(e.errno, f"the folder {folder} cannot be created: {e.strerror}") from e
 
 
-def sync_folder(folder: Path) -> None:
-    """Syncs the entries of ``folder`` to the disk.
+def sync_folder(folder: AnyPlace) -> None:
+    """Syncs the entries of ``folder`` to the disk; in a store, what was written is safe already.
 
     Raises:
         OSError: the system refuses
     """
+    if isinstance(folder, ObjectPlace):
+        return
     opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(opened)
@@ -136,8 +156,10 @@ def sync_folder(folder: Path) -> None:
         os.close(opened)
 
 
-def make_synced_folder(folder: Path) -> bool:
+def make_synced_folder(folder: AnyPlace) -> bool:
     """Creates the folder and its missing parents, and syncs their directory entries to the disk.
+
+    A store has no folders, and nothing is created there.
 
     Returns:
         Whether the folder was not there before.
@@ -145,6 +167,8 @@ def make_synced_folder(folder: Path) -> bool:
     Raises:
         OSError: the system refuses
     """
+    if isinstance(folder, ObjectPlace):
+        return False
     missing = []
     for level in (folder, *folder.parents):
         if level.is_dir():

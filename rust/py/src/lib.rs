@@ -57,6 +57,8 @@ mod _native {
         PyWritten, file_damage, file_entries, file_entry_digests, file_header, rename_new, seal_file, write_file,
     };
     #[pymodule_export]
+    use crate::fetch::parts::PyParts;
+    #[pymodule_export]
     use crate::fetch::remote::{PyPool, PyRemote};
     #[pymodule_export]
     use crate::fetch::slices::{fetch_slices, read_file};

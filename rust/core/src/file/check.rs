@@ -4,13 +4,12 @@
 //! blocks it fills, where the file has some; only the blocks in which it begins and ends are read then.
 
 use std::ops::Range;
-use std::os::unix::fs::FileExt;
 use std::sync::{Mutex, PoisonError};
 
 use tensorferry_wire::digest::{Algorithm, FILE_BLOCK_SIZE, Hasher, Joiner, checksum, whole_blocks};
 
 use super::read::Container;
-use super::{CHUNK, FileOptions, PIECE, by_runs, refused};
+use super::{FileOptions, PIECE, by_runs};
 use crate::error::Error;
 use crate::memory::zeroed;
 use crate::payload::checksum_blocks;
@@ -31,8 +30,9 @@ impl Container {
         }
         let found: Mutex<Vec<u64>> = Mutex::default();
         let blocks = self.covered.div_ceil(FILE_BLOCK_SIZE);
-        by_runs(&[(0, blocks)], CHUNK / FILE_BLOCK_SIZE, options, || {
-            let mut buffer = zeroed(PIECE)?;
+        let options = &self.origin.options(options);
+        by_runs(&[(0, blocks)], self.origin.chunk() / FILE_BLOCK_SIZE, options, || {
+            let mut buffer = zeroed(self.origin.piece())?;
             let found = &found;
             Ok(move |first: u64, end: u64| {
                 let expected = self.block_digests(first, end)?;
@@ -67,7 +67,7 @@ impl Container {
     /// Where the checksum of the table of checksums is, if it does not match. A reader of slices does not need it.
     fn damaged_table(&self, options: &FileOptions) -> Result<Option<(u64, u64)>, Error> {
         let (start, end) = (self.header.payload_len() - 8, self.header.payload_len());
-        let mut buffer = zeroed(PIECE)?;
+        let mut buffer = zeroed(self.origin.piece())?;
         let found = self.hashed(Hasher::new(), self.covered, start, &mut buffer, options)?.finish();
         let expected = self.bytes(&mut buffer, start, end)?;
         Ok((expected != found.to_le_bytes()).then_some((start, end)))
@@ -83,8 +83,9 @@ impl Container {
         let entries = self.header.entries();
         let digests: Mutex<Vec<u64>> = Mutex::new(vec![0; entries.len()]);
         let joiner = Joiner::new(FILE_BLOCK_SIZE);
+        let options = &self.origin.options(options);
         by_runs(&[(0, entries.len() as u64)], 16, options, || {
-            let mut buffer = zeroed(PIECE)?;
+            let mut buffer = zeroed(self.origin.piece())?;
             let (digests, joiner) = (&digests, &joiner);
             Ok(move |first: u64, end: u64| {
                 for number in first..end {
@@ -195,8 +196,7 @@ impl Container {
     fn block_digests(&self, first: u64, end: u64) -> Result<Vec<u64>, Error> {
         let Some(at) = self.digests_at else { return Ok(Vec::new()) };
         let mut table = vec![0; usize::try_from(8 * (end - first)).unwrap_or(usize::MAX)];
-        let failed = |e| refused(&self.path, "cannot be read", e);
-        self.file.read_exact_at(&mut table, at + 8 * first).map_err(failed)?;
+        self.origin.read(&self.path, &mut table, at + 8 * first)?;
         Ok(table.as_chunks().0.iter().map(|word| u64::from_le_bytes(*word)).collect())
     }
 
@@ -204,8 +204,7 @@ impl Container {
     fn bytes<'a>(&self, buffer: &'a mut [u8], at: u64, end: u64) -> Result<&'a [u8], Error> {
         let len = usize::try_from(end - at).unwrap_or(usize::MAX).min(buffer.len());
         let bytes = &mut buffer[..len];
-        let failed = |e| refused(&self.path, "cannot be read", e);
-        self.file.read_exact_at(bytes, self.payload_start + at).map_err(failed)?;
+        self.origin.read(&self.path, bytes, self.payload_start + at)?;
         Ok(bytes)
     }
 }

@@ -14,7 +14,9 @@
 
 mod check;
 mod options;
+mod origin;
 mod output;
+mod parts;
 mod place;
 mod read;
 mod read_ahead;
@@ -28,6 +30,8 @@ use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 pub use self::options::{DIRECT_FROM, FileOptions, FileReport};
+pub use self::origin::Ranges;
+pub use self::parts::Parts;
 pub use self::place::rename_new;
 pub use self::read::Container;
 pub use self::seal::seal_file;

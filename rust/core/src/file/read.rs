@@ -4,27 +4,32 @@
 //! and compares each with its checksum before it returns. What a server sent and somebody saved has no checksums
 //! ([`Container::open_any`]): of that, only the lengths can be checked.
 
-use std::fs::{File, OpenOptions};
-use std::io;
-use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::fs::OpenOptions;
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
-use std::sync::Mutex;
+use std::sync::{Mutex, PoisonError};
 
 use tensorferry_wire::container::{self, DIGESTS_ENTRY, Header};
 use tensorferry_wire::digest::{self, Algorithm, FILE_BLOCK_SIZE, TableHead};
 
+use super::origin::{Origin, Ranges};
 use super::output::Buffer;
 use super::read_ahead::{AHEAD, Ahead, read_cached, request};
-use super::{FileOptions, FileReport, PIECE, by_chunks, refused};
+use super::{FileOptions, FileReport, PIECE, by_runs, refused};
 use crate::error::{Error, ErrorKind};
 use crate::memory::{check_room, nontemporal, zeroed_for};
 use crate::payload::{Plan, Slice, checksum_blocks, copy_with_checksums, slices};
+
+/// Bytes of the checksum of a block.
+const DIGEST: u64 = 8;
+/// Blocks whose checksums are held at a time, of a container that is read by ranges: those of 4 GiB.
+const WAVE: u64 = 1 << 23;
 
 /// A container in a file: the header is read and verified.
 #[derive(Debug)]
 pub struct Container {
     pub(super) path: PathBuf,
-    pub(super) file: File,
+    pub(super) origin: Origin,
     pub(super) header: Header,
     pub(super) payload_start: u64,
     /// Where in the file the checksums of the blocks begin, if it has some.
@@ -41,12 +46,19 @@ impl Container {
     /// [`ErrorKind::System`] when it cannot be read; [`ErrorKind::Corrupt`] when it is cut short or its header does not
     /// match its checksum; [`ErrorKind::Protocol`] when it is no container with checksums. The path is named.
     pub fn open(path: &Path) -> Result<Self, Error> {
-        let container = Self::open_any(path)?;
-        if container.digests_at.is_some() {
-            return Ok(container);
+        Self::open_any(path)?.with_checksums()
+    }
+
+    /// The same container, if it has checksums.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Protocol`] when it has none.
+    pub fn with_checksums(self) -> Result<Self, Error> {
+        if self.digests_at.is_some() {
+            return Ok(self);
         }
         let why = "it has no checksums: tensorferry did not write it, or it was written by a server";
-        Err(Error::new(ErrorKind::Protocol, format!("{}: {why}", path.display())))
+        Err(Error::new(ErrorKind::Protocol, format!("{}: {why}", self.path.display())))
     }
 
     /// Opens the file at `path`, which may be one without checksums: a safetensors file of another program, or a
@@ -63,19 +75,34 @@ impl Container {
         if !metadata.is_file() {
             return Err(foreign("it is no regular file".to_owned()));
         }
-        let len = metadata.len();
+        Self::decode(path, Origin::File(file), metadata.len())
+    }
+
+    /// Opens the container whose bytes `ranges` reads, which may be one without checksums; `name` is what messages call
+    /// it.
+    ///
+    /// # Errors
+    /// As [`Container::open_any`].
+    pub fn open_ranges(name: &Path, ranges: Box<dyn Ranges>) -> Result<Self, Error> {
+        let len = ranges.len();
+        Self::decode(name, Origin::Ranges(ranges), len)
+    }
+
+    /// Reads the header of a container of `len` bytes.
+    fn decode(path: &Path, origin: Origin, len: u64) -> Result<Self, Error> {
+        let foreign = |why: String| Error::new(ErrorKind::Protocol, format!("{}: {why}", path.display()));
         let corrupt = |why: String| Error::new(ErrorKind::Corrupt, format!("{}: corrupt: {why}", path.display()));
         if len < 8 {
             return Err(corrupt(format!("it has {len} bytes, and its header is longer")));
         }
         let mut prefix = [0; 8];
-        file.read_exact_at(&mut prefix, 0).map_err(failed)?;
+        origin.read(path, &mut prefix, 0)?;
         let start = Header::total_len(prefix).map_err(|e| foreign(format!("it is no container: {e}")))?;
         if start > len {
             return Err(corrupt(format!("it has {len} bytes, and its header alone {start}")));
         }
         let mut bytes = zeroed_for(start, "the header").map_err(|e| e.at(&path.display().to_string()))?;
-        file.read_exact_at(&mut bytes, 0).map_err(failed)?;
+        origin.read(path, &mut bytes, 0)?;
         check_room(start * container::DECODED_COST, "the header").map_err(|e| e.at(&path.display().to_string()))?;
         let header = Header::decode(&bytes).map_err(|e| corrupt(format!("its header is not valid: {e}")))?;
         let expected = start.saturating_add(header.payload_len());
@@ -86,7 +113,7 @@ impl Container {
         let path = path.to_owned();
         let Some(entry) = header.entries().iter().find(|e| e.name == DIGESTS_ENTRY) else {
             let covered = header.payload_len();
-            return Ok(Self { path, file, header, payload_start: start, digests_at: None, covered, checksum });
+            return Ok(Self { path, origin, header, payload_start: start, digests_at: None, covered, checksum });
         };
         let covered = entry.start;
         let blocks = covered.div_ceil(FILE_BLOCK_SIZE);
@@ -94,7 +121,7 @@ impl Container {
             return Err(corrupt("its checksums do not cover it".to_owned()));
         }
         let mut head = [0; TableHead::LEN];
-        file.read_exact_at(&mut head, start + covered).map_err(failed)?;
+        origin.read(&path, &mut head, start + covered)?;
         let head = TableHead::decode(&head, FILE_BLOCK_SIZE).map_err(|e| corrupt(format!("its checksums: {e}")))?;
         if head.payload_len != covered {
             let described = head.payload_len;
@@ -104,7 +131,7 @@ impl Container {
             return Err(corrupt("its header does not match its checksum".to_owned()));
         }
         let digests_at = Some(start + covered + TableHead::LEN as u64);
-        Ok(Self { path, file, header, payload_start: start, digests_at, covered, checksum })
+        Ok(Self { path, origin, header, payload_start: start, digests_at, covered, checksum })
     }
 
     /// Whether the bytes of the file have checksums.
@@ -185,12 +212,96 @@ impl Container {
 
     /// Reads what `plan`, which has blocks of a file, wants; says how many bytes of the file that took.
     pub(super) fn read_plan(&self, plan: &Plan, options: &FileOptions) -> Result<u64, Error> {
-        let runs = plan.wanted_blocks(0);
-        let ahead = Ahead { runs: &runs, requested: Mutex::new(0..0) };
-        by_chunks(plan, options, || {
-            let (ahead, mut buffer) = (&ahead, Buffer::new(PIECE)?);
-            Ok(move |first, end| self.read_blocks(plan, first, end, ahead, &mut buffer))
-        })
+        let options = self.origin.options(options);
+        let runs = plan.wanted_blocks(self.origin.gap());
+        let mut bytes = 0;
+        for runs in self.waves(&runs) {
+            let tables = self.tables(&runs, &options)?;
+            bytes += tables.iter().map(|table| table.1.len() as u64).sum::<u64>();
+            let ahead = Ahead { runs: &runs, requested: Mutex::new(0..0) };
+            bytes += by_runs(&runs, self.origin.chunk() / FILE_BLOCK_SIZE, &options, || {
+                let (ahead, tables, mut buffer) = (&ahead, &tables[..], Buffer::new(self.origin.piece())?);
+                Ok(move |first, end| self.read_blocks(plan, (first, end), (ahead, tables), &mut buffer))
+            })?;
+        }
+        Ok(bytes)
+    }
+
+    /// `runs` of blocks, divided into those whose checksums are read at a time; all of them for a file, whose checksums
+    /// are read with its blocks.
+    fn waves(&self, runs: &[(u64, u64)]) -> Vec<Vec<(u64, u64)>> {
+        if self.origin.is_file() || self.digests_at.is_none() {
+            return vec![runs.to_vec()];
+        }
+        let mut waves = vec![Vec::new()];
+        let mut room = WAVE;
+        for &(mut first, end) in runs {
+            while first < end {
+                if room == 0 {
+                    waves.push(Vec::new());
+                    room = WAVE;
+                }
+                let stop = end.min(first + room);
+                if let Some(wave) = waves.last_mut() {
+                    wave.push((first, stop));
+                }
+                room -= stop - first;
+                first = stop;
+            }
+        }
+        waves
+    }
+
+    /// The checksums of the blocks in `runs`, in as few requests as that takes: the first block of each stretch, and its
+    /// table. None for a file.
+    fn tables(&self, runs: &[(u64, u64)], options: &FileOptions) -> Result<Vec<(u64, Vec<u8>)>, Error> {
+        let Some(at) = self.digests_at.filter(|_| !self.origin.is_file()) else { return Ok(Vec::new()) };
+        let near = self.origin.gap() / DIGEST;
+        let mut joined: Vec<(u64, u64)> = Vec::new();
+        for &(first, end) in runs {
+            match joined.last_mut() {
+                Some(run) if first <= run.1 + near => run.1 = end,
+                _ => joined.push((first, end)),
+            }
+        }
+        let tables: Mutex<Vec<(u64, Vec<u8>)>> = Mutex::default();
+        by_runs(&joined, self.origin.chunk() / DIGEST, options, || {
+            let tables = &tables;
+            Ok(move |first: u64, end: u64| {
+                let mut table = zeroed_for(DIGEST * (end - first), "checksums")?;
+                self.origin.read(&self.path, &mut table, at + DIGEST * first)?;
+                tables.lock().unwrap_or_else(PoisonError::into_inner).push((first, table));
+                Ok(0)
+            })
+        })?;
+        let mut tables = tables.into_inner().unwrap_or_else(PoisonError::into_inner);
+        tables.sort_unstable_by_key(|table| table.0);
+        Ok(tables)
+    }
+
+    /// The checksums of blocks `[first, end)`, and how many bytes were read for them: those in `tables`, or the file's.
+    fn table(&self, first: u64, end: u64, tables: &[(u64, Vec<u8>)]) -> Result<(Vec<u8>, u64), Error> {
+        let Some(at) = self.digests_at else { return Ok((Vec::new(), 0)) };
+        let len = DIGEST * (end - first);
+        let mut table = Vec::new();
+        if self.origin.is_file() {
+            #[allow(clippy::cast_possible_truncation, reason = "a chunk has 8192 blocks at most")]
+            table.resize(len as usize, 0);
+            self.origin.read(&self.path, &mut table, at + DIGEST * first)?;
+            return Ok((table, len));
+        }
+        let behind = tables.partition_point(|table| table.0 <= first);
+        let mut block = first;
+        for (start, held) in &tables[behind.saturating_sub(1)..] {
+            let from = usize::try_from(DIGEST * (block - start)).unwrap_or(usize::MAX);
+            let to = usize::try_from(DIGEST * (end - start)).unwrap_or(usize::MAX).min(held.len());
+            table.extend_from_slice(held.get(from..to).unwrap_or_default());
+            block = first + table.len() as u64 / DIGEST;
+            if block >= end {
+                break;
+            }
+        }
+        Ok((table, 0))
     }
 
     /// Reads and verifies blocks `[first, end)`; says how many bytes of the file that took.
@@ -200,27 +311,30 @@ impl Container {
     fn read_blocks(
         &self,
         plan: &Plan,
-        first: u64,
-        end: u64,
-        ahead: &Ahead<'_>,
+        (first, end): (u64, u64),
+        (ahead, tables): (&Ahead<'_>, &[(u64, Vec<u8>)]),
         buffer: &mut Buffer,
     ) -> Result<u64, Error> {
-        let failed = |e| refused(&self.path, "cannot be read", e);
-        let mut table = Vec::new();
-        if let Some(at) = self.digests_at {
-            #[allow(clippy::cast_possible_truncation, reason = "a chunk has 8192 blocks at most")]
-            table.resize(8 * (end - first) as usize, 0);
-            self.file.read_exact_at(&mut table, at + 8 * first).map_err(failed)?;
-        }
+        let (table, of_table) = self.table(first, end, tables)?;
         let mut expected = table.as_chunks().0.iter().map(|word| u64::from_le_bytes(*word));
         let (start, stop) = (plan.block_bounds(first).0, plan.block_bounds(end - 1).1);
         plan.populate(start, stop);
         let mut found = Vec::new();
+        #[allow(clippy::cast_possible_truncation, reason = "no more than a chunk")]
+        let inside = |at: u64| (at - start) as usize;
+        if !self.origin.is_file() {
+            self.origin.read(&self.path, buffer.room(inside(stop)), self.payload_start + start)?;
+        }
         let mut at = start;
         while at < stop {
-            #[allow(clippy::cast_possible_truncation, reason = "no more than a piece")]
-            let bytes = buffer.room((stop - at).min(PIECE as u64) as usize);
-            self.fill(bytes, at, ahead).map_err(failed)?;
+            let behind = stop.min(at + PIECE as u64);
+            let bytes: &[u8] = if self.origin.is_file() {
+                let bytes = buffer.room(inside(behind) - inside(at));
+                self.fill(bytes, at, ahead)?;
+                bytes
+            } else {
+                &buffer.room(inside(stop))[inside(at)..inside(behind)]
+            };
             found.clear();
             plan.scatter(at, bytes, |from, to| {
                 if from.len() == bytes.len() && self.has_checksums() {
@@ -230,28 +344,31 @@ impl Container {
                 }
             });
             if found.is_empty() && self.has_checksums() {
-                found = checksum_blocks(&Algorithm::Crc64, [&*bytes], FILE_BLOCK_SIZE);
+                found = checksum_blocks(&Algorithm::Crc64, [bytes], FILE_BLOCK_SIZE);
             }
             if let Some(bad) = found.iter().position(|&found| expected.next() != Some(found)) {
                 return Err(self.damaged_block(at / FILE_BLOCK_SIZE + bad as u64));
             }
             at += bytes.len() as u64;
         }
-        Ok(stop - start + table.len() as u64)
+        Ok(stop - start + of_table)
     }
 
     /// Fills `bytes` with those of the payload from `at` on. If they are not in the page cache, what is wanted of the
     /// next [`AHEAD`] bytes is requested first: the disk has more to do then than one read after the other gives it.
-    fn fill(&self, bytes: &mut [u8], at: u64, ahead: &Ahead<'_>) -> io::Result<()> {
-        let cached = read_cached(&self.file, bytes, self.payload_start + at);
+    fn fill(&self, bytes: &mut [u8], at: u64, ahead: &Ahead<'_>) -> Result<(), Error> {
+        let Origin::File(file) = &self.origin else {
+            return self.origin.read(&self.path, bytes, self.payload_start + at);
+        };
+        let cached = read_cached(file, bytes, self.payload_start + at);
         if cached == bytes.len() {
             return Ok(());
         }
         let (rest, at) = (&mut bytes[cached..], at + cached as u64);
         ahead.take(at, (at + AHEAD).min(self.covered), |start, end| {
-            request(&self.file, self.payload_start + start, self.payload_start + end);
+            request(file, self.payload_start + start, self.payload_start + end);
         });
-        self.file.read_exact_at(rest, self.payload_start + at)
+        self.origin.read(&self.path, rest, self.payload_start + at)
     }
 
     /// The error for a `block` of the file that does not match its checksum.

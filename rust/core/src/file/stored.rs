@@ -84,7 +84,20 @@ impl Stored {
     /// As [`Container::open`] and [`Container::expect`], and as [`Container::read`] for the entries that describe the
     /// container.
     pub fn open(path: &Path, header: Option<u64>, checksums: bool, options: &FileOptions) -> Result<Self, Error> {
-        let container = if checksums { Container::open(path) } else { Container::open_any(path) }?;
+        Self::of(Container::open_any(path)?, header, checksums, options)
+    }
+
+    /// The opened `container`, as [`Stored::open`] returns it.
+    ///
+    /// # Errors
+    /// As [`Stored::open`].
+    pub fn of(
+        container: Container,
+        header: Option<u64>,
+        checksums: bool,
+        options: &FileOptions,
+    ) -> Result<Self, Error> {
+        let container = if checksums { container.with_checksums()? } else { container };
         header.map_or(Ok(()), |header| container.check_header_checksum(header))?;
         let mut control = Vec::new();
         for name in [container::MANIFEST_ENTRY, container::PICKLE_ENTRY] {

@@ -13,15 +13,12 @@ use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 
-use bytes::Bytes;
-use tensorferry_wire::container::DIGESTS_ENTRY;
 use tensorferry_wire::digest::{self, Algorithm, DigestTable, FILE_BLOCK_SIZE};
-use tensorferry_wire::dtype::Dtype;
 
 use super::output::{Buffer, Output};
+use super::parts::with_checksums;
 use super::{CHUNK, DIRECT_FROM, FileOptions, FileReport, PIECE, refused};
-use crate::error::{Error, ErrorKind};
-use crate::memory::{PAGE, zeroed};
+use crate::error::Error;
 use crate::payload::{Item, Layout, Segments, checksum_blocks};
 
 /// Writes `items` as a container to `path`, with checksums of all of it. The file appears under its name only when it
@@ -63,14 +60,10 @@ pub fn write_file(
     path: &Path,
     partial: &Path,
     metadata: Vec<(String, String)>,
-    mut items: Vec<Item>,
+    items: Vec<Item>,
     options: &FileOptions,
 ) -> Result<Written, Error> {
-    let len: u64 = items.iter().map(|item| item.memory.region().len() as u64).sum();
-    let table_len = digest::table_len(len.div_ceil(FILE_BLOCK_SIZE));
-    let blank = Bytes::from(zeroed(usize::try_from(table_len).map_err(|_| too_large(path))?)?);
-    items.push(Item::bytes(DIGESTS_ENTRY, Dtype::U8, &[table_len], blank));
-    let layout = Layout::new(metadata, items, PAGE as u64)?;
+    let (layout, len) = with_checksums(metadata, items)?;
     let file = OpenOptions::new()
         .write(true)
         .create_new(true)
@@ -97,10 +90,6 @@ pub struct Written {
     /// The checksum of its header.
     pub header: u64,
     _locked: File,
-}
-
-fn too_large(path: &Path) -> Error {
-    Error::new(ErrorKind::Invalid, format!("{}: too large for this machine", path.display()))
 }
 
 /// Writes everything to `file`, which is at `path`: `len` bytes of payload besides the checksums, and a header with the

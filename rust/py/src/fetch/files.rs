@@ -5,8 +5,9 @@ use std::sync::Arc;
 
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
-use tensorferry_core::{Cancel, Container, FileOptions, Written};
+use tensorferry_core::{Cancel, FileOptions, Written};
 
+use crate::fetch::place::Place;
 use crate::fetch::progress::{ProgressReporter, run_reporting};
 use crate::rows::PyTable;
 use crate::runtime;
@@ -63,7 +64,7 @@ pub(crate) fn write_file(
     let total = control.iter().map(|(_, bytes)| bytes.len()).fold(rows.nbytes(), usize::saturating_add) as u64;
     let reporter = ProgressReporter { received: Arc::default(), total, progress };
     let options = FileOptions { threads, cancel: cancel.clone(), cached, progress: Arc::clone(&reporter.received) };
-    let written = run_reporting(py, &cancel, &reporter, move || {
+    let written = run_reporting(py, None, &cancel, &reporter, move || {
         tensorferry_core::write_file(&path, &partial, metadata, rows.items(control), &options)
     })?;
     Ok(PyWritten(written))
@@ -76,15 +77,15 @@ pub(crate) fn write_file(
 /// checksums.
 #[pyfunction]
 #[pyo3(name = "_file_entries")]
-pub(crate) fn file_entries(
-    py: Python<'_>,
-    path: PathBuf,
+pub(crate) fn file_entries<'py>(
+    path: &Bound<'py, PyAny>,
     names: Vec<String>,
-) -> PyResult<Vec<Option<Bound<'_, PyBytes>>>> {
+) -> PyResult<Vec<Option<Bound<'py, PyBytes>>>> {
+    let (py, place) = (path.py(), Place::of(path)?);
     let cancel = Cancel::new();
     let options = FileOptions { threads: Some(1), cancel: cancel.clone(), ..FileOptions::default() };
-    let found = runtime::run(py, &cancel, None, move || {
-        let container = Container::open(&path)?;
+    let found = place.run(py, &cancel, None, || {
+        let container = place.open()?.with_checksums()?;
         names.iter().map(|name| container.entry(name, &options)).collect::<Result<Vec<_>, _>>()
     })?;
     Ok(found.into_iter().map(|bytes| bytes.map(|bytes| PyBytes::new(py, &bytes))).collect())
@@ -96,8 +97,9 @@ pub(crate) fn file_entries(
 /// `CorruptCheckpoint` when the header does not match it, `ProtocolError` when it is no container with checksums.
 #[pyfunction]
 #[pyo3(name = "_file_header")]
-pub(crate) fn file_header(py: Python<'_>, path: PathBuf) -> PyResult<u64> {
-    runtime::run(py, &Cancel::new(), None, move || Container::open(&path).map(|container| container.checksum()))
+pub(crate) fn file_header(path: &Bound<'_, PyAny>) -> PyResult<u64> {
+    let place = Place::of(path)?;
+    place.run(path.py(), &Cancel::new(), None, || Ok(place.open()?.with_checksums()?.checksum()))
 }
 
 /// The damaged parts of the container at `path`, as runs of payload bytes; `None` for a file without checksums.
@@ -106,10 +108,10 @@ pub(crate) fn file_header(py: Python<'_>, path: PathBuf) -> PyResult<u64> {
 /// `CorruptCheckpoint` when its header is damaged, `ProtocolError` when it is no container.
 #[pyfunction]
 #[pyo3(name = "_file_damage")]
-pub(crate) fn file_damage(py: Python<'_>, path: PathBuf) -> PyResult<Option<Vec<(u64, u64)>>> {
-    let options = FileOptions::default();
-    runtime::run(py, &options.cancel.clone(), None, move || {
-        let container = Container::open_any(&path)?;
+pub(crate) fn file_damage(path: &Bound<'_, PyAny>) -> PyResult<Option<Vec<(u64, u64)>>> {
+    let (place, options) = (Place::of(path)?, FileOptions::default());
+    place.run(path.py(), &options.cancel.clone(), None, || {
+        let container = place.open()?;
         container.has_checksums().then(|| container.damaged(&options)).transpose()
     })
 }
@@ -120,9 +122,9 @@ pub(crate) fn file_damage(py: Python<'_>, path: PathBuf) -> PyResult<Option<Vec<
 /// `CorruptCheckpoint` when a block that was read for it is damaged, `ProtocolError` when it is no container.
 #[pyfunction]
 #[pyo3(name = "_file_entry_digests")]
-pub(crate) fn file_entry_digests(py: Python<'_>, path: PathBuf) -> PyResult<Vec<u64>> {
-    let options = FileOptions::default();
-    runtime::run(py, &options.cancel.clone(), None, move || Container::open_any(&path)?.entry_digests(&options))
+pub(crate) fn file_entry_digests(path: &Bound<'_, PyAny>) -> PyResult<Vec<u64>> {
+    let (place, options) = (Place::of(path)?, FileOptions::default());
+    place.run(path.py(), &options.cancel.clone(), None, || place.open()?.entry_digests(&options))
 }
 
 /// Renames the file or folder `path` to `target`, which must not exist, in one step. Returns 0, or the number of the

@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use pyo3::prelude::*;
 use tensorferry_core::{Cancel, Error};
 
+use crate::fetch::place::Place;
 use crate::runtime::{self, OnTick};
 
 /// Reports to Python how far a receive is.
@@ -28,18 +29,23 @@ impl ProgressReporter {
     }
 }
 
-/// Runs `work` as [`runtime::run`] does, and has `reporter` report while it runs and at its end.
+/// Runs `work`, which reads at `place` if there is one, as [`Place::run`] does, and has `reporter` report while it runs and at its end.
 ///
 /// # Errors
-/// As [`runtime::run`]; an exception of the callback ends the work.
+/// As [`Place::run`]; an exception of the callback ends the work.
 pub(super) fn run_reporting<T: Send>(
     py: Python<'_>,
+    place: Option<&Place>,
     cancel: &Cancel,
     reporter: &ProgressReporter,
     work: impl FnOnce() -> Result<T, Error> + Send,
 ) -> PyResult<T> {
     let notify = |py: Python<'_>| reporter.report(py);
-    let done = runtime::run(py, cancel, reporter.progress.is_some().then_some(&notify as &OnTick<'_>), work)?;
+    let watch = reporter.progress.is_some().then_some(&notify as &OnTick<'_>);
+    let done = match place {
+        Some(place) => place.run(py, cancel, watch, work)?,
+        None => runtime::run(py, cancel, watch, work)?,
+    };
     notify(py)?;
     Ok(done)
 }

@@ -3,15 +3,15 @@
 //! The functions here take whole lists and make one call into the engine each: a reshard has tens of thousands of
 //! slices.
 
-use std::path::PathBuf;
 use std::sync::Arc;
 
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
-use tensorferry_core::{Cancel, Container, FetchOptions, FileOptions, Repeat, Slice, SliceRequest};
+use tensorferry_core::{Cancel, FetchOptions, FileOptions, Repeat, Slice, SliceRequest};
 use tensorferry_wire::dtype::Dtype;
 
 use crate::errors;
+use crate::fetch::place::Place;
 use crate::fetch::progress::{ProgressReporter, run_reporting};
 use crate::memory;
 use crate::report::{PyReport, seconds};
@@ -51,21 +51,21 @@ fn total_len(slices: &[Slice]) -> u64 {
 /// whatever `progress` raises.
 #[pyfunction]
 #[pyo3(name = "_read_file", signature = (path, parts, *, threads = None, header = None, progress = None))]
-pub(crate) fn read_file(
-    py: Python<'_>,
-    path: PathBuf,
+pub(crate) fn read_file<'py>(
+    path: &Bound<'py, PyAny>,
     parts: Vec<SliceTuple>,
     threads: Option<usize>,
     header: Option<u64>,
     progress: Option<Py<PyAny>>,
-) -> PyResult<Bound<'_, PyDict>> {
+) -> PyResult<Bound<'py, PyDict>> {
+    let (py, place) = (path.py(), Place::of(path)?);
     let slices = slices(py, parts)?;
     let cancel = Cancel::new();
     let reporter = ProgressReporter { received: Arc::default(), total: total_len(&slices), progress };
     let received = Arc::clone(&reporter.received);
     let options = FileOptions { threads, cancel: cancel.clone(), progress: received, ..FileOptions::default() };
-    let report = run_reporting(py, &cancel, &reporter, move || {
-        let container = Container::open(&path)?;
+    let report = run_reporting(py, Some(&place), &cancel, &reporter, || {
+        let container = place.open()?.with_checksums()?;
         header.map_or(Ok(()), |header| container.check_header_checksum(header))?;
         container.read(&slices, &options)
     })?;
@@ -112,5 +112,5 @@ pub(crate) fn fetch_slices(
         cancel: cancel.clone(),
         ..defaults
     };
-    run_reporting(py, &cancel, &reporter, move || tensorferry_core::fetch_slices(orders, &options)).map(PyReport)
+    run_reporting(py, None, &cancel, &reporter, move || tensorferry_core::fetch_slices(orders, &options)).map(PyReport)
 }

@@ -1,7 +1,7 @@
 //! `Stored`: a container in a file, or in memory that another process filled, fetched like a `Remote`.
 
 use std::ops::Range;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -13,6 +13,7 @@ use tensorferry_wire::container::{self, Header};
 
 use crate::errors;
 use crate::fetch::entries::{PyEntries, find_tree, without_tree};
+use crate::fetch::place::Place;
 use crate::fetch::progress::ProgressReporter;
 use crate::fetch::staged::{PyStagedFetch, WavesOf};
 use crate::memory::{Owner, PyArena, given};
@@ -26,6 +27,8 @@ pub(crate) struct PyStored {
     pub(crate) stored: Arc<Stored>,
     tree: Option<Range<usize>>,
     threads: Option<usize>,
+    /// Where it is, unless it is in memory.
+    place: Option<Place>,
     /// The entries that are not fetched.
     without: Mutex<Vec<usize>>,
     cancel: Cancel,
@@ -33,12 +36,18 @@ pub(crate) struct PyStored {
 
 impl PyStored {
     /// The object for an opened container, after checking its manifest, if it has one.
-    fn new(py: Python<'_>, stored: Stored, threads: Option<usize>, cancel: Cancel) -> PyResult<Py<Self>> {
+    fn new(
+        py: Python<'_>,
+        stored: Stored,
+        place: Option<Place>,
+        threads: Option<usize>,
+        cancel: Cancel,
+    ) -> PyResult<Py<Self>> {
         let manifest = stored.reserved(container::MANIFEST_ENTRY);
         let tree = find_tree(manifest, stored.header()).map_err(|e| errors::to_py(py, &Error::protocol(e)))?;
         let entries = PyEntries::new(Arc::clone(stored.header()));
         let without = Mutex::default();
-        Py::new(py, (Self { stored: Arc::new(stored), tree, threads, without, cancel }, entries))
+        Py::new(py, (Self { stored: Arc::new(stored), tree, threads, place, without, cancel }, entries))
     }
 
     fn manifest_and_tree(&self) -> Option<(&[u8], Range<usize>)> {
@@ -65,16 +74,17 @@ impl PyStored {
     #[staticmethod]
     #[pyo3(signature = (path, *, threads = None, header = None, checksums = true))]
     fn open(
-        py: Python<'_>,
-        path: PathBuf,
+        path: &Bound<'_, PyAny>,
         threads: Option<usize>,
         header: Option<u64>,
         checksums: bool,
     ) -> PyResult<Py<Self>> {
+        let (py, place) = (path.py(), Place::of(path)?);
         let cancel = Cancel::new();
         let options = FileOptions { threads, cancel: cancel.clone(), ..FileOptions::default() };
-        let stored = runtime::run(py, &cancel, None, move || Stored::open(&path, header, checksums, &options))?;
-        Self::new(py, stored, threads, cancel)
+        let open = || Stored::of(place.open()?, header, checksums, &options);
+        let stored = place.run(py, &cancel, None, open)?;
+        Self::new(py, stored, Some(place), threads, cancel)
     }
 
     /// A container of `rows` and then `control`, name and bytes of each, in memory that `owner` keeps. `digests` is the
@@ -100,7 +110,7 @@ impl PyStored {
         let digests = words.map(|(words, _)| words.iter().map(|word| u64::from_le_bytes(*word)).collect());
         let (rows, owner) = (&rows.get().0, Owner::new(owner));
         let stored = py.detach(move || Stored::over(rows.items(control), digests, Box::new(owner)));
-        Self::new(py, stored.map_err(|e| errors::to_py(py, &e))?, threads, Cancel::new())
+        Self::new(py, stored.map_err(|e| errors::to_py(py, &e))?, None, threads, Cancel::new())
     }
 
     /// The manifest as JSON text, with `null` for its tree; `None` if the container has none.
@@ -158,7 +168,11 @@ impl PyStored {
         let destination = addresses.map_or(Destination::Fresh, given);
         let (stored, without, options) = (Arc::clone(&self.stored), self.without(), self.options());
         let started = Instant::now();
-        let arrived = runtime::run(py, &self.cancel, None, move || stored.fetch(destination, &without, &options))?;
+        let fetch = move || stored.fetch(destination, &without, &options);
+        let arrived = match &self.place {
+            Some(place) => place.run(py, &self.cancel, None, fetch)?,
+            None => runtime::run(py, &self.cancel, None, fetch)?,
+        };
         Ok(read(arrived, self.stored.header(), started.elapsed()))
     }
 

@@ -25,7 +25,7 @@ use std::sync::Arc;
 
 use pyo3::prelude::*;
 use tensorferry_core::{
-    Allocation, ArenaPool, Destination, Error, Memory, Repeat, Slice, StagedRun, Transfer, copy_all,
+    Allocation, ArenaPool, Destination, Error, Memory, Parts, Repeat, Slice, StagedRun, Transfer, copy_all,
 };
 use tensorferry_wire::digest::checksum;
 use tensorferry_wire::dtype::Dtype;
@@ -123,6 +123,16 @@ pub(crate) fn slice(
     // SAFETY: Python's part of the contract: all runs lie in tensors that the caller holds for the length of the call,
     // and no two slices write to the same memory.
     unsafe { Slice::new(entry, kind, part, address, repeats) }
+}
+
+/// Copies the next bytes of `parts` to `address`, in memory of `nbytes` bytes.
+pub(crate) fn fill_part(parts: &mut Parts, address: usize, nbytes: usize) -> Result<usize, Error> {
+    if nbytes == 0 {
+        return Ok(0);
+    }
+    // SAFETY: Python's part of the contract: address and length are those of a buffer that the caller holds for the
+    // length of the call and that nobody else uses, and the caller holds the memory of the rows.
+    unsafe { parts.fill(std::slice::from_raw_parts_mut(address as *mut u8, nbytes)) }
 }
 
 /// The kernel's id of the calling thread.

@@ -1,0 +1,1 @@
+"""Checkpoints in object stores: places with URLs, requests to the stores, and saves into them."""

@@ -1,0 +1,145 @@
+"""The clients of object stores, one for each bucket and its options, and the thread in which their requests run."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import os
+import threading
+from collections.abc import Mapping
+from datetime import timedelta
+from types import MappingProxyType
+from typing import Any
+
+from ..._fork import ForkSafeLock
+from ...errors import ForkedProcess, InvalidArgument
+from .url import without_secrets
+
+#: Seconds that one request may take, its body included, before it counts as stalled and is made again.
+STALL_S = 60.0
+#: Seconds that a store may take to accept a connection.
+_CONNECT_S = 10.0
+#: How often a request is made again, and the longest pause before that, in seconds.
+_RETRIES, _LONGEST_PAUSE_S = 8, 10.0
+#: Keys of ``store_options`` that are not those of a store.
+_OF_CLIENT = frozenset({"client_options", "retry_config", "credential_provider"})
+_MISSING = "checkpoints in object stores need the package obstore: pip install 'tensorferry[objects]'"
+#: Variables that name the address of a store, by which a client tells whether it is encrypted.
+_ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT", "AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT")
+
+_lock = ForkSafeLock()
+_stores: dict[tuple[Any, ...], Any] = {}
+_loop: tuple[int, asyncio.AbstractEventLoop] | None = None
+
+
+def obstore() -> Any:
+    """Returns the module ``obstore``.
+
+    Raises:
+        InvalidArgument: it is not installed
+    """
+    try:
+        return importlib.import_module("obstore")
+    except ImportError as e:
+        raise InvalidArgument(_MISSING) from e
+
+
+def options_of(options: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """Returns the options of a store, checked and frozen.
+
+    Raises:
+        InvalidArgument: they are not a mapping with names as keys
+    """
+    if options is None:
+        return MappingProxyType({})
+    if not isinstance(options, Mapping) or not all(isinstance(name, str) for name in options):
+        raise InvalidArgument(f"store_options must be a dict of options of obstore, not a {type(options).__name__}")
+    return MappingProxyType(dict(options))
+
+
+def store(root: str, options: Mapping[str, Any], timeout: float) -> Any:
+    """Returns the client for a bucket.
+
+    Args:
+        root: the URL of the bucket
+        options: those of obstore's store, with ``client_options``, ``retry_config`` and ``credential_provider`` for
+            its further arguments
+        timeout: seconds that a whole operation may take
+
+    Raises:
+        InvalidArgument: obstore is not installed, or does not take an option
+    """
+    library = obstore()
+    environment = tuple(sorted((k, v) for k, v in os.environ.items() if k.startswith(("AWS_", "GOOGLE_", "AZURE_"))))
+    key = (os.getpid(), root, _frozen(options), timeout, environment)
+    with _lock.held():
+        if (known := _stores.get(key)) is not None:
+            return known
+        made = _make(library, root, options, timeout)
+        for old in [old for old in _stores if old[:2] == key[:2]][7:]:
+            del _stores[old]
+        _stores[key] = made
+        return made
+
+
+def _make(library: Any, root: str, options: Mapping[str, Any], timeout: float) -> Any:
+    module = importlib.import_module(f"{library.__name__}.store")
+    config = {name: value for name, value in options.items() if name not in _OF_CLIENT}
+    client: dict[str, Any] = {
+        "timeout": timedelta(seconds=min(STALL_S, timeout)),
+        "connect_timeout": timedelta(seconds=min(_CONNECT_S, timeout)),
+    }
+    endpoints = [os.environ.get(name, "") for name in _ENDPOINTS]
+    endpoints += [str(value) for name, value in config.items() if "endpoint" in name.lower()]
+    if any(text.startswith("http://") for text in endpoints):
+        # Whoever gives such an address has chosen it.
+        client["allow_http"] = True
+    client |= options.get("client_options") or {}
+    retry = {
+        "max_retries": _RETRIES,
+        "retry_timeout": timedelta(seconds=timeout),
+        "backoff": {
+            "init_backoff": timedelta(seconds=0.1),
+            "max_backoff": timedelta(seconds=_LONGEST_PAUSE_S),
+            "base": 2,
+        },
+    }
+    retry |= options.get("retry_config") or {}
+    more = {"credential_provider": options["credential_provider"]} if "credential_provider" in options else {}
+    if root.startswith(("s3://", "s3a://")):
+        named = {name.lower().removeprefix("aws_") for name in config}
+        if not named & {"checksum_algorithm"} and "AWS_CHECKSUM_ALGORITHM" not in os.environ:
+            config["checksum_algorithm"] = "CRC64NVME"
+    try:
+        return module.from_url(root, client_options=client, retry_config=retry, **config, **more)
+    except Exception as e:
+        raise InvalidArgument(f"{root}: this store cannot be opened: {without_secrets(str(e))[:500]}") from None
+
+
+def _frozen(value: Any) -> Any:
+    """Returns ``value`` as part of a key; an object that cannot be one counts as itself."""
+    if isinstance(value, Mapping):
+        return tuple(sorted((str(name), _frozen(one)) for name, one in value.items()))
+    if isinstance(value, str | int | float | bool | bytes | timedelta | type(None)):
+        return repr(value)
+    return f"{type(value).__qualname__} at {id(value)}"
+
+
+def loop() -> asyncio.AbstractEventLoop:
+    """Returns the event loop in which requests run, in a thread of its own that is started on first use.
+
+    Raises:
+        ForkedProcess: requests were made before this process was forked
+    """
+    global _loop
+    with _lock.held():
+        if _loop is not None and _loop[0] != os.getpid():
+            raise ForkedProcess(
+                "requests to object stores were made before fork(): the threads behind them do not exist in the child; "
+                "start it with spawn or forkserver"
+            )
+        if _loop is None:
+            running = asyncio.new_event_loop()
+            threading.Thread(target=running.run_forever, name="tensorferry-objects", daemon=True).start()
+            _loop = os.getpid(), running
+        return _loop[1]

@@ -1,0 +1,111 @@
+"""Puts the index of a save into a store, in place of the one that was looked at and no other."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from ..._native import Parts
+from ...errors import (
+    ConnectError,
+    FetchTimeout,
+    IncompleteCheckpoint,
+    InvalidArgument,
+    SourceChanged,
+    StoreRefused,
+    TensorferryError,
+)
+from ..container import Container
+from .place import ObjectPlace
+from .requests import is_missing
+
+logger = logging.getLogger("tensorferry")
+
+#: How often a commit looks again at an index that others replace meanwhile.
+_ATTEMPTS = 20
+_warned: set[str] = set()
+
+_T = TypeVar("_T")
+
+
+def encoded(container: Container) -> bytes:
+    """Returns all bytes of a small container."""
+    parts = Parts(rows=container.rows, control=list(container.control), metadata=container.metadata)
+    buffer = ctypes.create_string_buffer(-(-parts.nbytes // 512) * 512)
+    nbytes = parts.fill(ctypes.addressof(buffer), len(buffer))
+    return buffer.raw[:nbytes]
+
+
+def put_index(index: ObjectPlace, content: Container, look: Callable[[], _T]) -> _T:
+    """Writes an index, unless another writer replaces the old one after the last look at it: then it looks again.
+
+    Args:
+        index: the index
+        content: what is written
+        look: looks at the index that is there, and raises if it may not be replaced
+
+    Returns:
+        What the last look has returned.
+
+    Raises:
+        SourceChanged: other writers have replaced it again and again
+        TensorferryError: the store does not answer, or refuses; and what ``look`` raises
+    """
+    data = encoded(content)
+    for _ in range(_ATTEMPTS):
+        # The tag before the look: if the index changes in between, the tag is outdated, and the write is refused.
+        mode = _mode(index)
+        seen = look()
+        try:
+            _put(index, data, mode)
+        except (SourceChanged, ConnectError, FetchTimeout, StoreRefused) as e:
+            if _is_there(index, data):
+                # It was written, and the answer was lost.
+                return seen
+            if not isinstance(e, SourceChanged):
+                raise
+            continue
+        return seen
+    raise SourceChanged(f"{index}: other saves have replaced it again and again: let only one job save there")
+
+
+def _mode(index: ObjectPlace) -> Any:
+    """Returns the condition under which the index that is there now may be replaced."""
+    try:
+        about = index.stat()
+    except IncompleteCheckpoint as e:
+        if is_missing(e):
+            return "create"
+        raise
+    known = {"e_tag": about.tag, "version": about.version}
+    return {name: value for name, value in known.items() if value is not None} or "overwrite"
+
+
+def _put(index: ObjectPlace, data: bytes, mode: Any) -> None:
+    try:
+        index.put(data, mode)
+    except (StoreRefused, InvalidArgument) as e:
+        if not _has_no_conditions(e):
+            raise
+        if index.url.root not in _warned:
+            _warned.add(index.url.root)
+            logger.warning(
+                "%s: this store has no conditional writes: if two jobs save into one place, a checkpoint may be lost "
+                "that was committed. Let only one job save there",
+                index.url.root,
+            )
+        index.put(data, "overwrite")
+
+
+def _has_no_conditions(error: Exception) -> bool:
+    return "NotImplemented" in str(error) or "status 501" in str(error)
+
+
+def _is_there(index: ObjectPlace, data: bytes) -> bool:
+    """Whether the index that is there is the one with these bytes, which no other save writes."""
+    try:
+        return index.read_bytes() == data
+    except TensorferryError:
+        return False

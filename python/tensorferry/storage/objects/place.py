@@ -1,0 +1,307 @@
+"""A place in an object store, for code that has a folder or a file there.
+
+It has those methods of ``pathlib.Path`` that such code calls, so that the code need not ask where a checkpoint is. A
+store has no folders: every prefix of a key counts as one in which something is.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import Any
+
+from ... import _validate
+from ...errors import IncompleteCheckpoint, InvalidArgument, ProtocolError
+from . import client
+from .reader import RangeReader
+from .requests import Calls, Deadline, is_missing
+from .url import StoreUrl, parsed
+
+#: Seconds that a save or a load may take, unless the caller says how many.
+TIMEOUT_S = 600.0
+#: How many objects are removed at a time.
+_BATCH = 500
+
+
+@dataclass(frozen=True)
+class ObjectStat:
+    """What a store tells of an object, by the names that the system has for files.
+
+    Attributes:
+        st_size: its length in bytes
+        st_mtime: when it was written, in seconds since the epoch, by the clock of the store
+        tag: identifies its content, for conditional requests; ``None`` if the store has no such thing
+        version: its version, in stores that have versions
+    """
+
+    st_size: int
+    st_mtime: float
+    tag: str | None = None
+    version: str | None = None
+
+    @property
+    def st_mtime_ns(self) -> int:
+        """When it was written, in nanoseconds since the epoch."""
+        return int(self.st_mtime * 1e9)
+
+
+class ObjectPlace:
+    """A place in an object store.
+
+    Args:
+        url: its URL
+        options: those of obstore's store, and ``client_options``, ``retry_config`` and ``credential_provider``
+        timeout: seconds that an operation may take: all requests of a save, or of a load
+        deadline: of an operation that has begun
+
+    Raises:
+        InvalidArgument: the URL or an option cannot be used
+    """
+
+    def __init__(
+        self,
+        url: str | StoreUrl,
+        options: Mapping[str, Any] | None = None,
+        timeout: float = TIMEOUT_S,
+        deadline: Deadline | None = None,
+    ) -> None:
+        self.url = url if isinstance(url, StoreUrl) else parsed(url)
+        self.options = client.options_of(options)
+        self.timeout = timeout
+        self._deadline = deadline
+
+    @classmethod
+    def of(cls, url: str, name: str, options: Mapping[str, Any] | None, timeout: timedelta | None) -> ObjectPlace:
+        """Returns the place of a user's argument ``name``; raises as the class, and if obstore is not installed."""
+        parsed_url = parsed(url, name)
+        client.obstore()
+        return cls(parsed_url, options, TIMEOUT_S if timeout is None else _seconds(timeout))
+
+    def begun(self) -> ObjectPlace:
+        """Returns the same place in an operation that begins now, with one deadline for all its requests."""
+        return ObjectPlace(self.url, self.options, self.timeout, Deadline(self.timeout))
+
+    def end(self) -> None:
+        """Ends all requests of the operation that has begun here."""
+        if self._deadline is not None:
+            self._deadline.end()
+
+    def calls(self) -> Calls:
+        """Returns requests of this operation that end together."""
+        return Calls(self._deadline or Deadline(self.timeout))
+
+    @property
+    def store(self) -> Any:
+        """The client for the bucket."""
+        return client.store(self.url.root, self.options, self.timeout)
+
+    @property
+    def key(self) -> str:
+        """The key of the object, or what the keys of those in the folder begin with, without a slash at its end."""
+        return self.url.key
+
+    @property
+    def name(self) -> str:
+        """The last name of the key."""
+        return self.key.rpartition("/")[2]
+
+    @property
+    def suffix(self) -> str:
+        """The end of the name, with its dot."""
+        return os.path.splitext(self.name)[1]
+
+    @property
+    def parent(self) -> ObjectPlace:
+        """The folder in which it is."""
+        return self._at(self.key.rpartition("/")[0])
+
+    @property
+    def parents(self) -> list[ObjectPlace]:
+        """The folders above."""
+        found = [self.parent]
+        while found[-1].key:
+            found.append(found[-1].parent)
+        return found
+
+    def _at(self, key: str) -> ObjectPlace:
+        return ObjectPlace(StoreUrl(self.url.root, key), self.options, self.timeout, self._deadline)
+
+    def __truediv__(self, name: str) -> ObjectPlace:
+        return self._at(f"{self.key}/{name}" if self.key else name)
+
+    def with_name(self, name: str) -> ObjectPlace:
+        """Returns the place called ``name`` in the same folder."""
+        return self.parent / name
+
+    def __str__(self) -> str:
+        return str(self.url)
+
+    def __repr__(self) -> str:
+        return f"ObjectPlace({str(self)!r})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ObjectPlace) and self.url == other.url
+
+    def __hash__(self) -> int:
+        return hash(self.url)
+
+    def __lt__(self, other: ObjectPlace) -> bool:
+        return self.url < other.url
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if "credential_provider" in self.options:
+            raise InvalidArgument("a credential_provider cannot be sent to another process: use the environment")
+        return _unpickled, (str(self), dict(self.options), self.timeout)
+
+    def _ranges(self) -> tuple[str, int, RangeReader]:
+        """What the engine reads: the name, the length, and what reads."""
+        opened = self.opened()
+        return str(self), opened.nbytes, opened
+
+    def opened(self) -> RangeReader:
+        """Returns what reads the object as it is now; raises as :class:`RangeReader`."""
+        return RangeReader(self.store, self.key, str(self), self.calls())
+
+    def read_bytes(self, most: int = 1 << 30) -> bytes:
+        """Returns all bytes of the object, of which there may be ``most``.
+
+        Raises:
+            IncompleteCheckpoint: there is no such object
+            TensorferryError: it cannot be read
+        """
+        return self.opened().whole(most)
+
+    def stat(self) -> ObjectStat:
+        """Returns what the store tells of the object.
+
+        Raises:
+            IncompleteCheckpoint: there is none
+            TensorferryError: the store does not answer, or refuses
+        """
+        store, key = self.store, self.key
+        if not key:
+            raise IncompleteCheckpoint(f"{self}: there is no such object")
+        return _stat(self.calls().call(lambda: client.obstore().head_async(store, key), str(self), "asking for it"))
+
+    lstat = stat
+
+    def is_file(self) -> bool:
+        """Whether there is such an object; raises as :meth:`stat`."""
+        try:
+            self.stat()
+        except IncompleteCheckpoint as e:
+            if is_missing(e):
+                return False
+            raise
+        return True
+
+    exists = is_file
+
+    def is_dir(self) -> bool:
+        """Whether there is an object whose key begins with this one and a slash."""
+        return any(True for _ in self.entries(1))
+
+    def entries(self, most: int | None = None) -> dict[str, ObjectStat]:
+        """Returns the objects directly in this folder, by their names.
+
+        Args:
+            most: stop after about so many
+
+        Raises:
+            TensorferryError: the store does not answer, or refuses
+        """
+        store, prefix = self.store, f"{self.key}/" if self.key else ""
+
+        async def listed() -> dict[str, ObjectStat]:
+            found: dict[str, ObjectStat] = {}
+            answer = await client.obstore().list_with_delimiter_async(store, prefix=prefix or None)
+            for meta in answer["objects"]:
+                name = meta["path"].removeprefix(prefix)
+                if name and "/" not in name:
+                    found[name] = _stat(meta)
+            for below in answer["common_prefixes"] if most is not None else ():
+                found.setdefault(below.removeprefix(prefix).rstrip("/") + "/", ObjectStat(0, 0.0))
+            return found
+
+        return self.calls().call(listed, str(self), "listing it")
+
+    def folders(self) -> list[str]:
+        """Returns the names of the folders directly in this one; raises as :meth:`entries`."""
+        return [name[:-1] for name in self.entries(1) if name.endswith("/")]
+
+    def glob(self, pattern: str) -> Iterator[ObjectPlace]:
+        """Yields the objects directly in this folder whose names match ``pattern``; raises as :meth:`entries`."""
+        yield from (self / name for name in self.entries() if fnmatch.fnmatchcase(name, pattern))
+
+    def write_bytes(self, data: bytes) -> None:
+        """Puts ``data`` in the place of what is there, in one step; raises as :meth:`put`."""
+        self.put(data, "overwrite")
+
+    def put(self, data: bytes, mode: Any) -> ObjectStat:
+        """Puts ``data`` there in one step; returns its tag.
+
+        Args:
+            data: the content
+            mode: as for obstore: ``"overwrite"``, ``"create"``, or the tag and version of what is to be replaced
+
+        Raises:
+            SourceChanged: something is there already, or something else than what was to be replaced
+            TensorferryError: the store does not answer, or refuses
+        """
+        store, key = self.store, self.key
+
+        async def put() -> Any:
+            return await client.obstore().put_async(store, key, data, mode=mode, use_multipart=False)
+
+        told = self.calls().call(put, str(self), "writing it")
+        return ObjectStat(len(data), 0.0, told.get("e_tag"), told.get("version"))
+
+    def unlink(self, missing_ok: bool = False) -> None:
+        """Removes the object; raises as :meth:`stat`. A store does not say whether there was one."""
+        del missing_ok
+        self.remove([self.name])
+
+    def remove(self, names: list[str]) -> None:
+        """Removes objects of the folder above, this one's siblings.
+
+        Raises:
+            TensorferryError: the store does not answer, or refuses
+        """
+        store, calls = self.store, self.calls()
+        for first in range(0, len(names), _BATCH):
+            keys = [(self.parent / name).key for name in names[first : first + _BATCH]]
+            calls.call(lambda keys=keys: _deleted(store, keys), str(self.parent), "removing objects")  # type: ignore[misc]
+
+    def as_posix(self) -> str:
+        """Returns the URL."""
+        return str(self)
+
+
+def _seconds(timeout: timedelta) -> float:
+    if (seconds := _validate.patience("timeout", timeout)) <= 0:
+        raise InvalidArgument("timeout must be longer than no time at all")
+    return seconds
+
+
+async def _deleted(store: Any, keys: list[str]) -> None:
+    try:
+        await client.obstore().delete_async(store, keys if len(keys) > 1 else keys[0])
+    except Exception as e:
+        if type(e).__name__ not in ("NotFoundError", "FileNotFoundError"):
+            raise
+
+
+def _unpickled(url: str, options: dict[str, Any], timeout: float) -> ObjectPlace:
+    return ObjectPlace(url, options, timeout)
+
+
+def _stat(meta: Any) -> ObjectStat:
+    written: datetime = meta["last_modified"]
+    size = int(meta["size"])
+    if size < 0:
+        raise ProtocolError("the store says that an object has less than no bytes")
+    return ObjectStat(size, written.timestamp(), meta.get("e_tag"), meta.get("version"))
+

@@ -1,0 +1,150 @@
+"""Reads ranges of one object, for the engine, which verifies them and brings them to their places."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from ...errors import ConnectError, FetchTimeout, ProtocolError
+from .requests import Calls
+
+#: Bytes that are read when an object is opened: headers are mostly shorter.
+_HEAD = 64 << 10
+#: Bytes that one request asks for at most, where there are many, and how many requests are made at a time.
+_PIECE, _AT_A_TIME = 8 << 20, 8
+#: Bytes of an answer that are taken at a time.
+_CHUNK = 1 << 20
+#: Seconds without a byte after which a request counts as stalled, and how often a range is requested.
+_STALL_S, _ATTEMPTS = 20.0, 5
+
+
+class RangeReader:
+    """The bytes of an object, as it was when it was opened.
+
+    Args:
+        store: the client
+        key: the key of the object
+        name: its URL, for messages
+        calls: the operation to which its requests belong
+
+    Raises:
+        IncompleteCheckpoint: there is no such object
+        TensorferryError: it cannot be read
+    """
+
+    def __init__(self, store: Any, key: str, name: str, calls: Calls) -> None:
+        self._store, self._key, self._name, self._calls = store, key, name, calls
+        self.nbytes = 0
+        self._tag: str | None = None
+        self._head = b""
+        self._head = calls.call(self._open, name, "opening it")
+
+    def cancel(self) -> None:
+        """Ends all reads."""
+        self._calls.cancel()
+
+    def read(self, at: int, address: int, nbytes: int) -> None:
+        """Copies ``nbytes`` bytes from ``at`` on to ``address``. Several threads call it at once.
+
+        Raises:
+            SourceChanged: the object was replaced meanwhile
+            TensorferryError: they cannot be read
+        """
+        if not nbytes:
+            return
+        into = memoryview((ctypes.c_ubyte * nbytes).from_address(address)).cast("B")
+        if at + nbytes <= len(self._head):
+            into[:] = self._head[at : at + nbytes]
+            return
+        what = f"reading bytes {at}-{at + nbytes}"
+        for attempt in range(_ATTEMPTS):
+            try:
+                return self._calls.call(lambda: self._fill(at, into), self._name, what)
+            except (ConnectError, FetchTimeout, ProtocolError):
+                # A body that broke off or stalled; the client itself has made the rest again.
+                if attempt + 1 == _ATTEMPTS or self._calls.deadline.left() <= 0:
+                    raise
+
+    def read_all(self, ranges: list[tuple[int, int, int]]) -> None:
+        """Copies ranges, ``(at, address, nbytes)`` each, several at a time; raises as :meth:`read`."""
+        pieces = [
+            (at + done, address + done, min(_PIECE, nbytes - done))
+            for at, address, nbytes in ranges
+            for done in range(0, nbytes, _PIECE)
+        ]
+        with ThreadPoolExecutor(_AT_A_TIME, "tensorferry-read") as pool:
+            running = [pool.submit(self.read, *piece) for piece in pieces]
+            try:
+                for one in running:
+                    one.result()
+            except BaseException:
+                self.cancel()
+                for one in running:
+                    one.cancel()
+                raise
+
+    def begins_with(self, start: bytes) -> bool:
+        """Whether the object begins with these few bytes."""
+        return self._head.startswith(start)
+
+    def whole(self, most: int) -> bytes:
+        """Returns all bytes.
+
+        Raises:
+            ProtocolError: there are more than ``most``
+        """
+        if self.nbytes > most:
+            raise ProtocolError(f"{self._name} has {self.nbytes} bytes, and such an object has at most {most}: it is damaged")
+        if self.nbytes <= len(self._head):
+            return self._head
+        data = bytearray(self.nbytes)
+        self.read(0, ctypes.addressof((ctypes.c_ubyte * len(data)).from_buffer(data)), len(data))
+        return bytes(data)
+
+    async def _open(self) -> bytes:
+        from .client import obstore
+
+        library = obstore()
+        try:
+            answer = await library.get_async(self._store, self._key, options={"range": (0, _HEAD)})
+        except Exception as e:
+            # Of an object without bytes there is no range.
+            if type(e).__name__ != "GenericError" or "416" not in str(e):
+                raise
+            answer = await library.get_async(self._store, self._key)
+        self.nbytes, self._tag = int(answer.meta["size"]), answer.meta.get("e_tag")
+        expected = min(self.nbytes, _HEAD)
+        data = bytearray(expected)
+        await self._receive(answer, memoryview(data))
+        return bytes(data)
+
+    async def _fill(self, at: int, into: memoryview) -> None:
+        from .client import obstore
+
+        options: dict[str, Any] = {"range": (at, at + len(into))}
+        if self._tag is not None:
+            options["if_match"] = self._tag
+        answer = await obstore().get_async(self._store, self._key, options=options)
+        if tuple(answer.range) != (at, at + len(into)) or int(answer.meta["size"]) != self.nbytes:
+            raise ProtocolError(
+                f"{self._name}: bytes {at}-{at + len(into)} were requested, and the store has answered with others"
+            )
+        await self._receive(answer, into)
+
+    async def _receive(self, answer: Any, into: memoryview) -> None:
+        """Copies the body of an answer; one that is longer or shorter than it should be is refused."""
+        done, chunks = 0, aiter(answer.stream(min_chunk_size=_CHUNK))
+        while True:
+            try:
+                chunk = memoryview(await asyncio.wait_for(anext(chunks), _STALL_S))
+            except StopAsyncIteration:
+                break
+            if done + len(chunk) > len(into):
+                raise ProtocolError(f"{self._name}: the store has sent more bytes than were requested")
+            into[done : done + len(chunk)] = chunk
+            done += len(chunk)
+        if done != len(into):
+            raise ProtocolError(f"{self._name}: the store has sent {done} bytes of the {len(into)} that were requested")
+

@@ -1,0 +1,236 @@
+"""Requests to object stores: one deadline for all of an operation, an end at Ctrl-C, and errors that name the object.
+
+The client makes a request again after 5xx, 429 and lost connections, with growing pauses, and gives up one that has
+stalled (``client.py``). Here is what it does not do: nothing outlives the deadline of the operation, and what the store
+said is told without its URL, which may hold what is secret.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import re
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+from ...errors import (
+    ConnectError,
+    FetchTimeout,
+    IncompleteCheckpoint,
+    SourceChanged,
+    StoreRefused,
+    TensorferryError,
+    TransferCancelled,
+)
+from . import client
+from .url import without_secrets
+
+#: Seconds after the deadline in which a request that was told to end does so.
+_LATE_S = 1.0
+_LONGEST = 600
+#: Which of the library's classes the builtin ones stand for that it raises instead.
+_BUILTIN: dict[type[BaseException], str] = {
+    FileNotFoundError: "NotFoundError",
+    FileExistsError: "AlreadyExistsError",
+    PermissionError: "PermissionDeniedError",
+}
+_NO_BUCKET = re.compile(r"\b(?:NoSuchBucket|ContainerNotFound|The specified bucket does not exist)\b")
+_PART = re.compile(r"[?&](?:partNumber|partnumber)=(\d{1,6})|[?&]blockid=")
+_STATUS = re.compile(r"\b(?:status|status code|Server returned [a-z -]*error[a-z ]*)\W{1,3}(\d{3})\b")
+_CODE = re.compile(r"<Code>([A-Za-z0-9._-]{1,80})</Code>")
+_SAID = re.compile(r"<Message>([^<]{1,300})</Message>")
+_LOST = re.compile(r"error sending request|HTTP error: (?:connection|request) error|connection (?:refused|reset|closed)|"
+                   r"client error \(Connect\)|response body error|error decoding response body|unexpected eof|dns error|error trying to connect|IncompleteMessage|tcp connect", re.I)
+_SLOW = re.compile(r"operation timed out|HTTP error: timeout|\btimed out\b", re.I)
+
+_T = TypeVar("_T")
+
+
+class Deadline:
+    """When an operation has to be over.
+
+    Args:
+        seconds: how long it may take from now on
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._end = time.monotonic() + seconds
+
+    def end(self) -> None:
+        """Ends the operation now."""
+        self._end = 0.0
+
+    def left(self) -> float:
+        """Returns how many seconds are left, at least 0."""
+        return max(self._end - time.monotonic(), 0.0)
+
+
+class Calls:
+    """The requests of one operation, which end together.
+
+    Args:
+        deadline: when all of them have to be over
+    """
+
+    def __init__(self, deadline: Deadline) -> None:
+        self.deadline = deadline
+        self._lock = threading.Lock()
+        self._running: set[concurrent.futures.Future[Any]] = set()
+        self._is_cancelled = False
+
+    def begin(self, make: Callable[[], Coroutine[Any, Any, _T]]) -> concurrent.futures.Future[_T]:
+        """Begins a request in the thread of all requests.
+
+        Raises:
+            TransferCancelled: the operation was cancelled
+        """
+        left = self.deadline.left()
+
+        async def within() -> _T:
+            async with asyncio.timeout(left):
+                return await make()
+
+        with self._lock:
+            if self._is_cancelled:
+                raise TransferCancelled("the operation was cancelled")
+            future = asyncio.run_coroutine_threadsafe(within(), client.loop())
+            self._running.add(future)
+        future.add_done_callback(self._forget)
+        return future
+
+    def _forget(self, future: concurrent.futures.Future[Any]) -> None:
+        with self._lock:
+            self._running.discard(future)
+
+    def call(self, make: Callable[[], Coroutine[Any, Any, _T]], name: str, what: str) -> _T:
+        """Makes a request and waits for it.
+
+        Args:
+            make: makes the coroutine
+            name: the URL of the object, for messages
+            what: what is done, for messages: "reading it"
+
+        Raises:
+            TensorferryError: as for :func:`translated`
+            FileNotFoundError: there is no such object
+        """
+        return self.finish(self.begin(make), name, what)
+
+    def finish(
+        self,
+        future: concurrent.futures.Future[_T],
+        name: str,
+        what: str,
+        watch: Callable[[], object] | None = None,
+    ) -> _T:
+        """Waits for a request that has begun; ``watch`` is called now and then, and its exception ends the request."""
+        try:
+            while True:
+                # Without a limit, a signal would not wake the main thread of every system.
+                left = self.deadline.left() + _LATE_S
+                try:
+                    return future.result(min(left, 0.2))
+                except concurrent.futures.TimeoutError:
+                    if future.done():
+                        raise
+                if watch is not None:
+                    watch()
+                if left <= _LATE_S / 2 and not future.done():
+                    raise TimeoutError
+        except BaseException as e:
+            future.cancel()
+            if isinstance(e, concurrent.futures.CancelledError):
+                raise TransferCancelled(f"{name}: {what} was cancelled") from None
+            if isinstance(e, Exception) and not isinstance(e, TensorferryError):
+                if (told := translated(e, name, what, self.deadline)) is not None:
+                    raise told from None
+            raise
+
+    def cancel(self) -> None:
+        """Ends all requests, and those that would begin later."""
+        with self._lock:
+            self._is_cancelled = True
+            running = list(self._running)
+        for future in running:
+            future.cancel()
+
+
+def translated(error: Exception, name: str, what: str, deadline: Deadline) -> Exception | None:
+    """Returns the error of this package for one of the client's library; ``None`` for others.
+
+    Args:
+        error: what a request has raised
+        name: the URL of the object
+        what: what was done
+        deadline: that of the operation
+    """
+    if isinstance(error, TimeoutError):
+        if deadline.left() > 0:
+            return FetchTimeout(f"{name}: {what}: the store has sent nothing for too long")
+        return FetchTimeout(f"{name}: {what} was not over within {deadline.seconds:g} s")
+    kind = next((c.__name__ for c in type(error).__mro__ if c.__module__.startswith("obstore")), None)
+    kind = _BUILTIN.get(type(error), kind)
+    if kind is None:
+        return None
+    where, said = f"{name}{part_of(str(error))}", what_was_said(str(error))
+    match kind:
+        case "NotFoundError":
+            if _NO_BUCKET.search(said):
+                return StoreRefused(f"{where}: {what}: the store has no such bucket: {said}")
+            return IncompleteCheckpoint(f"{where}: there is no such object")
+        case "PermissionDeniedError" | "UnauthenticatedError":
+            return StoreRefused(
+                f"{where}: {what}: the store does not permit it: {said}. Check the credentials in the environment, and "
+                "what they may do with this bucket"
+            )
+        case "PreconditionError" | "AlreadyExistsError" | "NotModifiedError":
+            return SourceChanged(f"{where}: {what}: another writer has changed it meanwhile")
+    bare = said
+    if deadline.left() <= 0:
+        return FetchTimeout(f"{where}: {what} was not over within {deadline.seconds:g} s; the store said last: {said}")
+    if _STATUS.search(bare) is None and _SLOW.search(bare):
+        return FetchTimeout(f"{where}: {what}: the store has stalled: {said}")
+    if _STATUS.search(bare) is None and _LOST.search(bare):
+        return ConnectError(f"{where}: {what}: the store cannot be reached: {said}")
+    return StoreRefused(f"{where}: {what}: the store refuses: {said}")
+
+
+def is_missing(error: Exception) -> bool:
+    """Whether a request has failed because there is no such object."""
+    return isinstance(error, IncompleteCheckpoint) and str(error).endswith("there is no such object")
+
+
+def part_of(text: str) -> str:
+    """Returns which part of an object a message of the client is about, for a message; empty if it says none."""
+    found = _PART.search(text)
+    return f", part {found[1]}" if found is not None and found[1] else ""
+
+
+def what_was_said(text: str) -> str:
+    """Returns what the client tells of an answer, on one line and without URLs."""
+    code, said = _CODE.search(text), _SAID.search(text)
+    text = text.partition("\n\nDebug source:")[0]
+    status = _STATUS.search(without_urls(text))
+    if code is not None:
+        told = f"{code[1]}{f' ({without_secrets(said[1].strip())})' if said else ''}"
+        return f"status {status[1]}, {told}" if status else told
+    return " ".join(without_urls(text).split())[:_LONGEST]
+
+
+def without_urls(text: str) -> str:
+    """Returns ``text`` without any URL, whose words say nothing about an error."""
+    return re.sub(r"[a-zA-Z][a-zA-Z0-9+.-]{0,20}://[^\s\"'<>)]*", "the store", text)
+
+
+@contextlib.contextmanager
+def ending(calls: Calls) -> Any:
+    """Ends all requests of ``calls`` if the block fails."""
+    try:
+        yield
+    except BaseException:
+        calls.cancel()
+        raise

@@ -1,0 +1,141 @@
+"""Uploads a container from memory: in parts, several at a time, of which a limited number is in memory."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import ctypes
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+from ..._native import HostView, Parts
+from ...errors import TensorferryError
+from ..container import Container
+from ..source import Progress
+from . import client, uploads, writers
+from .leftovers import id_of
+from .place import ObjectPlace
+from .requests import ending
+
+#: The least bytes of a part; how many parts an object has at most, of the 10,000 that stores allow; and how many of them
+#: are under way, unless the caller chooses. Each one under way has its memory.
+PART, _MOST_PARTS, _AT_A_TIME = 8 << 20, 9_000, 8
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Uploaded:
+    """What was uploaded, with the names that the engine has for files.
+
+    Attributes:
+        bytes: the length of the object
+        header: the checksum of the container's header
+        direct: 0, since no page cache is involved
+        alive: while it is open, other saves of this machine do not take the writer for dead
+    """
+
+    bytes: int
+    header: int
+    direct: int = 0
+    alive: writers.Alive | None = None
+
+
+def part_bytes(nbytes: int) -> int:
+    """Returns how many bytes the parts of an object of ``nbytes`` bytes have."""
+    return max(PART, -(-nbytes // _MOST_PARTS // _MIB) * _MIB)
+
+
+def upload(
+    place: ObjectPlace, container: Container, threads: int | None = None, progress: Progress | None = None
+) -> Uploaded:
+    """Uploads a container; the object is there when all of it is, and not before.
+
+    Args:
+        place: the object, whose name nobody else has
+        container: what is uploaded
+        threads: how many parts are under way at a time; ``None`` chooses
+        progress: called now and then with the number of bytes that were read and the number of all bytes
+
+    Raises:
+        TensorferryError: the store does not answer in time, or refuses; the message names the object and the part
+        Exception: what ``progress`` raises
+    """
+    alive = writers.Alive(id_of(place.name))
+    parts = Parts(rows=container.rows, control=list(container.control), metadata=container.metadata)
+    size = part_bytes(parts.nbytes)
+    source = _PartSource(parts, size, container.owner)
+    library, store, key, calls = client.obstore(), place.store, place.key, place.calls()
+    at_a_time = threads or _AT_A_TIME
+
+    async def put() -> Any:
+        if parts.nbytes <= size:
+            return await library.put_async(store, key, next(source), use_multipart=False)
+        return await library.put_async(
+            store, key, source, use_multipart=True, chunk_size=size, max_concurrency=at_a_time
+        )
+
+    def report() -> None:
+        if progress is not None:
+            progress(min(source.read, parts.nbytes), parts.nbytes)
+
+    try:
+        with ending(calls):
+            calls.finish(calls.begin(put), str(place), "writing it", report)
+    except BaseException:
+        source.stop()
+        if parts.nbytes > size:
+            with contextlib.suppress(TensorferryError):
+                uploads.abort(place.parent, [one for one in uploads.listed(place.parent) if one.name == place.name])
+        raise
+    report()
+    return Uploaded(parts.nbytes, parts.header, alive=alive)
+
+
+class _PartSource:
+    """Yields the parts of a container, each in memory that is used again once the client has sent it."""
+
+    def __init__(self, parts: Parts, size: int, owner: Any) -> None:
+        self._parts, self._size, self._owner = parts, min(size, -(-parts.nbytes // 512) * 512), owner
+        self._free: collections.deque[_Memory] = collections.deque()
+        self._is_over = False
+        self._reading = threading.Lock()
+        self.read = 0
+
+    def __iter__(self) -> _PartSource:
+        return self
+
+    def __next__(self) -> HostView:
+        with self._reading:
+            if self._is_over or self.read >= self._parts.nbytes:
+                raise StopIteration
+            try:
+                memory = self._free.pop()
+            except IndexError:
+                memory = _Memory(self._size)
+            nbytes = self._parts.fill(memory.address, self._size)
+            self.read += nbytes
+            return HostView(_Lease(memory, self._free), memory.address, nbytes)
+
+    def stop(self) -> None:
+        """When this returns, the memory of the state is not read any more."""
+        with self._reading:
+            self._is_over = True
+
+
+class _Memory:
+    """Memory for one part."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.buffer = ctypes.create_string_buffer(nbytes)
+        self.address = ctypes.addressof(self.buffer)
+
+
+class _Lease:
+    """The use of memory by the client, which ends when the client drops this object."""
+
+    def __init__(self, memory: _Memory, free: collections.deque[_Memory]) -> None:
+        self._memory, self._free = memory, free
+
+    def __del__(self) -> None:
+        self._free.append(self._memory)

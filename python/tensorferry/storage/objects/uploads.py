@@ -1,0 +1,201 @@
+"""Uploads in parts that nobody has completed: stores keep their parts, and bill them, until somebody ends them.
+
+The client's library neither lists nor ends them, so that is done here, for S3 and what speaks its protocol, with keys
+that are given in options or the environment. Without such keys, as with the role of a machine, and in other stores, a
+lifecycle rule of the bucket has to do it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import html
+import http.client
+import logging
+import os
+import re
+import ssl
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+from urllib.parse import quote, urlsplit
+
+from .place import ObjectPlace
+
+logger = logging.getLogger("tensorferry")
+
+#: Seconds without an answer, the most bytes of one, and how many lists of uploads are looked at.
+_PATIENCE_S, _MOST, _PAGES = 10.0, 8 << 20, 20
+_UPLOAD = re.compile(r"<Upload>(.{1,20000}?)</Upload>", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Begun:
+    """An upload that was begun and neither completed nor ended.
+
+    Attributes:
+        name: of the object that it would make
+        id: by which the store knows it
+        began: when it began, in seconds since the epoch, by the clock of the store
+    """
+
+    name: str
+    id: str
+    began: float
+
+
+@dataclass(frozen=True)
+class _Access:
+    """The address of a bucket, and the keys to it."""
+
+    base: str
+    region: str
+    key: str
+    secret: str
+    token: str | None
+
+
+def listed(folder: ObjectPlace) -> list[Begun]:
+    """Returns the uploads to objects directly in ``folder``; none where that cannot be known.
+
+    Raises:
+        TensorferryError: the store does not answer in time
+    """
+    access = _access(folder)
+    if access is None:
+        return []
+    prefix = f"{folder.key}/" if folder.key else ""
+
+    def asked() -> list[Begun]:
+        found: list[Begun] = []
+        marker: dict[str, str] = {}
+        for _ in range(_PAGES):
+            status, text = _request(access, "GET", "", {"uploads": "", "prefix": prefix, **marker})
+            if status != 200:
+                logger.debug("%s: the store does not list uploads (status %d)", folder, status)
+                return []
+            for match in _UPLOAD.finditer(text):
+                name = _field(match[1], "Key").removeprefix(prefix)
+                if name and "/" not in name:
+                    found.append(Begun(name, _field(match[1], "UploadId"), _time(_field(match[1], "Initiated"))))
+            if _field(text, "IsTruncated") != "true":
+                return found
+            marker = {
+                "key-marker": _field(text, "NextKeyMarker"),
+                "upload-id-marker": _field(text, "NextUploadIdMarker"),
+            }
+        return found
+
+    try:
+        return folder.calls().call(lambda: asyncio.to_thread(asked), str(folder), "listing uploads")
+    except OSError as e:
+        logger.debug("%s: uploads cannot be listed: %s", folder, e)
+        return []
+
+
+def abort(folder: ObjectPlace, begun: list[Begun]) -> None:
+    """Ends uploads to objects in ``folder``, and removes their parts; logs what cannot be ended.
+
+    Raises:
+        TensorferryError: the store does not answer in time
+    """
+    access = _access(folder)
+    if access is None or not begun:
+        return
+
+    def asked() -> None:
+        for one in begun:
+            status, _ = _request(access, "DELETE", (folder / one.name).key, {"uploadId": one.id})
+            if status not in (200, 204, 404):
+                logger.warning("%s/%s: an upload that was left cannot be ended (status %d)", folder, one.name, status)
+
+    try:
+        folder.calls().call(lambda: asyncio.to_thread(asked), str(folder), "ending uploads")
+    except OSError as e:
+        logger.warning("%s: uploads that were left cannot be ended: %s", folder, e)
+
+
+def _access(place: ObjectPlace) -> _Access | None:
+    """Returns how to reach the bucket of ``place`` without the library; ``None`` if that is not known."""
+    scheme, _, bucket = place.url.root.partition("://")
+    if scheme not in ("s3", "s3a"):
+        return None
+    known = _settings(place.options)
+    key, secret = known.get("access_key_id"), known.get("secret_access_key")
+    if not key or not secret:
+        return None
+    region = known.get("region") or known.get("default_region") or "us-east-1"
+    endpoint = known.get("endpoint_url_s3") or known.get("endpoint_url") or known.get("endpoint")
+    virtual = str(known.get("virtual_hosted_style_request", "")).lower() in ("true", "1")
+    if not endpoint:
+        base = f"https://{bucket}.s3.{region}.amazonaws.com" if virtual else f"https://s3.{region}.amazonaws.com/{bucket}"
+    else:
+        base = endpoint.rstrip("/") if virtual else f"{endpoint.rstrip('/')}/{bucket}"
+    return _Access(base, region, key, secret, known.get("session_token") or known.get("token"))
+
+
+def _settings(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the settings of S3 by their names without ``aws_``; options come before the environment."""
+    found = {name.lower().removeprefix("aws_"): v for name, v in os.environ.items() if name.startswith("AWS_")}
+    return found | {name.lower().removeprefix("aws_"): v for name, v in options.items() if isinstance(v, str | bool)}
+
+
+def _request(access: _Access, method: str, key: str, query: dict[str, str]) -> tuple[int, str]:
+    """Makes a signed request; returns the status and the body, of which there may only be so much."""
+    url = urlsplit(access.base)
+    path = quote(f"{url.path}/{key}" if key else url.path or "/", safe="/-_.~")
+    text = "&".join(f"{quote(name, safe='-_.~')}={quote(value, safe='-_.~')}" for name, value in sorted(query.items()))
+    headers = _signed(access, method, url.netloc, path, text)
+    connection: http.client.HTTPConnection
+    if url.scheme == "https":
+        connection = http.client.HTTPSConnection(
+            url.netloc, timeout=_PATIENCE_S, context=ssl.create_default_context()
+        )
+    else:
+        connection = http.client.HTTPConnection(url.netloc, timeout=_PATIENCE_S)
+    try:
+        connection.request(method, f"{path}?{text}", headers=headers)
+        answer = connection.getresponse()
+        return answer.status, answer.read(_MOST).decode(errors="replace")
+    except http.client.HTTPException as e:
+        raise OSError(f"{type(e).__name__}") from e
+    finally:
+        connection.close()
+
+
+def _signed(access: _Access, method: str, host: str, path: str, query: str) -> dict[str, str]:
+    """Returns the headers of a request without a body, signed as S3 asks (AWS Signature Version 4)."""
+    now = datetime.now(UTC)
+    moment, day = now.strftime("%Y%m%dT%H%M%SZ"), now.strftime("%Y%m%d")
+    nothing = hashlib.sha256(b"").hexdigest()
+    headers = {"host": host, "x-amz-content-sha256": nothing, "x-amz-date": moment}
+    if access.token:
+        headers["x-amz-security-token"] = access.token
+    names = ";".join(sorted(headers))
+    lines = "".join(f"{name}:{headers[name]}\n" for name in sorted(headers))
+    canonical = "\n".join((method, path, query, lines, names, nothing))
+    scope = f"{day}/{access.region}/s3/aws4_request"
+    digest = hashlib.sha256(canonical.encode()).hexdigest()
+    key = f"AWS4{access.secret}".encode()
+    for part in (day, access.region, "s3", "aws4_request"):
+        key = hmac.new(key, part.encode(), hashlib.sha256).digest()
+    signature = hmac.new(key, f"AWS4-HMAC-SHA256\n{moment}\n{scope}\n{digest}".encode(), hashlib.sha256).hexdigest()
+    headers["authorization"] = (
+        f"AWS4-HMAC-SHA256 Credential={access.key}/{scope}, SignedHeaders={names}, Signature={signature}"
+    )
+    return headers
+
+
+def _field(text: str, name: str) -> str:
+    found = re.search(rf"<{name}>([^<]{{0,4096}})</{name}>", text)
+    return html.unescape(found[1]) if found else ""
+
+
+def _time(text: str) -> float:
+    """Returns a time in seconds since the epoch; that of now for one that cannot be read, so that nothing looks old."""
+    try:
+        return datetime.fromisoformat(text.replace("Z", "+00:00")).timestamp()
+    except ValueError:
+        return datetime.now(UTC).timestamp()

@@ -1,0 +1,136 @@
+//! Where a container is: at a path, or with a Python object that reads ranges of its bytes, such as those of an object in
+//! a store.
+
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use pyo3::intern;
+use pyo3::prelude::*;
+use tensorferry_core::{Cancel, Container, Error, Ranges};
+
+use crate::runtime::{self, OnTick};
+
+/// Where a container is.
+#[derive(Clone)]
+pub(crate) enum Place {
+    Path(PathBuf),
+    Ranges(PyRanges),
+}
+
+impl Place {
+    /// What `place` is: a path, or an object whose `_ranges()` returns the name of what it reads, its length, and an
+    /// object with `read(at, address, nbytes)` and `cancel()`.
+    ///
+    /// # Errors
+    /// Whatever `_ranges()` raises, and `TypeError` for anything else.
+    pub(crate) fn of(place: &Bound<'_, PyAny>) -> PyResult<Self> {
+        let py = place.py();
+        let Some(open) = place.getattr_opt(intern!(py, "_ranges"))? else { return Ok(Self::Path(place.extract()?)) };
+        let (name, len, reader): (String, u64, Py<PyAny>) = open.call0()?.extract()?;
+        let shared = Arc::new(Reader { reader, failure: Mutex::default(), is_cancelled: AtomicBool::new(false) });
+        Ok(Self::Ranges(PyRanges { name: name.into(), len, shared }))
+    }
+
+    /// Opens the container; without checksums it is opened, too.
+    pub(crate) fn open(&self) -> Result<Container, Error> {
+        match self {
+            Self::Path(path) => Container::open_any(path),
+            Self::Ranges(ranges) => Container::open_ranges(&ranges.name, Box::new(ranges.clone())),
+        }
+    }
+
+    /// Runs `work`, which reads the container, as [`runtime::run`] does. What the reader has raised is raised.
+    ///
+    /// # Errors
+    /// As [`runtime::run`], and whatever the reader raises.
+    pub(crate) fn run<T: Send>(
+        &self,
+        py: Python<'_>,
+        cancel: &Cancel,
+        watch: Option<&OnTick<'_>>,
+        work: impl FnOnce() -> Result<T, Error> + Send,
+    ) -> PyResult<T> {
+        let Self::Ranges(ranges) = self else { return runtime::run(py, cancel, watch, work) };
+        let end = || {
+            cancel.cancel();
+            ranges.shared.cancel();
+        };
+        let done = runtime::run_until(py, end, watch, work);
+        if done.is_err() && !cancel.is_cancelled() {
+            if let Some(failure) = ranges.shared.failure.lock().unwrap_or_else(PoisonError::into_inner).take() {
+                return Err(failure);
+            }
+        }
+        done
+    }
+}
+
+/// Bytes that a Python object reads.
+#[derive(Clone)]
+pub(crate) struct PyRanges {
+    name: PathBuf,
+    len: u64,
+    shared: Arc<Reader>,
+}
+
+struct Reader {
+    reader: Py<PyAny>,
+    /// The first exception of a read.
+    failure: Mutex<Option<PyErr>>,
+    is_cancelled: AtomicBool,
+}
+
+impl Reader {
+    /// Ends all reads.
+    fn cancel(&self) {
+        if self.is_cancelled.swap(true, Ordering::SeqCst) {
+            return;
+        }
+        Python::try_attach(|py| {
+            if let Err(e) = self.reader.call_method0(py, intern!(py, "cancel")) {
+                e.write_unraisable(py, None);
+            }
+        });
+    }
+}
+
+impl Drop for Reader {
+    fn drop(&mut self) {
+        Python::try_attach(|py| {
+            let none = py.None();
+            std::mem::replace(&mut self.reader, none).drop_ref(py);
+        });
+    }
+}
+
+impl std::fmt::Debug for PyRanges {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("PyRanges").field("name", &self.name).field("len", &self.len).finish_non_exhaustive()
+    }
+}
+
+impl Ranges for PyRanges {
+    fn len(&self) -> u64 {
+        self.len
+    }
+
+    fn read(&self, at: u64, bytes: &mut [u8]) -> Result<(), Error> {
+        let (address, len) = (bytes.as_mut_ptr().expose_provenance(), bytes.len());
+        let done = Python::try_attach(|py| {
+            self.shared
+                .reader
+                .call_method1(py, intern!(py, "read"), (at, address, len))
+                .map(drop)
+                .map_err(|e| self.shared.failure.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(e).to_string())
+        });
+        match done {
+            Some(Ok(())) => Ok(()),
+            Some(Err(why)) => {
+                self.shared.cancel();
+                Err(std::io::Error::other(why).into())
+            }
+            None => Err(std::io::Error::other("the interpreter ends").into()),
+        }
+    }
+}
