@@ -322,9 +322,7 @@ class Remote(Entries):
 
 @final
 class Parts:
-    def __new__(
-        cls, *, rows: Table, control: list[tuple[str, bytes]], metadata: list[tuple[str, str]]
-    ) -> Parts: ...
+    def __new__(cls, *, rows: Table, control: list[tuple[str, bytes]], metadata: list[tuple[str, str]]) -> Parts: ...
     @property
     def nbytes(self) -> int: ...
     @property

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import SystemRefused
 from ..storage.folder import Index, missing_files
+from ..storage.places import local_path
 from ..storage.series import checkpoints, index_versions
 from . import other_formats
 
@@ -34,9 +35,10 @@ def latest_checkpoint(root: str | os.PathLike[str]) -> str | None:
     Raises:
         SystemRefused: ``root`` exists and cannot be listed
     """
-    if complete := complete_checkpoints(Path(root)):
+    root = local_path(root, "root")
+    if complete := complete_checkpoints(root):
         return os.fspath(complete[-1][0])
-    other_formats.log_passed_over(Path(root))
+    other_formats.log_passed_over(root)
     return None
 
 

@@ -36,7 +36,7 @@ from ..pickles.allowlist import Allowed
 from ..state import part, tree
 from ..state.load import receive, receive_part
 from ..storage.folder import Index, missing_files, read_index
-from ..storage.places import place_of
+from ..storage.places import local_path, place_of
 from ..storage.settled import ATTEMPTS, is_outdated
 from ..storage.whole_files import is_file
 from . import other_formats
@@ -132,9 +132,10 @@ def load_file(
     """
     allowed = Allowed(safe_globals, trust_pickle)
     loading = _StateLoad(state_dict, map_location, strict, 0, 1, allowed, None)
-    if not is_file(Path(path)):
+    file = local_path(path)
+    if not is_file(file):
         raise IncompleteCheckpoint(f"{os.fspath(path)}: there is no such file")
-    return loading.from_file(Path(path))[0]
+    return loading.from_file(file)[0]
 
 
 def _from_keeper(

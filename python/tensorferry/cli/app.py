@@ -25,7 +25,7 @@ from . import exits
 from .output import console, reflow
 
 #: The verbs, in the order in which the help has them.
-VERBS = ("serve", "pull", "inspect", "diff", "verify", "convert", "doctor", "bench", "top", "completion")
+VERBS = ("serve", "pull", "inspect", "diff", "verify", "convert", "copy", "doctor", "bench", "top", "completion")
 #: Options under the names that other programs have for them.
 _SYNONYMS = {"version": "--version", "-v": "--version", "-V": "--version"}
 

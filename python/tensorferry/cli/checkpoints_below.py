@@ -12,6 +12,9 @@ from typing import Any
 from ..errors import IncompleteCheckpoint, TensorferryError
 from ..storage import commits
 from ..storage.folder import INDEX, missing_files, read_index, unfinished
+from ..storage.objects.place import ObjectPlace
+from ..storage.places import any_place, is_store_url
+from ..storage.whole_files import is_file
 from . import places
 from .output import console
 from .places import CheckpointKind, Place
@@ -61,6 +64,8 @@ def checkpoints_below(text: str) -> list[Below]:
     Raises:
         TensorferryError: it cannot be read
     """
+    if is_store_url(text):
+        return _below_in_store(text)
     folder = Path(text)
     try:
         places.settled(lambda: places.find(text), text)
@@ -74,6 +79,31 @@ def checkpoints_below(text: str) -> list[Below]:
             with contextlib.suppress(OSError):
                 if not entry.startswith(".") and (one := _below(folder / entry)) is not None:
                     found.append(one)
+    if not any(one.kind for one in found):
+        return []
+    return sorted(found, key=lambda one: (one.saved, one.name), reverse=True)
+
+
+def _below_in_store(text: str) -> list[Below]:
+    """As :func:`checkpoints_below`, for a URL: only folders are looked at."""
+    folder = any_place(text)
+    assert isinstance(folder, ObjectPlace)
+    try:
+        places.find(text)
+        return []
+    except IncompleteCheckpoint:
+        pass
+    found = []
+    for name in folder.folders():
+        path = folder / name
+        entries = path.entries()
+        nbytes = sum(about.st_size for about in entries.values())
+        newest = max((about.st_mtime_ns for about in entries.values()), default=0)
+        try:
+            found.append(_of_folder(places.find(str(path)), name, nbytes, newest))
+        except TensorferryError as e:
+            if (left := unfinished(path)) is not None or places.has_signs(path):
+                found.append(Below(name, "", newest, nbytes, problem=str(left or e)))
     if not any(one.kind for one in found):
         return []
     return sorted(found, key=lambda one: (one.saved, one.name), reverse=True)
@@ -106,7 +136,7 @@ def _of_folder(place: Place, name: str, nbytes: int, newest: int) -> Below:
         return Below(name, kind, index.began, nbytes, index.step, index.world_size, problem)
     if place.layout is CheckpointKind.DISTRIBUTED:
         commit = commits.files_of(path / INDEX)
-        missing = [file for file in commit.files if not (path / file).is_file()]
+        missing = [file for file in commit.files if not is_file(path / file)]
         problem = f"incomplete: {', '.join(missing)} is missing" if missing else ""
         return Below(name, kind, commit.began or newest, nbytes, None, len(commit.files), problem)
     return Below(name, kind, newest, nbytes)

@@ -28,6 +28,7 @@ STATUS: dict[type[BaseException], int] = {
     errors.SourceRefused: 11,
     errors.SourceChanged: 12,
     errors.UnprovenSource: 13,
+    errors.StoreRefused: 16,
     errors.SystemRefused: 14,
     errors.TensorferryError: OTHER,
 }

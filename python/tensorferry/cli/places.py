@@ -9,14 +9,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from .._native import _file_entries
 from ..dcp import marker
 from ..errors import IncompleteCheckpoint, InvalidArgument, ProtocolError, SystemRefused, TensorferryError
 from ..storage import reserved
 from ..storage.folder import INDEX, unfinished
+from ..storage.objects.place import ObjectPlace
+from ..storage.places import AnyPlace, any_place, is_store_url
 from ..storage.settled import ATTEMPTS, read_settled
+from ..storage.whole_files import is_file
 from .leaves import shards
 from .sources import is_metadata
 
@@ -60,14 +63,14 @@ class Place:
     text: str
 
     @property
-    def path(self) -> Path:
-        """The file or the folder."""
-        return Path(self.text)
+    def path(self) -> Any:
+        """The file or the folder, or its place in an object store."""
+        return any_place(self.text) if is_store_url(self.text) else Path(self.text)
 
     @property
     def layout(self) -> CheckpointKind:
         """How its files are laid out: those of most of Megatron's backends are a distributed checkpoint's."""
-        if self.kind is CheckpointKind.MEGATRON and (self.path / INDEX).is_file():
+        if self.kind is CheckpointKind.MEGATRON and is_file(self.path / INDEX):
             return CheckpointKind.DISTRIBUTED
         if self.kind is CheckpointKind.MEGATRON and (self.path / marker.NAME).is_file():
             return CheckpointKind.TORCH_DISTRIBUTED
@@ -86,6 +89,8 @@ def find(text: str) -> Place:
         return Place(CheckpointKind.PEERS, text)
     if not text or "\0" in text:
         raise InvalidArgument("a path must not be empty, and must not have NUL characters")
+    if is_store_url(text):
+        return _find_in_store(text)
     path = Path(text)
     try:
         mode = path.stat().st_mode
@@ -103,6 +108,26 @@ def find(text: str) -> Place:
         raise IncompleteCheckpoint(f"{path}: there is no such file or folder") from None
     except OSError as e:
         raise SystemRefused(e.errno, f"{path}: cannot be read: {e.strerror}") from e
+    return _file(path, head, text)
+
+
+def _find_in_store(text: str) -> Place:
+    """As :func:`find`, for a URL."""
+    place = any_place(text)
+    assert isinstance(place, ObjectPlace)
+    try:
+        opened = place.opened() if place.key else None
+    except IncompleteCheckpoint:
+        opened = None
+    if opened is None:
+        return Place(_kind_of_folder(place), text)
+    if place.name == shards.INDEX:
+        return Place(CheckpointKind.SHARDS, str(place.parent))
+    return _file(place, opened.head(_HEAD), text)
+
+
+def _file(path: AnyPlace, head: bytes, text: str) -> Place:
+    """Returns what a file with this beginning is; raises as :func:`find`."""
     if head.startswith(b"PK\x03\x04"):
         return Place(CheckpointKind.ARCHIVE, text)
     if (what := _unlike_a_container(head)) is not None:
@@ -112,7 +137,11 @@ def find(text: str) -> Place:
 
 def settled(read: Callable[[], _T], *texts: str, attempts: int = ATTEMPTS, still: bool = False) -> _T:
     """Reads what ``texts`` name; as :func:`read_settled`, which it calls for those of them that are paths."""
-    paths = [Path(text) for text in texts if text and "\0" not in text and not is_metadata(text)]
+    paths = [
+        any_place(text) if is_store_url(text) else Path(text)
+        for text in texts
+        if text and "\0" not in text and not is_metadata(text)
+    ]
     return read_settled(read, *paths, attempts=attempts, still=still) if paths else read()
 
 
@@ -132,13 +161,13 @@ def _is_text(head: bytes) -> bool:
     return all(32 <= byte < 127 or byte in b"\t\r\n" for byte in head)
 
 
-def _kind_of_folder(folder: Path) -> CheckpointKind:
+def _kind_of_folder(folder: AnyPlace) -> CheckpointKind:
     """Returns what kind of checkpoint a folder holds, by the index in it; raises as :func:`find`."""
     index = folder / INDEX
     # Megatron's folders hold one of the others.
-    if (folder / _MEGATRON).is_file():
+    if is_file(folder / _MEGATRON):
         return CheckpointKind.MEGATRON
-    if index.is_file():
+    if is_file(index):
         checkpoint, distributed = _file_entries(index, [reserved.CHECKPOINT, reserved.INDEX])
         if checkpoint is not None:
             return CheckpointKind.CHECKPOINT
@@ -146,11 +175,11 @@ def _kind_of_folder(folder: Path) -> CheckpointKind:
             return CheckpointKind.DISTRIBUTED
         raise ProtocolError(f"{index} is not an index: it has neither {reserved.CHECKPOINT} nor {reserved.INDEX}")
     torch_index = folder / marker.NAME
-    if torch_index.is_file() and not marker.is_marker(torch_index):
+    if is_file(torch_index) and not marker.is_marker(torch_index):
         return CheckpointKind.TORCH_DISTRIBUTED
-    if (folder / shards.INDEX).is_file():
+    if is_file(folder / shards.INDEX):
         return CheckpointKind.SHARDS
-    if (folder / _RANK_FILE).is_file():
+    if is_file(folder / _RANK_FILE):
         raise InvalidArgument(f"{folder} is a folder of torch's own checkpointer: name the file of a rank in it")
     if (left := unfinished(folder)) is not None:
         raise left
@@ -160,9 +189,9 @@ def _kind_of_folder(folder: Path) -> CheckpointKind:
     raise IncompleteCheckpoint(f"{folder} holds no checkpoint: it has neither {INDEX} nor {marker.NAME}{there}")
 
 
-def has_signs(folder: Path) -> bool:
+def has_signs(folder: AnyPlace) -> bool:
     """Whether a folder has a file by which a checkpoint is recognised."""
-    return any((folder / name).is_file() for name in _SIGNS)
+    return any(is_file(folder / name) for name in _SIGNS)
 
 
 def kind_of_file(path: Path) -> str:
@@ -173,8 +202,10 @@ def kind_of_file(path: Path) -> str:
         return ""
 
 
-def _checkpoints_in(folder: Path) -> list[str]:
-    """Returns the names of the checkpoints in a folder, the latest first."""
+def _checkpoints_in(folder: AnyPlace) -> list[str]:
+    """Returns the names of the checkpoints in a folder, the latest first; in a store, those of folders."""
+    if isinstance(folder, ObjectPlace):
+        return sorted(folder.folders(), reverse=True)
     found: list[tuple[float, str]] = []
     with contextlib.suppress(OSError):
         for entry in os.scandir(folder):

@@ -203,7 +203,10 @@ class FileWriter(InFolder, StorageWriter):  # type: ignore[misc]  # mypy does no
         if coordinated:
             fail_without_numpy()
         self._running.save = SaveRecord(
-            self._running.path or begun(self._path), kwargs.get("rank") or 0, coordinated, is_coordinator or not coordinated
+            self._running.path or begun(self._path),
+            kwargs.get("rank") or 0,
+            coordinated,
+            is_coordinator or not coordinated,
         )
         self._running.save.id = self._running.id or self._running.save.id
         self._running.path = self._running.id = None

@@ -23,6 +23,7 @@ from ..errors import InvalidArgument, TensorferryError
 from ..memory.tensors import scratch
 from ..pickles.allowlist import Allowed
 from ..storage.pending import pending
+from ..storage.places import local_path
 from . import common
 from .formats.convert_outputs import OUTPUTS
 from .formats.convert_sources import ZARR, ConversionSource, FerrySource, ZarrSource
@@ -90,10 +91,13 @@ def convert(
     window = _validate.integer("window", window, _MIB)
     threads = thread_count(threads)
     allowed = Allowed(safe_globals, trust_pickle)
-    target = Path(output)
+    target = local_path(output, "output")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with pending(target, folder=True) as folder, _open(Path(source), allowed, fill_missing) as opened:
+        with (
+            pending(target, folder=True) as folder,
+            _open(local_path(source, "source"), allowed, fill_missing) as opened,
+        ):
             done = _copy(opened, folder, to, window, threads)
             common.mark(folder, to, 1)
     except CheckpointingException:

@@ -24,6 +24,7 @@ from ..pickles.allowlist import Allowed
 from ..pickles.torch_archives import unpickled
 from ..state.optimizers import warn_of_missing
 from ..storage.folder import INDEX
+from ..storage.places import local_path
 from . import common, release, shards
 from .interfaces import LoadShardedStrategy
 from .loading import Loading, common_in
@@ -186,7 +187,7 @@ class LoadStrategy(OfRanks, LoadShardedStrategy):
         copy = common_in(reader, metadata)
         if copy is None:
             return
-        if self._peers is None and common.read(Path(checkpoint_dir)) != copy:
+        if self._peers is None and common.read(local_path(checkpoint_dir, "checkpoint_dir")) != copy:
             raise CheckpointingException(
                 f"{checkpoint_dir}/common.pt is not that of the checkpoint: a save into this folder was interrupted "
                 "after it had written the file. tensorferry.megatron.restore_common(folder) writes it anew from the "
@@ -241,7 +242,7 @@ class LoadStrategy(OfRanks, LoadShardedStrategy):
         Raises:
             CheckpointingException: it does not; the text says what it holds
         """
-        folder = Path(checkpoint_dir)
+        folder = local_path(checkpoint_dir, "checkpoint_dir")
         if (folder / INDEX).is_file() and not (folder / CONFIG_FNAME).exists():
             # A save by this package's strategy itself, without Megatron's save, which writes that file. A load with
             # Megatron's load insists on it.
@@ -301,7 +302,7 @@ class LoadStrategy(OfRanks, LoadShardedStrategy):
         """
         try:
             self.check_folder(checkpoint_dir)
-            remove_keys(Path(checkpoint_dir), key_prefix, self._allowed)
+            remove_keys(local_path(checkpoint_dir, "checkpoint_dir"), key_prefix, self._allowed)
         except TensorferryError as e:
             raise CheckpointingException(str(e)) from e
 
@@ -322,7 +323,7 @@ class LoadStrategy(OfRanks, LoadShardedStrategy):
         if self._peers is not None:
             return self.common_bytes(checkpoint_dir)
         try:
-            return common.read(Path(checkpoint_dir))
+            return common.read(local_path(checkpoint_dir, "checkpoint_dir"))
         except (OSError, TensorferryError) as e:
             raise CheckpointingException(str(e)) from e
 
@@ -360,7 +361,7 @@ class LoadStrategy(OfRanks, LoadShardedStrategy):
         Raises:
             CheckpointingException: the publication cannot be read
         """
-        folder = Path(checkpoint_dir)
+        folder = local_path(checkpoint_dir, "checkpoint_dir")
         folder.mkdir(parents=True, exist_ok=True)
         common.write(folder, self.common_bytes(folder) or common.encoded({}))
         common.mark(folder, BACKEND, VERSION)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ..dcp import PeerWriter
-from ..storage.places import place_of
+from ..storage.places import local_path, place_of
 from . import common, shards
 from .load import LoadStrategy, load_strategy
 from .release import (
@@ -83,7 +83,7 @@ def save(
         if ours.peers is None:
             # The commit of an asynchronous save comes later, and the current folder may be another one by then.
             checkpoint_dir = place_of(checkpoint_dir, "checkpoint_dir")
-        if ours.peers is None and ranks.coordinates and not Path(checkpoint_dir).is_dir():
+        if ours.peers is None and ranks.coordinates and not local_path(checkpoint_dir, "checkpoint_dir").is_dir():
             raise CheckpointingException(f"Checkpoint directory {checkpoint_dir} does not exist: create it first")
         if content_metadata is not None:
             kept = {key: value for key, value in content_metadata.items() if key != _NOT_SAVED}
@@ -103,7 +103,7 @@ def save(
 
     def mark() -> None:
         if marks:
-            common.mark(Path(checkpoint_dir), ours.backend, ours.version)
+            common.mark(local_path(checkpoint_dir, "checkpoint_dir"), ours.backend, ours.version)
 
     def commit() -> None:
         # Since the write began the ranks have run on their own, so they have to agree afresh on who is still there.
@@ -329,8 +329,8 @@ def restore_common(checkpoint_dir: str | Path) -> None:
     data = load_strategy().common_bytes(checkpoint_dir, checks_folder=False)
     if data is None:
         raise CheckpointingException(f"{checkpoint_dir} has no copy of common.pt: load another checkpoint")
-    common.write(Path(checkpoint_dir), data)
-    common.mark(Path(checkpoint_dir), BACKEND, VERSION)
+    common.write(local_path(checkpoint_dir, "checkpoint_dir"), data)
+    common.mark(local_path(checkpoint_dir, "checkpoint_dir"), BACKEND, VERSION)
 
 
 def _own_strategy(strategy: Any, kind: Any, maker: str) -> Any:

@@ -19,6 +19,7 @@ import torch
 from .. import _validate
 from ..memory.tensors import scratch, why_not_writable
 from ..pickles.allowlist import Allowed
+from ..storage.places import local_path
 from . import common, shards
 from .formats.zarr_arrays import PieceOfChunk, ZarrArray, open_array
 from .formats.zarr_folders import arrays_of, load_object, objects_of
@@ -114,7 +115,7 @@ class ZarrLoadShardedStrategy(LoadShardedStrategy):
                 or something is missing, damaged or cannot be read; it is raised on all ranks
         """
         del async_strategy
-        folder, ranks = Path(checkpoint_dir), Together(self._group)
+        folder, ranks = local_path(checkpoint_dir, "checkpoint_dir"), Together(self._group)
         values: dict[int, Any] = {}
         parts: list[_Part] = []
 
@@ -171,8 +172,8 @@ class ZarrLoadShardedStrategy(LoadShardedStrategy):
         Raises:
             CheckpointingException: the checkpoint cannot be read
         """
-        self._check_folder(Path(checkpoint_dir))
-        return {array.key: _whole(array) for array in arrays_of(Path(checkpoint_dir))}
+        self._check_folder(local_path(checkpoint_dir, "checkpoint_dir"))
+        return {array.key: _whole(array) for array in arrays_of(local_path(checkpoint_dir, "checkpoint_dir"))}
 
     def load_sharded_metadata(self, checkpoint_dir: str | Path) -> dict[str, Any]:
         """Like :meth:`load_tensors_metadata`, with the checkpoint's objects by their unique keys.
@@ -181,7 +182,10 @@ class ZarrLoadShardedStrategy(LoadShardedStrategy):
             CheckpointingException: the checkpoint cannot be read
         """
         tensors = self.load_tensors_metadata(checkpoint_dir)
-        return {**{leaf.unique_key: leaf for leaf, _ in objects_of(Path(checkpoint_dir))}, **tensors}
+        return {
+            **{leaf.unique_key: leaf for leaf, _ in objects_of(local_path(checkpoint_dir, "checkpoint_dir"))},
+            **tensors,
+        }
 
 
 class TensorStoreLoadShardedStrategy(ZarrLoadShardedStrategy):

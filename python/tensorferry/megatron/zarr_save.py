@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from ..storage.places import local_path
 from ..storage.whole_files import sync_folder
 from . import shards
 from .formats.zarr_arrays import ARRAY, DTYPES, ZarrArray, new_path_of, open_array
@@ -64,7 +65,7 @@ class ZarrSaveShardedStrategy(TorchDistSaveShardedStrategy, SaveShardedStrategy)
             CheckpointingException: a shard has no data, or a dtype or shape that those releases cannot read, an array
                 is there already, or the system refuses; it is raised on all ranks
         """
-        folder = Path(checkpoint_dir)
+        folder = local_path(checkpoint_dir, "checkpoint_dir")
         ranks = Together(self._group)
         tensors: list[Any] = []
         objects: list[Any] = []

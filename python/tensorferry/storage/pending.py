@@ -25,6 +25,7 @@ from pathlib import Path
 from .._native import _rename_new
 from ..errors import InvalidArgument, SystemRefused, TensorferryError
 from .names import machine, new_id
+from .places import refuse_url
 from .whole_files import sync_folder
 
 #: The longest name of an output that its pending folder's name repeats, in bytes; of longer ones it has a digest.
@@ -51,6 +52,7 @@ def pending(output: Path, *, folder: bool) -> Iterator[Path]:
         InvalidArgument: something is there, before or after; or another process is writing the same output
         SystemRefused: it cannot be written
     """
+    refuse_url(output, "the output")
     # "." and "x/.." have no name of their own; they exist, so their real name is no other place.
     output = output if output.name not in ("", "..") else Path(os.path.realpath(output))
     with _typed_errors(output):

@@ -39,13 +39,9 @@ def place_of(path: Any, name: str = "path") -> Path:
     text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
     if not isinstance(text, str) or not text or not _is_file_name(text):
         raise InvalidArgument(f"{name} must be the path of a folder, not {_validate.brief(path)}")
+    refuse_url(text, name)
     if "://" in text:
         shown = without_secrets(text)
-        if is_store(text):
-            raise InvalidArgument(
-                f"{name} {_validate.brief(shown)} is in an object store, which this does not take: give the path of a "
-                "folder of this machine"
-            )
         raise InvalidArgument(
             f"{_validate.brief(shown)} is not a folder of this machine: checkpoints are written to file systems and "
             "object stores (s3://, gs://, az://)"
@@ -57,6 +53,38 @@ def place_of(path: Any, name: str = "path") -> Path:
         return Path(os.path.realpath(above), last)
     except OSError as e:
         raise SystemRefused(e.errno, f"{text} cannot be found from the current folder: {e.strerror}") from e
+
+
+def local_path(path: Any, name: str = "path") -> Path:
+    """Returns ``path`` as a path, as it is; for what takes no URL of a store, and would make a folder called ``s3:``.
+
+    Raises:
+        InvalidArgument: it is the URL of a place in an object store
+    """
+    found = Path(path)
+    refuse_url(path, name)
+    return found
+
+
+def refuse_url(path: Any, name: str = "path") -> None:
+    """Refuses the URL of a place in an object store, also after a path object has taken one of its slashes.
+
+    Raises:
+        InvalidArgument: ``path`` is one
+    """
+    text = os.fspath(path) if isinstance(path, str | os.PathLike) else None
+    if not isinstance(text, str):
+        return
+    if is_store(text):
+        raise InvalidArgument(
+            f"{name} {_validate.brief(without_secrets(text))} is in an object store, which this does not take: give the "
+            "path of a folder of this machine"
+        )
+    if is_store(text.replace(":/", "://", 1)):
+        raise InvalidArgument(
+            f"{name} {_validate.brief(text)} was a URL before it became a path object: give it as text, where URLs are "
+            "taken"
+        )
 
 
 def any_place(

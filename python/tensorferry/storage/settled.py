@@ -17,6 +17,7 @@ from ..errors import CorruptCheckpoint, IncompleteCheckpoint, SourceChanged, Sys
 from . import commits
 from .commits import Commit
 from .folder import INDEX
+from .places import AnyPlace
 from .whole_files import is_file, system_code
 
 #: How often a read begins again because a save has replaced the checkpoint meanwhile.
@@ -27,7 +28,7 @@ _GONE = frozenset({None, errno.ENOENT, errno.ESTALE})
 _T = TypeVar("_T")
 
 
-def is_outdated(folder: Path, seen: Commit | None, error: Exception) -> bool:
+def is_outdated(folder: AnyPlace, seen: Commit | None, error: Exception) -> bool:
     """Whether a read of the checkpoint in ``folder`` has failed because a save has replaced the checkpoint meanwhile.
 
     Args:
@@ -49,7 +50,7 @@ def is_outdated(folder: Path, seen: Commit | None, error: Exception) -> bool:
     return False
 
 
-def commit_of_index(folder: Path) -> Commit | None:
+def commit_of_index(folder: AnyPlace) -> Commit | None:
     """Returns the commit of the index in ``folder``; ``None`` without a valid one."""
     with contextlib.suppress(TensorferryError):
         if is_file(folder / INDEX):
@@ -57,7 +58,7 @@ def commit_of_index(folder: Path) -> Commit | None:
     return None
 
 
-def read_settled(read: Callable[[], _T], *folders: Path, attempts: int = ATTEMPTS, still: bool = False) -> _T:
+def read_settled(read: Callable[[], _T], *folders: AnyPlace, attempts: int = ATTEMPTS, still: bool = False) -> _T:
     """Reads checkpoints; begins again if a save has replaced one of them meanwhile.
 
     Args:
@@ -88,7 +89,7 @@ def read_settled(read: Callable[[], _T], *folders: Path, attempts: int = ATTEMPT
     raise SourceChanged(f"{changed}: a save has replaced the checkpoint while it was being read: try again")
 
 
-def _is_gone(folder: Path, seen: Commit | None) -> bool:
+def _is_gone(folder: AnyPlace, seen: Commit | None) -> bool:
     if seen is None:
-        return not os.path.lexists(folder)
+        return isinstance(folder, Path) and not os.path.lexists(folder)
     return not is_file(folder / INDEX) or any(not is_file(folder / name) for name in seen.files)

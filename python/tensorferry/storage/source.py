@@ -162,9 +162,7 @@ class FolderSource:
                 raise
             raise self._missing(name) from e
 
-    def _read_together(
-        self, slices: Mapping[str, list[SliceTuple]], progress: Progress | None
-    ) -> list[dict[str, int]]:
+    def _read_together(self, slices: Mapping[str, list[SliceTuple]], progress: Progress | None) -> list[dict[str, int]]:
         """Reads slices of several objects at once: each request is waited for, and most of that is not work."""
         place = self._index.parent
         assert isinstance(place, ObjectPlace)

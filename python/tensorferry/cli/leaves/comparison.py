@@ -10,7 +10,7 @@ from typing import Any
 from ...errors import InvalidArgument
 from ...storage.reserved import PICKLE
 from ..flags import Receiving, Trust
-from ..places import CheckpointKind, find
+from ..places import CheckpointKind, Place, find
 from .leaf import Leaf, Listing, by_path
 from .listing import listings
 
@@ -25,8 +25,20 @@ class _Side:
         digests = self.place.layout is not CheckpointKind.TORCH_DISTRIBUTED
         self.listings = listings([text], step, receiving, trust, digests=digests)
         self._values: dict[int, dict[str, Any]] = {}
+        #: Holds the copy of a checkpoint in a store, once its values are needed.
+        self.copied = contextlib.ExitStack()
+        self._here: Place | None = None
         #: The state of all ranks, once they were put together.
         self._whole: Any = None
+
+    @property
+    def _path(self) -> Path:
+        """The checkpoint's file or folder; that of a copy, if it is in a store."""
+        if self._here is None:
+            from ..copying import local
+
+            self._here = self.copied.enter_context(local(self.place))
+        return self._here.path  # type: ignore[no-any-return]  # a copy has one
 
     def values(self, number: int) -> dict[str, Any]:
         """Returns the leaves of the container of this number, by their paths."""
@@ -77,7 +89,7 @@ class _Side:
             from .values import without_groups
 
             with without_groups():
-                return loading.read(self.place.path, rank=0, world_size=1)[0]
+                return loading.read(self._path, rank=0, world_size=1)[0]
         from ...dcp import PeerReader
         from ..mapped_states import state_of_distributed
 
@@ -94,7 +106,7 @@ class _Side:
         """Returns the state in the container of this number."""
         from .. import mapped_states
 
-        path = self.place.path
+        path = self.place.path if self.place.kind is CheckpointKind.PEERS else self._path
         match self.place.layout:
             case _ if self._whole is not None:
                 return self._whole
@@ -107,7 +119,7 @@ class _Side:
             case CheckpointKind.SHARDS:
                 return mapped_states.state_of_shards(path)
             case CheckpointKind.CHECKPOINT:
-                return mapped_states.state_of_container(Path(self.listings[number][0]))
+                return mapped_states.state_of_container(path / self.listings[number][0].rpartition("/")[2])
             case _:
                 return mapped_states.state_of_distributed(path)
 
@@ -148,6 +160,11 @@ class Comparison:
         self._a, self._b = (_Side(text, step, receiving, trust) for text in (a, b))
         self._differences: list[dict[str, str]] = []
         self._by_digest = self._by_bytes = 0
+
+    def close(self) -> None:
+        """Removes copies."""
+        self._a.copied.close()
+        self._b.copied.close()
 
     def run(self) -> dict[str, Any]:
         """Returns the differences, and how leaves were compared.

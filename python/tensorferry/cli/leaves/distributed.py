@@ -16,6 +16,8 @@ from ...storage.folder import INDEX
 from ...storage.names import checked_files as checked_names
 from ...storage.names import new_id
 from ...storage.peers import container_name
+from ...storage.places import AnyPlace
+from ...storage.whole_files import is_file
 from .leaf import Listing
 
 #: As ``dcp/save_plan.py`` has it.
@@ -39,7 +41,7 @@ def decoded(text: bytes, where: object) -> dict[str, Any]:
     return dict(fields)
 
 
-def checked_files(folder: Path, names: list[Any], commit: commits.Commit) -> list[str]:
+def checked_files(folder: AnyPlace, names: list[Any], commit: commits.Commit) -> list[str]:
     """Returns the names of the files of an index, after checking that they are the ones it commits, and are there.
 
     Raises:
@@ -50,7 +52,7 @@ def checked_files(folder: Path, names: list[Any], commit: commits.Commit) -> lis
     for name in checked_names(names, folder / INDEX):
         if name not in commit.files:
             raise ProtocolError(f"{folder}: {INDEX} refers to {name!r}, which is not in its list of files")
-        if not (folder / name).is_file():
+        if not is_file(folder / name):
             raise IncompleteCheckpoint(
                 f"{folder} holds an incomplete checkpoint: its index names {name}, and there is none"
             )
@@ -59,7 +61,7 @@ def checked_files(folder: Path, names: list[Any], commit: commits.Commit) -> lis
     return names
 
 
-def with_digests(listing: Listing, folder: Path, fields: dict[str, Any], commit: commits.Commit) -> Listing:
+def with_digests(listing: Listing, folder: AnyPlace, fields: dict[str, Any], commit: commits.Commit) -> Listing:
     """Returns ``listing`` with the digests of its tensors and objects.
 
     That of a tensor in several shards is a digest of their digests and places.

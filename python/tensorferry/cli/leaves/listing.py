@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from ...errors import InvalidArgument
 from ...storage import commits
 from ...storage.folder import INDEX, read_index
+from ...storage.places import AnyPlace
 from .. import places
 from ..flags import Receiving, Trust
 from ..places import CheckpointKind, Place
@@ -85,7 +85,7 @@ def _list_place(place: Place, *, digests: bool) -> list[tuple[str, Listing]]:
             return [(place.text, torch_leaves.list_place(place, digests=digests))]
 
 
-def _list_shards(folder: Path, *, digests: bool) -> Listing:
+def _list_shards(folder: AnyPlace, *, digests: bool) -> Listing:
     """Lists a model in several safetensors files as one."""
     leaves: list[Leaf] = []
     hidden: dict[str, str] = {}
@@ -100,7 +100,7 @@ def _list_shards(folder: Path, *, digests: bool) -> Listing:
     return Listing({**about, "bytes": sum(leaf.bytes for leaf in leaves)}, leaves, None, hidden)
 
 
-def _list_distributed(folder: Path, *, digests: bool) -> Listing:
+def _list_distributed(folder: AnyPlace, *, digests: bool) -> Listing:
     text, commit = commits.read(folder / INDEX)
     fields = distributed.decoded(text, folder / INDEX)
     listing = list_distributed(fields, folder)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 from ...errors import IncompleteCheckpoint, ProtocolError, SystemRefused, TensorferryError
 from ...storage.names import checked_plain
-from ...storage.whole_files import read_whole
+from ...storage.places import AnyPlace
+from ...storage.whole_files import is_file, read_whole
 
 #: The index's name.
 INDEX = "model.safetensors.index.json"
@@ -15,7 +15,7 @@ INDEX = "model.safetensors.index.json"
 _LONGEST = 100_000_000
 
 
-def files_of(folder: Path) -> dict[Path, list[str]]:
+def files_of(folder: AnyPlace) -> dict[AnyPlace, list[str]]:
     """Returns the files that the index in ``folder`` names, each with the names of its tensors.
 
     Raises:
@@ -37,16 +37,16 @@ def files_of(folder: Path) -> dict[Path, list[str]]:
     places = fields.get("weight_map") if isinstance(fields, dict) else None
     if not isinstance(places, dict):
         raise ProtocolError(f"{index}: its index cannot be read (it has no weight_map)")
-    found: dict[Path, list[str]] = {}
+    found: dict[AnyPlace, list[str]] = {}
     for tensor, name in places.items():
         found.setdefault(folder / checked_plain(name, f"{folder}: its index"), []).append(tensor)
     for path in found:
-        if not path.is_file():
+        if not is_file(path):
             raise IncompleteCheckpoint(f"{folder} is incomplete: {path.name} is missing")
     return dict(sorted(found.items()))
 
 
-def check_names(path: Path, expected: list[str], held: list[str]) -> None:
+def check_names(path: AnyPlace, expected: list[str], held: list[str]) -> None:
     """Compares the tensors that the index has in a file with those that are in it.
 
     Raises:

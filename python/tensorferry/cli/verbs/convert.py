@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
 from typing import Any, Literal
 
 from ...errors import InvalidArgument, ProtocolError, TensorferryError
+from ...storage.objects.place import ObjectPlace
+from ...storage.places import AnyPlace, any_place, is_store_url
 from .. import exits
 from ..flags import Json, Switch
 from ..output import console, suffixes
@@ -25,7 +28,7 @@ _MEGATRON = {"dcp": "tensorferry", "tensorferry": "tensorferry", "torch-dcp": "t
 
 def convert(
     source: str,
-    output: Path,
+    output: str,
     /,
     *,
     to: Format | None = None,
@@ -49,7 +52,7 @@ def convert(
     Args:
         source: a safetensors or torch.save file, a curled container, or a folder of a checkpoint; one of Megatron is
             converted by tensorferry.megatron, to dcp or torch-dcp
-        output: a file or folder that does not exist
+        output: a file or folder that does not exist, or the URL of a place in an object store where nothing is
         to: the format
         only: convert what lies below this key alone, such as model, or state.model; its keys lose that prefix, so that
             load_state_dict takes them
@@ -62,9 +65,10 @@ def convert(
     """
     from .. import places
 
+    target = any_place(output, "output") if is_store_url(output) else Path(output)
     # Once only: a conversion may take long, and what it was to convert has gone.
     format_, told = places.settled(
-        lambda: _converted(source, output, to, only, rank, step, drop_objects=drop_objects, verify=not unverified),
+        lambda: _converted(source, target, to, only, rank, step, drop_objects=drop_objects, verify=not unverified),
         source,
         attempts=1,
     )
@@ -92,7 +96,7 @@ def convert(
 
 def _converted(
     source: str,
-    output: Path,
+    output: AnyPlace,
     to: str | None,
     only: str | None,
     rank: int,
@@ -102,7 +106,7 @@ def _converted(
     verify: bool,
 ) -> tuple[str, dict[str, Any]]:
     """Converts ``source``; returns the format, and how much there was."""
-    from .. import places
+    from .. import copying, places
 
     place = places.find(source)
     to = to or _SUFFIXES.get(output.suffix)
@@ -110,6 +114,11 @@ def _converted(
         raise InvalidArgument(f"{output} does not say what to write: name a format with --to")
     if place.kind is places.CheckpointKind.PEERS:
         raise InvalidArgument("pull first, then convert: a running peer may change its state meanwhile")
+    if isinstance(output, ObjectPlace):
+        return _to_store(place, output, to, only, rank, step, drop_objects=drop_objects, verify=verify)
+    if isinstance(place.path, ObjectPlace):
+        with copying.local(place, verify=verify) as here:
+            return _converted(here.text, output, to, only, rank, step, drop_objects=drop_objects, verify=False)
     if to in _WRITTEN and not os.path.lexists(output):
         suffixes.warn(output, _WRITTEN[to], "choose another format with --to")
     if place.kind is places.CheckpointKind.MEGATRON:
@@ -121,6 +130,20 @@ def _converted(
     from ..conversion import Conversion
 
     return to, Conversion(place, rank, step, verify=verify, drop_objects=drop_objects, only=only).write(output, to)
+
+
+def _to_store(
+    place: Any, output: ObjectPlace, to: str, only: str | None, rank: int, step: int | None, **how: bool
+) -> tuple[str, dict[str, Any]]:
+    """Converts ``place`` in a temporary folder, and copies the result to a store."""
+    from .. import copying, places
+
+    with tempfile.TemporaryDirectory(prefix="tensorferry-") as folder:
+        written = Path(folder) / "converted" / output.name
+        written.parent.mkdir()
+        format_, told = _converted(place.text, written, to, only, rank, step, **how)
+        copying.copy(places.find(str(written)), output, verify=False)
+        return format_, told
 
 
 def _first_names(names: list[str]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 from .. import exits
@@ -27,7 +28,7 @@ def diff(
     after an error.
 
     Args:
-        a: a file, a folder, or the metadata of running peers
+        a: a file, a folder, the URL of one in an object store, or the metadata of running peers
         b: another one
         step: of peers, the step (default: the one that is served)
         summary: print a line for each part of the state, such as the model, instead of one for each leaf
@@ -39,7 +40,11 @@ def diff(
     from ..leaves.comparison import Comparison
 
     # Values are read after the listings: both must be of one save.
-    found = places.settled(lambda: Comparison(a, b, step, receiving, trust).run(), a, b, still=True)
+    def compared() -> dict[str, Any]:
+        with contextlib.closing(Comparison(a, b, step, receiving, trust)) as comparison:
+            return comparison.run()
+
+    found = places.settled(compared, a, b, still=True)
     if json:
         console.out_json(found)
     else:

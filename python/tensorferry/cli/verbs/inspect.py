@@ -32,7 +32,7 @@ def inspect(
     Of a folder of checkpoints it lists these, the newest first, and what unfinished saves have left beside them.
 
     Args:
-        path: a file, a folder, or the metadata of a running peer
+        path: a file, a folder, the URL of one in an object store, or the metadata of a running peer
         more: the metadata of further sources
         largest: how many of the largest leaves are listed once more at the end
         digests: show the digest of each tensor, CRC-64/NVME of its bytes; a file without checksums is read for it

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from ...errors import InvalidArgument, ProtocolError, SystemRefused
+from ...storage.places import refuse_url
 from .. import exits
 from ..flags import Json, Receiving, Relay, Switch, Trust
 from ..output import console, suffixes
@@ -66,6 +67,8 @@ def pull(
 
     if output is not None and into_folder is not None:
         raise InvalidArgument("--output and --into-folder exclude each other")
+    for given, name in ((output, "--output"), (into_folder, "--into-folder")):
+        refuse_url(given, name)
     found = Peers.of([metadata, *more], trust)
     with contextlib.ExitStack() as stack:
         # Receives from several sources relay nothing.

@@ -40,7 +40,7 @@ def serve(
     read first. What tensorferry.megatron saved is for its load_strategy(peers=).
 
     Args:
-        path: a file or a folder
+        path: a file or a folder, or the URL of one in an object store, which is copied to this machine first
         step: the step number to serve it as (default: that of the checkpoint, or 0)
         unverified: do not compare files with their checksums before they are served
         json: print the metadata as one JSON document
@@ -49,9 +49,13 @@ def serve(
     """
     from ...net.options import wants_relay
     from ...net.serve import start
-    from .. import places
+    from ...storage.places import is_store_url
+    from .. import copying, places
 
     place = places.settled(lambda: places.find(path), path)
+    if is_store_url(path):
+        with copying.local(place, verify=not unverified) as here:
+            return serve(here.text, step=step, unverified=True, json=json, serving=serving, trust=trust)
     # The index of torch's own backend does not have the common state, without which Megatron loads nothing.
     kind = place.layout if place.layout is places.CheckpointKind.DISTRIBUTED else place.kind
     options = serving.options(trust)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from json import loads
-from pathlib import Path
 from typing import Any
 
 from ...errors import CorruptCheckpoint, IncompleteCheckpoint, InvalidArgument
+from ...storage.objects.place import ObjectPlace
+from ...storage.places import AnyPlace
 from .. import exits
 from ..flags import Json
 from ..output import console
@@ -25,7 +26,7 @@ def verify(path: str, /, *, json: Json = False) -> int:
     file of another program, and with 4 if something is damaged.
 
     Args:
-        path: a file or a folder
+        path: a file or a folder, or the URL of one in an object store
         json: print one JSON document
     """
     from .. import places
@@ -55,7 +56,7 @@ def verify(path: str, /, *, json: Json = False) -> int:
     return exits.OK if verified else exits.NO
 
 
-def _files(place: Any) -> list[tuple[Path, bool | None]]:
+def _files(place: Any) -> list[tuple[AnyPlace, bool | None]]:
     """Returns the files of a checkpoint, and whether each is an archive of torch's.
 
     Of a format without checksums, that is its folder alone, with ``None``.
@@ -70,7 +71,7 @@ def _files(place: Any) -> list[tuple[Path, bool | None]]:
     from ..leaves import distributed, shards
     from ..places import CheckpointKind
 
-    path: Path = place.path
+    path: AnyPlace = place.path
     match place.layout:
         case CheckpointKind.CONTAINER:
             return [(path, False)]
@@ -98,7 +99,7 @@ def _files(place: Any) -> list[tuple[Path, bool | None]]:
             return [(path, None)]
 
 
-def _verified(path: Path, archive: bool | None) -> dict[str, Any]:
+def _verified(path: AnyPlace, archive: bool | None) -> dict[str, Any]:
     """Compares a container, or an ``archive`` of ``torch.save``, with its checksums; returns what is damaged.
 
     With ``None``, there are none.
@@ -120,10 +121,9 @@ def _verified(path: Path, archive: bool | None) -> dict[str, Any]:
     return findings
 
 
-def _named(path: Path, damaged: list[tuple[int, int]]) -> list[dict[str, Any]]:
+def _named(path: AnyPlace, damaged: list[tuple[int, int]]) -> list[dict[str, Any]]:
     """Returns the damaged runs with the names of the entries that lie in them, of a file whose header is valid."""
-    with path.open("rb") as file:
-        fields = loads(file.read(min(int.from_bytes(file.read(8), "little"), _LONGEST_HEADER)))
+    fields = loads(_header(path))
     spans = [(name, *entry["data_offsets"]) for name, entry in fields.items() if name != "__metadata__"]
     return [
         {"start": start, "end": end, "entries": [name for name, at, to in spans if at < end and start < to][:_NAMED]}
@@ -131,10 +131,26 @@ def _named(path: Path, damaged: list[tuple[int, int]]) -> list[dict[str, Any]]:
     ]
 
 
-def _damage_of_archive(path: Path) -> str | None:
+def _header(path: AnyPlace) -> bytes:
+    """Returns the header of a container, as JSON text; of one whose bytes are damaged, too."""
+    if isinstance(path, ObjectPlace):
+        opened = path.opened()
+        length = int.from_bytes(opened.head(8), "little")
+        return opened.start(8 + min(length, _LONGEST_HEADER))[8:]
+    with path.open("rb") as file:
+        return file.read(min(int.from_bytes(file.read(8), "little"), _LONGEST_HEADER))
+
+
+def _damage_of_archive(path: AnyPlace) -> str | None:
     """Returns what is wrong with an archive of torch's, by the CRC-32 of its records; ``None`` if all of them match."""
     import zipfile
 
+    if isinstance(path, ObjectPlace):
+        from .. import copying
+        from ..places import CheckpointKind, Place
+
+        with copying.local(Place(CheckpointKind.ARCHIVE, str(path))) as here:
+            return _damage_of_archive(here.path)
     try:
         with zipfile.ZipFile(path) as archive:
             if sum(record.file_size for record in archive.infolist()) > path.stat().st_size:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
 import importlib
 import os
 import threading
 from collections.abc import Mapping
 from datetime import timedelta
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..._fork import ForkSafeLock
 from ...errors import ForkedProcess, InvalidArgument
 from .url import without_secrets
+
+if TYPE_CHECKING:
+    import asyncio
 
 #: Seconds that one request may take, its body included, before it counts as stalled and is made again.
 STALL_S = 60.0
@@ -24,6 +26,8 @@ _RETRIES, _LONGEST_PAUSE_S = 8, 10.0
 #: Keys of ``store_options`` that are not those of a store.
 _OF_CLIENT = frozenset({"client_options", "retry_config", "credential_provider"})
 _MISSING = "checkpoints in object stores need the package obstore: pip install 'tensorferry[objects]'"
+#: Where the library's messages begin to tell of its own structures.
+_DEBUG = "\n\nDebug source:"
 #: Variables that name the address of a store, by which a client tells whether it is encrypted.
 _ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT", "AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT")
 
@@ -113,7 +117,9 @@ def _make(library: Any, root: str, options: Mapping[str, Any], timeout: float) -
     try:
         return module.from_url(root, client_options=client, retry_config=retry, **config, **more)
     except Exception as e:
-        raise InvalidArgument(f"{root}: this store cannot be opened: {without_secrets(str(e))[:500]}") from None
+        raise InvalidArgument(
+            f"{root}: this store cannot be opened: {without_secrets(str(e)).partition(_DEBUG)[0][:500]}"
+        ) from None
 
 
 def _frozen(value: Any) -> Any:
@@ -131,6 +137,9 @@ def loop() -> asyncio.AbstractEventLoop:
     Raises:
         ForkedProcess: requests were made before this process was forked
     """
+    # Slow to load, with all of TLS, for those who never come here.
+    import asyncio
+
     global _loop
     with _lock.held():
         if _loop is not None and _loop[0] != os.getpid():

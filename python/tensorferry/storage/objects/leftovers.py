@@ -98,4 +98,3 @@ def remove_leftovers(
             return 0
         remove(folder, [name for name in dead if name not in spared])
         return sum(left[name].st_size for name in dead if name not in spared)
-

@@ -77,8 +77,9 @@ class ObjectPlace:
     def of(cls, url: str, name: str, options: Mapping[str, Any] | None, timeout: timedelta | None) -> ObjectPlace:
         """Returns the place of a user's argument ``name``; raises as the class, and if obstore is not installed."""
         parsed_url = parsed(url, name)
-        client.obstore()
-        return cls(parsed_url, options, TIMEOUT_S if timeout is None else _seconds(timeout))
+        place = cls(parsed_url, options, TIMEOUT_S if timeout is None else _seconds(timeout))
+        _ = place.store  # which checks the options
+        return place
 
     def begun(self) -> ObjectPlace:
         """Returns the same place in an operation that begins now, with one deadline for all its requests."""
@@ -304,4 +305,3 @@ def _stat(meta: Any) -> ObjectStat:
     if size < 0:
         raise ProtocolError("the store says that an object has less than no bytes")
     return ObjectStat(size, written.timestamp(), meta.get("e_tag"), meta.get("version"))
-

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import ctypes
+import itertools
+from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 from ...errors import ConnectError, FetchTimeout, ProtocolError
 from .requests import Calls
@@ -18,6 +19,8 @@ _PIECE, _AT_A_TIME = 8 << 20, 8
 _CHUNK = 1 << 20
 #: Seconds without a byte after which a request counts as stalled, and how often a range is requested.
 _STALL_S, _ATTEMPTS = 20.0, 5
+
+_T = TypeVar("_T")
 
 
 class RangeReader:
@@ -39,7 +42,7 @@ class RangeReader:
         self.nbytes = 0
         self._tag: str | None = None
         self._head = b""
-        self._head = calls.call(self._open, name, "opening it")
+        self._head = self._repeated(self._open, "opening it")
 
     def cancel(self) -> None:
         """Ends all reads."""
@@ -58,14 +61,17 @@ class RangeReader:
         if at + nbytes <= len(self._head):
             into[:] = self._head[at : at + nbytes]
             return
-        what = f"reading bytes {at}-{at + nbytes}"
-        for attempt in range(_ATTEMPTS):
+        self._repeated(lambda: self._fill(at, into), f"reading bytes {at}-{at + nbytes}")
+
+    def _repeated(self, make: Callable[[], Coroutine[Any, Any, _T]], what: str) -> _T:
+        """Makes a request, again if its body breaks off or stalls: the client itself makes the rest again."""
+        for attempt in itertools.count(1):
             try:
-                return self._calls.call(lambda: self._fill(at, into), self._name, what)
+                return self._calls.call(make, self._name, what)
             except (ConnectError, FetchTimeout, ProtocolError):
-                # A body that broke off or stalled; the client itself has made the rest again.
-                if attempt + 1 == _ATTEMPTS or self._calls.deadline.left() <= 0:
+                if attempt >= _ATTEMPTS or self._calls.deadline.left() <= 0:
                     raise
+        raise AssertionError
 
     def read_all(self, ranges: list[tuple[int, int, int]]) -> None:
         """Copies ranges, ``(at, address, nbytes)`` each, several at a time; raises as :meth:`read`."""
@@ -85,6 +91,17 @@ class RangeReader:
                     one.cancel()
                 raise
 
+    def head(self, most: int) -> bytes:
+        """Returns the first bytes, ``most`` or fewer."""
+        return self._head[:most]
+
+    def start(self, nbytes: int) -> bytes:
+        """Returns the first ``nbytes`` bytes, or as many as there are; raises as :meth:`read`."""
+        data = bytearray(min(nbytes, self.nbytes))
+        if data:
+            self.read(0, ctypes.addressof((ctypes.c_ubyte * len(data)).from_buffer(data)), len(data))
+        return bytes(data)
+
     def begins_with(self, start: bytes) -> bool:
         """Whether the object begins with these few bytes."""
         return self._head.startswith(start)
@@ -96,12 +113,12 @@ class RangeReader:
             ProtocolError: there are more than ``most``
         """
         if self.nbytes > most:
-            raise ProtocolError(f"{self._name} has {self.nbytes} bytes, and such an object has at most {most}: it is damaged")
+            raise ProtocolError(
+                f"{self._name} has {self.nbytes} bytes, and such an object has at most {most}: it is damaged"
+            )
         if self.nbytes <= len(self._head):
             return self._head
-        data = bytearray(self.nbytes)
-        self.read(0, ctypes.addressof((ctypes.c_ubyte * len(data)).from_buffer(data)), len(data))
-        return bytes(data)
+        return self.start(self.nbytes)
 
     async def _open(self) -> bytes:
         from .client import obstore
@@ -135,6 +152,8 @@ class RangeReader:
 
     async def _receive(self, answer: Any, into: memoryview) -> None:
         """Copies the body of an answer; one that is longer or shorter than it should be is refused."""
+        import asyncio
+
         done, chunks = 0, aiter(answer.stream(min_chunk_size=_CHUNK))
         while True:
             try:
@@ -147,4 +166,3 @@ class RangeReader:
             done += len(chunk)
         if done != len(into):
             raise ProtocolError(f"{self._name}: the store has sent {done} bytes of the {len(into)} that were requested")
-

@@ -7,7 +7,6 @@ said is told without its URL, which may hold what is secret.
 
 from __future__ import annotations
 
-import asyncio
 import concurrent.futures
 import contextlib
 import re
@@ -42,8 +41,11 @@ _PART = re.compile(r"[?&](?:partNumber|partnumber)=(\d{1,6})|[?&]blockid=")
 _STATUS = re.compile(r"\b(?:status|status code|Server returned [a-z -]*error[a-z ]*)\W{1,3}(\d{3})\b")
 _CODE = re.compile(r"<Code>([A-Za-z0-9._-]{1,80})</Code>")
 _SAID = re.compile(r"<Message>([^<]{1,300})</Message>")
-_LOST = re.compile(r"error sending request|HTTP error: (?:connection|request) error|connection (?:refused|reset|closed)|"
-                   r"client error \(Connect\)|response body error|error decoding response body|unexpected eof|dns error|error trying to connect|IncompleteMessage|tcp connect", re.I)
+_LOST = re.compile(
+    r"error sending request|HTTP error: (?:connection|request) error|connection (?:refused|reset|closed)|"
+    r"client error \(Connect\)|response body error|error decoding response body|unexpected eof|dns error|error trying to connect|IncompleteMessage|tcp connect",
+    re.I,
+)
 _SLOW = re.compile(r"operation timed out|HTTP error: timeout|\btimed out\b", re.I)
 
 _T = TypeVar("_T")
@@ -88,6 +90,8 @@ class Calls:
         Raises:
             TransferCancelled: the operation was cancelled
         """
+        import asyncio
+
         left = self.deadline.left()
 
         async def within() -> _T:
@@ -213,7 +217,7 @@ def part_of(text: str) -> str:
 def what_was_said(text: str) -> str:
     """Returns what the client tells of an answer, on one line and without URLs."""
     code, said = _CODE.search(text), _SAID.search(text)
-    text = text.partition("\n\nDebug source:")[0]
+    text = text.partition(client._DEBUG)[0]
     status = _STATUS.search(without_urls(text))
     if code is not None:
         told = f"{code[1]}{f' ({without_secrets(said[1].strip())})' if said else ''}"

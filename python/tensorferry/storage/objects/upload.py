@@ -5,12 +5,14 @@ from __future__ import annotations
 import collections
 import contextlib
 import ctypes
+import os
 import threading
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from ..._native import HostView, Parts
-from ...errors import TensorferryError
+from ...errors import SystemRefused, TensorferryError
 from ..container import Container
 from ..source import Progress
 from . import client, uploads, writers
@@ -90,6 +92,33 @@ def upload(
         raise
     report()
     return Uploaded(parts.nbytes, parts.header, alive=alive)
+
+
+def upload_file(place: ObjectPlace, path: Path) -> int:
+    """Uploads a file as it is; returns its length.
+
+    Raises:
+        SystemRefused: it cannot be read
+        TensorferryError: the store does not answer in time, or refuses
+    """
+    library, store, key, calls = client.obstore(), place.store, place.key, place.calls()
+    try:
+        with path.open("rb") as file:
+            nbytes = os.fstat(file.fileno()).st_size
+            size = part_bytes(nbytes)
+
+            async def put() -> Any:
+                return await library.put_async(
+                    store, key, file, use_multipart=nbytes > size, chunk_size=size, max_concurrency=_AT_A_TIME
+                )
+
+            with writers.holding([id_of(place.name)]), ending(calls):
+                calls.finish(calls.begin(put), str(place), "writing it")
+    except TensorferryError:
+        raise
+    except OSError as e:
+        raise SystemRefused(e.errno, f"{path} cannot be read: {e.strerror}") from e
+    return nbytes
 
 
 class _PartSource:

@@ -7,15 +7,12 @@ lifecycle rule of the bucket has to do it.
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import hmac
 import html
-import http.client
 import logging
 import os
 import re
-import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -88,6 +85,8 @@ def listed(folder: ObjectPlace) -> list[Begun]:
             }
         return found
 
+    import asyncio
+
     try:
         return folder.calls().call(lambda: asyncio.to_thread(asked), str(folder), "listing uploads")
     except OSError as e:
@@ -111,6 +110,8 @@ def abort(folder: ObjectPlace, begun: list[Begun]) -> None:
             if status not in (200, 204, 404):
                 logger.warning("%s/%s: an upload that was left cannot be ended (status %d)", folder, one.name, status)
 
+    import asyncio
+
     try:
         folder.calls().call(lambda: asyncio.to_thread(asked), str(folder), "ending uploads")
     except OSError as e:
@@ -130,7 +131,9 @@ def _access(place: ObjectPlace) -> _Access | None:
     endpoint = known.get("endpoint_url_s3") or known.get("endpoint_url") or known.get("endpoint")
     virtual = str(known.get("virtual_hosted_style_request", "")).lower() in ("true", "1")
     if not endpoint:
-        base = f"https://{bucket}.s3.{region}.amazonaws.com" if virtual else f"https://s3.{region}.amazonaws.com/{bucket}"
+        base = (
+            f"https://{bucket}.s3.{region}.amazonaws.com" if virtual else f"https://s3.{region}.amazonaws.com/{bucket}"
+        )
     else:
         base = endpoint.rstrip("/") if virtual else f"{endpoint.rstrip('/')}/{bucket}"
     return _Access(base, region, key, secret, known.get("session_token") or known.get("token"))
@@ -144,15 +147,17 @@ def _settings(options: Mapping[str, Any]) -> dict[str, Any]:
 
 def _request(access: _Access, method: str, key: str, query: dict[str, str]) -> tuple[int, str]:
     """Makes a signed request; returns the status and the body, of which there may only be so much."""
+    # Heavy, and seldom needed.
+    import http.client
+    import ssl
+
     url = urlsplit(access.base)
     path = quote(f"{url.path}/{key}" if key else url.path or "/", safe="/-_.~")
     text = "&".join(f"{quote(name, safe='-_.~')}={quote(value, safe='-_.~')}" for name, value in sorted(query.items()))
     headers = _signed(access, method, url.netloc, path, text)
     connection: http.client.HTTPConnection
     if url.scheme == "https":
-        connection = http.client.HTTPSConnection(
-            url.netloc, timeout=_PATIENCE_S, context=ssl.create_default_context()
-        )
+        connection = http.client.HTTPSConnection(url.netloc, timeout=_PATIENCE_S, context=ssl.create_default_context())
     else:
         connection = http.client.HTTPConnection(url.netloc, timeout=_PATIENCE_S)
     try:

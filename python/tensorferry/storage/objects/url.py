@@ -13,7 +13,9 @@ SCHEMES = frozenset({"s3", "s3a", "gs", "az", "adl", "abfs", "abfss", "azure"})
 _CONTAINER_AT_HOST = frozenset({"abfs", "abfss"})
 _URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://(?P<rest>.*)", re.DOTALL)
 #: The part of any URL in a text that may hold credentials: what is before the host, and the query.
-_SECRETS = re.compile(r"(?P<scheme>[a-zA-Z][a-zA-Z0-9+.-]*://)(?:[^/\s\"'<>@]*@)?(?P<rest>[^\s\"'<>?#]*)(?:[?#][^\s\"'<>]*)?")
+_SECRETS = re.compile(
+    r"(?P<scheme>[a-zA-Z][a-zA-Z0-9+.-]*://)(?:[^/\s\"'<>@]*@)?(?P<rest>[^\s\"'<>?#]*)(?:[?#][^\s\"'<>]*)?"
+)
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,254}")
 
 

@@ -1,0 +1,33 @@
+"""``tensorferry copy``: copies a checkpoint between a folder and an object store."""
+
+from __future__ import annotations
+
+from ...errors import InvalidArgument
+from .. import exits
+from ..flags import Json, Switch
+from ..output import console
+
+
+def copy(source: str, output: str, /, *, unverified: Switch = False, json: Json = False) -> int:
+    """Copies a checkpoint between a folder and an object store, byte for byte.
+
+    The output is a checkpoint only once all of it is there. In a store, the index comes last, and replaces nothing.
+
+    Args:
+        source: a file or a folder, or the URL of one in an object store, such as s3://bucket/run/step-1000
+        output: a path or a URL where nothing is; one of the two is a URL
+        unverified: do not compare the files with their checksums
+        json: print the result as one JSON document
+    """
+    from ...storage.places import any_place
+    from .. import copying, places
+
+    place = places.find(source)
+    if place.kind is places.CheckpointKind.PEERS:
+        raise InvalidArgument("a running peer has no files: pull from it")
+    nbytes = copying.copy(place, any_place(output, "output"), verify=not unverified)
+    if json:
+        console.out_json({"output": output, "bytes": nbytes})
+    else:
+        console.out(f"{output}: {console.amount(nbytes)}")
+    return exits.OK

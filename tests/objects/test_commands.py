@@ -1,0 +1,112 @@
+"""The command line takes URLs: inspect, verify, diff, convert, copy."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from stores import client, objects, put_folder
+from tensorferry.cli.app import run
+from tensorferry.dcp import FileReader, FileWriter
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
+
+def state(seed=0):
+    torch.manual_seed(seed)
+    return {"w": torch.randn(300, 40), "b": torch.randn(17), "o": {"x": 1}}
+
+
+def save(value, place):
+    dcp.save(value, storage_writer=FileWriter(place), no_dist=True)
+
+
+def told(capsys, *arguments):
+    status = run([*arguments, "--json"])
+    return status, json.loads(capsys.readouterr().out)
+
+
+def test_inspect(server, capsys):
+    save(state(), server.place)
+    status, found = told(capsys, "inspect", server.place, "--digests")
+    assert status == 0
+    leaves = {leaf["path"]: leaf for leaf in found[0]["leaves"]}
+    assert leaves["w"]["shape"] == [300, 40]
+    assert leaves["w"]["digest"]
+    save(state(), f"{server.place}/below/one")
+    status, found = told(capsys, "inspect", f"{server.place}/below")
+    assert [one["name"] for one in found["checkpoints"]] == ["one"]
+
+
+def test_verify_lists_all_damaged_runs(server, capsys):
+    save(state(), server.place)
+    assert told(capsys, "verify", server.place)[0] == 0
+    key, data = next((k, d) for k, d in objects(server.url, server.prefix).items() if "/rank" in k)
+    changed = bytearray(data)
+    for at in (4096 + 10, 4096 + 5000, 4096 + 20_000):
+        changed[at] ^= 1
+    client(server.url).put_object(Bucket="bucket", Key=key, Body=bytes(changed))
+    status, found = told(capsys, "verify", server.place)
+    assert status == 4
+    damaged = [one for file in found["files"] for one in file["damaged"]]
+    assert [one["start"] for one in damaged] == [0, 4608, 19968]
+    assert damaged[0]["entries"]
+
+
+def test_diff(server, tmp_path, capsys):
+    save(state(1), server.place)
+    save(state(1), tmp_path / "same")
+    save({**state(1), "b": torch.ones(17)}, tmp_path / "other")
+    assert told(capsys, "diff", server.place, str(tmp_path / "same"))[0] == 0
+    status, found = told(capsys, "diff", str(tmp_path / "other"), server.place)
+    assert status == 1
+    assert [one["path"] for one in found["differences"]] == ["b"]
+
+
+def test_copy_both_ways(server, tmp_path, capsys):
+    save(state(2), tmp_path / "there")
+    assert told(capsys, "copy", str(tmp_path / "there"), server.place)[0] == 0
+    assert {k.rpartition("/")[2]: d for k, d in objects(server.url, server.prefix).items()} == {
+        path.name: path.read_bytes() for path in (tmp_path / "there").iterdir()
+    }
+    assert told(capsys, "copy", server.place, str(tmp_path / "back"))[0] == 0
+    for path in (tmp_path / "there").iterdir():
+        assert (tmp_path / "back" / path.name).read_bytes() == path.read_bytes()
+    assert run(["copy", str(tmp_path / "there"), server.place]) == 2
+    assert run(["copy", server.place, str(tmp_path / "back")]) == 2
+    assert run(["copy", server.place, f"{server.place}-2"]) == 0
+    assert len(objects(server.url, f"{server.prefix}-2")) == 3
+
+
+def test_convert_from_and_to_a_store(server, tmp_path, capsys):
+    save(state(3), server.place)
+    assert run(["convert", server.place, str(tmp_path / "a.pt")]) == 0
+    assert torch.equal(torch.load(tmp_path / "a.pt", weights_only=True)["w"], state(3)["w"])
+    assert run(["convert", str(tmp_path / "a.pt"), f"{server.place}-2", "--to", "dcp"]) == 0
+    into = {"w": torch.zeros(300, 40)}
+    dcp.load(into, storage_reader=FileReader(f"{server.place}-2"), no_dist=True)
+    assert torch.equal(into["w"], state(3)["w"])
+    capsys.readouterr()
+
+
+def test_a_safetensors_file_of_another_program(server, tmp_path, capsys):
+    from safetensors.torch import save_file
+
+    (tmp_path / "m").mkdir()
+    save_file({"w": torch.ones(4, 5)}, tmp_path / "m" / "model.safetensors")
+    put_folder(server.url, tmp_path / "m", server.prefix)
+    status, found = told(capsys, "inspect", f"{server.place}/model.safetensors")
+    assert status == 0
+    assert found[0]["leaves"][0]["shape"] == [4, 5]
+    assert told(capsys, "verify", f"{server.place}/model.safetensors")[0] == 1
+
+
+def test_what_does_not_take_a_url_makes_no_folder(server, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert run(["pull", "http://127.0.0.1:9/x", "--output", "s3://bucket/x.safetensors"]) != 0
+    assert run(["pull", "http://127.0.0.1:9/x", "--into-folder", "s3://bucket/x"]) != 0
+    assert not list(tmp_path.iterdir())
+    capsys.readouterr()

@@ -1,0 +1,222 @@
+"""What a store or the network does wrong ends in the state that was saved, or in an error in time that names it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import signal
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from stores import BUCKET, Gateway, client, environment, objects, uploads
+from tensorferry.dcp import FileReader, FileWriter, own_errors
+from tensorferry.errors import (
+    ConnectError,
+    CorruptCheckpoint,
+    FetchTimeout,
+    IncompleteCheckpoint,
+    StoreRefused,
+    TensorferryError,
+)
+from tensorferry.storage.objects import reader, upload
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+SLOW_DOWN = 503, b"<Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>"
+
+
+@pytest.fixture
+def gateway(server, monkeypatch):
+    monkeypatch.setattr(upload, "PART", 5 << 20)
+    with Gateway(server.url) as between:
+        for name, value in environment(between.url).items():
+            monkeypatch.setenv(name, value)
+        yield between
+
+
+def state(seed=0, parts=2):
+    torch.manual_seed(seed)
+    return {"w": torch.randn(parts * 5 << 18), "small": torch.randn(3)}
+
+
+def save(value, place, seconds=30.0):
+    with own_errors():
+        dcp.save(value, storage_writer=FileWriter(place, timeout=timedelta(seconds=seconds)), no_dist=True)
+
+
+def load(value, place, seconds=30.0):
+    into = {name: torch.zeros_like(tensor) for name, tensor in value.items()}
+    with own_errors():
+        dcp.load(into, storage_reader=FileReader(place, timeout=timedelta(seconds=seconds)), no_dist=True)
+    return all(torch.equal(into[name], tensor) for name, tensor in value.items())
+
+
+def test_slow_down_is_asked_again(gateway, server):
+    gateway.act = lambda number, *_: SLOW_DOWN if number % 3 == 0 and number < 40 else None
+    save(state(1), server.place)
+    assert load(state(1), server.place)
+
+
+def test_lost_connections_are_made_again(gateway, server):
+    gateway.act = lambda number, method, _: "break" if number % 4 == 1 and method in ("GET", "HEAD") else None
+    save(state(2), server.place)
+    assert load(state(2), server.place)
+
+
+@pytest.mark.waits
+def test_a_part_that_is_refused_again_and_again_is_named(gateway, server):
+    gateway.act = lambda _, method, path: SLOW_DOWN if method == "PUT" and "partNumber=2" in path else None
+    began = time.monotonic()
+    with pytest.raises((StoreRefused, FetchTimeout), match=r"rank00000-\w+\.safetensors, part 2: .*SlowDown") as raised:
+        save(state(3), server.place, 4)
+    assert time.monotonic() - began < 10
+    assert "uploadId" not in str(raised.value)
+
+
+@pytest.mark.waits
+def test_a_store_that_stalls_ends_the_save_in_time(gateway, server):
+    save(state(4), server.place)
+    gateway.act = lambda _, method, path: "stall" if method == "PUT" and "partNumber" in path else None
+    began = time.monotonic()
+    with pytest.raises(FetchTimeout, match="rank00000"):
+        save(state(5), server.place, 3)
+    assert time.monotonic() - began < 8
+    gateway.act = lambda *_: None
+    assert load(state(4), server.place)
+
+
+@pytest.mark.waits
+def test_a_store_that_stalls_ends_the_load_in_time(gateway, server):
+    save(state(4), server.place)
+    gateway.act = lambda _, method, path: "stall" if method == "GET" and "/rank" in path else None
+    began = time.monotonic()
+    with pytest.raises(FetchTimeout, match="rank00000"):
+        load(state(4), server.place, 3)
+    assert time.monotonic() - began < 8
+
+
+@pytest.mark.waits
+def test_a_read_that_stalls_once_is_made_again(gateway, server, monkeypatch):
+    monkeypatch.setattr(reader, "_STALL_S", 0.5)
+    save(state(4), server.place)
+    stalled = []
+
+    def act(_, method, path):
+        if method == "GET" and "/rank" in path and len(stalled) < 1:
+            stalled.append(path)
+            return lambda data: data[: len(data) // 2]
+        return None
+
+    gateway.act = act
+    assert load(state(4), server.place)
+    assert stalled
+
+
+def test_a_changed_byte_is_found(gateway, server):
+    save(state(6), server.place)
+
+    def flipped(data):
+        return data[:5000] + bytes([data[5000] ^ 1]) + data[5001:] if len(data) > 100_000 else data
+
+    gateway.act = lambda _, method, path: flipped if method == "GET" and "/rank" in path else None
+    with pytest.raises(CorruptCheckpoint, match=r"rank00000.*does not match its checksum"):
+        load(state(6), server.place)
+
+
+def test_an_answer_that_is_too_long_is_refused(gateway, server):
+    save(state(6), server.place)
+    gateway.act = lambda _, method, path: (
+        (lambda data: data + b"x" * 50) if method == "GET" and "/rank" in path else None
+    )
+    with pytest.raises(TensorferryError, match="more bytes than were requested"):
+        load(state(6), server.place)
+
+
+def test_a_refusal_names_what_the_store_said(gateway, server):
+    gateway.act = lambda *_: (403, b"<Error><Code>ExpiredToken</Code><Message>The token has expired.</Message></Error>")
+    with pytest.raises(StoreRefused, match=r"ExpiredToken \(The token has expired\.\)"):
+        save(state(7), server.place)
+    # The answer to a HEAD request has no body.
+    with pytest.raises(StoreRefused, match="does not permit"):
+        load(state(7), server.place)
+
+
+def test_words_in_a_key_say_nothing_about_an_error(server):
+    with pytest.raises(IncompleteCheckpoint, match="there is no checkpoint"):
+        load(state(7), f"{server.place}/503 SlowDown timed out connection refused")
+
+
+def test_a_bucket_that_is_missing_is_named(server):
+    with pytest.raises(StoreRefused, match="NoSuchBucket"):
+        save(state(7), "s3://no-such-bucket/x")
+
+
+@pytest.mark.waits
+def test_a_server_that_is_not_there_is_told(server, monkeypatch):
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    began = time.monotonic()
+    with pytest.raises((ConnectError, FetchTimeout)):
+        save(state(7), server.place, 2)
+    assert time.monotonic() - began < 6
+
+
+def test_no_message_has_keys_or_queries(gateway, server, caplog):
+    caplog.set_level(logging.DEBUG, "tensorferry")
+    for answer in ((403, b"no"), (400, b"bad"), (404, b"<Error><Code>NoSuchBucket</Code></Error>")):
+        gateway.act = lambda *_, answer=answer: answer
+        with pytest.raises(TensorferryError) as raised:
+            save(state(7), server.place, 5)
+        told = str(raised.value) + caplog.text
+        assert not re.search(r"test-secret|X-Amz|Signature|uploadId|Authorization", told), told
+
+
+@pytest.mark.waits
+def test_ctrl_c_ends_a_save_soon(gateway, server):
+    gateway.act = lambda _, method, path: "stall" if "partNumber" in path else None
+    threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT)).start()
+    began = time.monotonic()
+    # torch collects it like any exception of a rank.
+    with pytest.raises(dcp.api.CheckpointException, match="KeyboardInterrupt"):
+        save(state(8), server.place, 60)
+    assert time.monotonic() - began < 20
+
+
+@pytest.mark.waits
+def test_ctrl_c_ends_a_load_soon(gateway, server):
+    save(state(8), server.place)
+    gateway.act = lambda _, method, path: "stall" if "/rank" in path and method == "GET" else None
+    threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT)).start()
+    began = time.monotonic()
+    # torch collects it like any exception of a rank.
+    with pytest.raises(dcp.api.CheckpointException, match="KeyboardInterrupt"):
+        load(state(8), server.place, 60)
+    assert time.monotonic() - began < 20
+
+
+def test_a_failed_save_leaves_no_parts(gateway, server):
+    gateway.act = lambda _, method, path: (400, b"<Error><Code>Bad</Code></Error>") if "partNumber=2" in path else None
+    with pytest.raises(StoreRefused):
+        save(state(9), server.place)
+    assert not [key for key in uploads(server.url) if key.startswith(server.prefix)]
+    assert not objects(server.url, server.prefix)
+
+
+def test_an_index_whose_answer_was_lost_counts(gateway, server):
+    lost = []
+
+    def act(_, method, path):
+        if method == "PUT" and path.endswith("/index.safetensors") and not lost:
+            lost.append(path)
+            key = path.removeprefix(f"/{BUCKET}/")
+            return lambda _: client(server.url).head_object(Bucket=BUCKET, Key=key) and b""
+        return None
+
+    gateway.act = act
+    save(state(10), server.place)
+    assert lost
+    assert load(state(10), server.place)

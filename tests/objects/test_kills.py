@@ -1,0 +1,124 @@
+"""A save that is killed at any of its requests leaves the last checkpoint, and the next save removes what it left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from stores import Gateway, environment, objects, uploads
+from tensorferry.dcp import FileReader, FileWriter, own_errors
+from tensorferry.errors import IncompleteCheckpoint
+
+pytestmark = [pytest.mark.filterwarnings("ignore::UserWarning"), pytest.mark.process]
+
+SAVER = textwrap.dedent(
+    """
+    import os, sys, warnings
+    warnings.simplefilter("ignore")
+    import torch, torch.distributed.checkpoint as dcp
+    from tensorferry.dcp import FileWriter
+    from tensorferry.storage.objects import upload
+    upload.PART = 5 << 20
+    place = sys.argv[1]
+    for line in sys.stdin:
+        number = int(line)
+        pid = os.fork()
+        if pid == 0:
+            state = {"w": torch.full((3 << 19,), float(number), dtype=torch.float64)}
+            dcp.save(state, storage_writer=FileWriter(place), no_dist=True)
+            os._exit(0)
+        print(pid, flush=True)
+        _, status = os.waitpid(pid, 0)
+        print(status, flush=True)
+    """
+)
+
+
+def held(place):
+    into = {"w": torch.zeros(3 << 19, dtype=torch.float64)}
+    dcp.load(into, storage_reader=FileReader(place), no_dist=True)
+    assert bool((into["w"] == into["w"][0]).all())
+    return int(into["w"][0])
+
+
+def test_kill_9_at_every_request_of_a_save(server):
+    with Gateway(server.url) as between:
+        saver = subprocess.Popen(
+            [sys.executable, "-c", SAVER, server.place],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **environment(between.url)},
+        )
+        assert saver.stdin is not None
+        assert saver.stdout is not None
+        lines = saver.stdout
+
+        def save(number, kill_at=None):
+            """Saves; returns how many requests that took, and whether it was killed."""
+            between.seen.clear()
+            told = threading.Event()
+            pid = []
+
+            def act(request, *_):
+                if request == kill_at:
+                    told.wait(30)
+                    os.kill(pid[0], signal.SIGKILL)
+                    return "break"
+                return None
+
+            between.act = act
+            saver.stdin.write(f"{number}\n")
+            saver.stdin.flush()
+            pid.append(int(lines.readline()))
+            told.set()
+            status = int(lines.readline())
+            assert status in (0, signal.SIGKILL)
+            return len(between.seen), status != 0
+
+        try:
+            save(1)
+            requests, _ = save(2)
+            assert requests > 10
+            last = 2
+            for at in range(requests):
+                number = 100 + at
+                _, was_killed = save(number, at)
+                assert was_killed, f"request {at} was not made"
+                there = held(server.place)
+                assert there in (last, number), f"killed at request {at} of {requests}"
+                last = 1000 + at
+                save(last)
+                assert held(server.place) == last
+                left = [key.rpartition("/")[2] for key in objects(server.url, server.prefix)]
+                assert len(left) == 3, f"after a kill at request {at}: {left}"
+                assert not [key for key in uploads(server.url) if key.startswith(server.prefix)], f"at {at}"
+        finally:
+            saver.stdin.close()
+            saver.wait(30)
+
+
+def test_what_a_living_save_has_written_stays(server):
+    """Another save commits while an upload is under way: it removes nothing of that."""
+    began = []
+
+    def progress(done, _):
+        if not began:
+            began.append(done)
+            dcp.save({"v": torch.ones(3)}, storage_writer=FileWriter(server.place), no_dist=True)
+
+    writer = FileWriter(server.place, progress=progress)
+    with pytest.raises(IncompleteCheckpoint, match="began later has finished before"), own_errors():
+        dcp.save({"w": torch.ones(5)}, storage_writer=writer, no_dist=True)
+    into = {"v": torch.zeros(3)}
+    dcp.load(into, storage_reader=FileReader(server.place), no_dist=True)
+    assert into["v"].tolist() == [1, 1, 1]
+    assert len(objects(server.url, server.prefix)) == 3

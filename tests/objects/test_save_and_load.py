@@ -1,0 +1,178 @@
+"""Checkpoints in a bucket are saved, replaced and loaded as in a folder, and their bytes are the same."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from stores import client, objects, put_folder
+from tensorferry.dcp import FileReader, FileWriter, own_errors
+from tensorferry.errors import CorruptCheckpoint, IncompleteCheckpoint, InvalidArgument
+from tensorferry.storage.objects import upload
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
+
+def some_state(seed=0):
+    torch.manual_seed(seed)
+    state = {f"w{i}": torch.randn(64, 33 + i) for i in range(5)}
+    return {**state, "step": seed, "more": {"names": ["a", "b"], "lr": 0.5}, "half": torch.randn(7).bfloat16()}
+
+
+def like(state):
+    return {
+        key: torch.zeros_like(value) if isinstance(value, torch.Tensor) else type(value)()
+        for key, value in state.items()
+    }
+
+
+def save(state, place, **how):
+    with own_errors():
+        dcp.save(state, storage_writer=FileWriter(place, **how), no_dist=True)
+
+
+def load(state, place, **how):
+    into = {**like(state), "more": {"names": ["", ""], "lr": 0.0}}
+    reader = FileReader(place, **how)
+    with own_errors():
+        dcp.load(into, storage_reader=reader, no_dist=True)
+    return into, reader
+
+
+def assert_same(a, b):
+    assert a.keys() == b.keys()
+    for key, value in a.items():
+        assert torch.equal(value, b[key]) if isinstance(value, torch.Tensor) else value == b[key], key
+
+
+def test_what_is_saved_is_loaded(any_server):
+    state = some_state(1)
+    save(state, any_server.place)
+    assert_same(load(state, any_server.place)[0], state)
+    names = [key.rpartition("/")[2] for key in objects(any_server.url, any_server.prefix)]
+    assert sorted(name[:5] for name in names) == [".meta", "index", "rank0"]
+
+
+def test_a_large_state_goes_in_parts(any_server, monkeypatch):
+    monkeypatch.setattr(upload, "PART", 5 << 20)
+    state = {**some_state(2), "large": torch.randn(3, 1 << 20), "larger": torch.randn(1 << 20).double()}
+    reported = []
+    save(state, any_server.place, progress=lambda *now: reported.append(now))
+    assert reported[-1][0] == reported[-1][1] > 20 << 20
+    into, reader = load(state, any_server.place)
+    assert_same(into, state)
+    assert reader.report["wanted"] <= reader.report["bytes"] <= 1.05 * reader.report["wanted"]
+
+
+def test_a_save_replaces_the_last_one_and_removes_its_objects(any_server):
+    for seed in (1, 2, 3):
+        save(some_state(seed), any_server.place)
+        assert len(objects(any_server.url, any_server.prefix)) == 3
+    assert_same(load(some_state(3), any_server.place)[0], some_state(3))
+
+
+def test_a_folder_that_was_copied_to_the_bucket_loads_and_back(any_server, tmp_path):
+    state = some_state(4)
+    save(state, tmp_path / "there")
+    put_folder(any_server.url, tmp_path / "there", any_server.prefix)
+    assert_same(load(state, any_server.place)[0], state)
+    save(some_state(5), any_server.place)
+    (tmp_path / "back").mkdir()
+    for key, data in objects(any_server.url, any_server.prefix).items():
+        (tmp_path / "back" / key.rpartition("/")[2]).write_bytes(data)
+    assert_same(load(some_state(5), tmp_path / "back")[0], some_state(5))
+
+
+def test_the_bytes_are_those_of_a_folder(server, tmp_path, monkeypatch):
+    monkeypatch.setattr("secrets.token_hex", lambda n: "ab" * n)
+    state = some_state(6)
+    save(state, tmp_path / "there")
+    save(state, server.place)
+    in_bucket = {key.rpartition("/")[2]: data for key, data in objects(server.url, server.prefix).items()}
+    in_folder = {path.name: path.read_bytes() for path in (tmp_path / "there").iterdir()}
+    rank_file = next(name for name in in_folder if name.startswith("rank"))
+    assert in_bucket[next(name for name in in_bucket if name.startswith("rank"))] == in_folder[rank_file]
+
+
+def test_an_eighth_of_a_checkpoint_moves_little_more_than_its_bytes(server):
+    state = {"w": torch.randn(4096, 1024)}
+    save(state, server.place)
+    into = {"w": torch.zeros(512, 1024)}
+
+    class Part(dcp.DefaultLoadPlanner):
+        def create_local_plan(self):
+            plan = super().create_local_plan()
+            item = plan.items[0]
+            import dataclasses
+
+            part = dataclasses.replace(item, storage_offsets=torch.Size([1024, 0]), lengths=torch.Size([512, 1024]))
+            return dataclasses.replace(plan, items=[part])
+
+        def lookup_tensor(self, index):
+            return into["w"]
+
+        def resolve_tensor(self, item):
+            return into["w"]
+
+    reader = FileReader(server.place)
+    dcp.load({"w": torch.zeros(4096, 1024)}, storage_reader=reader, planner=Part(), no_dist=True)
+    assert torch.equal(into["w"], state["w"][1024:1536])
+    assert reader.report["bytes"] <= 1.05 * reader.report["wanted"] + (64 << 10)
+
+
+def test_a_checkpoint_of_torch_is_read(any_server, tmp_path):
+    state = some_state(7)
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path / "theirs"), no_dist=True)
+    put_folder(any_server.url, tmp_path / "theirs", any_server.prefix)
+    assert_same(load(state, any_server.place)[0], state)
+
+
+def test_a_damaged_block_is_named(server):
+    state = some_state(8)
+    save(state, server.place)
+    key, data = next((k, d) for k, d in objects(server.url, server.prefix).items() if "/rank" in k)
+    changed = bytearray(data)
+    changed[4096 + 700] ^= 1
+    client(server.url).put_object(Bucket="bucket", Key=key, Body=bytes(changed))
+    with pytest.raises(CorruptCheckpoint, match="does not match its checksum") as raised:
+        load(state, server.place)
+    assert key.rpartition("/")[2] in str(raised.value)
+
+
+def test_nothing_there_is_told(server):
+    with pytest.raises(IncompleteCheckpoint, match="there is no checkpoint"):
+        FileReader(server.place).read_metadata()
+
+
+def test_an_object_that_is_missing_is_named(server):
+    state = some_state(9)
+    save(state, server.place)
+    key = next(k for k in objects(server.url, server.prefix) if "/rank" in k)
+    client(server.url).delete_object(Bucket="bucket", Key=key)
+    with pytest.raises(IncompleteCheckpoint, match="its index names rank00000"):
+        load(state, server.place)
+
+
+def test_a_folder_with_a_checkpoint_can_be_protected(server):
+    save(some_state(1), server.place)
+    with pytest.raises(InvalidArgument, match="Checkpoint already exists"):
+        save(some_state(2), server.place, overwrite=False)
+
+
+def test_options_are_those_of_the_library(moto_url, monkeypatch):
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    options = {
+        "endpoint": moto_url,
+        "access_key_id": "a",
+        "secret_access_key": "b",
+        "region": "us-east-1",
+    }
+    state = some_state(10)
+    save(state, "s3://bucket/options", store_options=options)
+    assert_same(load(state, "s3://bucket/options", store_options=options)[0], state)
+    with pytest.raises(InvalidArgument, match="cannot be opened"):
+        save(state, "s3://bucket/options", store_options={**options, "no_such_option": "1"})

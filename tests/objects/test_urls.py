@@ -1,0 +1,85 @@
+"""Which URLs are taken, what they name, and that no message shows what may be secret."""
+
+from __future__ import annotations
+
+import pytest
+
+import tensorferry
+from tensorferry.checkpointing import load_file
+from tensorferry.errors import InvalidArgument
+from tensorferry.storage.objects.place import ObjectPlace
+from tensorferry.storage.objects.requests import what_was_said
+from tensorferry.storage.objects.url import parsed, without_secrets
+from tensorferry.storage.places import any_place, place_of
+
+
+@pytest.mark.parametrize(
+    ("text", "root", "key"),
+    [
+        ("s3://bucket/run/step-1", "s3://bucket", "run/step-1"),
+        ("S3://bucket/", "s3://bucket", ""),
+        ("gs://a.b-c/x y/ü%20", "gs://a.b-c", "x y/ü%20"),
+        ("az://container/x/", "az://container", "x"),
+        ("abfss://box@account.dfs.core.windows.net/x", "abfss://box@account.dfs.core.windows.net", "x"),
+    ],
+)
+def test_the_parts_of_a_url(text, root, key):
+    assert parsed(text) == (root, key)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("s3://user:SECRET@bucket/x", "no user"),
+        ("s3://SECRET@bucket/x", "no user"),
+        ("abfss://box:SECRET@account.dfs.core.windows.net/x", "no user"),
+        ("s3://bucket/x?X-Amz-Signature=SECRET", "no query"),
+        ("s3://bucket/x#SECRET", "no query"),
+        ("s3:///x", "no bucket"),
+        ("s3://bucket/a/../b", "no dots"),
+        ("s3://bucket/a//b", "empty names"),
+        ("s3://bucket/a\nb", "control"),
+    ],
+)
+def test_a_url_that_is_refused(text, why):
+    with pytest.raises(InvalidArgument, match=why) as raised:
+        any_place(text)
+    assert "SECRET" not in str(raised.value)
+
+
+def test_secrets_in_a_text_are_left_out():
+    text = "GET https://me:pw@host:1/b/k?X-Amz-Signature=abc&x=1 failed, then s3://b/k"
+    assert without_secrets(text) == "GET https://host:1/b/k failed, then s3://b/k"
+
+
+def test_what_a_store_said_is_told_without_the_url():
+    text = (
+        "Generic S3 error: Error performing PUT http://h/b/503/k?partNumber=3&uploadId=xyz in 1ms - Server returned "
+        "non-2xx status code: 400 Bad Request: <Error><Code>Bad</Code><Message>no</Message></Error>\n\nDebug source:\nxyz"
+    )
+    assert what_was_said(text) == "status 400, Bad (no)"
+
+
+def test_what_takes_no_url_says_so():
+    for call in (place_of, load_file, tensorferry.checkpointing.latest_checkpoint):
+        with pytest.raises(InvalidArgument, match="object store"):
+            call("s3://bucket/x")
+
+
+def test_a_missing_package_is_named(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "obstore", None)
+    with pytest.raises(InvalidArgument, match=r"pip install 'tensorferry\[objects\]'"):
+        any_place("s3://bucket/x")
+
+
+def test_paths_are_what_they_were(tmp_path):
+    assert any_place(tmp_path) == place_of(tmp_path) == tmp_path
+    assert any_place(str(tmp_path / "s3:")) == tmp_path / "s3:"
+
+
+def test_the_client_of_another_timeout_is_another_one(monkeypatch):
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    place = ObjectPlace("s3://bucket/x", None, 5.0)
+    assert place.store is ObjectPlace("s3://bucket/y", None, 5.0).store
+    assert place.store is not ObjectPlace("s3://bucket/x", None, 6.0).store
+    assert place.store is not ObjectPlace("s3://bucket/x", {"region": "eu-west-1"}, 5.0).store
