@@ -55,6 +55,11 @@ dev: $(VENV)/.deps ## link the Python sources into .venv, and build what has cha
 	VIRTUAL_ENV=$(CURDIR)/$(VENV) $(BIN)/maturin develop --uv --quiet --profile incremental
 	touch $(VENV)/.linked
 
+# The server in Rust that tests of object stores run against; without it they run against moto's alone.
+.PHONY: object-stores
+object-stores: ## build s3s-fs, a server of object storage for the tests, into build/object-stores
+	cargo install --quiet --locked s3s-fs --version 0.14.1 --features binary --root build/object-stores
+
 # Linked by zig against the glibc of torch's own wheels, so that it installs wherever they do.
 GLIBC := 2_28
 TARGET ?= x86_64-unknown-linux-gnu

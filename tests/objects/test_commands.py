@@ -104,7 +104,7 @@ def test_a_safetensors_file_of_another_program(server, tmp_path, capsys):
     assert told(capsys, "verify", f"{server.place}/model.safetensors")[0] == 1
 
 
-def test_what_does_not_take_a_url_makes_no_folder(server, tmp_path, monkeypatch, capsys):
+def test_what_does_not_take_a_url_makes_no_folder(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert run(["pull", "http://127.0.0.1:9/x", "--output", "s3://bucket/x.safetensors"]) != 0
     assert run(["pull", "http://127.0.0.1:9/x", "--into-folder", "s3://bucket/x"]) != 0

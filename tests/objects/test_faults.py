@@ -151,7 +151,8 @@ def test_words_in_a_key_say_nothing_about_an_error(server):
         load(state(7), f"{server.place}/503 SlowDown timed out connection refused")
 
 
-def test_a_bucket_that_is_missing_is_named(server):
+@pytest.mark.usefixtures("server")
+def test_a_bucket_that_is_missing_is_named():
     with pytest.raises(StoreRefused, match="NoSuchBucket"):
         save(state(7), "s3://no-such-bucket/x")
 
@@ -177,7 +178,7 @@ def test_no_message_has_keys_or_queries(gateway, server, caplog):
 
 @pytest.mark.waits
 def test_ctrl_c_ends_a_save_soon(gateway, server):
-    gateway.act = lambda _, method, path: "stall" if "partNumber" in path else None
+    gateway.act = lambda _, __, path: "stall" if "partNumber" in path else None
     threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT)).start()
     began = time.monotonic()
     # torch collects it like any exception of a rank.
@@ -199,7 +200,7 @@ def test_ctrl_c_ends_a_load_soon(gateway, server):
 
 
 def test_a_failed_save_leaves_no_parts(gateway, server):
-    gateway.act = lambda _, method, path: (400, b"<Error><Code>Bad</Code></Error>") if "partNumber=2" in path else None
+    gateway.act = lambda _, __, path: (400, b"<Error><Code>Bad</Code></Error>") if "partNumber=2" in path else None
     with pytest.raises(StoreRefused):
         save(state(9), server.place)
     assert not [key for key in uploads(server.url) if key.startswith(server.prefix)]

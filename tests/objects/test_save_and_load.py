@@ -111,10 +111,10 @@ def test_an_eighth_of_a_checkpoint_moves_little_more_than_its_bytes(server):
             part = dataclasses.replace(item, storage_offsets=torch.Size([1024, 0]), lengths=torch.Size([512, 1024]))
             return dataclasses.replace(plan, items=[part])
 
-        def lookup_tensor(self, index):
+        def lookup_tensor(self, _):
             return into["w"]
 
-        def resolve_tensor(self, item):
+        def resolve_tensor(self, _):
             return into["w"]
 
     reader = FileReader(server.place)

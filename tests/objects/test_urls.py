@@ -55,7 +55,8 @@ def test_secrets_in_a_text_are_left_out():
 def test_what_a_store_said_is_told_without_the_url():
     text = (
         "Generic S3 error: Error performing PUT http://h/b/503/k?partNumber=3&uploadId=xyz in 1ms - Server returned "
-        "non-2xx status code: 400 Bad Request: <Error><Code>Bad</Code><Message>no</Message></Error>\n\nDebug source:\nxyz"
+        "non-2xx status code: 400 Bad Request: <Error><Code>Bad</Code><Message>no</Message></Error>"
+        "\n\nDebug source:\nxyz"
     )
     assert what_was_said(text) == "status 400, Bad (no)"
 

@@ -81,8 +81,19 @@ from tensorferry import HTTPTransport
 _signature = inspect.signature(torchft.Manager)
 torchft.Manager = lambda *args, **options: _signature.bind_partial(*args, **options)
 """
+#: A bucket on a server of this process.
+_BUCKET = f"""{_STATE}
+import logging, os, sys, warnings
+sys.path.insert(0, {str(ROOT / "tests" / "support")!r})
+warnings.simplefilter("ignore")
+import atexit, stores
+_server = stores.moto()
+os.environ.update(stores.environment(_server.__enter__()))
+atexit.register(_server.__exit__, None, None, None)
+"""
 #: The code that precedes blocks with these beginnings.
 SURROUNDINGS = {
+    'dcp.save(state, storage_writer=FileWriter("s3://': _BUCKET,
     "dcp.load(state, checkpoint_id=writer.folder())": _PUBLISHED,
     # A keeper of its own, and the folder of checkpoints below the one in which the test runs.
     "from tensorferry.checkpointing import make_async_checkpointer": f"""{_KEEPER}

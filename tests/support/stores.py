@@ -70,7 +70,8 @@ def s3s(folder: Path) -> Iterator[str]:
                 socket.create_connection(("127.0.0.1", port), 1).close()
                 break
             except OSError:
-                assert time.monotonic() < end and process.poll() is None, "s3s-fs does not start"
+                assert time.monotonic() < end, "s3s-fs does not start"
+                assert process.poll() is None, "s3s-fs has ended"
                 time.sleep(0.05)
         yield f"http://127.0.0.1:{port}"
     finally:
@@ -109,8 +110,8 @@ def put_folder(url: str, folder: Path, prefix: str) -> None:
         client(url).put_object(Bucket=BUCKET, Key=f"{prefix}/{path.name}", Body=path.read_bytes())
 
 
-#: What a gateway does with a request: ``None`` passes it on; a status and a body are the answer; ``"stall"`` never answers,
-#: ``"break"`` closes the connection; a function changes the body of the answer.
+#: What a gateway does with a request: ``None`` passes it on; a status and a body are the answer; ``"stall"`` never
+#: answers, ``"break"`` closes the connection; a function changes the body of the answer.
 Action = None | str | tuple[int, bytes] | Callable[[bytes], bytes]
 
 

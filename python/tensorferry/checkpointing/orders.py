@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from .. import _validate
-from .._native import Written
 from ..errors import InvalidArgument, ProtocolError, SystemRefused
-from ..storage.container import Container
+from ..storage.container import Container, Stored
 from ..storage.folder_save import FolderSave, SaveId, abandon
 from ..storage.room import making_room
 from ..storage.series import keep_last
@@ -91,7 +90,7 @@ def perform(
     written: Callable[[], None] = lambda: None,
     *,
     leaves_folder: bool = False,
-) -> Written:
+) -> Stored:
     """Writes a state, commits it with the other ranks, and removes older checkpoints as the order says.
 
     Args:

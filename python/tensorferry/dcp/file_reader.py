@@ -34,7 +34,8 @@ class FileReader(InFolder, SliceReader):
 
     Args:
         path: the folder, or the URL of a place in an object store; the ``checkpoint_id`` of a load overrides it
-        threads: threads with which a rank reads, or for a store, requests at a time for each object; ``None`` chooses by the number of cores
+        threads: threads with which a rank reads, or for a store, requests at a time for each object; ``None`` chooses
+            by the number of cores
         safe_globals: classes and functions that pickled objects may name besides the default list
         trust_pickle: let pickled objects name anything; anyone who can write to the folder can then run code here
         progress: called with the number of bytes that this rank has read and the number of all bytes that its plan

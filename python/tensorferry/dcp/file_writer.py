@@ -1,4 +1,4 @@
-"""Checkpoints in a folder, or in a place of an object store: one container file for each rank, and an index file, which is written last.
+"""Checkpoints in a folder or an object store: one container file for each rank, and an index, which is written last.
 
 A folder holds a checkpoint exactly if it has a complete index; ``storage/commits.py`` says which files may be removed.
 """
@@ -126,7 +126,8 @@ class FileWriter(InFolder, StorageWriter):  # type: ignore[misc]  # mypy does no
     Args:
         path: the folder, or the URL of a place in an object store, such as ``s3://bucket/run/step-1000``; the
             ``checkpoint_id`` of a save overrides it
-        threads: threads with which a rank writes, or for a store, how many parts are uploaded at a time; ``None`` chooses by the number of cores
+        threads: threads with which a rank writes, or for a store, how many parts are uploaded at a
+            time; ``None`` chooses by the number of cores
         overwrite: ``False`` refuses a folder that has a checkpoint
         cached: whether files of 64 MiB or more are written through the page cache, so that a load soon after on this
             machine reads from memory (``True``), or bypass it where the file system supports that, which takes less

@@ -105,7 +105,8 @@ class Container:
         Args:
             path: the file; an existing one is replaced
             partial: the name of the file while it is being written; an object needs none
-            threads: threads that write, or parts of an object that are uploaded at a time; ``None`` chooses by the number of cores
+            threads: threads that write, or parts of an object that are uploaded at a time; ``None`` chooses by the
+                number of cores
             cached: whether large files are written through the page cache; ``None`` chooses, see ``FileWriter``
             progress: called with the number of bytes written and the number of all bytes
 
@@ -121,6 +122,7 @@ class Container:
             from .objects.upload import upload
 
             return upload(path, self, threads, progress)
+        assert isinstance(partial, PathLike)
         return _write_file(
             path,
             partial=partial,

@@ -29,7 +29,7 @@ _in_commit = CallMark("the commit of a checkpoint")
 
 @contextlib.contextmanager
 def alone_in(folder: AnyPlace) -> Iterator[None]:
-    """While the block runs, no other process of this machine replaces an index in ``folder``, unless that is in a store.
+    """While the block runs, no other process of this machine replaces an index in a ``folder`` of it.
 
     Raises:
         InvalidArgument: the calling thread is in such a block already

@@ -18,11 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .._native import Written, _file_entries, _file_header
+from .._native import _file_entries, _file_header
 from ..errors import IncompleteCheckpoint, SystemRefused
 from . import commits, leftovers, reserved
 from .commits import Commit
-from .container import Container
+from .container import Container, Stored
 from .folder import ABOUT, INDEX, add_shards, committed_save, encode_index
 from .names import machine
 from .whole_files import create_folder, listed, make_synced_folder, sync_folder, write_whole
@@ -84,7 +84,7 @@ class FolderSave:
         self.folder, self.save = folder, save
         self._patience = patience
         self._name = _file_of(save)
-        self._written: Written | None = None
+        self._written: Stored | None = None
         self._is_new = create_folder(self.folder)
 
     @property
@@ -92,7 +92,7 @@ class FolderSave:
         """Where the file of this rank belongs. A caller may put a complete one there, instead of :meth:`write`."""
         return self.folder / self._name
 
-    def write(self, container: Container, threads: int | None = None, cached: bool | None = None) -> Written:
+    def write(self, container: Container, threads: int | None = None, cached: bool | None = None) -> Stored:
         """Writes the state of this rank.
 
         Args:

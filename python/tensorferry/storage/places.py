@@ -1,4 +1,4 @@
-"""The place that a path or a URL names, which users give as text: the same one for whoever writes there and whoever reads.
+"""The place that a path or a URL names, which users give as text: the same one for writers and readers.
 
 What can be done in object stores takes :func:`any_place`; everything else takes :func:`place_of`, which refuses URLs.
 """
@@ -77,8 +77,8 @@ def refuse_url(path: Any, name: str = "path") -> None:
         return
     if is_store(text):
         raise InvalidArgument(
-            f"{name} {_validate.brief(without_secrets(text))} is in an object store, which this does not take: give the "
-            "path of a folder of this machine"
+            f"{name} {_validate.brief(without_secrets(text))} is in an object store, which this does not take: give "
+            "the path of a folder of this machine"
         )
     if is_store(text.replace(":/", "://", 1)):
         raise InvalidArgument(

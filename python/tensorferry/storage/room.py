@@ -16,6 +16,7 @@ from ..errors import SystemRefused, TensorferryError, message_of
 from . import commits, leftovers, series
 from .folder import INDEX
 from .names import may_be_left
+from .places import AnyPlace
 from .whole_files import is_file, system_code
 
 #: How the system says that there is no room: on the disk, or for this user.
@@ -23,7 +24,7 @@ _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
 @contextlib.contextmanager
-def making_room(folder: Path, *, in_series: bool = False) -> Iterator[None]:
+def making_room(folder: AnyPlace, *, in_series: bool = False) -> Iterator[None]:
     """If the block fails because the disk is full, removes what killed saves have left, and says so in the error.
 
     Only files whose writers are dead go, by the rules of ``leftovers.py``, and none that an index names.
@@ -40,7 +41,7 @@ def making_room(folder: Path, *, in_series: bool = False) -> Iterator[None]:
         yield
     except SystemRefused as e:
         code = system_code(e)
-        if code not in _FULL:
+        if code not in _FULL or not isinstance(folder, Path):
             raise
         told = message_of(e) if e.strerror is None else e.strerror
         raise SystemRefused(code, f"{told}{_removed(folder, in_series=in_series)}") from e

@@ -140,15 +140,19 @@ class FolderSource:
         if isinstance(folder, ObjectPlace):
             reports = self._read_together(slices, progress)
         else:
-            parts = None if progress is None else Parts(progress, sum(map(nbytes_of, slices.values())))
-            reports = (
-                self._read_file(name, of_file, None if parts is None else parts.next(nbytes_of(of_file)))
-                for name, of_file in slices.items()
-            )
+            reports = self._read_in_turn(slices, progress)
         for report in reports:
             for key, count in report.items():
                 read[key] += count
         return read
+
+    def _read_in_turn(self, slices: Mapping[str, list[SliceTuple]], progress: Progress | None) -> list[dict[str, int]]:
+        """Reads slices of one file after the other."""
+        parts = None if progress is None else Parts(progress, sum(map(nbytes_of, slices.values())))
+        return [
+            self._read_file(name, of_file, None if parts is None else parts.next(nbytes_of(of_file)))
+            for name, of_file in slices.items()
+        ]
 
     def _read_file(self, name: str, slices: list[SliceTuple], progress: Progress | None) -> dict[str, int]:
         """Reads slices of one file."""
@@ -167,11 +171,7 @@ class FolderSource:
         place = self._index.parent
         assert isinstance(place, ObjectPlace)
         if len(slices) == 1 or self._threads == 1:
-            parts = None if progress is None else Parts(progress, sum(map(nbytes_of, slices.values())))
-            return [
-                self._read_file(name, of_file, None if parts is None else parts.next(nbytes_of(of_file)))
-                for name, of_file in slices.items()
-            ]
+            return self._read_in_turn(slices, progress)
         total, done = sum(map(nbytes_of, slices.values())), dict.fromkeys(slices, 0)
 
         def noted(name: str) -> Progress | None:

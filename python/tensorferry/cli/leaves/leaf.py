@@ -14,6 +14,7 @@ from ..._native import Entries, Remote, Stored, _dtypes, _file_entry_digests
 from ...errors import ProtocolError
 from ...state.grammar import children
 from ...storage import reserved
+from ...storage.places import AnyPlace
 
 #: torch's names of the dtypes of a container.
 _TORCH_NAMES = {name: torch_name for name, torch_name in _dtypes() if torch_name}
@@ -73,7 +74,7 @@ class Listing:
     hidden: dict[str, str] = field(default_factory=dict)
 
 
-def list_file(path: Path, *, digests: bool) -> Listing:
+def list_file(path: AnyPlace, *, digests: bool) -> Listing:
     """Lists a container file; with ``digests``, those of its tensors, too.
 
     Raises:
@@ -308,7 +309,7 @@ def by_path(leaves: Iterable[Leaf]) -> dict[str, Leaf]:
     return found
 
 
-def list_distributed(fields: dict[str, Any], where: Path) -> Listing:
+def list_distributed(fields: dict[str, Any], where: AnyPlace) -> Listing:
     """Lists a distributed checkpoint by its index.
 
     Raises:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 from ...errors import IncompleteCheckpoint, ProtocolError, SystemRefused, TensorferryError
 from ...storage.names import checked_plain
@@ -15,7 +16,7 @@ INDEX = "model.safetensors.index.json"
 _LONGEST = 100_000_000
 
 
-def files_of(folder: AnyPlace) -> dict[AnyPlace, list[str]]:
+def files_of(folder: Any) -> dict[Any, list[str]]:
     """Returns the files that the index in ``folder`` names, each with the names of its tensors.
 
     Raises:
@@ -37,7 +38,7 @@ def files_of(folder: AnyPlace) -> dict[AnyPlace, list[str]]:
     places = fields.get("weight_map") if isinstance(fields, dict) else None
     if not isinstance(places, dict):
         raise ProtocolError(f"{index}: its index cannot be read (it has no weight_map)")
-    found: dict[AnyPlace, list[str]] = {}
+    found: dict[Any, list[str]] = {}
     for tensor, name in places.items():
         found.setdefault(folder / checked_plain(name, f"{folder}: its index"), []).append(tensor)
     for path in found:

@@ -27,7 +27,7 @@ _RETRIES, _LONGEST_PAUSE_S = 8, 10.0
 _OF_CLIENT = frozenset({"client_options", "retry_config", "credential_provider"})
 _MISSING = "checkpoints in object stores need the package obstore: pip install 'tensorferry[objects]'"
 #: Where the library's messages begin to tell of its own structures.
-_DEBUG = "\n\nDebug source:"
+DEBUG = "\n\nDebug source:"
 #: Variables that name the address of a store, by which a client tells whether it is encrypted.
 _ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT", "AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT")
 
@@ -118,7 +118,7 @@ def _make(library: Any, root: str, options: Mapping[str, Any], timeout: float) -
         return module.from_url(root, client_options=client, retry_config=retry, **config, **more)
     except Exception as e:
         raise InvalidArgument(
-            f"{root}: this store cannot be opened: {without_secrets(str(e)).partition(_DEBUG)[0][:500]}"
+            f"{root}: this store cannot be opened: {without_secrets(str(e)).partition(DEBUG)[0][:500]}"
         ) from None
 
 

@@ -42,9 +42,10 @@ _STATUS = re.compile(r"\b(?:status|status code|Server returned [a-z -]*error[a-z
 _CODE = re.compile(r"<Code>([A-Za-z0-9._-]{1,80})</Code>")
 _SAID = re.compile(r"<Message>([^<]{1,300})</Message>")
 _LOST = re.compile(
-    r"error sending request|HTTP error: (?:connection|request) error|connection (?:refused|reset|closed)|"
-    r"client error \(Connect\)|response body error|error decoding response body|unexpected eof|dns error|error trying to connect|IncompleteMessage|tcp connect",
-    re.I,
+    r"error sending request|HTTP error: (?:connection|request) error|connection (?:refused|reset|closed)"
+    r"|client error \(Connect\)|response body error|error decoding response body|unexpected eof|dns error"
+    r"|error trying to connect|IncompleteMessage|tcp connect",
+    re.IGNORECASE,
 )
 _SLOW = re.compile(r"operation timed out|HTTP error: timeout|\btimed out\b", re.I)
 
@@ -149,9 +150,10 @@ class Calls:
             future.cancel()
             if isinstance(e, concurrent.futures.CancelledError):
                 raise TransferCancelled(f"{name}: {what} was cancelled") from None
-            if isinstance(e, Exception) and not isinstance(e, TensorferryError):
-                if (told := translated(e, name, what, self.deadline)) is not None:
-                    raise told from None
+            if isinstance(e, TensorferryError) or not isinstance(e, Exception):
+                raise
+            if (told := translated(e, name, what, self.deadline)) is not None:
+                raise told from None
             raise
 
     def cancel(self) -> None:
@@ -217,7 +219,7 @@ def part_of(text: str) -> str:
 def what_was_said(text: str) -> str:
     """Returns what the client tells of an answer, on one line and without URLs."""
     code, said = _CODE.search(text), _SAID.search(text)
-    text = text.partition(client._DEBUG)[0]
+    text = text.partition(client.DEBUG)[0]
     status = _STATUS.search(without_urls(text))
     if code is not None:
         told = f"{code[1]}{f' ({without_secrets(said[1].strip())})' if said else ''}"

@@ -20,8 +20,8 @@ from .leftovers import id_of
 from .place import ObjectPlace
 from .requests import ending
 
-#: The least bytes of a part; how many parts an object has at most, of the 10,000 that stores allow; and how many of them
-#: are under way, unless the caller chooses. Each one under way has its memory.
+#: The least bytes of a part; how many parts an object has at most, of the 10,000 that stores allow; and how many are
+#: under way, unless the caller chooses. Each one under way has its memory.
 PART, _MOST_PARTS, _AT_A_TIME = 8 << 20, 9_000, 8
 _MIB = 1 << 20
 

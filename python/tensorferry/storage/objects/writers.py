@@ -1,8 +1,8 @@
 """Which saves into stores are alive on this machine: each holds the lock of a file in a folder for temporary files.
 
-A store has no locks. A save that was killed cannot be told from one at work by what is in the store, unless it ran here:
-then the lock of its file tells. The ids of saves begin with digits for the machine and that folder, so that nobody who
-sees another folder, as in another container, judges by this one.
+A store has no locks. A save that was killed cannot be told from one at work by what is in the store, unless it ran
+here: then the lock of its file tells. The ids of saves begin with digits for the machine and that folder, so that
+nobody who sees another folder, as in another container, judges by this one.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Alive:
 @contextlib.contextmanager
 def holding(ids: Iterable[str]) -> Iterator[None]:
     """While the block runs, nobody here takes these saves for dead."""
-    held = [Alive(id) for id in sorted(set(ids))]
+    held = [Alive(one) for one in sorted(set(ids))]
     try:
         yield
     finally:

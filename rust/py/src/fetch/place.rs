@@ -118,11 +118,9 @@ impl Ranges for PyRanges {
     fn read(&self, at: u64, bytes: &mut [u8]) -> Result<(), Error> {
         let (address, len) = (bytes.as_mut_ptr().expose_provenance(), bytes.len());
         let done = Python::try_attach(|py| {
-            self.shared
-                .reader
-                .call_method1(py, intern!(py, "read"), (at, address, len))
-                .map(drop)
-                .map_err(|e| self.shared.failure.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(e).to_string())
+            self.shared.reader.call_method1(py, intern!(py, "read"), (at, address, len)).map(drop).map_err(|e| {
+                self.shared.failure.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(e).to_string()
+            })
         });
         match done {
             Some(Ok(())) => Ok(()),
