@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-import tensorferry
 from tensorferry.checkpointing import load_file
 from tensorferry.errors import InvalidArgument
 from tensorferry.storage.objects.place import ObjectPlace
@@ -62,7 +61,7 @@ def test_what_a_store_said_is_told_without_the_url():
 
 
 def test_what_takes_no_url_says_so():
-    for call in (place_of, load_file, tensorferry.checkpointing.latest_checkpoint):
+    for call in (place_of, load_file):
         with pytest.raises(InvalidArgument, match="object store"):
             call("s3://bucket/x")
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
 from .. import _validate
 from ..errors import InvalidArgument, TransportClosed
 from ..memory.accelerator import ACCELERATOR
 from ..pickles.allowlist import Allowed
-from ..storage.places import place_of
+from ..storage.places import AnyPlace, any_place
 from .keepers import LoadingKeeper, StateKeeper
 from .latest import find_latest
 from .orders import Options
@@ -76,7 +75,7 @@ class _Checkpointer(Checkpointer):  # type: ignore[misc]  # mypy does not follow
         return state
 
     #: The save that the ranks have agreed to load next, and its folder: another rank may have it in memory only.
-    _agreed: tuple[Path, str] | None = None
+    _agreed: tuple[AnyPlace, str] | None = None
 
     def latest(self, path: str | os.PathLike[str]) -> str | None:
         """Returns the newest checkpoint in a folder of checkpoints that all ranks can load, for :meth:`load`.
@@ -94,13 +93,13 @@ class _Checkpointer(Checkpointer):  # type: ignore[misc]  # mypy does not follow
             InvalidArgument: ``path`` does not name a folder of this machine
         """
         keeper = self._keeper if isinstance(self._keeper, LoadingKeeper) else None
-        self._agreed = find_latest(place_of(path), self._ranks, keeper)
+        self._agreed = find_latest(any_place(path), self._ranks, keeper)
         return None if self._agreed is None else str(self._agreed[0])
 
     def _agreed_save(self, path: str | os.PathLike[str]) -> str | None:
         """Returns the id of the save that all ranks load from ``path`` now; ``None`` where each decides for itself."""
         agreed = self._agreed
-        if agreed is None or self._ranks.world_size == 1 or agreed[0] != place_of(path):
+        if agreed is None or self._ranks.world_size == 1 or agreed[0] != any_place(path):
             return None
         return agreed[1]
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import SystemRefused
 from ..storage.folder import Index, missing_files
-from ..storage.places import local_path
+from ..storage.places import AnyPlace, any_place, is_store_url, local_path
 from ..storage.series import checkpoints, index_versions
 from . import other_formats
 
@@ -35,22 +35,22 @@ def latest_checkpoint(root: str | os.PathLike[str]) -> str | None:
     Raises:
         SystemRefused: ``root`` exists and cannot be listed
     """
-    root = local_path(root, "root")
-    if complete := complete_checkpoints(root):
-        return os.fspath(complete[-1][0])
-    other_formats.log_passed_over(root)
+    place = any_place(root, "root") if is_store_url(root) else local_path(root, "root")
+    if complete := complete_checkpoints(place):
+        return str(complete[-1][0])
+    other_formats.log_passed_over(place)
     return None
 
 
-def complete_checkpoints(root: Path) -> list[tuple[Path, Index]]:
+def complete_checkpoints(root: AnyPlace) -> list[tuple[AnyPlace, Index]]:
     """Returns the folders directly below ``root`` that are complete checkpoints with all their files, oldest first.
 
     Raises:
         SystemRefused: ``root`` exists and cannot be listed
     """
-    if not os.path.isdir(root):
+    if isinstance(root, Path) and not os.path.isdir(root):
         return []
-    complete = []
+    complete: list[tuple[AnyPlace, Index]] = []
     before = index_versions(root)
     for _ in range(_ATTEMPTS):
         complete = [checkpoint for checkpoint in checkpoints(root) if not missing_files(*checkpoint)]
@@ -63,7 +63,7 @@ def complete_checkpoints(root: Path) -> list[tuple[Path, Index]]:
     return complete
 
 
-def find_latest(root: Path, ranks: Ranks, keeper: LoadingKeeper | None) -> tuple[Path, str] | None:
+def find_latest(root: AnyPlace, ranks: Ranks, keeper: LoadingKeeper | None) -> tuple[AnyPlace, str] | None:
     """Returns the folder and the id of the newest save below ``root``, on all ranks the same; ``None`` without one.
 
     A save counts if it is committed on the disk as rank 0 sees it, or if every rank has its snapshot in the keeper of
@@ -71,9 +71,9 @@ def find_latest(root: Path, ranks: Ranks, keeper: LoadingKeeper | None) -> tuple
     the snapshots of all ranks. Ranks agree on the name of the folder below ``root``, which may be a link that leads to
     another place on each node.
     """
-    root = Path(os.path.realpath(root))
+    root = Path(os.path.realpath(root)) if isinstance(root, Path) else root
     own: list[list[Any]] = []
-    if keeper is not None:
+    if keeper is not None and isinstance(root, Path):
         known = keeper.below(root, ranks.rank, ranks.world_size)
         own = [[one.began, Path(one.path).name, one.save_id, one.complete] for one in known]
     gathered = ranks.gather(own)
@@ -86,7 +86,7 @@ def find_latest(root: Path, ranks: Ranks, keeper: LoadingKeeper | None) -> tuple
     return None if choice is None else (root / choice[1], str(choice[2]))
 
 
-def _committed(root: Path) -> list[list[Any]]:
+def _committed(root: AnyPlace) -> list[list[Any]]:
     """Returns for each complete checkpoint below ``root`` when its save began, its folder's name and the save's id."""
     try:
         checkpoints = complete_checkpoints(root)

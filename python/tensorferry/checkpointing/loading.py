@@ -36,7 +36,8 @@ from ..pickles.allowlist import Allowed
 from ..state import part, tree
 from ..state.load import receive, receive_part
 from ..storage.folder import Index, missing_files, read_index
-from ..storage.places import local_path, place_of
+from ..storage.objects.place import ObjectPlace
+from ..storage.places import AnyPlace, any_place, begun, local_path
 from ..storage.settled import ATTEMPTS, is_outdated
 from ..storage.whole_files import is_file
 from . import other_formats
@@ -97,9 +98,9 @@ def read(
         InvalidArgument: ``map_location`` cannot be used
     """
     loading = _StateLoad(state_dict, map_location, strict, rank, world_size, allowed or Allowed(), threads, save_id)
-    place = place_of(path)
-    found = None if prefer is None else _from_keeper(prefer, os.fspath(place), rank, world_size, loading)
-    return found or loading.run(place)
+    place = any_place(path)
+    found = None if prefer is None else _from_keeper(prefer, str(place), rank, world_size, loading)
+    return found or loading.run(begun(place))
 
 
 def load_file(
@@ -170,7 +171,7 @@ class _StateLoad:
     def __post_init__(self) -> None:
         self._relocate = relocation(self.map_location)
 
-    def run(self, path: Path) -> tuple[Any, list[str]]:
+    def run(self, path: AnyPlace) -> tuple[Any, list[str]]:
         """Loads the folder or file ``path``, again if saves replace it; returns the state and the missing keys."""
         if is_file(path):
             return self.from_file(path)
@@ -179,7 +180,7 @@ class _StateLoad:
                 index = read_index(path)
             except IncompleteCheckpoint:
                 file = path / f"checkpoint_{self.rank}.pt"
-                if is_file(file) and self.save_id is None:
+                if isinstance(file, Path) and is_file(file) and self.save_id is None:
                     return self._from_archive(file)
                 other_formats.refuse(path)
                 raise
@@ -192,7 +193,7 @@ class _StateLoad:
                 return found
         raise SourceChanged(f"{path}: saves replace the checkpoint faster than it can be loaded: load again")
 
-    def _of_index(self, path: Path, index: Index) -> tuple[Any, list[str]] | None:
+    def _of_index(self, path: AnyPlace, index: Index) -> tuple[Any, list[str]] | None:
         """Loads the checkpoint that ``index`` describes; ``None`` if a save has replaced it meanwhile."""
         try:
             if missing := missing_files(path, index):
@@ -209,8 +210,12 @@ class _StateLoad:
                 return None
             raise
 
-    def from_file(self, path: Path) -> tuple[Any, list[str]]:
+    def from_file(self, path: AnyPlace) -> tuple[Any, list[str]]:
         """Loads a single file."""
+        if isinstance(path, ObjectPlace):
+            if path.opened().begins_with(b"PK\x03\x04"):
+                raise InvalidArgument(f"{path} is a file of torch.save: copy it to a folder to load it")
+            return self.from_container(Stored.open(path, threads=self.threads, checksums=False))
         try:
             with path.open("rb") as file:
                 is_archive = file.read(4) == b"PK\x03\x04"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from .. import _validate
 from ..errors import InvalidArgument, ProtocolError, SystemRefused
 from ..storage.container import Container, Stored
 from ..storage.folder_save import FolderSave, SaveId, abandon
+from ..storage.places import AnyPlace, any_place, is_store_url
 from ..storage.room import making_room
 from ..storage.series import keep_last
 
@@ -50,12 +52,12 @@ class Order:
     """What is to be saved where.
 
     Attributes:
-        path: the folder, absolute
+        path: the folder, absolute, or the place in a store
         save: which save, and which rank
         options: how the state is written
     """
 
-    path: Path
+    path: AnyPlace
     save: SaveId
     options: Options
 
@@ -81,7 +83,11 @@ class Order:
         if not re.fullmatch("[0-9a-f]{12}", save_id):
             raise ProtocolError("a handover has no valid id of its save")
         options = {name: fields[name] for name in ("threads", "cached", "keep_last", "patience") if name in fields}
-        return cls(Path(path), SaveId(save_id, began, rank, world_size, fields.get("step")), Options(**options))
+        chosen = Options(**options)
+        # In a store, no save takes longer than a rank waits for another one.
+        timeout = timedelta(seconds=chosen.patience)
+        place = any_place(path, timeout=timeout) if is_store_url(path) else Path(path)
+        return cls(place, SaveId(save_id, began, rank, world_size, fields.get("step")), chosen)
 
 
 def perform(

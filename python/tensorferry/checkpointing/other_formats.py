@@ -11,6 +11,7 @@ from .._native import _file_entries
 from ..errors import ProtocolError, TensorferryError
 from ..storage import reserved
 from ..storage.folder import INDEX
+from ..storage.places import AnyPlace
 from ..storage.whole_files import is_file, listed
 
 logger = logging.getLogger("tensorferry")
@@ -24,13 +25,13 @@ _RANK_FILE = re.compile(r"checkpoint_\d+\.pt")
 _NAMED = 8
 
 
-def refuse(folder: Path) -> None:
+def refuse(folder: AnyPlace) -> None:
     """Refuses a folder without an index of a checkpointer if it holds torch's own distributed checkpoint.
 
     Raises:
         ProtocolError: it does
     """
-    if _holds_torch_dcp(folder):
+    if isinstance(folder, Path) and _holds_torch_dcp(folder):
         raise ProtocolError(
             f"{folder} holds a checkpoint of torch.distributed.checkpoint, not of a checkpointer: "
             f"`tensorferry convert {folder} NEW --to checkpoint` makes one of it, and tensorferry.dcp.FileReader loads "
@@ -38,8 +39,10 @@ def refuse(folder: Path) -> None:
         )
 
 
-def log_passed_over(root: Path) -> None:
-    """Logs which checkpoints of other formats there are, in ``root`` or directly below it; it raises nothing."""
+def log_passed_over(root: AnyPlace) -> None:
+    """Logs which checkpoints of other formats a folder has, or those directly in it; it raises nothing."""
+    if not isinstance(root, Path):
+        return
     try:
         folders = [root, *(root / name for name in listed(root))] if os.path.isdir(root) else []
     except TensorferryError:

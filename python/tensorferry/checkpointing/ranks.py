@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from .. import _validate
 from ..errors import InvalidArgument
 from ..state.ranks import WITHOUT_NUMPY, lack_numpy
 from ..storage.folder_save import SaveId
+from ..storage.places import AnyPlace
 from ..storage.series import KnownSaves
 
 
@@ -52,7 +52,7 @@ class Ranks:
                 "pass agree=, a function that returns on every rank what rank 0 passes to it"
             )
 
-    def new_save(self, step: int | None, folder: Path, known: Iterable[int] = ()) -> SaveId:
+    def new_save(self, step: int | None, folder: AnyPlace, known: Iterable[int] = ()) -> SaveId:
         """Returns the id of a new save into ``folder``, after agreeing on it with all other ranks.
 
         It begins after the saves that rank 0 finds in the folder and in the folders of its series.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from collections import defaultdict
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +25,7 @@ from ..memory.tensors import (
 from ..state import tree
 from ..state.shards import Shard, described, entry_of
 from ..storage.folder import Index
+from ..storage.places import AnyPlace
 from ..storage.reserved import is_reserved
 from ..storage.slices import SliceTuple, contiguous_strides, runs
 
@@ -66,7 +66,7 @@ class Resharding:
         threads: threads that read; ``None`` chooses by the number of cores
     """
 
-    def __init__(self, path: Path, index: Index, rank: int, world_size: int | None, threads: int | None) -> None:
+    def __init__(self, path: AnyPlace, index: Index, rank: int, world_size: int | None, threads: int | None) -> None:
         self._path, self._index, self._threads = path, index, threads
         self._rank, self._is_same = rank, world_size == index.world_size
         self._boxes: list[_Box] = []

@@ -14,7 +14,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from datetime import timedelta
 from typing import Any
 
 from .. import _validate
@@ -24,7 +24,8 @@ from ..memory.host_pool import Buffer
 from ..memory.shared import NoRoom
 from ..state.snapshot import StateSnapshot
 from ..storage.folder_save import abandon
-from ..storage.places import place_of
+from ..storage.objects.place import ObjectPlace
+from ..storage.places import AnyPlace, any_place
 from .futures import SaveFuture, Staged
 from .handover import Handover
 from .keepers import LoadingKeeper, StateKeeper
@@ -107,7 +108,11 @@ class Saver:
         if not self._is_open:
             raise TransportClosed("this checkpointer was closed: make a new one")
         self._turns.check()
-        folder = place_of(path)
+        folder = any_place(path, timeout=timedelta(seconds=self._options.patience))
+        if self._keeper is not None and isinstance(folder, ObjectPlace):
+            raise InvalidArgument(
+                f"{folder}: a keeper holds what is saved into folders: save to a store with a checkpointer without one"
+            )
         step = None if step is None else _validate.step_number(step)
         with self._alone():
             order = Order(folder, self._ranks.new_save(step, folder, self._begun(folder)), self._options)
@@ -211,10 +216,12 @@ class Saver:
         if self._keeper is not None:
             self._offer(self._keeper, given, snapshot)
 
-    def _begun(self, folder: Path) -> list[int]:
+    def _begun(self, folder: AnyPlace) -> list[int]:
         """Returns when the saves of this job that the keeper has began, on rank 0: a new save is later than they."""
         keeper = self._keeper
-        return keeper.begun(folder) if self._ranks.rank == 0 and isinstance(keeper, LoadingKeeper) else []
+        if isinstance(folder, ObjectPlace) or self._ranks.rank != 0 or not isinstance(keeper, LoadingKeeper):
+            return []
+        return keeper.begun(folder)
 
     def _offer(self, keeper: StateKeeper, given: Handover, snapshot: StateSnapshot) -> None:
         """Offers a snapshot to the keeper, and holds its buffers for as long as the keeper has it."""

@@ -9,6 +9,7 @@ import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from datetime import timedelta
 from typing import Any, TypeAlias, overload
 
 from .. import _validate
@@ -19,7 +20,7 @@ from ..memory.staging import HostStager
 from ..pickles.allowlist import REFUSED_LATER, Allowed, RefusalWarnings
 from ..state.snapshot import StateSnapshot
 from ..storage.container import Container
-from ..storage.places import place_of
+from ..storage.places import any_place
 from .futures import Staged
 from .keepers import StateKeeper
 from .orders import Options, Order, perform
@@ -283,7 +284,7 @@ class CheckpointWriter(_TorchWriter):  # type: ignore[misc]  # mypy does not fol
         """
         path, state, options = state_and_path("write", args, kwargs)
         step = None if (given := options.get("step")) is None else _validate.step_number(given)
-        folder = place_of(path)
+        folder = any_place(path, timeout=timedelta(seconds=self._options.patience))
         perform(
             Order(folder, self._ranks.new_save(step, folder), self._options),
             lambda: self._container(state),

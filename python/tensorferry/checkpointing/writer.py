@@ -18,6 +18,7 @@ from typing import Any
 from .. import errors
 from ..errors import ForkedProcess, SystemRefused, TensorferryError, WriterLost
 from ..storage.folder_save import abandon
+from ..storage.objects.client import client_paths
 from . import handover
 from .handover import Handover, Message
 from .orders import Order
@@ -31,10 +32,11 @@ _ATTEMPTS = 2
 #: Longest text of a process that failed, in bytes.
 _LONGEST_TEXT = 4000
 
-#: What the process runs. It has the standard library and this package, and nothing of the trainer's environment.
+#: What the process runs. It has the standard library, this package and the client of object stores, if there is one,
+#: and nothing else of the trainer's environment.
 _PROGRAM = """
 import sys
-sys.path.append(sys.argv[1])
+sys.path += [sys.argv[1], *sys.argv[4:]]
 from tensorferry.checkpointing.writer_process import main
 main(int(sys.argv[2]), int(sys.argv[3]))
 """
@@ -325,7 +327,7 @@ def _started(sock: int, said: int) -> subprocess.Popen[bytes]:
     """Starts a process that writes, which has the descriptor ``sock`` and writes what it says to ``said``."""
     package = str(Path(__file__).resolve().parents[2])
     return subprocess.Popen(
-        [sys.executable, "-I", "-S", "-c", _PROGRAM, package, str(sock), str(os.getpid())],
+        [sys.executable, "-I", "-S", "-c", _PROGRAM, package, str(sock), str(os.getpid()), *client_paths()],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=said,

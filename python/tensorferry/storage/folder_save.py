@@ -19,20 +19,32 @@ from pathlib import Path
 from typing import Any
 
 from .._native import _file_entries, _file_header
-from ..errors import IncompleteCheckpoint, SystemRefused
+from ..errors import IncompleteCheckpoint, SystemRefused, TensorferryError
 from . import commits, leftovers, reserved
 from .commits import Commit
 from .container import Container, Stored
 from .folder import ABOUT, INDEX, add_shards, committed_save, encode_index
-from .names import machine
-from .whole_files import create_folder, listed, make_synced_folder, sync_folder, write_whole
+from .objects.place import ObjectPlace
+from .places import AnyPlace, begun, home_of_save
+from .whole_files import (
+    FEW,
+    create_folder,
+    listed,
+    make_synced_folder,
+    read_whole,
+    remove_empty,
+    sync_folder,
+    version_of,
+    write_whole,
+)
 
 #: The files of torch's own checkpointer, which a save into their folder replaces.
 _TORCH_FILE = "checkpoint_{}.pt"
 #: Longest text of a rank's failure, in characters.
 _LONGEST_REASON = 2000
-#: Seconds between two looks into the folder, at first and at most.
+#: Seconds between two looks into the folder, at first and at most; and into a store, which bills them.
 _SOON, _LATE = 0.005, 0.25
+_SOON_IN_STORE, _LATE_IN_STORE = 0.1, 2.0
 
 
 @dataclass(frozen=True)
@@ -80,15 +92,17 @@ class FolderSave:
         SystemRefused: the folder cannot be created
     """
 
-    def __init__(self, folder: Path, save: SaveId, patience: float = 600.0) -> None:
-        self.folder, self.save = folder, save
+    def __init__(self, folder: AnyPlace, save: SaveId, patience: float = 600.0) -> None:
+        self.folder, self.save = begun(folder), save
         self._patience = patience
-        self._name = _file_of(save)
+        self._name = _file_of(folder, save)
+        in_store = isinstance(folder, ObjectPlace)
+        self._soon, self._late = (_SOON_IN_STORE, _LATE_IN_STORE) if in_store else (_SOON, _LATE)
         self._written: Stored | None = None
         self._is_new = create_folder(self.folder)
 
     @property
-    def path(self) -> Path:
+    def path(self) -> AnyPlace:
         """Where the file of this rank belongs. A caller may put a complete one there, instead of :meth:`write`."""
         return self.folder / self._name
 
@@ -110,7 +124,7 @@ class FolderSave:
         try:
             self._written = described.write(self.path, partial=partial, threads=threads, cached=cached)
         except SystemRefused:
-            if self.folder.is_dir():
+            if isinstance(self.folder, ObjectPlace) or self.folder.is_dir():
                 raise
             # Another process has removed it while it was empty: a save of its own has failed, or old ones went.
             create_folder(self.folder)
@@ -141,8 +155,7 @@ class FolderSave:
         self._written = None
         abandon(self.folder, self.save, reason)
         if self._is_new:
-            with contextlib.suppress(OSError):
-                self.folder.rmdir()
+            remove_empty(self.folder)
 
     def close(self) -> None:
         """Unlocks the file of this rank."""
@@ -163,18 +176,16 @@ class FolderSave:
 
     def _wait_for_index(self, check: Callable[[], None]) -> None:
         """Waits until the index of this save, which rank 0 writes, is in the folder, and syncs the folder."""
-        seen: tuple[int, int] | None = None
+        seen: tuple[object, ...] | None = None
 
         def is_committed(names: list[str]) -> bool:
             nonlocal seen
             if INDEX not in names:
                 return False
-            try:
-                status = os.stat(self.folder / INDEX)
-            except OSError:
+            if (version := version_of(self.folder / INDEX)) is None:
                 return False
             # Each index is read once: it may be long, and that of an earlier save may stay for minutes.
-            before, seen = seen, (status.st_ino, status.st_mtime_ns)
+            before, seen = seen, version
             return seen != before and committed_save(self.folder) == self.save.save
 
         self._wait(is_committed, check, lambda: [0])
@@ -188,7 +199,7 @@ class FolderSave:
         self, complete: Callable[[list[str]], bool], check: Callable[[], None], missing: Callable[[], list[int]]
     ) -> None:
         """Looks into the folder until it is ``complete``, a rank has failed, or nothing changes for too long."""
-        pause, last, seen = _SOON, time.monotonic(), None
+        pause, last, seen = self._soon, time.monotonic(), None
         while True:
             names = listed(self.folder)
             if complete(names):
@@ -201,7 +212,7 @@ class FolderSave:
                     )
             now, signs = time.monotonic(), self._signs_of_life(names)
             if signs != seen:
-                last, seen, pause = now, signs, _SOON
+                last, seen, pause = now, signs, self._soon
             elif now - last > self._patience:
                 raise IncompleteCheckpoint(
                     f"{self.folder}: rank {missing()[0]} has shown no sign of life for {self._patience:g} s. All ranks "
@@ -209,10 +220,13 @@ class FolderSave:
                 )
             check()
             time.sleep(pause)
-            pause = min(pause * 1.5, _LATE)
+            pause = min(pause * 1.5, self._late)
 
     def _signs_of_life(self, names: list[str]) -> list[tuple[str, int, int]]:
         """Returns name, blocks and time of modification of this save's files, which change while ranks write them."""
+        if isinstance(self.folder, ObjectPlace):
+            # An object shows only when it is complete.
+            return [(name, 0, 0) for name in sorted(names) if self._of_this_save(name)]
         signs = []
         for name in sorted(names):
             if self._of_this_save(name):
@@ -249,19 +263,21 @@ class FolderSave:
         )
 
 
-def _file_of(save: SaveId) -> str:
-    return f"rank{save.rank:05d}-{machine()}{save.save}.safetensors"
+def _file_of(folder: AnyPlace, save: SaveId) -> str:
+    return f"rank{save.rank:05d}-{home_of_save(folder)}{save.save}.safetensors"
 
 
-def abandon(folder: Path, save: SaveId, reason: str) -> None:
+def abandon(folder: AnyPlace, save: SaveId, reason: str) -> None:
     """Ends a save whose writer on this rank has failed or is gone, for all ranks; a committed one stays.
 
     The other ranks stop waiting and report ``reason``. What this rank has written is removed, by this call or by a
     later save. Raises nothing: if the folder cannot be used, the others notice that nothing comes.
     """
-    file = folder / _file_of(save)
+    # With a deadline of its own: that of the save may have passed.
+    folder = begun(folder)
+    file = folder / _file_of(folder, save)
     partial = folder / f"{file.name}.partial"
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, TensorferryError):
         if committed_save(folder) == save.save:
             return
         if save.world_size > 1:
@@ -269,16 +285,15 @@ def abandon(folder: Path, save: SaveId, reason: str) -> None:
             # A reason may name a path that is no valid text.
             text = reason[:_LONGEST_REASON].encode(errors="backslashreplace")
             write_whole(folder / f"{file.name}.failed", text, partial, synced=False)
-        else:
+        elif isinstance(partial, Path):
             partial.unlink(missing_ok=True)
         # Of other ranks, rank 0 may be committing the file at this moment.
         if save.rank == 0:
             file.unlink(missing_ok=True)
 
 
-def _reason(path: Path) -> str:
+def _reason(path: AnyPlace) -> str:
     try:
-        with path.open(errors="replace") as file:
-            return file.read(_LONGEST_REASON)
-    except OSError as e:
+        return read_whole(path, FEW).decode(errors="replace")[:_LONGEST_REASON]
+    except (OSError, TensorferryError) as e:
         return f"its reason cannot be read ({e})"

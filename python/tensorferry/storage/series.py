@@ -12,36 +12,37 @@ from ..errors import TensorferryError
 from . import commits, leftovers
 from .folder import INDEX, Index, read_index
 from .names import is_ours
-from .whole_files import listed
+from .objects.place import ObjectPlace
+from .places import AnyPlace
+from .whole_files import listed, remove_empty, subfolders, version_of
 
 logger = logging.getLogger("tensorferry")
 
 
-def checkpoints(root: Path) -> list[tuple[Path, Index]]:
+def checkpoints(root: AnyPlace) -> list[tuple[AnyPlace, Index]]:
     """Returns the folders below ``root`` that are complete checkpoints of a checkpointer, the oldest first.
 
     Raises:
         SystemRefused: ``root`` cannot be listed
     """
-    folders = [root / name for name in listed(root) if os.path.isdir(root / name)]
-    complete = []
+    folders = [root / name for name in subfolders(root)]
+    complete: list[tuple[AnyPlace, Index]] = []
     for folder in folders:
         with contextlib.suppress(TensorferryError):
             complete.append((folder, read_index(folder)))
     return sorted(complete, key=lambda checkpoint: (checkpoint[1].began, checkpoint[0].name))
 
 
-def index_versions(root: Path) -> frozenset[tuple[str, int, int]]:
+def index_versions(root: AnyPlace) -> frozenset[tuple[object, ...]]:
     """Returns the folder, inode and time of each index directly below ``root``.
 
     Two results differ if a checkpoint was committed or removed between them.
     """
-    versions = []
-    with contextlib.suppress(OSError):
-        for entry in os.scandir(root):
-            with contextlib.suppress(OSError):
-                about = os.stat(os.path.join(entry.path, INDEX))
-                versions.append((entry.name, about.st_ino, about.st_mtime_ns))
+    versions: list[tuple[object, ...]] = []
+    with contextlib.suppress(OSError, TensorferryError):
+        names = subfolders(root) if isinstance(root, ObjectPlace) else listed(root)
+        found = ((name, version_of(root / name / INDEX)) for name in names)
+        versions.extend((name, *version) for name, version in found if version is not None)
     return frozenset(versions)
 
 
@@ -54,10 +55,10 @@ class KnownSaves:
 
     def __init__(self) -> None:
         #: By folder, inode and time of the index that was read.
-        self._seen: dict[Path, tuple[int, int]] = {}
+        self._seen: dict[AnyPlace, tuple[object, ...]] = {}
         self._newest = 0
 
-    def beginnings(self, folder: Path) -> list[int]:
+    def beginnings(self, folder: AnyPlace) -> list[int]:
         """Returns when the saves began after which one into ``folder`` is to begin; it raises nothing.
 
         These are the save in the folder and those in the folders of its series, which is that of :func:`keep_last`, and
@@ -67,14 +68,14 @@ class KnownSaves:
         series = _series(folder)
         beside: list[str] = []
         if series != folder.name:
-            with contextlib.suppress(OSError):
-                beside = os.listdir(folder.parent)
+            with contextlib.suppress(OSError, TensorferryError):
+                above = folder.parent
+                beside = subfolders(above) if isinstance(above, ObjectPlace) else os.listdir(above)
         for other in (folder.parent / name for name in beside if _series(Path(name)) == series):
-            with contextlib.suppress(OSError):
-                about = os.stat(other / INDEX)
-                if self._seen.get(other) != (version := (about.st_ino, about.st_mtime_ns)):
-                    beginnings += commits.beginnings(other / INDEX)
-                    self._seen[other] = version
+            version = version_of(other / INDEX)
+            if version is not None and self._seen.get(other) != version:
+                beginnings += commits.beginnings(other / INDEX)
+                self._seen[other] = version
         self._newest = max([*beginnings, self._newest])
         return [self._newest]
 
@@ -83,7 +84,7 @@ class KnownSaves:
         self._newest = max(self._newest, began)
 
 
-def remove_checkpoint(folder: Path, index: Index) -> None:
+def remove_checkpoint(folder: AnyPlace, index: Index) -> None:
     """Removes a checkpoint: first its index, so that a removal that is interrupted leaves no checkpoint behind.
 
     If another save has been committed in the folder since ``index`` was read, nothing is removed. Files of others stay,
@@ -96,11 +97,10 @@ def remove_checkpoint(folder: Path, index: Index) -> None:
         return
     if is_removed:
         leftovers.remove(folder, index.commit.files)
-        with contextlib.suppress(OSError):
-            folder.rmdir()
+        remove_empty(folder)
 
 
-def keep_last(count: int, newest: Path) -> None:
+def keep_last(count: int, newest: AnyPlace) -> None:
     """Removes the oldest checkpoints of a series but the last ``count``, and what killed saves and removals left of it.
 
     A series is the folders beside ``newest`` whose names differ from its name in numbers only, such as ``step-100`` and
@@ -122,7 +122,11 @@ def keep_last(count: int, newest: Path) -> None:
         return
     try:
         beside = checkpoints(newest.parent)
-        in_series = {folder: index for folder, index in beside if _series(folder) == series and not folder.is_symlink()}
+        in_series = {
+            folder: index
+            for folder, index in beside
+            if _series(folder) == series and not (isinstance(folder, Path) and folder.is_symlink())
+        }
     except TensorferryError as e:
         logger.warning("older checkpoints are not removed: %s", e)
         return
@@ -132,11 +136,11 @@ def keep_last(count: int, newest: Path) -> None:
         if folder == newest:
             break
         remove_checkpoint(folder, in_series[folder])
-    with contextlib.suppress(OSError):
-        now = os.stat(newest / INDEX).st_mtime
+    with contextlib.suppress(OSError, TensorferryError):
+        now = (newest / INDEX).stat().st_mtime
         for folder in _folders_in_series(newest):
             if folder not in in_series:
-                with contextlib.suppress(OSError):
+                with contextlib.suppress(OSError, TensorferryError):
                     _remove_remains(folder, now)
 
 
@@ -149,12 +153,12 @@ def remains_beside(newest: Path) -> list[Path]:
     with contextlib.suppress(OSError):
         for folder in _folders_in_series(newest):
             with contextlib.suppress(OSError):
-                if folder != newest and _is_remains(os.listdir(folder)):
+                if folder != newest and isinstance(folder, Path) and _is_remains(os.listdir(folder)):
                     found.append(folder)
     return found
 
 
-def _folders_in_series(newest: Path) -> list[Path]:
+def _folders_in_series(newest: AnyPlace) -> list[AnyPlace]:
     """Returns the folders of the series of ``newest``, that one among them; none without a number in its name.
 
     Raises:
@@ -163,20 +167,22 @@ def _folders_in_series(newest: Path) -> list[Path]:
     series = _series(newest)
     if series == newest.name:
         return []
+    if isinstance(newest, ObjectPlace):
+        folders = [newest.parent / name for name in subfolders(newest.parent)]
+        return [folder for folder in folders if _series(folder) == series]
     beside = [Path(entry.path) for entry in os.scandir(newest.parent) if entry.is_dir(follow_symlinks=False)]
     return [folder for folder in beside if _series(folder) == series]
 
 
-def _series(folder: Path) -> str:
+def _series(folder: AnyPlace) -> str:
     return re.sub(r"[0-9]+", "#", folder.name)
 
 
-def _remove_remains(folder: Path, now: float) -> None:
+def _remove_remains(folder: AnyPlace, now: float) -> None:
     """Removes a folder in which nothing is but files of saves that were killed."""
-    if _is_remains(os.listdir(folder)):
+    if _is_remains(listed(folder)):
         leftovers.remove_leftovers(folder, now, None, set(), lambda: set())
-        with contextlib.suppress(OSError):
-            folder.rmdir()
+        remove_empty(folder)
 
 
 def _is_remains(names: list[str]) -> bool:

@@ -9,8 +9,8 @@ import stat
 from pathlib import Path
 
 from .._native import _check_machine_has
-from ..errors import ProtocolError, SystemRefused
-from .objects.place import ObjectPlace
+from ..errors import ProtocolError, SystemRefused, TensorferryError
+from .objects.place import ObjectPlace, ObjectStat
 from .places import AnyPlace
 
 #: The most bytes of a file that says a few things about a checkpoint.
@@ -127,6 +127,34 @@ def listed(folder: AnyPlace) -> list[str]:
         return os.listdir(folder)
     except OSError as e:
         raise SystemRefused(e.errno, f"the folder {folder} cannot be listed: {e.strerror}") from e
+
+
+def version_of(path: AnyPlace) -> tuple[object, ...] | None:
+    """Returns what differs once a file or object has been replaced; ``None`` if there is none, or it cannot be seen."""
+    try:
+        about = path.stat()
+    except (OSError, TensorferryError):
+        return None
+    return (about.tag, about.st_mtime_ns) if isinstance(about, ObjectStat) else (about.st_ino, about.st_mtime_ns)
+
+
+def subfolders(folder: AnyPlace) -> list[str]:
+    """Returns the names of the folders directly in ``folder``; links to folders are among them.
+
+    Raises:
+        SystemRefused: it cannot be listed
+        TensorferryError: the store does not answer, or refuses
+    """
+    if isinstance(folder, ObjectPlace):
+        return sorted(folder.folders())
+    return [name for name in listed(folder) if os.path.isdir(folder / name)]
+
+
+def remove_empty(folder: AnyPlace) -> None:
+    """Removes a folder if nothing is in it; a store has no folders."""
+    if isinstance(folder, Path):
+        with contextlib.suppress(OSError):
+            folder.rmdir()
 
 
 def create_folder(folder: AnyPlace) -> bool:

@@ -7,7 +7,6 @@ import math
 import re
 from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from ..._native import Entries, Remote, Stored, _dtypes, _file_entry_digests

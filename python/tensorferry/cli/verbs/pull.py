@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from ...errors import InvalidArgument, ProtocolError, SystemRefused
-from ...storage.places import refuse_url
+from ...storage.places import local_path, refuse_url
 from .. import exits
 from ..flags import Json, Receiving, Relay, Switch, Trust
 from ..output import console, suffixes
@@ -214,7 +214,7 @@ class _Pull:
             save = SaveId.new(step=step, known=KnownSaves().beginnings(folder))
             saves.append(FolderSave(folder, save))
             partial = folder / _partial_name(urls[:1], step)
-            return _Target(saves[-1].path), Download(remote, partial, step=step, unique=True)
+            return _Target(local_path(saves[-1].path)), Download(remote, partial, step=step, unique=True)
 
         try:
             _, step = self._fetch(urls, begin)
@@ -258,7 +258,7 @@ class _Pull:
                     if reserved.MANIFEST not in remote.names:
                         raise ProtocolError(f"rank {len(saves) - 1} serves no state, as the first rank does")
                     partial = folder / _partial_name([url], step)
-                    return _Target(saves[-1].path), Download(remote, partial, step=step, unique=True)
+                    return _Target(local_path(saves[-1].path)), Download(remote, partial, step=step, unique=True)
 
                 self._fetch([url], begin, title=f"rank {rank} of {len(urls)}")
             saves[0].commit()

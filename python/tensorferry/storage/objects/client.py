@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
 import threading
 from collections.abc import Mapping
@@ -46,6 +47,12 @@ def obstore() -> Any:
         return importlib.import_module("obstore")
     except ImportError as e:
         raise InvalidArgument(_MISSING) from e
+
+
+def client_paths() -> list[str]:
+    """Returns the folders in which another process finds ``obstore``; none without it."""
+    found = importlib.util.find_spec("obstore")
+    return [] if found is None or not found.origin else [os.path.dirname(os.path.dirname(found.origin))]
 
 
 def options_of(options: Mapping[str, Any] | None) -> Mapping[str, Any]:

@@ -1,0 +1,100 @@
+"""SyncCheckpointer and AsyncCheckpointer save to a bucket, keep the last ones, and load the latest."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+
+from stores import objects
+from tensorferry.checkpointing import AsyncCheckpointer, SyncCheckpointer, latest_checkpoint
+from tensorferry.errors import IncompleteCheckpoint
+
+pytestmark = pytest.mark.process
+
+
+def state(seed=0):
+    return {"w": torch.full((300, 70), float(seed)), "step": seed, "o": {"x": [1, 2]}}
+
+
+def test_a_sync_checkpointer(any_server):
+    checkpointer = SyncCheckpointer()
+    for step in (1, 2):
+        checkpointer.save(any_server.place, state(step), step=step)
+    assert len(objects(any_server.url, any_server.prefix)) == 2
+    found = checkpointer.load(any_server.place)
+    assert torch.equal(found["w"], state(2)["w"])
+    assert found["step"] == 2
+    into = {"w": torch.zeros(300, 70)}
+    assert checkpointer.load(any_server.place, into) is into
+    assert torch.equal(into["w"], state(2)["w"])
+
+
+def test_an_async_checkpointer_keeps_the_last_ones(server):
+    checkpointer = AsyncCheckpointer(keep_last=2)
+    try:
+        for step in range(1, 5):
+            staged, written = checkpointer.save(f"{server.place}/step-{step}", state(step), step=step)
+            written.result(60)
+        del staged
+        kept = {key.split("/")[1] for key in objects(server.url, server.prefix)}
+        assert kept == {"step-3", "step-4"}
+        assert latest_checkpoint(server.place) == f"{server.place}/step-4"
+        assert checkpointer.latest(server.place) == f"{server.place}/step-4"
+        assert checkpointer.load(latest_checkpoint(server.place))["step"] == 4
+    finally:
+        checkpointer.close()
+
+
+def test_nothing_there(server):
+    assert latest_checkpoint(server.place) is None
+    with pytest.raises(IncompleteCheckpoint, match="holds no complete checkpoint"):
+        SyncCheckpointer().load(server.place)
+
+
+RANK = textwrap.dedent(
+    """
+    import sys, warnings
+    warnings.simplefilter("ignore")
+    import torch, torch.distributed as dist
+    from tensorferry.checkpointing import SyncCheckpointer
+    rank, port, place, fails = int(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4] == "fails"
+    dist.init_process_group("gloo", init_method=f"file://{port}", rank=rank, world_size=2)
+    checkpointer = SyncCheckpointer(patience=30)
+    value = {"w": torch.full((64,), float(rank)), "bad": (lambda: 0) if fails and rank == 1 else 1}
+    try:
+        checkpointer.save(place, value, step=1)
+        print("saved", checkpointer.load(place)["w"][0].item())
+    except Exception as e:
+        print(type(e).__name__, e)
+    dist.destroy_process_group()
+    """
+)
+
+
+def two_ranks(server, tmp_path, how):
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", RANK, str(rank), str(tmp_path / "store"), server.place, how],
+            stdout=subprocess.PIPE,
+            text=True,
+            env=dict(os.environ),
+        )
+        for rank in range(2)
+    ]
+    return [rank.communicate(timeout=100)[0].strip() for rank in ranks]
+
+
+def test_two_ranks(server, tmp_path):
+    assert two_ranks(server, tmp_path, "works") == ["saved 0.0", "saved 1.0"]
+    assert len(objects(server.url, server.prefix)) == 3
+
+
+def test_a_rank_that_fails_ends_the_save_of_all(server, tmp_path):
+    first, second = two_ranks(server, tmp_path, "fails")
+    assert "rank 1 has failed" in first, first
+    assert "lambda" in second or "bad" in second, second
