@@ -29,7 +29,8 @@ def told(capsys, *arguments):
     return status, json.loads(capsys.readouterr().out)
 
 
-def test_inspect(server, capsys):
+def test_inspect(any_server, capsys):
+    server = any_server
     save(state(), server.place)
     status, found = told(capsys, "inspect", server.place, "--digests")
     assert status == 0

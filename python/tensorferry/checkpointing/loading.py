@@ -173,7 +173,7 @@ class _StateLoad:
 
     def run(self, path: AnyPlace) -> tuple[Any, list[str]]:
         """Loads the folder or file ``path``, again if saves replace it; returns the state and the missing keys."""
-        if is_file(path):
+        if (not isinstance(path, ObjectPlace) or path.may_be_file) and is_file(path):
             return self.from_file(path)
         for _ in range(ATTEMPTS):
             try:

@@ -116,7 +116,7 @@ def _find_in_store(text: str) -> Place:
     place = any_place(text)
     assert isinstance(place, ObjectPlace)
     try:
-        opened = place.opened() if place.key else None
+        opened = place.opened() if place.may_be_file else None
     except IncompleteCheckpoint:
         opened = None
     if opened is None:

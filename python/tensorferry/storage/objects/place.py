@@ -201,6 +201,11 @@ class ObjectPlace:
 
     exists = is_file
 
+    @property
+    def may_be_file(self) -> bool:
+        """Whether its name is one that files of states have: not every store answers well to other questions."""
+        return self.suffix in (".safetensors", ".pt", ".pth", ".bin", ".json")
+
     def is_dir(self) -> bool:
         """Whether there is an object whose key begins with this one and a slash."""
         return any(True for _ in self.entries(1))

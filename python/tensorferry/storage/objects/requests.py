@@ -141,7 +141,8 @@ class Calls:
                     return future.result(min(left, 0.2))
                 except concurrent.futures.TimeoutError:
                     if future.done():
-                        raise
+                        # It may have ended just now, with a result or with a time-out of its own.
+                        return future.result()
                 if watch is not None:
                     watch()
                 if left <= _LATE_S / 2 and not future.done():

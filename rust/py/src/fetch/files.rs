@@ -77,6 +77,7 @@ pub(crate) fn write_file(
 /// checksums.
 #[pyfunction]
 #[pyo3(name = "_file_entries")]
+#[allow(clippy::needless_pass_by_value, reason = "what the interpreter calls takes its arguments by value")]
 pub(crate) fn file_entries<'py>(
     path: &Bound<'py, PyAny>,
     names: Vec<String>,

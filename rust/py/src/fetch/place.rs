@@ -28,7 +28,8 @@ impl Place {
         let py = place.py();
         let Some(open) = place.getattr_opt(intern!(py, "_ranges"))? else { return Ok(Self::Path(place.extract()?)) };
         let (name, len, reader): (String, u64, Py<PyAny>) = open.call0()?.extract()?;
-        let shared = Arc::new(Reader { reader, failure: Mutex::default(), is_cancelled: AtomicBool::new(false) });
+        let shared =
+            Arc::new(Reader { object: reader, failure: Mutex::default(), is_cancelled: AtomicBool::new(false) });
         Ok(Self::Ranges(PyRanges { name: name.into(), len, shared }))
     }
 
@@ -57,12 +58,11 @@ impl Place {
             ranges.shared.cancel();
         };
         let done = runtime::run_until(py, end, watch, work);
-        if done.is_err() && !cancel.is_cancelled() {
-            if let Some(failure) = ranges.shared.failure.lock().unwrap_or_else(PoisonError::into_inner).take() {
-                return Err(failure);
-            }
+        let raised = ranges.shared.failure.lock().unwrap_or_else(PoisonError::into_inner).take();
+        match raised {
+            Some(raised) if done.is_err() && !cancel.is_cancelled() => Err(raised),
+            _ => done,
         }
-        done
     }
 }
 
@@ -75,7 +75,7 @@ pub(crate) struct PyRanges {
 }
 
 struct Reader {
-    reader: Py<PyAny>,
+    object: Py<PyAny>,
     /// The first exception of a read.
     failure: Mutex<Option<PyErr>>,
     is_cancelled: AtomicBool,
@@ -88,7 +88,7 @@ impl Reader {
             return;
         }
         Python::try_attach(|py| {
-            if let Err(e) = self.reader.call_method0(py, intern!(py, "cancel")) {
+            if let Err(e) = self.object.call_method0(py, intern!(py, "cancel")) {
                 e.write_unraisable(py, None);
             }
         });
@@ -99,7 +99,7 @@ impl Drop for Reader {
     fn drop(&mut self) {
         Python::try_attach(|py| {
             let none = py.None();
-            std::mem::replace(&mut self.reader, none).drop_ref(py);
+            std::mem::replace(&mut self.object, none).drop_ref(py);
         });
     }
 }
@@ -118,7 +118,7 @@ impl Ranges for PyRanges {
     fn read(&self, at: u64, bytes: &mut [u8]) -> Result<(), Error> {
         let (address, len) = (bytes.as_mut_ptr().expose_provenance(), bytes.len());
         let done = Python::try_attach(|py| {
-            self.shared.reader.call_method1(py, intern!(py, "read"), (at, address, len)).map(drop).map_err(|e| {
+            self.shared.object.call_method1(py, intern!(py, "read"), (at, address, len)).map(drop).map_err(|e| {
                 self.shared.failure.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(e).to_string()
             })
         });
