@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -16,6 +17,7 @@ import torch.distributed.checkpoint as dcp
 from stores import Gateway, environment, objects, uploads
 from tensorferry.dcp import FileReader, FileWriter, own_errors
 from tensorferry.errors import IncompleteCheckpoint
+from tensorferry.storage import commits
 
 pytestmark = [pytest.mark.filterwarnings("ignore::UserWarning"), pytest.mark.process]
 
@@ -118,6 +120,29 @@ def test_what_a_living_save_has_written_stays(server):
     writer = FileWriter(server.place, progress=progress)
     with pytest.raises(IncompleteCheckpoint, match="began later has finished before"), own_errors():
         dcp.save({"w": torch.ones(5)}, storage_writer=writer, no_dist=True)
+    into = {"v": torch.zeros(3)}
+    dcp.load(into, storage_reader=FileReader(server.place), no_dist=True)
+    assert into["v"].tolist() == [1, 1, 1]
+    assert len(objects(server.url, server.prefix)) == 3
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["where nothing is", "where a checkpoint is"])
+def test_a_save_that_commits_between_the_look_and_the_write_stays(server, monkeypatch, first):
+    if not first:
+        dcp.save({"u": torch.ones(2)}, storage_writer=FileWriter(server.place), no_dist=True)
+    moments = []
+
+    def reached(moment, _):
+        if moment == "checked" and not moments:
+            moments.append(moment)
+            # It began later, and so it wins.
+            dcp.save({"v": torch.ones(3)}, storage_writer=FileWriter(server.place), no_dist=True)
+
+    monkeypatch.setattr(commits, "reached", reached)
+    # In the middle of a commit of the same thread, another one would be refused.
+    monkeypatch.setattr(commits, "alone_in", lambda _: contextlib.nullcontext())
+    with pytest.raises(IncompleteCheckpoint, match="began later has finished before"), own_errors():
+        dcp.save({"w": torch.ones(5)}, storage_writer=FileWriter(server.place), no_dist=True)
     into = {"v": torch.zeros(3)}
     dcp.load(into, storage_reader=FileReader(server.place), no_dist=True)
     assert into["v"].tolist() == [1, 1, 1]
