@@ -3,6 +3,7 @@
 //! ```text
 //! GET {step}/swarm?port=4000&token=0f..&need=0-16,20-21      a member says how it is reached and what it lacks
 //!                 &took=16-17&zone=eu                        what it fetches already without a grant
+//!                 &part=0123456789abcdef                     names the blocks it wants, if these are not all
 //!                 &table=1&covered=1&leave=1                 and how it stands ([`Standing`])
 //!
 //! grant 0-4                                                  blocks it may fetch from the source
@@ -36,6 +37,8 @@ pub const FINGERPRINT_LEN: usize = 64;
 pub const MAX_PEERS: usize = 64;
 /// The longest URL of a member.
 const MAX_URL: usize = 256;
+/// The length of the number that stands for a part, in hex digits.
+const PART_LEN: usize = 16;
 /// The longest name of a zone.
 pub const MAX_ZONE: usize = 64;
 
@@ -74,6 +77,8 @@ pub struct Ask {
     pub standing: Standing,
     /// The zone in which it runs, at most [`MAX_ZONE`] letters, digits and `-_.`; `None` where it knows of none.
     pub zone: Option<String>,
+    /// Stands for the blocks that it wants, where it does not want all: members with the same number want the same.
+    pub part: Option<u64>,
 }
 
 /// What a tracker answers.
@@ -155,6 +160,9 @@ impl Ask {
         if let Some(zone) = self.zone.as_deref().and_then(zone) {
             let _ = write!(query, "&zone={zone}");
         }
+        if let Some(part) = self.part {
+            let _ = write!(query, "&part={part:016x}");
+        }
         query
     }
 
@@ -165,14 +173,15 @@ impl Ask {
     ///
     /// let relay = RelayAddress { port: 4000, token: "0f".repeat(16), fingerprint: None };
     /// let need = vec![(0, 16), (20, 21)];
-    /// let ask = Ask { relay, need, took: vec![(16, 17)], standing: Default::default(), zone: Some("eu-1".to_owned()) };
+    /// let zone = Some("eu-1".to_owned());
+    /// let ask = Ask { relay, need, took: vec![(16, 17)], standing: Default::default(), zone, part: Some(7) };
     /// assert_eq!(Ask::parse(&ask.query()), Some(ask));
     /// assert_eq!(Ask::parse("port=4000&token=../healthz"), None);
     /// ```
     #[must_use]
     pub fn parse(query: &str) -> Option<Self> {
         let (mut port, mut token, mut fingerprint, mut need, mut took) = (None, None, None, Vec::new(), Vec::new());
-        let (mut standing, mut place) = (Standing::default(), None);
+        let (mut standing, mut place, mut part) = (Standing::default(), None, None);
         for field in query.split('&') {
             match field.split_once('=')? {
                 ("port", value) => port = Some(value.parse().ok().filter(|&port| port > 0)?),
@@ -184,11 +193,12 @@ impl Ask {
                 ("covered", value) => standing.is_covered = value == "1",
                 ("leave", value) => standing.leaves = value == "1",
                 ("zone", value) => place = Some(zone(value)?),
+                ("part", value) => part = Some(u64::from_str_radix(&hex(value, PART_LEN)?, 16).ok()?),
                 _ => {}
             }
         }
         let relay = RelayAddress { port: port?, token: token?, fingerprint };
-        Some(Self { relay, need, took, standing, zone: place })
+        Some(Self { relay, need, took, standing, zone: place, part })
     }
 }
 
@@ -317,7 +327,7 @@ mod tests {
 
     fn ask(need: &[(u64, u64)]) -> Ask {
         let relay = RelayAddress { port: 1, token: "a0".repeat(16), fingerprint: Some("0".repeat(FINGERPRINT_LEN)) };
-        Ask { relay, need: need.to_vec(), took: Vec::new(), standing: Standing::default(), zone: None }
+        Ask { relay, need: need.to_vec(), took: Vec::new(), standing: Standing::default(), zone: None, part: None }
     }
 
     #[test]
@@ -338,7 +348,8 @@ mod tests {
         }
         for said in 0..8 {
             let standing = Standing { has_table: said & 1 > 0, is_covered: said & 2 > 0, leaves: said & 4 > 0 };
-            let ask = Ask { standing, zone: Some("eu-1.b_2".to_owned()), ..ask(&[(0, 1)]) };
+            let part = Some(u64::MAX / 8 * said).filter(|_| said > 0);
+            let ask = Ask { standing, zone: Some("eu-1.b_2".to_owned()), part, ..ask(&[(0, 1)]) };
             assert_eq!(Ask::parse(&ask.query()), Some(ask));
         }
         assert_eq!(Ask { zone: Some("a&leave=1".to_owned()), ..ask(&[]) }.query(), ask(&[]).query());
@@ -381,6 +392,9 @@ mod tests {
             "port=1&token=T/../../x",
             "port=1&token=T&zone=",
             "port=1&token=T&zone=a/b",
+            "port=1&token=T&part=",
+            "port=1&token=T&part=+123456789abcdef",
+            "port=1&token=T&part=0123456789abcdef0",
         ] {
             assert_eq!(Ask::parse(&bad.replace('T', &token)), None, "{bad}");
         }

@@ -20,7 +20,7 @@ use bytes::Bytes;
 use tensorferry_wire::digest::{BLOCK_SIZE, BLOCK_SIZES};
 
 use crate::error::{Error, ErrorKind};
-use crate::memory::{ALIGNMENT, FreshPages, Memory, PAGE};
+use crate::memory::{ALIGNMENT, FreshPages, Memory, PAGE, untouched};
 
 /// One run of payload bytes and the address they go to.
 #[derive(Clone, Copy, Debug)]
@@ -219,28 +219,73 @@ impl Plan {
         }
     }
 
+    /// Sends bytes of wanted blocks that nobody wants to `spare`, which has room for [`Plan::spare_len`] bytes: all bytes
+    /// of these blocks have a destination then.
+    ///
+    /// # Safety
+    /// As for [`Extent::new`], of all of `spare`.
+    pub(crate) unsafe fn fill_gaps(&mut self, spare: &mut [u8]) -> Result<(), Error> {
+        let (mut extents, mut rest) = (self.extents.clone(), spare);
+        for (start, end) in self.gaps() {
+            let parts = usize::try_from(end - start).ok().and_then(|len| rest.split_at_mut_checked(len));
+            let Some((gap, behind)) = parts else {
+                return Err(Error::new(ErrorKind::Invalid, "there is too little room for what nobody wants"));
+            };
+            // SAFETY: a part of `spare`, for which the caller promises it.
+            extents.push(unsafe { Extent::new(start, end - start, gap.as_mut_ptr() as usize) });
+            rest = behind;
+        }
+        self.extents = Self::new(extents, self.payload_len)?.extents;
+        Ok(())
+    }
+
+    /// How many bytes of wanted blocks have no destination.
+    pub(crate) fn spare_len(&self) -> u64 {
+        self.gaps().map(|(start, end)| end - start).sum()
+    }
+
+    /// The bytes of wanted blocks that have no destination, as runs.
+    fn gaps(&self) -> impl Iterator<Item = (u64, u64)> {
+        let bounds = |(first, end): (u64, u64)| (self.block_bounds(first).0, self.block_bounds(end - 1).1);
+        self.wanted_blocks(0).into_iter().map(bounds).flat_map(|(start, end)| {
+            let first = self.extents.partition_point(|extent| extent.end() <= start);
+            let within = self.extents[first..].iter().take_while(move |extent| extent.start < end);
+            let mut at = start;
+            let before = within.map(|extent| (extent.start, extent.end())).chain([(end, end)]);
+            before.map(move |(next, behind)| (std::mem::replace(&mut at, behind), next)).filter(|gap| gap.0 < gap.1)
+        })
+    }
+
     /// All of the payload as memory to be read, in order: destinations, and bytes that have none from `prefix`, which is
-    /// the beginning of the payload. `None` if some are in neither.
+    /// the beginning of the payload, or zeros in the place of bytes that do not come. `None` if memory cannot be so long.
     ///
     /// # Safety
     /// The memory may be read only while this plan exists, and no byte of it while it is received.
     pub(crate) unsafe fn readable(&self, prefix: &Bytes) -> Option<Vec<Memory>> {
         let mut parts = Vec::with_capacity(self.extents.len() + 2);
+        let starts = self.extents.iter().map(|extent| extent.start).chain([self.payload_len]);
+        let ends = std::iter::once(0).chain(self.extents.iter().map(Extent::end));
+        let known = prefix.len() as u64;
+        let longest = starts.zip(ends).map(|(start, end)| start.saturating_sub(end.max(known))).max();
+        let absent = untouched(longest.unwrap_or(0)).ok()?;
         let gap = |start: u64, end: u64| {
-            let (start, end) = (usize::try_from(start).ok()?, usize::try_from(end).ok()?);
-            (end <= prefix.len()).then(|| Memory::from(prefix.slice(start..end)))
+            let middle = known.clamp(start, end);
+            let here = usize::try_from(start).ok()?..usize::try_from(middle).ok()?;
+            let here = if start < middle { prefix.slice(here) } else { Bytes::new() };
+            let rest = absent.slice(..usize::try_from(end - middle).ok()?);
+            Some([Memory::from(here), Memory::from(rest)])
         };
         let mut at = 0;
         for extent in &self.extents {
             if at < extent.start {
-                parts.push(gap(at, extent.start)?);
+                parts.extend(gap(at, extent.start)?);
             }
             // SAFETY: destinations are memory until the plan is gone; the caller promises the rest.
             parts.push(unsafe { Memory::borrowed(extent.address, usize::try_from(extent.len).ok()?) });
             at = extent.end();
         }
         if at < self.payload_len {
-            parts.push(gap(at, self.payload_len)?);
+            parts.extend(gap(at, self.payload_len)?);
         }
         Some(parts)
     }
@@ -300,8 +345,39 @@ mod tests {
         // SAFETY: only lengths are looked at.
         let parts = |plan: &Plan, prefix| unsafe { plan.readable(prefix) };
         let lengths: Vec<_> = parts(&plan(9), &prefix).unwrap().iter().map(Memory::len).collect();
-        assert_eq!(lengths, [3, 2, 2, 2]);
-        assert!(parts(&plan(9), &short).is_none() && parts(&plan(10), &prefix).is_none());
+        assert_eq!(lengths.iter().filter(|&&len| len > 0).copied().collect::<Vec<_>>(), [3, 2, 2, 2]);
+        // What does not come is zeros, so that all else is in its place.
+        for (len, prefix) in [(9, short), (10, prefix), (1 << 40, Bytes::new())] {
+            let parts = parts(&plan(len), &prefix).unwrap();
+            assert_eq!(parts.iter().map(Memory::len).sum::<usize>() as u64, len);
+        }
+    }
+
+    #[test]
+    fn what_nobody_wants_of_wanted_blocks_has_a_place_of_its_own() {
+        const BLOCK: usize = BLOCK_SIZE as usize;
+        let mut memory = vec![1_u8; 3 * BLOCK];
+        let address = memory.as_mut_ptr() as usize;
+        // SAFETY: the memory is this test's, and the plan is the only one to write to it.
+        let extent = |start, len, at| unsafe { Extent::new(start, len, address + at) };
+        let wanted = vec![extent(10, 20, 0), extent(BLOCK_SIZE - 5, 7, 100), extent(5 * BLOCK_SIZE, 3, 200)];
+        let mut plan = Plan::new(wanted, 5 * BLOCK_SIZE + 4).unwrap();
+        let gaps: Vec<_> = plan.gaps().collect();
+        let (second, last) = (BLOCK_SIZE + 2, 5 * BLOCK_SIZE + 3);
+        assert_eq!(gaps, [(0, 10), (30, BLOCK_SIZE - 5), (second, 2 * BLOCK_SIZE), (last, last + 1)]);
+        let (blocks, len) = (plan.wanted_blocks(0), plan.spare_len());
+        let mut spare = vec![0_u8; usize::try_from(len).unwrap()];
+        // SAFETY: as above.
+        unsafe { plan.fill_gaps(&mut spare) }.unwrap();
+        assert_eq!((plan.spare_len(), plan.wanted_blocks(0)), (0, blocks));
+        assert_eq!(plan.wanted(), 2 * BLOCK_SIZE + 4);
+        let mut sink = [0_u8; 0];
+        plan.with_slices(BLOCK_SIZE - 6, second + 1, &mut sink, |slices| {
+            assert_eq!(slices.iter().map(|slice| slice.len()).collect::<Vec<_>>(), [1, 7, 1]);
+            slices.iter_mut().for_each(|slice| slice.fill(9));
+        });
+        assert_eq!((memory[99], &memory[100..107], memory[107]), (1, &[9; 7][..], 1));
+        assert_eq!(spare.iter().filter(|&&byte| byte == 9).count(), 2);
     }
 
     #[test]

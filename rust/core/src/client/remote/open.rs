@@ -129,6 +129,7 @@ impl Remote {
                         progress: options.progress,
                         relay: options.relay,
                         relays_at_once: options.relays_at_once,
+                        beside: options.beside.max(1),
                         limits,
                     });
                 }

@@ -213,7 +213,8 @@ impl Remote {
             Some(relay) => {
                 let of = (self.header_digest, self.header.payload_len());
                 let source = &self.sources[self.primary];
-                Swarm::new(relay, source, (&self.key, &self.prefix), plan, of, self.relays_at_once, &self.limits)?
+                let begins = (self.relays_at_once, self.beside);
+                Swarm::new(relay, source, (&self.key, &self.prefix), plan, of, begins, &self.limits)?
             }
             None => None,
         };
