@@ -206,6 +206,10 @@ bench-fleet: build ## one source and up to 8 receivers on shaped links, beside t
 bench-replicas: build ## a heal that every healthy replica sends to, beside one source, on shaped links: table and JSON; needs root
 	$(BIN)/python benches/replicas.py --json build/bench/replicas.json $(BENCH_REPLICAS_ARGS)
 
+.PHONY: bench-shared-reads
+bench-shared-reads: build ## ranks that load the same state with PeerReader, on shaped links: table and JSON; needs root
+	$(BIN)/python benches/shared_reads.py --json build/bench/shared_reads.json $(BENCH_SHARED_READS_ARGS)
+
 .PHONY: bench-rails
 BENCH_RAILS_ARGS ?=
 bench-rails: build ## receives over several links between hosts, some of them broken: share of what they carry; needs root
