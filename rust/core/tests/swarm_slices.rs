@@ -8,7 +8,9 @@ use tensorferry_wire::digest::Hasher;
 use crate::common::raw::Raw;
 use crate::common::{BLOCK, Rig, STEP, State, eventually, lanes};
 use crate::slices::{Part, expected, fetch, slices};
-use crate::swarm::{ask, ask_by, count, etag, length_of, liar, member, offering, port_of, relay_for, source, unfinished};
+use crate::swarm::{
+    ask, ask_by, count, etag, length_of, liar, member, offering, port_of, relay_for, source, unfinished,
+};
 
 const MIB: u64 = BLOCK as u64;
 
@@ -23,7 +25,12 @@ fn part_of(runs: &[(u64, u64)]) -> String {
 }
 
 /// What each of `rigs` fetches of `parts`, all at the same time.
-fn together(source: &Rig, state: &State, rigs: &[Rig], parts: impl Fn(usize) -> Vec<Part<'static>> + Sync) -> Vec<Report> {
+fn together(
+    source: &Rig,
+    state: &State,
+    rigs: &[Rig],
+    parts: impl Fn(usize) -> Vec<Part<'static>> + Sync,
+) -> Vec<Report> {
     std::thread::scope(|scope| {
         let one = |(index, rig)| {
             let parts = &parts;
@@ -41,7 +48,8 @@ fn slices_that_all_want_leave_the_source_about_once() {
     let rigs: Vec<_> = (0..4).map(|_| Rig::new()).collect();
     // Beginning and end in the middle of a block, and a hole: what nobody wants of these blocks is passed on as well.
     let (hole, half) = (40 * MIB + 99, MIB / 2);
-    let parts = move |_| vec![("w0", 3 * MIB + half, hole - 3 * MIB - half, vec![]), ("w0", hole + 5, 29 * MIB, vec![])];
+    let parts =
+        move |_| vec![("w0", 3 * MIB + half, hole - 3 * MIB - half, vec![]), ("w0", hole + 5, 29 * MIB, vec![])];
     let before = source.server.bytes_served();
     let reports = together(&source, &state, &rigs, parts);
     let sent = source.server.bytes_served() - before;
