@@ -48,9 +48,8 @@ def load(order: dict[str, Any], rank: int, world: int) -> None:
             ended.append(all(torch.equal(found[name], expected[name]) for name in expected))
 
     timeout = timedelta(seconds=order.get("timeout", 300))
-    reader = PeerReader(
-        order["metadata"], timeout=timeout, same_host=False, relay=order["relay"], progress=progress
-    )
+    os.environ.update(order.get("environment", {}))
+    reader = PeerReader(order["metadata"], timeout=timeout, same_host=False, relay=order["relay"], progress=progress)
     time.sleep(max(order.get("at", 0) - time.monotonic(), 0))
     begin, error = time.monotonic(), ""
     try:

@@ -51,11 +51,12 @@ class Loading:
         """The bytes that the source has served."""
         return self.source.ask(do="count")["served"]
 
-    def begin(self, relay: bool = True, **more: Any) -> None:
-        """Has all ranks begin to load."""
+    def begin(self, relay: bool = True, hidden: int | None = None, **more: Any) -> None:
+        """Has all ranks begin to load; nobody reaches the one of number ``hidden``."""
         what = {"mib": MIB, "metadata": self.metadata, "relay": relay, "tells": True, "timeout": 60, **more}
-        for agent in self.ranks:
-            self._order(agent, do="load", at=time.monotonic() + 0.5, **what)
+        for rank, agent in enumerate(self.ranks):
+            environment = {"TENSORFERRY_INTERFACE": "127.0.0.1"} if rank == hidden else {}
+            self._order(agent, do="load", at=time.monotonic() + 0.5, environment=environment, **what)
 
     def past(self, share: float, rank: int) -> None:
         """Waits until a rank has more than this share of what it wants."""
@@ -120,6 +121,14 @@ def test_a_rank_whose_link_is_cut_is_done_without(loading: Loading) -> None:
     loading.past(0.3, 2)
     loading.fabric.cut(3, 0)
     assert [one["equal"] for one in loading.end(0, 1)] == [True, True]
+
+
+def test_a_rank_that_nobody_reaches_is_done_without(loading: Loading) -> None:
+    loading.begin(hidden=2)
+    told = loading.end(0, 1, 2)
+    assert [(one["equal"], one["error"]) for one in told] == [(True, "")] * RANKS
+    assert told[2]["report"]["relayed"] > 0, "it reaches the others"
+    assert loading.served() - loading.before < 2.5 * STATE
 
 
 def test_a_source_that_dies_ends_every_load_with_an_error(loading: Loading) -> None:
