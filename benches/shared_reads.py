@@ -1,8 +1,8 @@
 """How long ranks take that load the same state with `PeerReader` from one source, with and without each other's help.
 
-Each rank is a host on a link of its own, as in `fleet.py`. Times are in copies, what one rank alone takes; `sent` is what
-the counter of the source's link says. Then, without shaped links, what it costs ranks that have nothing in common: their
-rates with `relay=True` beside `relay=False`, in turns. The first part needs root, `ip` and `tc`.
+Each rank is a host on a link of its own, as in `fleet.py`. Times are in copies, what one rank alone takes; `sent` is
+what the counter of the source's link says. Then, without shaped links, what it costs ranks that have nothing in common:
+their rates with `relay=True` beside `relay=False`, in turns. The first part needs root, `ip` and `tc`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ def join(ranks: list[subprocess.Popen[str]], master: str, interface: str | None,
         answer(process)
 
 
-def loads(ranks: list[subprocess.Popen[str]], mib: int, metadata: str, relay: bool, **more: Any) -> list[dict[str, Any]]:
+def loads(
+    ranks: list[subprocess.Popen[str]], mib: int, metadata: str, relay: bool, **more: Any
+) -> list[dict[str, Any]]:
     """Has all ranks load at the same time; returns what they say.
 
     Raises:
@@ -141,8 +143,11 @@ def cost(mib: int, rounds: int, own: bool, ranks: int = 2) -> dict[str, Any]:
                 ratios.append(took[False] / took[True])
     what = "each its own" if own else "all the same"
     figures = {"loads": what, "median": statistics.median(ratios), "lowest": min(ratios), "highest": max(ratios)}
-    print(f"{ranks} ranks on a fast network, {what}: rate with relays / without, of {rounds} pairs: "
-          f"{figures['median']:.3f} ({figures['lowest']:.3f}-{figures['highest']:.3f})", flush=True)
+    print(
+        f"{ranks} ranks on a fast network, {what}: rate with relays / without, of {rounds} pairs: "
+        f"{figures['median']:.3f} ({figures['lowest']:.3f}-{figures['highest']:.3f})",
+        flush=True,
+    )
     return figures
 
 

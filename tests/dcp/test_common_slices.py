@@ -94,7 +94,8 @@ def listening():
     for descriptor in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):
             sockets.add(os.readlink(descriptor))
-    lines = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/self/net/{name}").open()]
+    tables = [Path(f"/proc/self/net/{name}").read_text() for name in ("tcp", "tcp6")]
+    lines = [line.split() for table in tables for line in table.splitlines()]
     return {line[9] for line in lines if line[3] == "0A" and f"socket:[{line[9]}]" in sockets}
 
 
@@ -145,14 +146,13 @@ def load_unless_first(kept, metadata):
 @pytest.mark.slow
 def test_ranks_that_need_other_tensors_relay_nothing_and_open_no_port():
     own = [["layer0", "layer1", "layer2"], ["layer3", "layer4", "layer5"]]
-    with serving(max_bandwidth=64 << 20) as writer, Job(2) as job:
-        with socket.create_server(("127.0.0.1", 0)) as taken:
-            # A server that was opened would fail to listen here, and a warning would say so.
-            environment = {"TENSORFERRY_PORT": str(taken.getsockname()[1])}
-            results = job.run(load_warned, writer.metadata(), own, environment)
-            assert [(equal, report["relayed"], warned) for (equal, report), warned in results] == [(True, 0, [])] * 2
-            # Without a port, each takes all from the source.
-            results = job.run(load_warned, writer.metadata(), (), environment)
+    with serving(max_bandwidth=64 << 20) as writer, Job(2) as job, socket.create_server(("127.0.0.1", 0)) as taken:
+        # A server that was opened would fail to listen here, and a warning would say so.
+        environment = {"TENSORFERRY_PORT": str(taken.getsockname()[1])}
+        results = job.run(load_warned, writer.metadata(), own, environment)
+        assert [(equal, report["relayed"], warned) for (equal, report), warned in results] == [(True, 0, [])] * 2
+        # Without a port, each takes all from the source.
+        results = job.run(load_warned, writer.metadata(), (), environment)
     assert [(equal, report["relayed"]) for (equal, report), _ in results] == [(True, 0)] * 2
     assert all("brings others nothing" in warned[0] for _, warned in results), results
 

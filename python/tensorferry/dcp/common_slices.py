@@ -52,7 +52,11 @@ def needs(plan: LoadPlan, refs: Mapping[MetadataIndex, EntryRef]) -> Needs:
 
 
 def in_common(needs: Sequence[Any]) -> list[Common]:
-    """Returns for each rank what others need as well; what is no :class:`Needs` stands for a rank that tells nothing."""
+    """Returns for each rank what others need as well.
+
+    Args:
+        needs: what each rank needs; what is no :class:`Needs` stands for a rank that tells nothing
+    """
     told = [rank.digests if isinstance(rank, Needs) else {} for rank in needs]
     count = Counter(need for rank in told for need in rank.items())
     return [Common(frozenset(name for name, digest in rank.items() if count[name, digest] > 1)) for rank in told]

@@ -1,4 +1,4 @@
-"""Ranks on hosts of their own load the same state: what they bring each other, and what each of them can do to the rest."""
+"""Ranks on hosts of their own load the same state: what they bring each other, and what harm one can do."""
 
 from __future__ import annotations
 
