@@ -79,6 +79,7 @@ def loading() -> Iterator[Loading]:
 
         def start(number: int) -> Agent:
             agent = Agent(fabric.hosts[number], fabric.address(number, 0), PROGRAM)
+            stack.callback(agent.end)
             stack.callback(agent.kill)
             return agent
 
