@@ -181,7 +181,7 @@ impl Ask {
     #[must_use]
     pub fn parse(query: &str) -> Option<Self> {
         let (mut port, mut token, mut fingerprint, mut need, mut took) = (None, None, None, Vec::new(), Vec::new());
-        let (mut standing, mut place, mut part) = (Standing::default(), None, None);
+        let (mut standing, mut place, mut wanted) = (Standing::default(), None, None);
         for field in query.split('&') {
             match field.split_once('=')? {
                 ("port", value) => port = Some(value.parse().ok().filter(|&port| port > 0)?),
@@ -193,12 +193,12 @@ impl Ask {
                 ("covered", value) => standing.is_covered = value == "1",
                 ("leave", value) => standing.leaves = value == "1",
                 ("zone", value) => place = Some(zone(value)?),
-                ("part", value) => part = Some(u64::from_str_radix(&hex(value, PART_LEN)?, 16).ok()?),
+                ("part", value) => wanted = Some(u64::from_str_radix(&hex(value, PART_LEN)?, 16).ok()?),
                 _ => {}
             }
         }
         let relay = RelayAddress { port: port?, token: token?, fingerprint };
-        Some(Self { relay, need, took, standing, zone: place, part })
+        Some(Self { relay, need, took, standing, zone: place, part: wanted })
     }
 }
 
