@@ -68,9 +68,8 @@ pub struct Remote {
     progress: Arc<AtomicU64>,
     /// Serves on what is received, where this takes part in a swarm.
     relay: Option<Arc<dyn RelayHost>>,
-    relays_at_once: bool,
-    /// How many receives of this process share its cores and links with this one, itself among them.
-    beside: usize,
+    /// Whether it takes part from the beginning, and how many receives of this process share its cores and links.
+    joining: (bool, usize),
     /// The addresses at both ends of the connection that brought the header, if it went over the network.
     route: Option<(IpAddr, IpAddr)>,
     /// Those that can be used again.

@@ -128,8 +128,7 @@ impl Remote {
                         pool: options.pool,
                         progress: options.progress,
                         relay: options.relay,
-                        relays_at_once: options.relays_at_once,
-                        beside: options.beside.max(1),
+                        joining: (options.relays_at_once, options.beside.max(1)),
                         limits,
                     });
                 }
