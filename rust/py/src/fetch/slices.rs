@@ -102,11 +102,11 @@ pub(crate) fn fetch_slices(
     secret: Option<&PySecret>,
     progress: Option<Py<PyAny>>,
     relay: Option<&PyServer>,
-    shared: HashSet<usize>,
+    mut shared: HashSet<usize>,
 ) -> PyResult<PyReport> {
     let timeout = seconds(py, timeout.max(0.0))?;
     let order = |(index, (urls, step, parts))| {
-        Ok(SliceRequest { urls, step, slices: slices(py, parts)?, is_shared: shared.contains(&index) })
+        Ok(SliceRequest { urls, step, slices: slices(py, parts)?, is_shared: shared.remove(&index) })
     };
     let orders = orders.into_iter().enumerate().map(order).collect::<PyResult<Vec<_>>>()?;
     let cancel = Cancel::new();
