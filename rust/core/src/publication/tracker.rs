@@ -102,7 +102,7 @@ impl Publication {
     ) -> Result<(Answer, bool), Error> {
         let mut tracker = self.tracker.0.lock().unwrap_or_else(PoisonError::into_inner);
         // Swarms of parts come and go with their members.
-        tracker.retain_mut(|known| known.part.is_none() || known.part == ask.part || !known.is_deserted());
+        tracker.retain(|known| known.part.is_none() || known.part == ask.part || !known.is_deserted());
         let known = match tracker.iter().position(|known| known.part == ask.part) {
             Some(index) => &mut tracker[index],
             None if ask.part.is_some() && tracker.len() >= MOST_PARTS => {
