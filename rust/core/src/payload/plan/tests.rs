@@ -26,12 +26,12 @@ fn a_payload_is_readable_where_it_is_received_or_came_before() {
     let plan = |len| Plan::new(vec![extent(3, 2, 2), extent(7, 2, 0)], len).unwrap();
     let (prefix, short) = (Bytes::from_static(b"abcdefg"), Bytes::from_static(b"abcdef"));
     // SAFETY: only lengths are looked at.
-    let parts = |plan: &Plan, prefix| unsafe { plan.readable(prefix) };
+    let parts = |plan: &Plan, prefix: &Bytes| unsafe { plan.readable(prefix) };
     let lengths: Vec<_> = parts(&plan(9), &prefix).unwrap().iter().map(Memory::len).collect();
     assert_eq!(lengths.iter().filter(|&&len| len > 0).copied().collect::<Vec<_>>(), [3, 2, 2, 2]);
     // What does not come is zeros, so that all else is in its place.
-    for (len, prefix) in [(9, short), (10, prefix), (1 << 28, Bytes::new())] {
-        let parts = parts(&plan(len), &prefix).unwrap();
+    for (len, prefix) in [(9, &short), (10, &prefix), (1 << 28, &Bytes::new())] {
+        let parts = parts(&plan(len), prefix).unwrap();
         assert_eq!(parts.iter().map(Memory::len).sum::<usize>() as u64, len);
     }
 }
