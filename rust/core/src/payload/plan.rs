@@ -227,10 +227,8 @@ impl Plan {
     pub(crate) unsafe fn fill_gaps(&mut self, spare: &mut [u8]) -> Result<(), Error> {
         let (mut extents, mut rest) = (self.extents.clone(), spare);
         for (start, end) in self.gaps() {
-            let parts = usize::try_from(end - start).ok().and_then(|len| rest.split_at_mut_checked(len));
-            let Some((gap, behind)) = parts else {
-                return Err(Error::new(ErrorKind::Invalid, "there is too little room for what nobody wants"));
-            };
+            #[allow(clippy::cast_possible_truncation, reason = "no more than the length of `spare`")]
+            let (gap, behind) = rest.split_at_mut((end - start) as usize);
             // SAFETY: a part of `spare`, for which the caller promises it.
             extents.push(unsafe { Extent::new(start, end - start, gap.as_mut_ptr() as usize) });
             rest = behind;
