@@ -57,7 +57,7 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
     """Streams training state to healing replicas, and receives it from healthy ones.
 
     It replaces ``torchft.checkpointing.HTTPTransport``. The constructor starts a server, which serves nothing until
-    ``send_checkpoint`` is called.
+    ``send_checkpoint`` is called, and prepares what the first send of the process needs.
 
     Args:
         timeout: how long a request waits for a checkpoint to be allowed, and how long ``disallow_checkpoint`` lets
