@@ -81,7 +81,7 @@ pythons: wheel ## the wheel for a release, installed and tested under each of PY
 	for python in $(PYTHONS); do \
 	  venv=build/pythons/$$(basename $$python); \
 	  $(BIN)/uv venv -q --clear --python $$python $$venv && \
-	  $(BIN)/uv pip install -q --python $$venv/bin/python 'torch==$(TORCH)' "$$(ls dist/release/$(TARGET)/*.whl)[dev,torchft]" && \
+	  $(BIN)/uv pip install -q --python $$venv/bin/python 'torch==$(TORCH)' "$$(ls dist/release/$(TARGET)/*.whl)[dev,torchft,cli]" && \
 	  $$venv/bin/python -m pytest -q -p no:cacheprovider $(PYTHONS_ARGS) || exit 1; \
 	done
 
