@@ -86,7 +86,7 @@ pythons: wheel ## the wheel for a release, installed and tested under each of PY
 	for python in $(PYTHONS); do \
 	  venv=build/pythons/$$(basename $$python); \
 	  $(BIN)/uv venv -q --clear --python $$python $$venv && \
-	  $(BIN)/uv pip install -q --python $$venv/bin/python 'torch==$(TORCH)' "$$(ls dist/release/$(TARGET)/*.whl)[dev,torchft]" && \
+	  $(BIN)/uv pip install -q --python $$venv/bin/python 'torch==$(TORCH)' "$$(ls dist/release/$(TARGET)/*.whl)[dev,torchft,cli]" && \
 	  $$venv/bin/python -m pytest -q -p no:cacheprovider $(PYTHONS_ARGS) || exit 1; \
 	done
 
@@ -210,6 +210,10 @@ bench-fleet: build ## one source and up to 8 receivers on shaped links, beside t
 .PHONY: bench-replicas
 bench-replicas: build ## a heal that every healthy replica sends to, beside one source, on shaped links: table and JSON; needs root
 	$(BIN)/python benches/replicas.py --json build/bench/replicas.json $(BENCH_REPLICAS_ARGS)
+
+.PHONY: bench-shared-reads
+bench-shared-reads: build ## ranks that load the same state with PeerReader, on shaped links: table and JSON; needs root
+	$(BIN)/python benches/shared_reads.py --json build/bench/shared_reads.json $(BENCH_SHARED_READS_ARGS)
 
 .PHONY: bench-rails
 BENCH_RAILS_ARGS ?=

@@ -212,11 +212,14 @@ class Bench:
         self.step += 1
         self.source.order(do="send", kind=kind, step=self.step)
         metadata = self.source.answer()["metadata"]
-        begin, sent = time.monotonic() + LEAD, self.source.sent()
         receivers = self.receivers[:count]
+        for host in receivers:
+            host.order(do="receive", kind=kind, step=self.step, metadata=metadata, in_place=in_place)
+        for host in receivers:
+            host.answer()
+        begin, sent = time.monotonic() + LEAD, self.source.sent()
         for number, host in enumerate(receivers):
-            at = begin + number * apart * self.copy_s
-            host.order(do="receive", kind=kind, step=self.step, metadata=metadata, at=at, in_place=in_place)
+            host.order(at=begin + number * apart * self.copy_s)
         dying = receivers[:killed]
         if killed:
             time.sleep(max(begin + self.copy_s / 2 - time.monotonic(), 0))

@@ -24,6 +24,14 @@ def say(**what: Any) -> None:
     print(json.dumps(what), flush=True)
 
 
+def wait_for_begin() -> float:
+    """Says that all is ready, and waits for the time that the next line names; returns it."""
+    say(ready=True)
+    begin = float(json.loads(sys.stdin.readline())["at"])
+    time.sleep(max(begin - time.monotonic(), 0))
+    return begin
+
+
 def state_of(step: int, mib: int) -> dict[str, torch.Tensor]:
     """Returns the state of a step, the same in every process."""
     torch.manual_seed(step)
@@ -45,17 +53,17 @@ def metadata_of(transport: Any, address: str) -> str:
 
 
 def receive(address: str, mib: int, order: dict[str, Any]) -> None:
-    """Receives at the time that was ordered, and says how long it took and whether the state is right."""
+    """Makes the state to compare with, says so, receives at the time that the next line names, and says how it went."""
     expected = state_of(order["step"], mib)
     live = {name: torch.zeros_like(tensor) for name, tensor in expected.items()} if order.get("in_place") else None
     transport = transport_of(order["kind"], address, live)
-    time.sleep(max(order["at"] - time.monotonic(), 0))
+    begin = wait_for_begin()
     try:
         state = transport.recv_checkpoint(0, order["metadata"], order["step"], TIMEOUT)
     except Exception as error:
         print(f"{address}: {error}", file=sys.stderr)
         state = {}
-    seconds = time.monotonic() - order["at"]
+    seconds = time.monotonic() - begin
     equal = state.keys() == expected.keys() and all(torch.equal(state[name], expected[name]) for name in expected)
     if live:
         equal = equal and all(state[name].data_ptr() == live[name].data_ptr() for name in live)

@@ -79,9 +79,13 @@ def measure(network: Zones, links: list[tuple[str, str, str]]) -> list[int]:
     source, *receivers = network.hosts
     source.order(do="send", kind="relay", step=1)
     metadata = source.answer()["metadata"]
+    for host in receivers:
+        host.order(do="receive", kind="relay", step=1, metadata=metadata)
+    for host in receivers:
+        host.answer()
     before, at = [counter(*link) for link in links], time.monotonic() + LEAD
     for host in receivers:
-        host.order(do="receive", kind="relay", step=1, metadata=metadata, at=at)
+        host.order(at=at)
     answers = [host.answer() for host in receivers]
     after = [counter(*link) for link in links]
     good = sum(answer["equal"] for answer in answers)

@@ -117,13 +117,17 @@ class Hosts:
             self._relay = subprocess.Popen([*command, str(DELAY)], stdout=subprocess.PIPE, text=True)
             assert self._relay.stdout is not None
             self._relay.stdout.readline()
-        begin = time.monotonic() + LEAD
-        if cut is not None and not late:
-            self.shape(self.owner(cut), cut, "1kbit", "1kb")
         receivers = [self.count * self.ranks + rank for rank in range(ranks)]
         for rank, agent in enumerate(receivers):
             joined = " ".join(metadata[rank * self.count : (rank + 1) * self.count])
-            self.order(agent, do="receive", kind=kind, step=self.step, metadata=joined, at=begin)
+            self.order(agent, do="receive", kind=kind, step=self.step, metadata=joined)
+        for agent in receivers:
+            self.answer(agent)
+        if cut is not None and not late:
+            self.shape(self.owner(cut), cut, "1kbit", "1kb")
+        begin = time.monotonic() + LEAD
+        for agent in receivers:
+            self.order(agent, at=begin)
         if cut is not None and late:
             half = self.mib * 8.388608 / sum(self.mbits) / 2
             time.sleep(max(begin + half - time.monotonic(), 0))

@@ -62,9 +62,10 @@ class Bench:
             quorum = _quorum(self.step, count, store, place, [count] if place == 0 else [])
             metadata.append(_asked(host, do="send", quorum=quorum, **common)["metadata"])
         before = [host.sent() for host in healthy]
-        begin = time.monotonic() + LEAD
         quorum = _quorum(self.step, count, store, count, [])
-        self.healing.order(do="heal", quorum=quorum, metadata=metadata[0], at=begin, **common)
+        _asked(self.healing, do="heal", quorum=quorum, metadata=metadata[0], **common)
+        begin = time.monotonic() + LEAD
+        self.healing.order(at=begin)
         if killed_after:
             time.sleep(max(begin + killed_after - time.monotonic(), 0))
             healthy[0].end()

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.distributed import TCPStore
 
-from fleet_host import TIMEOUT, say, state_of
+from fleet_host import TIMEOUT, say, state_of, wait_for_begin
 from tensorferry import HTTPTransport
 from tensorferry.torchft.replica_sources import ReplicaSources
 
@@ -37,7 +37,7 @@ def heal(address: str, mib: int, order: dict[str, Any]) -> None:
     """Heals as the Manager does, from the quorum on, and says how long it took and who sent how much."""
     transport, sources = replica(address, order)
     expected = state_of(order["step"], mib)
-    time.sleep(max(order["at"] - time.monotonic(), 0))
+    begin = wait_for_begin()
     if order["everybody"]:
         sources._quorum()
     try:
@@ -45,7 +45,7 @@ def heal(address: str, mib: int, order: dict[str, Any]) -> None:
     except Exception as error:
         print(f"{address}: {error}", file=sys.stderr)
         state = {}
-    seconds = time.monotonic() - order["at"]
+    seconds = time.monotonic() - begin
     equal = state.keys() == expected.keys() and all(torch.equal(state[name], expected[name]) for name in expected)
     report = transport.last_report
     say(seconds=seconds, equal=equal, senders=report.senders if report is not None else {})

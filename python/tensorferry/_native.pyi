@@ -527,6 +527,8 @@ def _fetch_slices(
     ahead: int | None = None,
     secret: Secret | None = None,
     progress: Callable[[int, int], object] | None = None,
+    relay: Server | None = None,
+    shared: set[int] = ...,
 ) -> Report: ...
 def _unflatten(
     tree: str,

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tensorferry import ConnectError, HTTPTransport, ReceiveReport
+from tensorferry.net import tracing
 from tensorferry.net.tracing import Span
 
 TIMEOUT = timedelta(seconds=30)
@@ -225,3 +226,29 @@ def test_no_tracing_costs_no_import():
     )
     done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, timeout=30)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("provider", "environment", "recorded"), [(None, False, False), (None, True, True), ("chosen", False, True)]
+)
+def test_a_provider_is_found_in_the_program_and_in_the_environment(monkeypatch, provider, environment, recorded):
+    entered = []
+
+    class Trace(Broken):
+        _TRACER_PROVIDER = provider
+
+        def __enter__(self):
+            entered.append(self)
+            return self
+
+    tracing._is_chosen_by_environment.cache_clear()
+    monkeypatch.delenv("OTEL_PYTHON_TRACER_PROVIDER", raising=False)
+    if environment:
+        monkeypatch.setenv("OTEL_PYTHON_TRACER_PROVIDER", "sdk_tracer_provider")
+    monkeypatch.setitem(sys.modules, "opentelemetry.trace", Trace(None))
+    try:
+        with Span("x"):
+            pass
+    finally:
+        tracing._is_chosen_by_environment.cache_clear()
+    assert bool(entered) is recorded

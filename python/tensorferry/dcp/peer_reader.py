@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.futures import Future
 
 from .. import _validate
-from ..errors import InvalidArgument, TensorferryError
-from ..net.options import wants_same_host
+from ..errors import InvalidArgument, SystemRefused, TensorferryError
+from ..net.options import ServerOptions, wants_relay, wants_same_host
 from ..net.secret import shared_secret
+from ..net.serve import relaying
 from ..pickles.allowlist import Allowed
 from ..pickles.deadline import Deadline
 from ..storage.peers import SCHEME, PeerSource, parse_publication
 from ..storage.source import Progress
 from . import index
+from .common_slices import Common, in_common, needs
 from .failures import noted
 from .reader import SliceReader
 from .states import States
+
+logger = logging.getLogger("tensorferry")
 
 
 class PeerReader(SliceReader):
@@ -31,7 +40,9 @@ class PeerReader(SliceReader):
     parts of DTensors and ShardedTensors, the first rank's is taken.
 
     Each rank fetches the slices that its plan needs from the ranks that hold them, several at a time, directly into its
-    tensors where possible. The two jobs may differ in world size and placements.
+    tensors where possible. The two jobs may differ in world size and placements. Ranks of one load that need the same
+    slices of a rank, as replicas do, bring them to each other where that takes long, from servers that they have until
+    the load has returned.
 
     Args:
         metadata: what ``metadata()`` of the writer or ``tensorferry.checkpointing.peer_metadata`` returned; the
@@ -40,6 +51,8 @@ class PeerReader(SliceReader):
         lanes: connections of this rank; ``None`` chooses by the number of cores
         secret: as for ``HTTPTransport``
         same_host: as for ``HTTPTransport``
+        relay: ranks that need the same slices bring them to each other. ``False`` turns it off for this rank; ``None``
+            takes ``TENSORFERRY_RELAY`` (``0`` or ``1``), by default yes; docs/guides/reshard.md says more.
         safe_globals: classes and functions that pickled objects may name besides the default list
         trust_pickle: let pickled objects name anything; anyone who can answer in place of a source can then run code
             here
@@ -47,8 +60,8 @@ class PeerReader(SliceReader):
             needs, a few times a second during a load and once at its end; an exception from it ends the load
 
     Attributes:
-        report: what the last load fetched, without the index: ``bytes``, of these ``wanted``, the bytes that the plan
-            asked for, and ``retries``
+        report: what the last load fetched, without the index: ``bytes``, of these ``relayed``, those that other ranks
+            have sent, and ``wanted``, the bytes that the plan asked for, and ``retries``
 
     Raises:
         InvalidArgument: an argument cannot be used; the message names it
@@ -62,16 +75,18 @@ class PeerReader(SliceReader):
         lanes: int | None = None,
         secret: str | bytes | None = None,
         same_host: bool | None = None,
+        relay: bool | None = None,
         safe_globals: Iterable[Any] = (),
         trust_pickle: bool = False,
         progress: Progress | None = None,
     ) -> None:
-        super().__init__(Allowed(safe_globals, trust_pickle), ("bytes", "wanted", "retries"), progress)
+        super().__init__(Allowed(safe_globals, trust_pickle), ("bytes", "relayed", "wanted", "retries"), progress)
         self._string = None if metadata is None else _validate.string("metadata", metadata)
         self._seconds = _validate.patience("timeout", timeout)
         self._lanes = None if lanes is None else _validate.integer("lanes", lanes, 1)
         self._secret = shared_secret(secret)
         self._same_host = wants_same_host(same_host)
+        self._relay = wants_relay(relay)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begins a new load, from the metadata ``checkpoint_id`` if it is given."""
@@ -115,6 +130,50 @@ class PeerReader(SliceReader):
             self._load.failed = e
             raise
         return index.described(metadata)
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Adds to the plan what this rank needs, for the coordinator."""
+        metadata = self._load.metadata
+        if not self._relay or metadata is None:
+            return plan
+        return dataclasses.replace(plan, storage_data=needs(plan, metadata.storage_data))
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Adds to each rank's plan what other ranks need as well."""
+        found = in_common([plan.storage_data for plan in plans])
+        return [dataclasses.replace(plan, storage_data=common) for plan, common in zip(plans, found, strict=True)]
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Reads all items of ``plan`` into their targets, beside other ranks that need the same.
+
+        Raises:
+            Exception: as for :meth:`SliceReader.read_data`
+        """
+        common = plan.storage_data
+        with self._sharing(common.containers if isinstance(common, Common) else frozenset()):
+            return super().read_data(plan, planner)
+
+    @contextlib.contextmanager
+    def _sharing(self, containers: frozenset[str]) -> Iterator[None]:
+        """Within the block, the load brings other ranks what they need of ``containers`` as well."""
+        source = self._load.source
+        if not containers or not isinstance(source, PeerSource):
+            yield
+            return
+        options = ServerOptions(same_host=self._same_host)
+        options.secret = self._secret
+        # What comes encrypted is passed on encrypted.
+        options.tls = options.tls or source.is_encrypted
+
+        def refused(e: SystemRefused) -> None:
+            logger.warning("this rank brings others nothing of what they need as well: %s", e)
+
+        with relaying(options, refused) as server:
+            source.share(containers, server)
+            try:
+                yield
+            finally:
+                source.share((), None)
 
     def _publication(self) -> tuple[int, list[str]]:
         """Returns the step and the URLs in the metadata.

@@ -21,7 +21,7 @@ from .._reentry import CallLock
 from ..errors import InvalidArgument, TransportClosed
 from ..memory.accelerator import ACCELERATOR
 from ..memory.staging import HostStager
-from ..net.options import ServerArguments, ServerOptions, takes_server_arguments
+from ..net.options import ServerArguments, ServerOptions, takes_server_arguments, wants_relay
 from ..net.serve import metrics_url, serve, withdraw
 from ..pickles.allowlist import Allowed
 from ..state.snapshot import SnapshotMode, snapshot_mode
@@ -87,6 +87,8 @@ class PeerWriter(StorageWriter):  # type: ignore[misc]  # mypy does not follow t
             after which they may change. Accelerator tensors are always copied.
         safe_globals, trust_pickle: what loads will be given; a save warns, once for each, of classes and functions that
             its objects need and a load would refuse
+        relay: tell the readers of the same slices of one another, so that they bring them to each other. ``None`` takes
+            ``TENSORFERRY_RELAY`` (``0`` or ``1``), by default yes; docs/guides/reshard.md says more.
         secret, tls, same_host, interface, advertise, max_bandwidth, port, metrics_port: as for ``HTTPTransport``
 
     Raises:
@@ -102,6 +104,7 @@ class PeerWriter(StorageWriter):  # type: ignore[misc]  # mypy does not follow t
         snapshot: SnapshotMode = "borrow",
         safe_globals: Iterable[Any] = (),
         trust_pickle: bool = False,
+        relay: bool | None = None,
         **server: Unpack[ServerArguments],
     ) -> None:
         super().__init__()
@@ -110,7 +113,7 @@ class PeerWriter(StorageWriter):  # type: ignore[misc]  # mypy does not follow t
         self._stager = HostStager(ACCELERATOR)
         self._allowed = Allowed(safe_globals, trust_pickle)
         options = ServerOptions(**server)
-        self._server, self._url = serve(timeout, options, accelerator=ACCELERATOR.pci_address())
+        self._server, self._url = serve(timeout, options, wants_relay(relay), ACCELERATOR.pci_address())
         self._plain = options.secret is None and not options.tls
         self._urls: list[str] = []
         self._step = 0

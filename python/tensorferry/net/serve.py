@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from urllib.parse import urlsplit
 
 from .. import _validate
 from .._native import Server
-from ..errors import ForkedProcess
+from ..errors import ForkedProcess, SystemRefused
 from .addresses import advertised_host
 from .options import ServerOptions
 from .rails import advertised_rails, preferred_card
 
 logger = logging.getLogger("tensorferry")
+
+#: How long a request to the server of a relay waits until something is served there.
+_RELAY_PATIENCE_S = 5.0
 
 
 def start(
@@ -74,6 +79,28 @@ def serve(
     """
     server, host = start(_validate.patience("timeout", timeout), options, swarm, accelerator)
     return server, server.url(host)
+
+
+@contextlib.contextmanager
+def relaying(options: ServerOptions, refused: Callable[[SystemRefused], object]) -> Iterator[Server | None]:
+    """Within the block, has a server that serves on what this process receives, and publishes nothing itself.
+
+    Without a port, others get nothing from here, and the block has ``None``.
+
+    Args:
+        options: as for :func:`start`
+        refused: called with the reason why there is no port
+    """
+    try:
+        server, _ = start(_RELAY_PATIENCE_S, options)
+    except SystemRefused as e:
+        refused(e)
+        yield None
+        return
+    try:
+        yield server
+    finally:
+        server.shutdown(0.0)
 
 
 def metrics_url(server: Server, url: str) -> str:

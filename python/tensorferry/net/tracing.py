@@ -6,7 +6,9 @@ span costs one look into ``sys.modules``. torchft imports it without setting one
 
 from __future__ import annotations
 
+import functools
 import logging
+import os
 import sys
 import time
 from contextlib import AbstractContextManager
@@ -77,7 +79,16 @@ class Span:
 def _is_recorded(trace: Any) -> bool:
     """Whether spans go anywhere: not before a program or the environment has chosen a provider of tracers."""
     try:
+        # OpenTelemetry would look into the environment each time (measured: 30 us of the 550 of a small send).
+        if getattr(trace, "_TRACER_PROVIDER", trace) is None and not _is_chosen_by_environment():
+            return False
         return not isinstance(trace.get_tracer_provider(), getattr(trace, "ProxyTracerProvider", ()))
     except Exception:
         logger.debug("no span is recorded", exc_info=True)
         return False
+
+
+@functools.cache
+def _is_chosen_by_environment() -> bool:
+    """Whether this process was started with a provider of tracers in its environment."""
+    return "OTEL_PYTHON_TRACER_PROVIDER" in os.environ

@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from .._native import Arena, Remote, Secret, _check_machine_has, _fetch_slices
+from .._native import Arena, Remote, Secret, Server, _check_machine_has, _fetch_slices
 from ..errors import ProtocolError
+from ..net.metadata import is_encrypted
 from . import reserved
 from .slices import SliceTuple
 from .source import Progress
@@ -74,6 +75,22 @@ class PeerSource:
         self._same_host = same_host
         self._secret = secret
         self._first: dict[str, int] | None = None
+        self._relay: Server | None = None
+        self._shared: Collection[str] = ()
+
+    @property
+    def is_encrypted(self) -> bool:
+        """Whether one of the ranks encrypts what it serves."""
+        return any(is_encrypted(url) for url in self._urls)
+
+    def share(self, containers: Collection[str], relay: Server | None) -> None:
+        """Has this process and others that read the same slices of ``containers`` bring them to each other.
+
+        Args:
+            containers: names of containers
+            relay: serves on what a read brings, until that returns; ``None`` ends it
+        """
+        self._shared, self._relay = containers, relay
 
     def containers(self) -> list[str]:
         """Returns the names of the containers of all ranks."""
@@ -140,7 +157,8 @@ class PeerSource:
             progress: as for :meth:`Source.read`
 
         Returns:
-            ``bytes`` that were fetched, of these ``wanted``, those of the slices, and ``retries``.
+            ``bytes`` that were fetched, of these ``relayed``, those that other readers have sent, and ``wanted``, those
+            of the slices, and ``retries``.
 
         Raises:
             ProtocolError: a container is not one of this publication, or contradicts the slices
@@ -160,10 +178,17 @@ class PeerSource:
             ahead=_AHEAD,
             secret=self._secret,
             progress=progress,
+            relay=self._relay,
+            shared={number for number, container in enumerate(slices) if container in self._shared},
         )
         for source, trouble in report.troubles.items():
             logger.warning("slices from %s were fetched over other connections: %s", source, trouble)
-        return {"bytes": report.bytes, "wanted": report.wanted, "retries": report.retries}
+        return {
+            "bytes": report.bytes,
+            "relayed": report.relayed,
+            "wanted": report.wanted,
+            "retries": report.retries,
+        }
 
     def _seconds_left(self) -> float:
         return max(0.0, self._deadline - time.monotonic())

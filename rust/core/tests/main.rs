@@ -26,6 +26,7 @@ mod swarm;
 mod swarm_forgery;
 mod swarm_kills;
 mod swarm_parting;
+mod swarm_slices;
 mod swarm_zones;
 mod tls;
 mod withdraw;

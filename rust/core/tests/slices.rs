@@ -10,14 +10,14 @@ use tensorferry_core::{
 use tensorferry_wire::dtype::Dtype;
 
 /// The part of an entry to fetch, `(entry, start, run, repeats)`; it goes into a buffer of its own.
-type Part<'a> = (&'a str, u64, u64, Vec<Repeat>);
+pub(crate) type Part<'a> = (&'a str, u64, u64, Vec<Repeat>);
 
 fn repeat(count: u64, entry_stride: u64, memory_stride: u64) -> Repeat {
     Repeat { count, entry_stride, memory_stride }
 }
 
 /// The expected bytes of a part, and a buffer to fetch it into.
-fn expected(state: &State, (entry, start, run, repeats): &Part<'_>) -> (Vec<u8>, Vec<u8>) {
+pub(crate) fn expected(state: &State, (entry, start, run, repeats): &Part<'_>) -> (Vec<u8>, Vec<u8>) {
     let reach = repeats.iter().map(|r| (r.count - 1) * r.memory_stride).sum::<u64>() + run;
     let mut bytes = vec![0xEE; usize::try_from(reach).unwrap()];
     let blank = bytes.clone();
@@ -36,7 +36,7 @@ fn expected(state: &State, (entry, start, run, repeats): &Part<'_>) -> (Vec<u8>,
     (bytes, blank)
 }
 
-fn slices(state: &State, parts: &[Part<'_>], buffers: &mut [Vec<u8>]) -> Vec<Slice> {
+pub(crate) fn slices(state: &State, parts: &[Part<'_>], buffers: &mut [Vec<u8>]) -> Vec<Slice> {
     let make = |((entry, start, run, repeats), buffer): (&Part<'_>, &mut Vec<u8>)| {
         let nbytes = state.bytes(entry).len() as u64;
         // SAFETY: each part has a buffer of its own, as long as its reach, which nobody touches meanwhile.
@@ -47,7 +47,7 @@ fn slices(state: &State, parts: &[Part<'_>], buffers: &mut [Vec<u8>]) -> Vec<Sli
     parts.iter().zip(buffers).map(make).collect()
 }
 
-fn fetch(rig: &Rig, state: &State, parts: &[Part<'_>], options: FetchOptions) -> Result<Report, Error> {
+pub(crate) fn fetch(rig: &Rig, state: &State, parts: &[Part<'_>], options: FetchOptions) -> Result<Report, Error> {
     let (wanted, mut buffers): (Vec<_>, Vec<_>) = parts.iter().map(|p| expected(state, p)).unzip();
     let remote = Remote::open(&[&rig.url()], STEP, options)?;
     let report = remote.fetch_slices(&slices(state, parts, &mut buffers))?;
@@ -213,6 +213,7 @@ fn slices_of_many_sources_are_gathered_and_the_first_failure_ends_it() {
             urls: vec![rigs[i].url()],
             step: if i == 3 { step } else { STEP },
             slices: slices(&states[i], &part(i), std::slice::from_mut(buffer)),
+            is_shared: false,
         };
         buffers.iter_mut().enumerate().map(order).collect()
     };

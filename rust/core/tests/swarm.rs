@@ -17,7 +17,7 @@ use crate::common::raw::{Answer, Raw, get};
 use crate::common::{BLOCK, PATIENCE, Rig, STEP, State, eventually, lanes, noise};
 
 /// A source that sends so many blocks in a second.
-fn source(state: &State, blocks: usize) -> Rig {
+pub(crate) fn source(state: &State, blocks: usize) -> Rig {
     offering(state, Some(blocks as u64 * BLOCK as u64))
 }
 
@@ -50,7 +50,7 @@ pub(crate) fn length_of(rig: &Rig) -> usize {
 }
 
 /// Asks the tracker of `rig` as a member that relays at `port`.
-fn ask(rig: &Rig, port: u16, query: &str) -> Answer {
+pub(crate) fn ask(rig: &Rig, port: u16, query: &str) -> Answer {
     let path = rig.path(&format!("7/swarm?port={port}&token={}{query}", "0".repeat(32)));
     get(rig, &path, &[("If-Match", &etag(rig))])
 }
@@ -87,9 +87,14 @@ pub(crate) fn port_of(url: &str) -> u16 {
 
 /// A connection to the first relay that the tracker of `rig` names, and the path below which it relays.
 fn relay_of(rig: &Rig) -> (Raw, String) {
+    relay_for(rig, "")
+}
+
+/// As [`relay_of`], for a member that asks with `query`.
+pub(crate) fn relay_for(rig: &Rig, query: &str) -> (Raw, String) {
     let mut url = String::new();
     eventually("there is a relay", || {
-        let answer = ask(rig, 1, "");
+        let answer = ask(rig, 1, query);
         assert_eq!(answer.status, 200);
         let peer = answer.text().lines().find_map(|line| line.strip_prefix("peer "));
         peer.unwrap_or_default().clone_into(&mut url);
@@ -109,7 +114,7 @@ fn complete(relay: &mut Raw, path: &str) -> usize {
 }
 
 /// How many blocks the relay has, wherever they are.
-fn count(relay: &mut Raw, path: &str) -> u64 {
+pub(crate) fn count(relay: &mut Raw, path: &str) -> u64 {
     relay.send("GET", &format!("{path}7/have"), &[]);
     let answer = relay.answer();
     assert_eq!(answer.status, 200, "{}", answer.reason);
@@ -234,7 +239,7 @@ fn a_second_receiver_gets_what_the_first_one_has_and_the_source_sends_little_twi
 }
 
 /// A relay that claims to have everything, and sends noise.
-fn liar(blocks: usize, total: usize, asked: &'static AtomicUsize) -> Liar {
+pub(crate) fn liar(blocks: usize, total: usize, asked: &'static AtomicUsize) -> Liar {
     Liar::new(move |mut stream, head, _| {
         if head.contains("/have") {
             let mut body = (blocks as u64).to_le_bytes().to_vec();

@@ -3,6 +3,7 @@
 //! ```text
 //! GET {step}/swarm?port=4000&token=0f..&need=0-16,20-21      a member says how it is reached and what it lacks
 //!                 &took=16-17&zone=eu                        what it fetches already without a grant
+//!                 &part=0123456789abcdef                     names the blocks it wants, if these are not all
 //!                 &table=1&covered=1&leave=1                 and how it stands ([`Standing`])
 //!
 //! grant 0-4                                                  blocks it may fetch from the source
@@ -36,6 +37,8 @@ pub const FINGERPRINT_LEN: usize = 64;
 pub const MAX_PEERS: usize = 64;
 /// The longest URL of a member.
 const MAX_URL: usize = 256;
+/// The length of the number that stands for a part, in hex digits.
+const PART_LEN: usize = 16;
 /// The longest name of a zone.
 pub const MAX_ZONE: usize = 64;
 
@@ -74,6 +77,8 @@ pub struct Ask {
     pub standing: Standing,
     /// The zone in which it runs, at most [`MAX_ZONE`] letters, digits and `-_.`; `None` where it knows of none.
     pub zone: Option<String>,
+    /// Stands for the blocks that it wants, where it does not want all: members with the same number want the same.
+    pub part: Option<u64>,
 }
 
 /// What a tracker answers.
@@ -155,6 +160,9 @@ impl Ask {
         if let Some(zone) = self.zone.as_deref().and_then(zone) {
             let _ = write!(query, "&zone={zone}");
         }
+        if let Some(part) = self.part {
+            let _ = write!(query, "&part={part:016x}");
+        }
         query
     }
 
@@ -165,14 +173,15 @@ impl Ask {
     ///
     /// let relay = RelayAddress { port: 4000, token: "0f".repeat(16), fingerprint: None };
     /// let need = vec![(0, 16), (20, 21)];
-    /// let ask = Ask { relay, need, took: vec![(16, 17)], standing: Default::default(), zone: Some("eu-1".to_owned()) };
+    /// let zone = Some("eu-1".to_owned());
+    /// let ask = Ask { relay, need, took: vec![(16, 17)], standing: Default::default(), zone, part: Some(7) };
     /// assert_eq!(Ask::parse(&ask.query()), Some(ask));
     /// assert_eq!(Ask::parse("port=4000&token=../healthz"), None);
     /// ```
     #[must_use]
     pub fn parse(query: &str) -> Option<Self> {
         let (mut port, mut token, mut fingerprint, mut need, mut took) = (None, None, None, Vec::new(), Vec::new());
-        let (mut standing, mut place) = (Standing::default(), None);
+        let (mut standing, mut place, mut wanted) = (Standing::default(), None, None);
         for field in query.split('&') {
             match field.split_once('=')? {
                 ("port", value) => port = Some(value.parse().ok().filter(|&port| port > 0)?),
@@ -184,11 +193,12 @@ impl Ask {
                 ("covered", value) => standing.is_covered = value == "1",
                 ("leave", value) => standing.leaves = value == "1",
                 ("zone", value) => place = Some(zone(value)?),
+                ("part", value) => wanted = Some(u64::from_str_radix(&hex(value, PART_LEN)?, 16).ok()?),
                 _ => {}
             }
         }
         let relay = RelayAddress { port: port?, token: token?, fingerprint };
-        Some(Self { relay, need, took, standing, zone: place })
+        Some(Self { relay, need, took, standing, zone: place, part: wanted })
     }
 }
 
@@ -312,83 +322,4 @@ fn hex(text: &str, len: usize) -> Option<String> {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn ask(need: &[(u64, u64)]) -> Ask {
-        let relay = RelayAddress { port: 1, token: "a0".repeat(16), fingerprint: Some("0".repeat(FINGERPRINT_LEN)) };
-        Ask { relay, need: need.to_vec(), took: Vec::new(), standing: Standing::default(), zone: None }
-    }
-
-    #[test]
-    fn messages_come_back_as_they_were() {
-        for need in [&[][..], &[(0, 1)], &[(0, 4), (4, 9), (11, u64::MAX)]] {
-            assert_eq!(Ask::parse(&ask(need).query()), Some(ask(need)));
-            let taking = Ask { took: need.to_vec(), ..ask(&[]) };
-            assert_eq!(Ask::parse(&taking.query()), Some(taking));
-        }
-        let (grant, peers) = (vec![(3, 5), (9, 10)], vec!["http://h:1/".to_owned(); 3]);
-        for (has_table, is_free) in [(false, false), (true, false), (false, true)] {
-            let (grant, peers) = (grant.clone(), peers.clone());
-            let (host, zone) = (Share { number: 1, of: 2 }, Share { number: 3, of: 16 });
-            let place = Place { source: Nearness::Far, host, zone, on_host: 1, in_zone: 4 };
-            let answer =
-                Answer { grant, wait_ms: 20, has_table, is_free, place: Some(place).filter(|_| has_table), peers };
-            assert_eq!(Answer::decode(&answer.encode(), 10), Some(answer));
-        }
-        for said in 0..8 {
-            let standing = Standing { has_table: said & 1 > 0, is_covered: said & 2 > 0, leaves: said & 4 > 0 };
-            let ask = Ask { standing, zone: Some("eu-1.b_2".to_owned()), ..ask(&[(0, 1)]) };
-            assert_eq!(Ask::parse(&ask.query()), Some(ask));
-        }
-        assert_eq!(Ask { zone: Some("a&leave=1".to_owned()), ..ask(&[]) }.query(), ask(&[]).query());
-        assert_eq!(Answer::decode(&Answer::default().encode(), 0), Some(Answer::default()));
-        for place in ["", "3 0/1 0/1 0 0", "1 1/1 0/1 0 0", "1 0/0 0/1 0 0", "1 0/1 0/1 0", "1 0/1 -1/1 0 0"] {
-            assert_eq!(Answer::decode(&format!("place {place}\n"), 1), None, "{place}");
-        }
-        let later = "grant 0-1\nwait 1\nlater a b\npeer u\n";
-        assert_eq!(Answer::decode(later, 1).map(|a| a.peers), Some(vec!["u".to_owned()]));
-        assert_eq!(
-            Ask::parse(&format!("{}&zone=a", ask(&[]).query())),
-            Some(Ask { zone: Some("a".to_owned()), ..ask(&[]) })
-        );
-        assert_eq!(Ask::parse(&format!("{}&later=a", ask(&[]).query())), Some(ask(&[])));
-    }
-
-    #[test]
-    fn a_need_of_many_runs_is_cut_to_what_is_read() {
-        let need: Vec<_> = (0..2 * MAX_RUNS as u64).map(|i| (3 * i, 3 * i + 1)).collect();
-        let read = Ask::parse(&ask(&need).query()).unwrap();
-        assert_eq!(read.need, need[..MAX_RUNS]);
-    }
-
-    #[test]
-    fn hostile_messages_are_refused() {
-        let token = "a0".repeat(16);
-        for bad in [
-            "",
-            "port=0&token=T",
-            "port=65536&token=T",
-            "port=1",
-            "token=T",
-            "port=1&token=A",
-            "port=1&token=T&tls=0",
-            "port=1&token=T&need=5-1",
-            "port=1&token=T&need=0-4,2-5",
-            "port=1&token=T&need=",
-            "port=1&token=T&took=3-2",
-            "port=1&token=T&&",
-            "port=1&token=T/../../x",
-            "port=1&token=T&zone=",
-            "port=1&token=T&zone=a/b",
-        ] {
-            assert_eq!(Ask::parse(&bad.replace('T', &token)), None, "{bad}");
-        }
-        let many = "peer http://h/\n".repeat(MAX_PEERS + 1);
-        for bad in
-            ["grant 0-11", "grant 4-2", "wait -1", "wait x", "grant", &many, &format!("peer {}", "x".repeat(300))]
-        {
-            assert_eq!(Answer::decode(bad, 10), None, "{bad}");
-        }
-    }
-}
+mod tests;

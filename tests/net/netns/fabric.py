@@ -101,6 +101,10 @@ class Fabric:
         command = ("ip", "netns", "exec", self.hosts[number], "cat", path)
         return int(subprocess.run(command, capture_output=True, check=True, timeout=_PATIENCE_S).stdout)
 
+    def cut(self, number: int, rail: int) -> None:
+        """Takes a card down, without closing any connection."""
+        run("ip", "-n", self.hosts[number], "link", "set", f"card{rail}", "down")
+
     def remove(self) -> None:
         """Ends the processes and removes the hosts."""
         for agent in self._agents:

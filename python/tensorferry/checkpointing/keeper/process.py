@@ -17,7 +17,7 @@ from typing import Any
 from ... import _validate
 from ...errors import InvalidArgument, ProtocolError
 from ...net import serve
-from ...net.options import ServerOptions
+from ...net.options import ServerOptions, wants_relay
 from ..handover import Arrived, Handover, Message
 from . import figures, index, same_secret
 from .clients import Client
@@ -82,7 +82,7 @@ class KeeperProcess:
             stack.callback(self._loop.close)
             self._place = SocketPlace(options.name)
             stack.callback(self._place.leave)
-            self._server, host = serve.start(_PATIENCE_S, options.server)
+            self._server, host = serve.start(_PATIENCE_S, options.server, wants_relay(None))
             stack.callback(self._server.shutdown, 1.0)
             self.keeping = Keeping(
                 self._loop,

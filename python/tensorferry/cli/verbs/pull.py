@@ -23,9 +23,6 @@ if TYPE_CHECKING:
     from ..._native import Remote, Server
     from ...storage.download import Download
 
-#: How long a request to the server of a relay waits until something is served there.
-_RELAY_PATIENCE_S = 5.0
-
 
 def pull(
     metadata: str,
@@ -98,17 +95,14 @@ def pull(
 
 def _relay_server(trust: Trust, stack: contextlib.ExitStack, asked: bool) -> Server | None:
     """Starts the server that serves on what comes, until ``stack`` ends; without a port, others are not helped."""
-    from ...net.serve import start
+    from ...net.serve import relaying
     from ..flags import Serving
 
-    try:
-        server, _ = start(_RELAY_PATIENCE_S, Serving().options(trust))
-    except SystemRefused as e:
+    def refused(e: SystemRefused) -> None:
         if asked:
             console.note(f"tensorferry: warning: other receivers get nothing from here: {e}")
-        return None
-    stack.callback(server.shutdown, 0.0)
-    return server
+
+    return stack.enter_context(relaying(Serving().options(trust), refused))
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,9 @@ pub struct SliceRequest {
     pub step: i64,
     /// Which bytes go where.
     pub slices: Vec<Slice>,
+    /// Whether others are expected to want the same bytes at the same time: they and this bring them to each other, if
+    /// [`FetchOptions::relay`] is given.
+    pub is_shared: bool,
 }
 
 /// Fetches what `requests` ask for, several sources at a time; the lanes are divided among them. The first failure ends
@@ -45,7 +48,7 @@ pub struct SliceRequest {
 /// let mut middle = [0_u8; 4];
 /// // SAFETY: the run of four bytes fills `middle`, which nobody else uses until the slices have been fetched.
 /// let slice = unsafe { Slice::new("w", (Dtype::U8, 8), (2, 4), middle.as_mut_ptr() as usize, Vec::new()) };
-/// let request = SliceRequest { urls: vec![server.url("127.0.0.1")], step: 3, slices: vec![slice] };
+/// let request = SliceRequest { urls: vec![server.url("127.0.0.1")], step: 3, slices: vec![slice], is_shared: false };
 /// let report = fetch_slices(vec![request], &FetchOptions::within(Duration::from_secs(10)))?;
 /// assert_eq!((&middle, report.wanted), (b"cdef", 4));
 /// # Ok(())
@@ -63,7 +66,8 @@ pub fn fetch_slices(requests: Vec<SliceRequest>, options: &FetchOptions) -> Resu
     let outcome: Mutex<Result<Report, Error>> = Mutex::new(Ok(Report::default()));
     let one = |request: SliceRequest| -> Result<Report, Error> {
         let timeout = deadline.map_or(options.timeout, |deadline| deadline.saturating_duration_since(Instant::now()));
-        let options = FetchOptions { lanes: Some(lanes), timeout, ..options.clone() };
+        let relay = options.relay.clone().filter(|_| request.is_shared);
+        let options = FetchOptions { lanes: Some(lanes), timeout, relay, beside: threads, ..options.clone() };
         let urls: Vec<_> = request.urls.iter().map(String::as_str).collect();
         let remote = Remote::open(&urls, request.step, options)?;
         remote.fetch_slices(&request.slices).map_err(|e| e.at(&format!("slices from {}", remote_name(&urls))))

@@ -110,6 +110,8 @@ pub struct FetchOptions {
     /// Takes part in the swarm from the beginning, however fast the source is. Without it, a receive does so once it has
     /// shown to be slow, since others are of no help before.
     pub relays_at_once: bool,
+    /// How many receives of this process share its cores and links with this one, itself among them.
+    pub beside: usize,
 }
 
 impl FetchOptions {
@@ -129,6 +131,7 @@ impl FetchOptions {
             cancel: Cancel::new(),
             relay: None,
             relays_at_once: false,
+            beside: 1,
         }
     }
 }

@@ -7,6 +7,7 @@ use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
+use tensorferry_wire::digest::Hasher;
 use tensorferry_wire::swarm::RelayAddress;
 
 use super::limits::Limits;
@@ -28,19 +29,27 @@ pub(super) struct OpenRelay<'p> {
     etag: String,
     payload_start: usize,
     blocks: Arc<BlockMap>,
+    /// The blocks that are to come, and how many bytes these are.
+    missing: Vec<(u64, u64)>,
+    bytes: u64,
+    /// Stands for the blocks that are wanted, where these are not all.
+    part: Option<u64>,
     /// What others reach, once this takes part; `None` in it where that cannot be.
     relaying: OnceLock<Option<Box<dyn Relaying>>>,
 }
 
 impl<'p> OpenRelay<'p> {
-    /// A relay of what `remote` receives as `plan` says, all but the blocks in `missing` being there already. Nobody
-    /// reaches it before [`OpenRelay::show`]. `None` where there is too little to fetch, or what comes encrypted would
-    /// leave in the clear, or what a secret guards would be open.
+    /// A relay of what `remote` receives as `plan` says, the wanted blocks being there already but those in `missing`.
+    /// Nobody reaches it before [`OpenRelay::show`]. `None` where there is too little to fetch, or what comes encrypted
+    /// would leave in the clear, or what a secret guards would be open.
+    ///
+    /// With `is_part`, the wanted blocks are not all: it takes part with those who want the same.
     pub(super) fn new(
         host: Arc<dyn RelayHost>,
         remote: &Remote,
         plan: &'p Plan,
         missing: &[(u64, u64)],
+        is_part: bool,
     ) -> Option<Self> {
         if missing.iter().map(|(first, end)| end - first).sum::<u64>() < LEAST_BLOCKS {
             return None;
@@ -51,13 +60,33 @@ impl<'p> OpenRelay<'p> {
         }
         let [(_, total)] = remote.blocks();
         let blocks = Arc::new(BlockMap::new(total).ok()?);
-        let mut at = 0;
-        for &(first, end) in missing.iter().chain([&(total, total)]) {
-            (at..first).for_each(|block| blocks.set(block));
-            at = end;
+        let wanted = plan.wanted_blocks(0);
+        let here = [(0, remote.first_blocks())];
+        for block in here.iter().chain(&wanted).flat_map(|&(first, end)| first..end) {
+            if missing[..missing.partition_point(|run| run.0 <= block)].last().is_none_or(|run| run.1 <= block) {
+                blocks.set(block);
+            }
         }
-        let (etag, payload_start) = (remote.etag()?.to_owned(), remote.payload_start()?);
-        Some(Self { host, plan, step: remote.step(), etag, payload_start, blocks, relaying: OnceLock::new() })
+        let part = is_part.then(|| {
+            let mut hasher = Hasher::new();
+            for (first, end) in &wanted {
+                hasher.update(&first.to_le_bytes());
+                hasher.update(&end.to_le_bytes());
+            }
+            hasher.finish()
+        });
+        Some(Self {
+            step: remote.step(),
+            etag: remote.etag()?.to_owned(),
+            payload_start: remote.payload_start()?,
+            bytes: plan.held(missing),
+            missing: missing.to_vec(),
+            host,
+            plan,
+            blocks,
+            part,
+            relaying: OnceLock::new(),
+        })
     }
 
     /// Lets others reach it; `prefix` are the first bytes of the payload, which are here. Returns whether they can.
@@ -88,9 +117,25 @@ impl<'p> OpenRelay<'p> {
         self.blocks.set(block);
     }
 
-    /// The blocks that are not complete.
+    /// The blocks that are wanted and not complete.
     pub(super) fn lacking(&self) -> impl Iterator<Item = u64> {
-        (0..self.blocks.len()).filter(|&block| !self.blocks.has(block, block + 1))
+        let wanted = self.missing.iter().flat_map(|&(first, end)| first..end);
+        wanted.filter(|&block| !self.blocks.has(block, block + 1))
+    }
+
+    /// The blocks that were to come when it was made.
+    pub(super) fn missing(&self) -> &[(u64, u64)] {
+        &self.missing
+    }
+
+    /// How many bytes these have.
+    pub(super) fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    /// Stands for the blocks that are wanted, where these are not all.
+    pub(super) fn part(&self) -> Option<u64> {
+        self.part
     }
 
     /// Goes on relaying while others ask for something, everything having come in the time of `took`.

@@ -26,6 +26,8 @@ use crate::trust::{random, secret};
 
 /// Relays that are fetched from at once: as many lanes more than to the source.
 pub(super) const MOST_RELAYS: usize = 12;
+/// The same of each of many receives that run side by side.
+const LEAST_RELAYS: usize = 3;
 /// Relays that one receive tries in all, and how often the same one, as long as it does not lie: a relay that was slow, or
 /// frozen, may be the only one that has a block when the source is gone.
 const MOST_TRIED: usize = 256;
@@ -56,6 +58,8 @@ pub(super) struct Swarm<'a> {
     is_hidden: AtomicBool,
     /// The most blocks that are fetched from a relay at a time.
     pub(super) unit: u64,
+    /// The most relays that are fetched from at once.
+    most_relays: usize,
     began: Instant,
     receiver: Mutex<Receiver>,
     tracker: Mutex<Option<Connection>>,
@@ -78,7 +82,7 @@ struct Relays {
     /// The URLs that were tried, each time, and those that are fetched from.
     tried: Vec<String>,
     active: Vec<String>,
-    /// The lanes that are free, if each of the first [`MOST_RELAYS`] was used.
+    /// The lanes that are free, of those that were used.
     free: Vec<usize>,
     lanes: usize,
 }
@@ -111,7 +115,7 @@ impl<'a> Swarm<'a> {
         (key, prefix): (&'a str, &'a [u8]),
         plan: &Plan,
         (header_digest, payload_len): (u64, u64),
-        at_once: bool,
+        (at_once, beside): (bool, usize),
         limits: &Limits,
     ) -> Result<Option<Self>, Error> {
         let Some(etag) = source.etag.get() else { return Ok(None) };
@@ -119,7 +123,8 @@ impl<'a> Swarm<'a> {
         let count = usize::try_from(blocks).map_err(|e| Error::caused(ErrorKind::System, "too many blocks", e))?;
         let seed = u64::from_ne_bytes(random::bytes()?);
         let cores = std::thread::available_parallelism().map_or(2, NonZero::get);
-        let fast = FAST_FOR_CORE.saturating_mul(cores as u64);
+        let fast = FAST_FOR_CORE.saturating_mul(cores as u64) / beside as u64;
+        let wanted: u64 = relay.missing().iter().map(|(first, end)| end - first).sum();
         let algorithm = secret::algorithm(source.url.secret()).for_relayed();
         let tracker_limits = Limits { stall: limits.stall.min(RELAY_STALL), ..limits.clone() };
         let limits = Limits { cancel: Cancel::new(), ..tracker_limits.clone() };
@@ -132,9 +137,10 @@ impl<'a> Swarm<'a> {
             blocks,
             at_once,
             is_hidden: AtomicBool::new(false),
-            unit: (blocks / 256).clamp(1, 16),
+            unit: (wanted / 256).clamp(1, 16),
+            most_relays: (MOST_RELAYS / beside).max(LEAST_RELAYS),
             began: Instant::now(),
-            receiver: Mutex::new(Receiver::new(count, seed, fast)),
+            receiver: Mutex::new(Receiver::new(count, seed, fast).wanting(relay.missing())),
             tracker: Mutex::default(),
             table: OnceLock::new(),
             algorithm,
@@ -152,7 +158,7 @@ impl<'a> Swarm<'a> {
             return false;
         }
         let mut receiver = self.receiver();
-        let joins = receiver.is_worth_joining(self.now(), bytes, self.payload_len.saturating_sub(bytes))
+        let joins = receiver.is_worth_joining(self.now(), bytes, self.relay.bytes().saturating_sub(bytes))
             || (self.at_once && !receiver.has_joined());
         drop(receiver);
         if joins && !self.relay.show(self.prefix) {
@@ -210,7 +216,7 @@ impl<'a> Swarm<'a> {
             self.receiver().note_no_tracker(self.now());
             return (Vec::new(), false);
         };
-        let ask = Ask { relay: address, need, took, standing, zone: self.relay.zone() };
+        let ask = Ask { relay: address, need, took, standing, zone: self.relay.zone(), part: self.relay.part() };
         // One lane asks at a time, as `Receiver` has it.
         let mut tracker = self.tracker.lock().unwrap_or_else(PoisonError::into_inner);
         let Ok(Answer { grant, wait_ms, peers, place, has_table, is_free }) = self.answer(&mut tracker, &ask) else {
@@ -280,7 +286,7 @@ impl<'a> Swarm<'a> {
         }
         let lane = match relays.free.pop() {
             Some(lane) => lane,
-            None if relays.lanes < MOST_RELAYS => {
+            None if relays.lanes < self.most_relays => {
                 relays.lanes += 1;
                 relays.lanes - 1
             }
@@ -364,7 +370,8 @@ pub(super) fn matches(expected: &BlockDigests, digest: u128, from_relay: bool) -
 /// What a member says that leaves.
 fn leave(relay: &OpenRelay<'_>, has_table: bool) -> Option<Ask> {
     let standing = Standing { has_table, is_covered: true, leaves: true };
-    Some(Ask { relay: relay.address()?, need: Vec::new(), took: Vec::new(), standing, zone: relay.zone() })
+    let (zone, part) = (relay.zone(), relay.part());
+    Some(Ask { relay: relay.address()?, need: Vec::new(), took: Vec::new(), standing, zone, part })
 }
 
 /// Asks the tracker of a source by the connection in `tracker`, or by a new one.

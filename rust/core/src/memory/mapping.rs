@@ -7,6 +7,8 @@ use std::any::Any;
 use std::fmt;
 use std::ptr::NonNull;
 
+use bytes::Bytes;
+
 /// A huge page where the kernel has them (x86-64, and aarch64 with 4 KiB pages).
 pub(super) const HUGE: usize = 2 << 20;
 
@@ -86,6 +88,20 @@ impl Drop for Mapping {
             unsafe { libc::munmap(base as *mut libc::c_void, size) };
         }
     }
+}
+
+/// `len` zeros that take no memory for as long as nobody reads them.
+pub(crate) fn untouched(len: u64) -> std::io::Result<Bytes> {
+    struct Zeros(Mapping);
+
+    impl AsRef<[u8]> for Zeros {
+        fn as_ref(&self) -> &[u8] {
+            // SAFETY: a mapping of `usable` zeros of its own, to which nobody writes.
+            unsafe { std::slice::from_raw_parts(self.0.start.as_ptr(), self.0.usable) }
+        }
+    }
+
+    Mapping::new(len, false).map(|mapping| Bytes::from_owner(Zeros(mapping)))
 }
 
 /// How many pages of `[address, address + len)`, a mapped range of whole pages, are present.

@@ -42,6 +42,7 @@ pub use self::copies::{Transfer, copy_all};
 pub use self::file_pages::FilePages;
 pub(crate) use self::fresh::{FreshPages, timed};
 pub use self::machine::{available_memory, check_machine_has, memory_limit};
+pub(crate) use self::mapping::untouched;
 pub use self::pool::{Allocation, ArenaPool};
 pub use self::region::Memory;
 pub(crate) use self::region::Region;

@@ -20,7 +20,7 @@ use bytes::Bytes;
 use tensorferry_wire::digest::{BLOCK_SIZE, BLOCK_SIZES};
 
 use crate::error::{Error, ErrorKind};
-use crate::memory::{ALIGNMENT, FreshPages, Memory, PAGE};
+use crate::memory::{ALIGNMENT, FreshPages, Memory, PAGE, untouched};
 
 /// One run of payload bytes and the address they go to.
 #[derive(Clone, Copy, Debug)]
@@ -219,28 +219,71 @@ impl Plan {
         }
     }
 
+    /// Sends bytes of wanted blocks that nobody wants to `spare`, which has room for [`Plan::spare_len`] bytes: all bytes
+    /// of these blocks have a destination then.
+    ///
+    /// # Safety
+    /// As for [`Extent::new`], of all of `spare`.
+    pub(crate) unsafe fn fill_gaps(&mut self, spare: &mut [u8]) -> Result<(), Error> {
+        let (mut extents, mut rest) = (self.extents.clone(), spare);
+        for (start, end) in self.gaps() {
+            #[allow(clippy::cast_possible_truncation, reason = "no more than the length of `spare`")]
+            let (gap, behind) = rest.split_at_mut((end - start) as usize);
+            // SAFETY: a part of `spare`, for which the caller promises it.
+            extents.push(unsafe { Extent::new(start, end - start, gap.as_mut_ptr() as usize) });
+            rest = behind;
+        }
+        self.extents = Self::new(extents, self.payload_len)?.extents;
+        Ok(())
+    }
+
+    /// How many bytes of wanted blocks have no destination.
+    pub(crate) fn spare_len(&self) -> u64 {
+        self.gaps().map(|(start, end)| end - start).sum()
+    }
+
+    /// The bytes of wanted blocks that have no destination, as runs.
+    fn gaps(&self) -> impl Iterator<Item = (u64, u64)> {
+        let bounds = |(first, end): (u64, u64)| (self.block_bounds(first).0, self.block_bounds(end - 1).1);
+        self.wanted_blocks(0).into_iter().map(bounds).flat_map(|(start, end)| {
+            let first = self.extents.partition_point(|extent| extent.end() <= start);
+            let within = self.extents[first..].iter().take_while(move |extent| extent.start < end);
+            let mut at = start;
+            let before = within.map(|extent| (extent.start, extent.end())).chain([(end, end)]);
+            before.map(move |(next, behind)| (std::mem::replace(&mut at, behind), next)).filter(|gap| gap.0 < gap.1)
+        })
+    }
+
     /// All of the payload as memory to be read, in order: destinations, and bytes that have none from `prefix`, which is
-    /// the beginning of the payload. `None` if some are in neither.
+    /// the beginning of the payload, or zeros in the place of bytes that do not come. `None` if memory cannot be so long.
     ///
     /// # Safety
     /// The memory may be read only while this plan exists, and no byte of it while it is received.
     pub(crate) unsafe fn readable(&self, prefix: &Bytes) -> Option<Vec<Memory>> {
         let mut parts = Vec::with_capacity(self.extents.len() + 2);
+        let starts = self.extents.iter().map(|extent| extent.start).chain([self.payload_len]);
+        let ends = std::iter::once(0).chain(self.extents.iter().map(Extent::end));
+        let known = prefix.len() as u64;
+        let longest = starts.zip(ends).map(|(start, end)| start.saturating_sub(end.max(known))).max();
+        let absent = untouched(longest.unwrap_or(0)).ok()?;
         let gap = |start: u64, end: u64| {
-            let (start, end) = (usize::try_from(start).ok()?, usize::try_from(end).ok()?);
-            (end <= prefix.len()).then(|| Memory::from(prefix.slice(start..end)))
+            let middle = known.clamp(start, end);
+            let here = usize::try_from(start).ok()?..usize::try_from(middle).ok()?;
+            let here = if start < middle { prefix.slice(here) } else { Bytes::new() };
+            let rest = absent.slice(..usize::try_from(end - middle).ok()?);
+            Some([Memory::from(here), Memory::from(rest)])
         };
         let mut at = 0;
         for extent in &self.extents {
             if at < extent.start {
-                parts.push(gap(at, extent.start)?);
+                parts.extend(gap(at, extent.start)?);
             }
             // SAFETY: destinations are memory until the plan is gone; the caller promises the rest.
             parts.push(unsafe { Memory::borrowed(extent.address, usize::try_from(extent.len).ok()?) });
             at = extent.end();
         }
         if at < self.payload_len {
-            parts.push(gap(at, self.payload_len)?);
+            parts.extend(gap(at, self.payload_len)?);
         }
         Some(parts)
     }
@@ -269,56 +312,4 @@ impl Plan {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn bytes_go_to_the_pieces_they_belong_to_and_nowhere_else() {
-        let mut memory = [0_u8; 12];
-        let address = memory.as_mut_ptr() as usize;
-        // SAFETY: the memory is this test's, and the plan is the only one to write to it.
-        let extent = |start, len, at| unsafe { Extent::new(start, len, address + at) };
-        let plan = Plan::new(vec![extent(10, 4, 8), extent(20, 3, 0), extent(30, 2, 4)], 100).unwrap();
-        let bytes: Vec<u8> = (12..21).collect();
-        let mut parts = Vec::new();
-        plan.scatter(12, &bytes, |from, to| {
-            parts.push(from.to_vec());
-            to.copy_from_slice(from);
-        });
-        assert_eq!(parts, [vec![12, 13], vec![20]]);
-        assert_eq!(memory, [20, 0, 0, 0, 0, 0, 0, 0, 0, 0, 12, 13]);
-    }
-
-    #[test]
-    fn a_payload_is_readable_where_it_is_received_or_came_before() {
-        let mut memory = [1_u8, 2, 3, 4];
-        let address = memory.as_mut_ptr() as usize;
-        // SAFETY: the memory is this test's, and nobody writes to it.
-        let extent = |start, len, at| unsafe { Extent::new(start, len, address + at) };
-        let plan = |len| Plan::new(vec![extent(3, 2, 2), extent(7, 2, 0)], len).unwrap();
-        let (prefix, short) = (Bytes::from_static(b"abcdefg"), Bytes::from_static(b"abcdef"));
-        // SAFETY: only lengths are looked at.
-        let parts = |plan: &Plan, prefix| unsafe { plan.readable(prefix) };
-        let lengths: Vec<_> = parts(&plan(9), &prefix).unwrap().iter().map(Memory::len).collect();
-        assert_eq!(lengths, [3, 2, 2, 2]);
-        assert!(parts(&plan(9), &short).is_none() && parts(&plan(10), &prefix).is_none());
-    }
-
-    #[test]
-    fn neighbours_in_payload_and_memory_are_one_piece_and_no_others_are() {
-        // SAFETY: nobody writes to these addresses.
-        let extent = |start, len, address| unsafe { Extent::new(start, len, address) };
-        for (next, joined) in [
-            (extent(164, 8, 1064), true),
-            (extent(164, 0, 1064), true),
-            (extent(165, 8, 1064), false),
-            (extent(164, 8, 1065), false),
-            (extent(163, 8, 1063), false),
-            (extent(165, 8, 1065), false),
-        ] {
-            let mut first = extent(100, 64, 1000);
-            assert_eq!(first.join(&next), joined, "{next:?}");
-            assert_eq!(first.len, if joined { 64 + next.len } else { 64 }, "{next:?}");
-        }
-    }
-}
+mod tests;

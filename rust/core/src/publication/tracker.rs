@@ -2,6 +2,9 @@
 //!
 //! A member is present for as long as the connection by which it last asked is open: so the end of a receive is noticed
 //! at once, however it ends, without a message of its own.
+//!
+//! Members that want all blocks are one swarm; of those that want a part, those that want the same. What one of them
+//! fetches all others of its swarm need, so shares, grants and neighbours mean the same for each.
 
 use std::fmt;
 use std::net::SocketAddr;
@@ -15,11 +18,18 @@ use super::{ConnectionHandle, Publication};
 use crate::error::Error;
 use crate::swarm::{Handout, Member};
 
-/// What was handed out of one publication.
+/// Swarms of parts at a time. A member of one more is granted all it needs, and hears of nobody.
+const MOST_PARTS: usize = 64;
+/// When such a member asks again, in milliseconds.
+const ASK_LATER_MS: u64 = 1000;
+
+/// What was handed out of one publication, to each of its swarms.
 #[derive(Default)]
-pub(super) struct Tracker(Mutex<Option<Tracked>>);
+pub(super) struct Tracker(Mutex<Vec<Tracked>>);
 
 struct Tracked {
+    /// Which part its members want; `None`: all blocks.
+    part: Option<u64>,
     began: Instant,
     handout: Handout,
     /// The connections by which members have last asked.
@@ -27,8 +37,12 @@ struct Tracked {
 }
 
 impl Tracked {
-    fn new(blocks: u64, zone: Option<&str>) -> Result<Self, Error> {
-        Ok(Self { began: Instant::now(), handout: Handout::new(blocks)?.in_zone(zone), connections: Vec::new() })
+    /// The first question of its first member names all that this lacks, or fetches already.
+    fn new(blocks: u64, zone: Option<&str>, ask: &Ask) -> Result<Self, Error> {
+        let named = ask.need.iter().chain(&ask.took).map(|&(first, end)| end.min(blocks).saturating_sub(first));
+        let wanted = if ask.part.is_some() { named.sum() } else { blocks };
+        let handout = Handout::new(blocks)?.of_part(wanted).in_zone(zone);
+        Ok(Self { part: ask.part, began: Instant::now(), handout, connections: Vec::new() })
     }
 
     /// Notes that `member` has just asked by `connection`, and who has gone meanwhile; returns the time.
@@ -36,6 +50,11 @@ impl Tracked {
         self.connections.retain(|(known, _)| known != member);
         self.connections.push((member.clone(), Weak::clone(connection)));
         self.look()
+    }
+
+    /// Whether all who have asked are gone.
+    fn is_deserted(&self) -> bool {
+        self.connections.iter().all(|(_, connection)| connection.strong_count() == 0)
     }
 
     /// Notes who has gone; returns the time.
@@ -59,9 +78,13 @@ impl Publication {
     /// The members that are known, and how long ago each has asked.
     pub(crate) fn members(&self) -> Vec<(SocketAddr, Duration)> {
         let mut tracker = self.tracker.0.lock().unwrap_or_else(PoisonError::into_inner);
-        let Some(known) = &mut *tracker else { return Vec::new() };
-        let now = known.look();
-        known.handout.present(now).map(|(member, ago)| ((member.ip, member.relay.port).into(), ago)).collect()
+        let mut members = Vec::new();
+        for known in &mut *tracker {
+            let now = known.look();
+            let present = known.handout.present(now);
+            members.extend(present.map(|(member, ago)| ((member.ip, member.relay.port).into(), ago)));
+        }
+        members
     }
 
     /// Answers what `member` asks by `connection`, the source being in `zone`; says too whether the digests of all blocks should be computed for it and others. A
@@ -78,9 +101,19 @@ impl Publication {
         url: impl Fn(&Member) -> String,
     ) -> Result<(Answer, bool), Error> {
         let mut tracker = self.tracker.0.lock().unwrap_or_else(PoisonError::into_inner);
-        let known = match &mut *tracker {
-            Some(known) => known,
-            None => tracker.insert(Tracked::new(self.payload_len().div_ceil(BLOCK_SIZE), zone)?),
+        // Swarms of parts come and go with their members.
+        tracker.retain(|known| known.part.is_none() || known.part == ask.part || !known.is_deserted());
+        let known = match tracker.iter().position(|known| known.part == ask.part) {
+            Some(index) => &mut tracker[index],
+            None if ask.part.is_some() && tracker.len() >= MOST_PARTS => {
+                let grant = if ask.standing.leaves { Vec::new() } else { ask.need.clone() };
+                return Ok((Answer { grant, wait_ms: ASK_LATER_MS, ..Answer::default() }, false));
+            }
+            None => {
+                tracker.push(Tracked::new(self.payload_len().div_ceil(BLOCK_SIZE), zone, ask)?);
+                let last = tracker.len() - 1;
+                &mut tracker[last]
+            }
         };
         let (now, wanted_back) = (known.note(member, connection), self.is_wanted_back());
         let handout = &mut known.handout;

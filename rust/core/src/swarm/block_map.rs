@@ -82,11 +82,6 @@ impl BlockMap {
         true
     }
 
-    /// How many blocks the payload has.
-    pub(crate) fn len(&self) -> u64 {
-        self.blocks
-    }
-
     /// How many blocks there are so far.
     pub(crate) fn count(&self) -> u64 {
         self.complete.load(Ordering::Acquire)

@@ -98,6 +98,8 @@ pub(crate) struct Handout {
     /// Blocks that were never handed out.
     fresh: BlockSet,
     given: Vec<Given>,
+    /// How many blocks members want.
+    wanted: u64,
     pub(super) members: Vec<Known>,
     /// Numbers that members were given.
     numbers: u32,
@@ -121,6 +123,7 @@ impl Handout {
         Ok(Self {
             fresh: BlockSet::all(blocks)?,
             given,
+            wanted: blocks,
             members: Vec::new(),
             numbers: 0,
             asked: 0,
@@ -130,10 +133,15 @@ impl Handout {
         })
     }
 
+    /// For members that all want the same `wanted` of the blocks.
+    pub(crate) fn of_part(self, wanted: u64) -> Self {
+        Self { wanted, ..self }
+    }
+
     /// How many blocks one answer should hand out: few enough that all members soon have something to pass on.
     pub(crate) fn most(&self) -> u64 {
         let shares = 16 * self.members.len().max(4) as u64;
-        (self.given.len() as u64 / shares).clamp(1, MOST_GRANTED)
+        (self.wanted / shares).clamp(1, MOST_GRANTED)
     }
 
     /// The members that are not gone at the time `now`, and how long ago each has asked.

@@ -3,11 +3,12 @@
 //! The functions here take whole lists and make one call into the engine each: a reshard has tens of thousands of
 //! slices.
 
+use std::collections::HashSet;
 use std::sync::Arc;
 
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
-use tensorferry_core::{Cancel, FetchOptions, FileOptions, Repeat, Slice, SliceRequest};
+use tensorferry_core::{Cancel, FetchOptions, FileOptions, Repeat, Server, Slice, SliceRequest};
 use tensorferry_wire::dtype::Dtype;
 
 use crate::errors;
@@ -16,6 +17,7 @@ use crate::fetch::progress::{ProgressReporter, run_reporting};
 use crate::memory;
 use crate::report::{PyReport, seconds};
 use crate::secret::PySecret;
+use crate::server::PyServer;
 
 /// `(entry, dtype, nbytes, start, run, address, [(count, from, to), ...])`.
 type SliceTuple = (String, String, u64, u64, u64, usize, Vec<(u64, u64, u64)>);
@@ -77,6 +79,9 @@ pub(crate) fn read_file<'py>(
 
 /// Fetches slices from several sources at once: `(urls, step, parts)` for each. Returns one report for all of them.
 ///
+/// Those at the places in `shared`, other processes fetch at the same time: they and this one bring them to each other,
+/// this one by its server `relay`.
+///
 /// `ahead` is how many bytes the first request to each source asks for, header included. `progress` is as for
 /// `_read_file`.
 ///
@@ -84,7 +89,8 @@ pub(crate) fn read_file<'py>(
 /// The first error of any source, as an exception; the others are cancelled. And whatever `progress` raises.
 #[pyfunction]
 #[pyo3(name = "_fetch_slices", signature = (orders, *, timeout, lanes = None, same_host = false, ahead = None,
-                                            secret = None, progress = None))]
+                                            secret = None, progress = None, relay = None,
+                                            shared = HashSet::new()))]
 #[allow(clippy::too_many_arguments, reason = "Python's keywords")]
 pub(crate) fn fetch_slices(
     py: Python<'_>,
@@ -95,10 +101,14 @@ pub(crate) fn fetch_slices(
     ahead: Option<u64>,
     secret: Option<&PySecret>,
     progress: Option<Py<PyAny>>,
+    relay: Option<&PyServer>,
+    mut shared: HashSet<usize>,
 ) -> PyResult<PyReport> {
     let timeout = seconds(py, timeout.max(0.0))?;
-    let order = |(urls, step, parts)| Ok(SliceRequest { urls, step, slices: slices(py, parts)? });
-    let orders = orders.into_iter().map(order).collect::<PyResult<Vec<_>>>()?;
+    let order = |(index, (urls, step, parts))| {
+        Ok(SliceRequest { urls, step, slices: slices(py, parts)?, is_shared: shared.remove(&index) })
+    };
+    let orders = orders.into_iter().enumerate().map(order).collect::<PyResult<Vec<_>>>()?;
     let cancel = Cancel::new();
     let total = orders.iter().map(|order| total_len(&order.slices)).fold(0, u64::saturating_add);
     let reporter = ProgressReporter { received: Arc::default(), total, progress };
@@ -110,6 +120,7 @@ pub(crate) fn fetch_slices(
         secret: secret.map(|s| s.0.clone()),
         progress: Arc::clone(&reporter.received),
         cancel: cancel.clone(),
+        relay: relay.map(|server| server.server(py).map(Server::relay_host)).transpose()?,
         ..defaults
     };
     run_reporting(py, None, &cancel, &reporter, move || tensorferry_core::fetch_slices(orders, &options)).map(PyReport)

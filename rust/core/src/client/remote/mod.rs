@@ -36,7 +36,7 @@ use super::limits::Limits;
 use super::relaying::OpenRelay;
 use super::{Arrived, Source};
 use crate::error::Error;
-use crate::memory::{ArenaPool, zeroed};
+use crate::memory::{ArenaPool, zeroed, zeroed_for};
 use crate::payload::{Destination, Plan, ReceiveMemory, Slice, Waves, slices};
 use crate::report::{Report, Trouble};
 use crate::swarm::RelayHost;
@@ -68,7 +68,8 @@ pub struct Remote {
     progress: Arc<AtomicU64>,
     /// Serves on what is received, where this takes part in a swarm.
     relay: Option<Arc<dyn RelayHost>>,
-    relays_at_once: bool,
+    /// Whether it takes part from the beginning, and how many receives of this process share its cores and links.
+    joining: (bool, usize),
     /// The addresses at both ends of the connection that brought the header, if it went over the network.
     route: Option<(IpAddr, IpAddr)>,
     /// Those that can be used again.
@@ -141,7 +142,7 @@ impl Remote {
         }
         self.copy_prefix(&plan)?;
         let fetch = PlannedFetch { plan: &plan, missing: &missing, held: &self.blocks(), received: &received };
-        let relay = host.and_then(|host| OpenRelay::new(host, &self, &plan, &missing));
+        let relay = host.and_then(|host| OpenRelay::new(host, &self, &plan, &missing, false));
         if missing.is_empty() && !is_small {
             // Nothing is to be fetched, but what is here may have been at the source at different moments.
             self.settle(&[fetch], None, &mut report)?;
@@ -186,7 +187,12 @@ impl Remote {
 
     /// The blocks that `plan` wants and that did not come along with the header.
     pub(super) fn missing(&self, plan: &Plan) -> Vec<(u64, u64)> {
-        plan.missing_blocks((self.prefix.len() as u64).div_ceil(BLOCK_SIZE))
+        plan.missing_blocks(self.first_blocks())
+    }
+
+    /// How many blocks came along with the header.
+    pub(super) fn first_blocks(&self) -> u64 {
+        (self.prefix.len() as u64).div_ceil(BLOCK_SIZE)
     }
 
     /// Whether all of the payload came along with the header.
@@ -224,6 +230,8 @@ impl Remote {
     pub fn fetch_slices(mut self, slices: &[Slice]) -> Result<Report, Error> {
         let started = Instant::now();
         let mut report = self.report();
+        // What nobody wants of blocks that are relayed.
+        let mut spare;
         let mut layers = Vec::new();
         for layer in slices::resolve(slices, &self.header)? {
             let plan = Plan::new(layer, self.header.payload_len())?;
@@ -240,10 +248,24 @@ impl Remote {
             layers.push((plan, wanted, received));
         }
         self.choose_route(layers.iter().map(|(plan, wanted, _)| plan.held(wanted)).sum());
+        // Digests that no relay can forge are of whole blocks, and of one moment, so they have to be those of all.
+        let mut host = None;
+        if let [(plan, _, received)] = &mut layers[..]
+            && plan.block_size() == BLOCK_SIZE
+            && let Some(found) = self.relay_host()
+        {
+            spare = zeroed_for(plan.spare_len(), "what lies between the slices")?;
+            // SAFETY: it is this plan's alone, which is dropped before it.
+            unsafe { plan.fill_gaps(&mut spare) }?;
+            received.keep_long()?;
+            host = Some(found);
+        }
         let fetch = |(plan, wanted, received)| PlannedFetch { plan, missing: wanted, held: wanted, received };
         let fetches: Vec<_> =
             layers.iter().map(|(plan, wanted, received)| fetch((plan, &wanted[..], received))).collect();
-        self.transfer(&fetches, None, &mut report)?;
+        let relay = host.zip(layers.first());
+        let relay = relay.and_then(|(host, (plan, wanted, _))| OpenRelay::new(host, &self, plan, wanted, true));
+        self.transfer(&fetches, relay, &mut report)?;
         Ok(self.complete(report, started))
     }
 

@@ -128,7 +128,7 @@ impl Remote {
                         pool: options.pool,
                         progress: options.progress,
                         relay: options.relay,
-                        relays_at_once: options.relays_at_once,
+                        joining: (options.relays_at_once, options.beside.max(1)),
                         limits,
                     });
                 }

@@ -213,7 +213,7 @@ impl Remote {
             Some(relay) => {
                 let of = (self.header_digest, self.header.payload_len());
                 let source = &self.sources[self.primary];
-                Swarm::new(relay, source, (&self.key, &self.prefix), plan, of, self.relays_at_once, &self.limits)?
+                Swarm::new(relay, source, (&self.key, &self.prefix), plan, of, self.joining, &self.limits)?
             }
             None => None,
         };

@@ -78,7 +78,7 @@ impl Receiver {
     /// Takes part, while the ranges in `waiting` are not begun; returns what to ask the tracker for.
     pub(crate) fn join(&mut self, now: Duration, waiting: &[(u64, u64)]) -> Vec<(u64, u64)> {
         (self.phase, self.asking) = (Phase::Joining, true);
-        self.took = others(waiting, self.blocks);
+        self.took = others(waiting, &self.wanted);
         self.unoffered_of(now, waiting)
     }
 
@@ -88,16 +88,20 @@ impl Receiver {
     }
 }
 
-/// The blocks that are in none of `runs`, of so many.
-fn others(runs: &[(u64, u64)], blocks: u64) -> Vec<(u64, u64)> {
+/// The blocks of `wanted` that are in none of `runs`.
+fn others(runs: &[(u64, u64)], wanted: &[(u64, u64)]) -> Vec<(u64, u64)> {
     let mut sorted = runs.to_vec();
     sorted.sort_unstable();
-    let (mut found, mut at) = (Vec::new(), 0);
-    for (first, end) in sorted.into_iter().chain([(blocks, blocks)]) {
-        if at < first {
-            found.push((at, first));
+    let mut found = Vec::new();
+    for &(first, last) in wanted {
+        let mut at = first;
+        let within = &sorted[sorted.partition_point(|run| run.1 <= first)..];
+        for &(from, end) in within.iter().take_while(|run| run.0 < last).chain([&(last, last)]) {
+            if at < from {
+                found.push((at, from));
+            }
+            at = at.max(end);
         }
-        at = end;
     }
     found
 }
@@ -151,6 +155,20 @@ mod tests {
         assert!(receiver.take_taken().is_empty(), "it is said once");
         receiver.note_answer(at(12), vec![(2, 3)], at(1000));
         assert_eq!(receiver.next_from_source(at(12), &waiting), FromSource::Take(1, (2, 3)));
+    }
+
+    #[test]
+    fn of_a_part_it_says_that_it_fetches_what_it_wants_and_does_not_wait_for() {
+        for (wanted, waiting, took) in [
+            (&[(4, 9), (20, 30)][..], &[(6, 9), (22, 24)][..], &[(4, 6), (20, 22), (24, 30)][..]),
+            (&[(4, 9)], &[(4, 9)], &[]),
+            (&[(4, 9), (10, 12)], &[], &[(4, 9), (10, 12)]),
+            (&[(4, 9)], &[(7, 8), (5, 6)], &[(4, 5), (6, 7), (8, 9)]),
+        ] {
+            let mut receiver = Receiver::new(64, 1, 200 * MIB).wanting(wanted);
+            receiver.join(at(0), waiting);
+            assert_eq!(receiver.take_taken(), took, "{wanted:?} {waiting:?}");
+        }
     }
 
     #[test]

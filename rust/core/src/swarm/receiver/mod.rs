@@ -54,7 +54,8 @@ pub(crate) struct Receiver {
     pace: Pace,
     /// Bytes a second of a source that is so fast that a swarm would be no help.
     fast: u64,
-    blocks: u64,
+    /// The blocks that it wants, as ascending runs.
+    wanted: Vec<(u64, u64)>,
     asking: bool,
     asked: Duration,
     heartbeat: Duration,
@@ -94,7 +95,7 @@ impl Receiver {
             phase: Phase::Quiet,
             pace: Pace::default(),
             fast,
-            blocks: blocks as u64,
+            wanted: vec![(0, blocks as u64)],
             asking: false,
             asked: never,
             heartbeat: FIRST_HEARTBEAT,
@@ -113,6 +114,11 @@ impl Receiver {
             impatient: false,
             unanswered: 0,
         }
+    }
+
+    /// One that wants no other blocks than those in the ascending runs `wanted`.
+    pub(crate) fn wanting(self, wanted: &[(u64, u64)]) -> Self {
+        Self { wanted: wanted.to_vec(), ..self }
     }
 
     /// Adds a relay that is so far away, and returns its number.

@@ -1,0 +1,141 @@
+"""Ranks on hosts of their own load the same state: what they bring each other, and what harm one can do."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from fabric import Fabric
+from network import Agent, NotPermitted
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240), pytest.mark.beyond_torchft]
+
+PROGRAM = Path(__file__).parents[3] / "benches" / "shared_reads_host.py"
+MIB, RANKS = 32, 3
+STATE = MIB << 20
+#: One copy takes 3.4 s.
+MBIT = 80
+
+
+class Loading:
+    """A source, and ranks that load its state together."""
+
+    def __init__(self, fabric: Fabric, start: Callable[[int], Agent]) -> None:
+        self.fabric = fabric
+        self.source, *self.ranks = (start(number) for number in range(RANKS + 1))
+        for agent in (self.source, *self.ranks):
+            assert agent.next() == {"ready": True}
+        master = fabric.address(1, 0)
+        for rank, agent in enumerate(self.ranks):
+            joining = {"rank": rank, "world": RANKS, "master": master, "port": 29500, "interface": "card0"}
+            self._order(agent, do="join", patience=20, **joining)
+        for agent in self.ranks:
+            assert agent.next() == {"joined": True}
+        self.metadata = self.source.ask(do="serve", mib=MIB)["metadata"]
+        self.before = self.served()
+
+    @staticmethod
+    def _order(agent: Agent, **what: Any) -> None:
+        agent.process.stdin.write(json.dumps(what) + "\n")
+        agent.process.stdin.flush()
+
+    def served(self) -> int:
+        """The bytes that the source has served."""
+        return self.source.ask(do="count")["served"]
+
+    def begin(self, relay: bool = True, hidden: int | None = None, **more: Any) -> None:
+        """Has all ranks begin to load; nobody reaches the one of number ``hidden``."""
+        what = {"mib": MIB, "metadata": self.metadata, "relay": relay, "tells": True, "timeout": 60, **more}
+        for rank, agent in enumerate(self.ranks):
+            environment = {"TENSORFERRY_INTERFACE": "127.0.0.1"} if rank == hidden else {}
+            self._order(agent, do="load", at=time.monotonic() + 0.5, environment=environment, **what)
+
+    def past(self, share: float, rank: int) -> None:
+        """Waits until a rank has more than this share of what it wants."""
+        while (said := self.ranks[rank].next()).get("done", 0) <= share * STATE:
+            assert "seconds" not in said, "it was over before anything could happen to it"
+
+    def end(self, *ranks: int) -> list[dict[str, Any]]:
+        """Waits until the loads of these ranks have ended; returns what they say of them."""
+        return [next(said for said in self.ranks[rank].lines() if "seconds" in said) for rank in ranks]
+
+
+@pytest.fixture
+def loading() -> Iterator[Loading]:
+    with contextlib.ExitStack() as stack:
+        try:
+            fabric = Fabric("rails", [[0]] * (RANKS + 1), MBIT)
+        except NotPermitted as reason:
+            pytest.skip(f"no network namespaces here: {reason}")
+        stack.callback(fabric.remove)
+
+        def start(number: int) -> Agent:
+            agent = Agent(fabric.hosts[number], fabric.address(number, 0), PROGRAM)
+            stack.callback(agent.end)
+            stack.callback(agent.kill)
+            return agent
+
+        yield Loading(fabric, start)
+
+
+def test_slices_that_all_ranks_need_leave_the_source_about_once(loading: Loading) -> None:
+    loading.begin()
+    told = loading.end(0, 1, 2)
+    sent = loading.served() - loading.before
+    assert [(one["equal"], one["error"]) for one in told] == [(True, "")] * RANKS
+    assert sent < 2 * STATE, f"{sent / STATE:.2f} copies have left the source"
+    assert sum(one["report"]["relayed"] for one in told) > STATE
+
+
+def test_nothing_is_relayed_where_ranks_do_not_want_it_or_need_nothing_in_common(loading: Loading) -> None:
+    for more in ({"relay": False}, {"own": True}):
+        loading.begin(**more)
+        told = loading.end(0, 1, 2)
+        assert [(one["equal"], one["error"], one["report"]["relayed"]) for one in told] == [(True, "", 0)] * RANKS
+
+
+def test_a_rank_that_is_killed_is_done_without(loading: Loading) -> None:
+    loading.begin()
+    loading.past(0.3, 2)
+    loading.ranks[2].kill()
+    # torch ends the load, since a rank is missing that should say how its part went. What the others need is there.
+    assert [one["equal"] for one in loading.end(0, 1)] == [True, True]
+
+
+def test_a_rank_that_is_frozen_is_done_without(loading: Loading) -> None:
+    loading.begin()
+    loading.past(0.3, 2)
+    loading.ranks[2].process.send_signal(signal.SIGSTOP)
+    assert [one["equal"] for one in loading.end(0, 1)] == [True, True]
+
+
+def test_a_rank_whose_link_is_cut_is_done_without(loading: Loading) -> None:
+    loading.begin()
+    loading.past(0.3, 2)
+    loading.fabric.cut(3, 0)
+    assert [one["equal"] for one in loading.end(0, 1)] == [True, True]
+
+
+def test_a_rank_that_nobody_reaches_is_done_without(loading: Loading) -> None:
+    loading.begin(hidden=2)
+    told = loading.end(0, 1, 2)
+    assert [(one["equal"], one["error"]) for one in told] == [(True, "")] * RANKS
+    assert told[2]["report"]["relayed"] > 0, "it reaches the others"
+    assert loading.served() - loading.before < 2.5 * STATE
+
+
+def test_a_source_that_dies_ends_every_load_with_an_error(loading: Loading) -> None:
+    loading.begin(timeout=20)
+    loading.past(0.1, 0)
+    loading.source.kill()
+    for one in loading.end(0, 1, 2):
+        # Who has everything by then, and the digests, needs the source no more.
+        assert one["equal"] or one["error"], one
