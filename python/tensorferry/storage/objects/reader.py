@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from ...errors import ConnectError, FetchTimeout, ProtocolError
+from ...errors import ConnectError, FetchTimeout, ProtocolError, StoreRefused, TensorferryError
 from .requests import Calls
 
 #: Bytes that are read when an object is opened: headers are mostly shorter.
@@ -21,6 +21,10 @@ _CHUNK = 1 << 20
 _STALL_S, _ATTEMPTS = 20.0, 5
 
 _T = TypeVar("_T")
+
+
+class _WrongAnswer(Exception):
+    """The store has sent something else than was requested, which does not make the object invalid."""
 
 
 class RangeReader:
@@ -68,8 +72,10 @@ class RangeReader:
         for attempt in itertools.count(1):
             try:
                 return self._calls.call(make, self._name, what)
-            except (ConnectError, FetchTimeout, ProtocolError):
+            except (ConnectError, FetchTimeout, _WrongAnswer) as e:
                 if attempt >= _ATTEMPTS or self._calls.deadline.left() <= 0:
+                    if not isinstance(e, TensorferryError):
+                        raise StoreRefused(str(e)) from None
                     raise
         raise AssertionError
 
@@ -145,7 +151,7 @@ class RangeReader:
             options["if_match"] = self._tag
         answer = await obstore().get_async(self._store, self._key, options=options)
         if tuple(answer.range) != (at, at + len(into)) or int(answer.meta["size"]) != self.nbytes:
-            raise ProtocolError(
+            raise _WrongAnswer(
                 f"{self._name}: bytes {at}-{at + len(into)} were requested, and the store has answered with others"
             )
         await self._receive(answer, into)
@@ -161,8 +167,8 @@ class RangeReader:
             except StopAsyncIteration:
                 break
             if done + len(chunk) > len(into):
-                raise ProtocolError(f"{self._name}: the store has sent more bytes than were requested")
+                raise _WrongAnswer(f"{self._name}: the store has sent more bytes than were requested")
             into[done : done + len(chunk)] = chunk
             done += len(chunk)
         if done != len(into):
-            raise ProtocolError(f"{self._name}: the store has sent {done} bytes of the {len(into)} that were requested")
+            raise _WrongAnswer(f"{self._name}: the store has sent {done} bytes of the {len(into)} that were requested")
