@@ -146,10 +146,16 @@ def _left_in(folder: AnyPlace) -> str:
 
 
 def committed_save(folder: AnyPlace) -> str | None:
-    """Returns the id of the save that the index of ``folder`` belongs to; ``None`` without a valid index."""
+    """Returns the id of the save that the index of ``folder`` belongs to; ``None`` without a valid index.
+
+    Raises:
+        TensorferryError: see :func:`commits.says_nothing`
+    """
     try:
         return read_index(folder).save_id
-    except TensorferryError:
+    except TensorferryError as e:
+        if commits.says_nothing(folder, e):
+            raise
         return None
 
 
