@@ -86,7 +86,7 @@ class ObjectPlace:
         return ObjectPlace(self.url, self.options, self.timeout, Deadline(self.timeout))
 
     def end(self) -> None:
-        """Ends all requests of the operation that has begun here."""
+        """Ends all requests of the operation that has begun here, also those that are under way in other threads."""
         if self._deadline is not None:
             self._deadline.end()
 

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from ...errors import ConnectError, FetchTimeout, ProtocolError, StoreRefused, TensorferryError
-from .requests import Calls
+from .requests import Calls, results_of
 
 #: Bytes that are read when an object is opened: headers are mostly shorter.
 _HEAD = 64 << 10
@@ -88,14 +88,7 @@ class RangeReader:
         ]
         with ThreadPoolExecutor(_AT_A_TIME, "tensorferry-read") as pool:
             running = [pool.submit(self.read, *piece) for piece in pieces]
-            try:
-                for one in running:
-                    one.result()
-            except BaseException:
-                self.cancel()
-                for one in running:
-                    one.cancel()
-                raise
+            results_of(running, self.cancel)
 
     def head(self, most: int) -> bytes:
         """Returns the first bytes, ``most`` or fewer."""
