@@ -298,6 +298,10 @@ async def _deleted(store: Any, keys: list[str]) -> None:
     except Exception as e:
         if type(e).__name__ not in ("NotFoundError", "FileNotFoundError"):
             raise
+        if len(keys) > 1:
+            # It does not say which one was missing, and may have left those behind it.
+            for key in keys:
+                await _deleted(store, [key])
 
 
 def _unpickled(url: str, options: dict[str, Any], timeout: float) -> ObjectPlace:
