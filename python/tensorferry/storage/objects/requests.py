@@ -234,6 +234,11 @@ def is_missing(error: Exception) -> bool:
     return isinstance(error, IncompleteCheckpoint) and str(error).endswith("there is no such object")
 
 
+def is_not_found(error: Exception) -> bool:
+    """Whether the client's library says that there is no such object."""
+    return type(error).__name__ in ("NotFoundError", "FileNotFoundError")
+
+
 def part_of(text: str) -> str:
     """Returns which part of an object a message of the client is about, for a message; empty if it says none."""
     found = _PART.search(text)
