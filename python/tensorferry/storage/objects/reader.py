@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from ...errors import ConnectError, FetchTimeout, ProtocolError, StoreRefused, TensorferryError
+from ...errors import ConnectError, FetchTimeout, ProtocolError, StoreRefused
 from .requests import Calls, results_of
 
 #: Bytes that are read when an object is opened: headers are mostly shorter.
@@ -24,7 +24,15 @@ _T = TypeVar("_T")
 
 
 class _WrongAnswer(Exception):
-    """The store has sent something else than was requested, which does not make the object invalid."""
+    """The store has sent something else than was requested, which does not make the object invalid.
+
+    Args:
+        refusal: what is raised if it does so again and again
+    """
+
+    def __init__(self, refusal: StoreRefused) -> None:
+        super().__init__(refusal)
+        self.refusal = refusal
 
 
 class RangeReader:
@@ -74,8 +82,8 @@ class RangeReader:
                 return self._calls.call(make, self._name, what)
             except (ConnectError, FetchTimeout, _WrongAnswer) as e:
                 if attempt >= _ATTEMPTS or self._calls.deadline.left() <= 0:
-                    if not isinstance(e, TensorferryError):
-                        raise StoreRefused(str(e)) from None
+                    if isinstance(e, _WrongAnswer):
+                        raise e.refusal from None
                     raise
         raise AssertionError
 
@@ -145,7 +153,9 @@ class RangeReader:
         answer = await obstore().get_async(self._store, self._key, options=options)
         if tuple(answer.range) != (at, at + len(into)) or int(answer.meta["size"]) != self.nbytes:
             raise _WrongAnswer(
-                f"{self._name}: bytes {at}-{at + len(into)} were requested, and the store has answered with others"
+                StoreRefused(
+                    f"{self._name}: bytes {at}-{at + len(into)} were requested, and the store has answered with others"
+                )
             )
         await self._receive(answer, into)
 
@@ -160,8 +170,10 @@ class RangeReader:
             except StopAsyncIteration:
                 break
             if done + len(chunk) > len(into):
-                raise _WrongAnswer(f"{self._name}: the store has sent more bytes than were requested")
+                raise _WrongAnswer(StoreRefused(f"{self._name}: the store has sent more bytes than were requested"))
             into[done : done + len(chunk)] = chunk
             done += len(chunk)
         if done != len(into):
-            raise _WrongAnswer(f"{self._name}: the store has sent {done} bytes of the {len(into)} that were requested")
+            raise _WrongAnswer(
+                StoreRefused(f"{self._name}: the store has sent {done} bytes of the {len(into)} that were requested")
+            )
