@@ -16,6 +16,7 @@ from tensorferry.memory.tensors import no_rows
 from tensorferry.storage import reserved
 from tensorferry.storage.commits import Commit, commit_index
 from tensorferry.storage.container import Container
+from tensorferry.storage.objects.reader import RangeReader
 from tensorferry.storage.objects.requests import Calls, Deadline
 from tensorferry.storage.places import any_place, begun
 from tensorferry.storage.source import FolderSource
@@ -111,3 +112,19 @@ def test_an_operation_that_was_ended_begins_no_request():
     deadline.end()
     with pytest.raises(TransferCancelled):
         Calls(deadline).begin(lambda: pytest.fail("it has begun"))
+
+
+def test_a_read_that_has_ended_leaves_the_memory_alone(server, monkeypatch):
+    reading, views = Reading(server), []
+
+    async def fill(_, __, into):
+        views.append(into)
+        raise CorruptCheckpoint("something went wrong")
+
+    monkeypatch.setattr(RangeReader, "_fill", fill)
+    with pytest.raises(CorruptCheckpoint, match="something went wrong"):
+        reading.source.read(reading.slices)
+    assert views
+    for view in views:
+        with pytest.raises(ValueError, match="released memoryview"):
+            view[0] = 1

@@ -73,7 +73,11 @@ class RangeReader:
         if at + nbytes <= len(self._head):
             into[:] = self._head[at : at + nbytes]
             return
-        self._repeated(lambda: self._fill(at, into), f"reading bytes {at}-{at + nbytes}")
+        try:
+            self._repeated(lambda: self._fill(at, into), f"reading bytes {at}-{at + nbytes}")
+        finally:
+            # A request that was cancelled may go on for a moment, and the memory may be another's then.
+            into.release()
 
     def _repeated(self, make: Callable[[], Coroutine[Any, Any, _T]], what: str) -> _T:
         """Makes a request, again if its body breaks off or stalls: the client itself makes the rest again."""
