@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import SystemRefused
+from ..errors import SystemRefused, TensorferryError
 from ..storage.folder import Index, missing_files
-from ..storage.places import AnyPlace, any_place, is_store_url, local_path
+from ..storage.places import AnyPlace, any_place, begun, is_store_url, local_path
 from ..storage.series import checkpoints, index_versions
 from . import other_formats
 
@@ -34,6 +34,7 @@ def latest_checkpoint(root: str | os.PathLike[str]) -> str | None:
 
     Raises:
         SystemRefused: ``root`` exists and cannot be listed
+        TensorferryError: a store does not answer, or refuses
     """
     place = any_place(root, "root") if is_store_url(root) else local_path(root, "root")
     if complete := complete_checkpoints(place):
@@ -47,7 +48,9 @@ def complete_checkpoints(root: AnyPlace) -> list[tuple[AnyPlace, Index]]:
 
     Raises:
         SystemRefused: ``root`` exists and cannot be listed
+        TensorferryError: a store does not answer, or refuses
     """
+    root = begun(root)
     if isinstance(root, Path) and not os.path.isdir(root):
         return []
     complete: list[tuple[AnyPlace, Index]] = []
@@ -70,6 +73,9 @@ def find_latest(root: AnyPlace, ranks: Ranks, keeper: LoadingKeeper | None) -> t
     its node or a buddy. Where ranks agree by a function of the user's, which cannot collect, rank 0's keeper must know
     the snapshots of all ranks. Ranks agree on the name of the folder below ``root``, which may be a link that leads to
     another place on each node.
+
+    Raises:
+        TensorferryError: on all ranks, a store does not answer rank 0, or refuses
     """
     root = Path(os.path.realpath(root)) if isinstance(root, Path) else root
     own: list[list[Any]] = []
@@ -79,10 +85,20 @@ def find_latest(root: AnyPlace, ranks: Ranks, keeper: LoadingKeeper | None) -> t
     gathered = ranks.gather(own)
     choice: list[Any] | None = None
     if ranks.rank == 0:
-        choice = max([*_committed(root), *_kept_for_all_ranks(gathered or [own], gathered is not None)], default=None)
+        try:
+            choice = max(
+                [*_committed(root), *_kept_for_all_ranks(gathered or [own], gathered is not None)], default=None
+            )
+        except TensorferryError as e:
+            # The others wait for an answer.
+            if ranks.world_size > 1:
+                ranks.from_first([None, f"{type(e).__name__}: {e}"])
+            raise
         if choice is None:
             other_formats.log_passed_over(root)
     choice = ranks.from_first(choice)
+    if choice is not None and choice[0] is None:
+        raise TensorferryError(f"rank 0 cannot find the newest checkpoint: {choice[1]}")
     return None if choice is None else (root / choice[1], str(choice[2]))
 
 

@@ -13,7 +13,7 @@ from .. import _validate
 from ..errors import InvalidArgument, ProtocolError, SystemRefused
 from ..storage.container import Container, Stored
 from ..storage.folder_save import FolderSave, SaveId, abandon
-from ..storage.places import AnyPlace, any_place, is_store_url
+from ..storage.places import AnyPlace, any_place, begun, is_store_url
 from ..storage.room import making_room
 from ..storage.series import keep_last
 
@@ -132,5 +132,5 @@ def perform(
     finally:
         save.close()
     if options.keep_last is not None and order.save.rank == 0:
-        keep_last(options.keep_last, order.path)
+        keep_last(options.keep_last, begun(order.path))
     return file

@@ -39,7 +39,14 @@ from pathlib import Path
 from typing import Any
 
 from .._native import Table, _file_entries, _file_header
-from ..errors import IncompleteCheckpoint, ProtocolError, SourceChanged, SystemRefused, TensorferryError
+from ..errors import (
+    CorruptCheckpoint,
+    IncompleteCheckpoint,
+    ProtocolError,
+    SourceChanged,
+    SystemRefused,
+    TensorferryError,
+)
 from . import leftovers
 from .container import Container
 from .folder_lock import alone_in
@@ -163,25 +170,49 @@ def decode(path: AnyPlace, files: bytes | None) -> Commit:
 
 
 def committed(path: AnyPlace) -> Commit | None:
-    """Like :func:`files_of`, but returns ``None`` if there is no index, and no files if it cannot be read."""
+    """Like :func:`files_of`, but returns ``None`` if there is no index, and no files if it cannot be read.
+
+    Raises:
+        TensorferryError: see :func:`says_nothing`
+    """
     if not is_file(path):
         return None
     try:
         return files_of(path)
     except TensorferryError as e:
+        if says_nothing(path, e):
+            raise
         logger.warning(
             "the index of the checkpoint that is replaced cannot be read, so its files are not removed: %s", e
         )
         return Commit({})
 
 
+def says_nothing(path: AnyPlace, error: TensorferryError) -> bool:
+    """Whether an error says nothing of an index, which may be whole: a store did not answer, or refused.
+
+    Who takes it for damaged then loses a checkpoint that was committed.
+    """
+    return isinstance(path, ObjectPlace) and not isinstance(
+        error, (CorruptCheckpoint, ProtocolError, IncompleteCheckpoint)
+    )
+
+
 def beginnings(*indexes: AnyPlace) -> list[int]:
-    """Returns when the saves that wrote ``indexes`` began, for :func:`begin_after`; skips files that are no index."""
+    """Returns when the saves that wrote ``indexes`` began, for :func:`begin_after`; skips files that are no index.
+
+    It raises nothing: a save that begins too early for want of an answer is refused when it commits. After the first
+    question that a store does not answer, it is asked no more.
+    """
     beginnings = []
     for path in indexes:
-        with contextlib.suppress(TensorferryError):
+        try:
             if is_file(path):
                 beginnings.append(files_of(path).began)
+        except TensorferryError as e:
+            if says_nothing(path, e):
+                logger.debug("%s: it is not known when its save began: %s", path, e)
+                break
     return beginnings
 
 
@@ -307,7 +338,8 @@ def remove_replaced(index: AnyPlace, before: Commit | None, files: Collection[st
     leftovers.remove(folder, [] if before is None else [name for name in before.files if name not in files])
     try:
         now = index.stat().st_mtime
-    except OSError:
+    except (OSError, TensorferryError) as e:
+        logger.debug("%s: what killed saves have left stays for now: %s", folder, e)
         return
     leftovers.remove_leftovers(folder, now, rank, set(files), lambda: set(files_of(index).files))
 
@@ -321,6 +353,10 @@ def reached(moment: str, index: AnyPlace) -> None:
             ``renamed`` (the folder is not locked any more)
         index: the path of the index
     """
+
+
+class _Committed(Exception):
+    """The save is committed: the answer to its write was lost, and an edit has changed its index since."""
 
 
 class _Outdated(Exception):
@@ -356,10 +392,20 @@ def _put(
 
     def look() -> Commit | None:
         before = _replaceable(index, commit, made_from)
+        if made_from is None and before is not None and _is_of_one_save(before, commit):
+            raise _Committed
         reached("checked", index)
         return before
 
-    return put_index(index, content, look)
+    try:
+        return put_index(index, content, look)
+    except _Committed:
+        return None
+
+
+def _is_of_one_save(index: Commit, commit: Commit) -> bool:
+    """Whether an index is that of the save ``commit``, or was made from it by edits."""
+    return index.began == commit.began and (not index.files or not index.files.keys().isdisjoint(commit.files))
 
 
 def _rename(index: Path, content: Container, commit: Commit, made_from: tuple[bytes, Commit] | None) -> Commit | None:

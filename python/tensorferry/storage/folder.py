@@ -28,6 +28,7 @@ from ..errors import IncompleteCheckpoint, InvalidArgument, ProtocolError, Syste
 from . import commits, reserved
 from .commits import Commit
 from .names import is_ours
+from .objects.place import ObjectPlace
 from .places import AnyPlace
 from .whole_files import is_file, listed
 
@@ -111,7 +112,11 @@ def read_index(folder: AnyPlace) -> Index:
 
 def missing_files(folder: AnyPlace, index: Index) -> list[str]:
     """Returns the names of files of the checkpoint in ``folder`` that are not there."""
-    return [name for name, _ in index.files.values() if not is_file(folder / name)]
+    names = [name for name, _ in index.files.values()]
+    if isinstance(folder, ObjectPlace):
+        there = folder.entries()
+        return [name for name in names if name not in there]
+    return [name for name in names if not is_file(folder / name)]
 
 
 def unfinished(folder: AnyPlace) -> IncompleteCheckpoint | None:
@@ -146,10 +151,16 @@ def _left_in(folder: AnyPlace) -> str:
 
 
 def committed_save(folder: AnyPlace) -> str | None:
-    """Returns the id of the save that the index of ``folder`` belongs to; ``None`` without a valid index."""
+    """Returns the id of the save that the index of ``folder`` belongs to; ``None`` without a valid index.
+
+    Raises:
+        TensorferryError: see :func:`commits.says_nothing`
+    """
     try:
         return read_index(folder).save_id
-    except TensorferryError:
+    except TensorferryError as e:
+        if commits.says_nothing(folder, e):
+            raise
         return None
 
 

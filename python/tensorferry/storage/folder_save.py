@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from .._native import _file_entries, _file_header
-from ..errors import IncompleteCheckpoint, SystemRefused, TensorferryError
+from ..errors import ConnectError, FetchTimeout, IncompleteCheckpoint, StoreRefused, SystemRefused, TensorferryError
 from . import commits, leftovers, reserved
 from .commits import Commit
 from .container import Container, Stored
@@ -152,14 +152,17 @@ class FolderSave:
 
         A folder that this save has made is removed if nothing is in it, as after a save of one rank.
         """
-        self._written = None
+        self.close()
         abandon(self.folder, self.save, reason)
         if self._is_new:
             remove_empty(self.folder)
 
     def close(self) -> None:
         """Unlocks the file of this rank."""
-        self._written = None
+        written, self._written = self._written, None
+        # That of an object at once: what has failed may hold on to what was written.
+        if (alive := getattr(written, "alive", None)) is not None:
+            alive.close()
 
     def _wait_for_files(self, check: Callable[[], None]) -> list[str]:
         """Waits until the files of all ranks are in the folder; returns their names, by rank."""
@@ -185,8 +188,14 @@ class FolderSave:
             if (version := version_of(self.folder / INDEX)) is None:
                 return False
             # Each index is read once: it may be long, and that of an earlier save may stay for minutes.
-            before, seen = seen, version
-            return seen != before and committed_save(self.folder) == self.save.save
+            if version == seen:
+                return False
+            with contextlib.suppress(FetchTimeout, ConnectError, StoreRefused):
+                found = committed_save(self.folder)
+                seen = version
+                return found == self.save.save
+            # The store has not answered, and is asked again at the next look.
+            return False
 
         self._wait(is_committed, check, lambda: [0])
         # Rank 0 may be about to sync it; this rank must not say that it is done before.
@@ -271,15 +280,18 @@ def abandon(folder: AnyPlace, save: SaveId, reason: str) -> None:
     """Ends a save whose writer on this rank has failed or is gone, for all ranks; a committed one stays.
 
     The other ranks stop waiting and report ``reason``. What this rank has written is removed, by this call or by a
-    later save. Raises nothing: if the folder cannot be used, the others notice that nothing comes.
+    later save; in a store by a later one, since the index may be written although nobody has heard of it, or be on its
+    way. Raises nothing: if the folder cannot be used, the others notice that nothing comes.
     """
     # With a deadline of its own: that of the save may have passed.
     folder = begun(folder)
     file = folder / _file_of(folder, save)
     partial = folder / f"{file.name}.partial"
     with contextlib.suppress(OSError, TensorferryError):
-        if committed_save(folder) == save.save:
-            return
+        # If the store does not answer, it may be committed; the others look for its index before they heed a failure.
+        with contextlib.suppress(FetchTimeout, ConnectError, StoreRefused):
+            if committed_save(folder) == save.save:
+                return
         if save.world_size > 1:
             make_synced_folder(folder)  # this rank may be the first to come here
             # A reason may name a path that is no valid text.
@@ -288,7 +300,7 @@ def abandon(folder: AnyPlace, save: SaveId, reason: str) -> None:
         elif isinstance(partial, Path):
             partial.unlink(missing_ok=True)
         # Of other ranks, rank 0 may be committing the file at this moment.
-        if save.rank == 0:
+        if save.rank == 0 and isinstance(file, Path):
             file.unlink(missing_ok=True)
 
 

@@ -8,13 +8,13 @@ import os
 import re
 from pathlib import Path
 
-from ..errors import TensorferryError
+from ..errors import CorruptCheckpoint, IncompleteCheckpoint, ProtocolError, TensorferryError
 from . import commits, leftovers
 from .folder import INDEX, Index, read_index
 from .names import is_ours
 from .objects.place import ObjectPlace
 from .places import AnyPlace
-from .whole_files import listed, remove_empty, subfolders, version_of
+from .whole_files import listed, remove_empty, subfolders, version_of, versions_of
 
 logger = logging.getLogger("tensorferry")
 
@@ -24,12 +24,16 @@ def checkpoints(root: AnyPlace) -> list[tuple[AnyPlace, Index]]:
 
     Raises:
         SystemRefused: ``root`` cannot be listed
+        TensorferryError: a store does not answer, or refuses
     """
     folders = [root / name for name in subfolders(root)]
     complete: list[tuple[AnyPlace, Index]] = []
     for folder in folders:
-        with contextlib.suppress(TensorferryError):
+        try:
             complete.append((folder, read_index(folder)))
+        except TensorferryError as e:
+            if commits.says_nothing(folder, e):
+                raise
     return sorted(complete, key=lambda checkpoint: (checkpoint[1].began, checkpoint[0].name))
 
 
@@ -37,20 +41,27 @@ def index_versions(root: AnyPlace) -> frozenset[tuple[object, ...]]:
     """Returns the folder, inode and time of each index directly below ``root``.
 
     Two results differ if a checkpoint was committed or removed between them.
+
+    Raises:
+        TensorferryError: a store does not answer, or refuses
     """
-    versions: list[tuple[object, ...]] = []
-    with contextlib.suppress(OSError, TensorferryError):
-        names = subfolders(root) if isinstance(root, ObjectPlace) else listed(root)
-        found = ((name, version_of(root / name / INDEX)) for name in names)
-        versions.extend((name, *version) for name, version in found if version is not None)
-    return frozenset(versions)
+    if isinstance(root, ObjectPlace):
+        names = subfolders(root)
+    else:
+        names = []
+        with contextlib.suppress(OSError):
+            names = listed(root)
+    found = versions_of([root / name / INDEX for name in names])
+    return frozenset((path.parent.name, *version) for path, version in found.items())
 
 
 class KnownSaves:
     """The saves that a process knows of, after which a new one begins: its own, and those that it finds on the disk.
 
     It reads each index of a series once, and looks at every save whether another one has taken its place. So a new save
-    costs a look for an index in its folder and, if that is of a series, in each of the series' folders.
+    costs a look for an index in its folder and, if that is of a series, in each of the series' folders. A store is
+    asked for all of them at once, with one deadline, and for nothing more after a question that it does not answer: the
+    trainer waits meanwhile.
     """
 
     def __init__(self) -> None:
@@ -64,13 +75,15 @@ class KnownSaves:
         These are the save in the folder and those in the folders of its series, which is that of :func:`keep_last`, and
         all saves of this process.
         """
+        if isinstance(folder, ObjectPlace):
+            self._newest = max([*self._in_store(folder.begun()), self._newest])
+            return [self._newest]
         beginnings = commits.beginnings(folder / INDEX)
         series = _series(folder)
         beside: list[str] = []
         if series != folder.name:
-            with contextlib.suppress(OSError, TensorferryError):
-                above = folder.parent
-                beside = subfolders(above) if isinstance(above, ObjectPlace) else os.listdir(above)
+            with contextlib.suppress(OSError):
+                beside = os.listdir(folder.parent)
         for other in (folder.parent / name for name in beside if _series(Path(name)) == series):
             version = version_of(other / INDEX)
             if version is not None and self._seen.get(other) != version:
@@ -78,6 +91,21 @@ class KnownSaves:
                 self._seen[other] = version
         self._newest = max([*beginnings, self._newest])
         return [self._newest]
+
+    def _in_store(self, folder: ObjectPlace) -> list[int]:
+        """As :meth:`beginnings`, without the saves that are known already."""
+        found: list[int] = []
+        try:
+            versions = versions_of([one / INDEX for one in {folder, *_folders_in_series(folder)}])
+            for index, version in versions.items():
+                if self._seen.get(index.parent) == version:
+                    continue
+                with contextlib.suppress(CorruptCheckpoint, ProtocolError, IncompleteCheckpoint):
+                    found.append(commits.files_of(index).began)
+                self._seen[index.parent] = version
+        except TensorferryError as e:
+            logger.debug("it is not known when the saves beside %s began: %s", folder, e)
+        return found
 
     def add(self, began: int) -> None:
         """A save of this process has begun."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,6 +14,7 @@ from ..errors import IncompleteCheckpoint, ProtocolError, SourceChanged, SystemR
 from . import commits
 from .commits import Commit
 from .objects.place import ObjectPlace
+from .objects.requests import results_of
 from .places import AnyPlace
 from .slices import SliceTuple, nbytes_of
 
@@ -173,24 +175,21 @@ class FolderSource:
         if len(slices) == 1 or self._threads == 1:
             return self._read_in_turn(slices, progress)
         total, done = sum(map(nbytes_of, slices.values())), dict.fromkeys(slices, 0)
+        reporting = threading.Lock()
 
         def noted(name: str) -> Progress | None:
             def note(here: int, _: int) -> None:
-                done[name] = here
-                if progress is not None:
+                assert progress is not None
+                # One thread at a time, as with files, and never fewer bytes than before.
+                with reporting:
+                    done[name] = here
                     progress(min(sum(done.values()), total), total)
 
             return None if progress is None else note
 
         with ThreadPoolExecutor(min(len(slices), _AT_ONCE), "tensorferry-read") as pool:
             running = [pool.submit(self._read_file, name, slices[name], noted(name)) for name in slices]
-            try:
-                return [one.result() for one in running]
-            except BaseException:
-                for one in running:
-                    one.cancel()
-                place.end()
-                raise
+            return results_of(running, place.end)
 
     def _missing(self, name: str) -> Exception:
         """Returns the error for a missing file, which depends on whether the index is still the one that was read."""

@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import stat
+from collections.abc import Sequence
 from pathlib import Path
 
 from .._native import _check_machine_has
@@ -135,6 +136,24 @@ def version_of(path: AnyPlace) -> tuple[object, ...] | None:
         about = path.stat()
     except (OSError, TensorferryError):
         return None
+    return _version(about)
+
+
+def versions_of(paths: Sequence[AnyPlace]) -> dict[AnyPlace, tuple[object, ...]]:
+    """Returns :func:`version_of` of those of ``paths`` that are there; a store is asked for several at once.
+
+    Raises:
+        TensorferryError: a store does not answer, or refuses
+    """
+    stored = ObjectPlace.stats([path for path in paths if isinstance(path, ObjectPlace)])
+    found: dict[AnyPlace, tuple[object, ...]] = {path: _version(about) for path, about in stored.items()}
+    for path in paths:
+        if isinstance(path, Path) and (version := version_of(path)) is not None:
+            found[path] = version
+    return found
+
+
+def _version(about: os.stat_result | ObjectStat) -> tuple[object, ...]:
     return (about.tag, about.st_mtime_ns) if isinstance(about, ObjectStat) else (about.st_ino, about.st_mtime_ns)
 
 

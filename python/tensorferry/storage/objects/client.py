@@ -24,6 +24,8 @@ STALL_S = 60.0
 _CONNECT_S = 10.0
 #: How often a request is made again, and the longest pause before that, in seconds.
 _RETRIES, _LONGEST_PAUSE_S = 8, 10.0
+#: How many clients of one bucket are kept.
+_KEPT = 8
 #: Keys of ``store_options`` that are not those of a store.
 _OF_CLIENT = frozenset({"client_options", "retry_config", "credential_provider"})
 _MISSING = "checkpoints in object stores need the package obstore: pip install 'tensorferry[objects]'"
@@ -33,7 +35,7 @@ DEBUG = "\n\nDebug source:"
 _ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT", "AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT")
 
 _lock = ForkSafeLock()
-_stores: dict[tuple[Any, ...], Any] = {}
+_stores: dict[tuple[Any, ...], tuple[Any, Mapping[str, Any]]] = {}
 _loop: tuple[int, asyncio.AbstractEventLoop] | None = None
 
 
@@ -84,12 +86,12 @@ def store(root: str, options: Mapping[str, Any], timeout: float) -> Any:
     environment = tuple(sorted((k, v) for k, v in os.environ.items() if k.startswith(("AWS_", "GOOGLE_", "AZURE_"))))
     key = (os.getpid(), root, _frozen(options), timeout, environment)
     with _lock.held():
-        if (known := _stores.get(key)) is not None:
-            return known
-        made = _make(library, root, options, timeout)
-        for old in [old for old in _stores if old[:2] == key[:2]][7:]:
+        known = _stores.pop(key, None)
+        made = _make(library, root, options, timeout) if known is None else known[0]
+        # The one that was used last is the last one. Its options stay, so that no other object gets the id of one.
+        _stores[key] = made, options
+        for old in [old for old in _stores if old[:2] == key[:2]][:-_KEPT]:
             del _stores[old]
-        _stores[key] = made
         return made
 
 
@@ -133,6 +135,8 @@ def _frozen(value: Any) -> Any:
     """Returns ``value`` as part of a key; an object that cannot be one counts as itself."""
     if isinstance(value, Mapping):
         return tuple(sorted((str(name), _frozen(one)) for name, one in value.items()))
+    if isinstance(value, list | tuple):
+        return tuple(map(_frozen, value))
     if isinstance(value, str | int | float | bool | bytes | timedelta | type(None)):
         return repr(value)
     return f"{type(value).__qualname__} at {id(value)}"

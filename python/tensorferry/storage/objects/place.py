@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import fnmatch
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
@@ -17,13 +17,15 @@ from ... import _validate
 from ...errors import IncompleteCheckpoint, InvalidArgument, ProtocolError
 from . import client
 from .reader import RangeReader
-from .requests import Calls, Deadline, is_missing
+from .requests import Calls, Deadline, is_missing, is_not_found
 from .url import StoreUrl, parsed
 
 #: Seconds that a save or a load may take, unless the caller says how many.
 TIMEOUT_S = 600.0
 #: How many objects are removed at a time.
 _BATCH = 500
+#: How many objects are asked for at once.
+_ASKED_AT_ONCE = 16
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,7 @@ class ObjectPlace:
         return ObjectPlace(self.url, self.options, self.timeout, Deadline(self.timeout))
 
     def end(self) -> None:
-        """Ends all requests of the operation that has begun here."""
+        """Ends all requests of the operation that has begun here, also those that are under way in other threads."""
         if self._deadline is not None:
             self._deadline.end()
 
@@ -188,6 +190,39 @@ class ObjectPlace:
         return _stat(self.calls().call(lambda: client.obstore().head_async(store, key), str(self), "asking for it"))
 
     lstat = stat
+
+    @staticmethod
+    def stats(places: Sequence[ObjectPlace]) -> dict[ObjectPlace, ObjectStat]:
+        """Returns what the store tells of those of ``places`` that are there; asks for several at once.
+
+        Raises:
+            TensorferryError: the store does not answer, or refuses
+        """
+        if not places:
+            return {}
+        import asyncio
+
+        store, library, few = places[0].store, client.obstore(), asyncio.Semaphore(_ASKED_AT_ONCE)
+
+        async def asked(place: ObjectPlace) -> ObjectStat | None:
+            async with few:
+                try:
+                    return _stat(await library.head_async(store, place.key))
+                except Exception as e:
+                    if is_not_found(e):
+                        return None
+                    raise
+
+        async def all_asked() -> list[ObjectStat | None]:
+            tasks = [asyncio.ensure_future(asked(place)) for place in places]
+            try:
+                return await asyncio.gather(*tasks)
+            finally:
+                for task in tasks:
+                    task.cancel()
+
+        found = places[0].calls().call(all_asked, str(places[0].parent), f"asking for {len(places)} objects")
+        return {place: about for place, about in zip(places, found, strict=True) if about is not None}
 
     def is_file(self) -> bool:
         """Whether there is such an object; raises as :meth:`stat`."""
@@ -296,8 +331,12 @@ async def _deleted(store: Any, keys: list[str]) -> None:
     try:
         await client.obstore().delete_async(store, keys if len(keys) > 1 else keys[0])
     except Exception as e:
-        if type(e).__name__ not in ("NotFoundError", "FileNotFoundError"):
+        if not is_not_found(e):
             raise
+        if len(keys) > 1:
+            # It does not say which one was missing, and may have left those behind it.
+            for key in keys:
+                await _deleted(store, [key])
 
 
 def _unpickled(url: str, options: dict[str, Any], timeout: float) -> ObjectPlace:

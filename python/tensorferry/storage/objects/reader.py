@@ -8,8 +8,8 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from ...errors import ConnectError, FetchTimeout, ProtocolError
-from .requests import Calls
+from ...errors import ConnectError, FetchTimeout, ProtocolError, StoreRefused
+from .requests import Calls, results_of
 
 #: Bytes that are read when an object is opened: headers are mostly shorter.
 _HEAD = 64 << 10
@@ -21,6 +21,18 @@ _CHUNK = 1 << 20
 _STALL_S, _ATTEMPTS = 20.0, 5
 
 _T = TypeVar("_T")
+
+
+class _WrongAnswer(Exception):
+    """The store has sent something else than was requested, which does not make the object invalid.
+
+    Args:
+        refusal: what is raised if it does so again and again
+    """
+
+    def __init__(self, refusal: StoreRefused) -> None:
+        super().__init__(refusal)
+        self.refusal = refusal
 
 
 class RangeReader:
@@ -61,15 +73,21 @@ class RangeReader:
         if at + nbytes <= len(self._head):
             into[:] = self._head[at : at + nbytes]
             return
-        self._repeated(lambda: self._fill(at, into), f"reading bytes {at}-{at + nbytes}")
+        try:
+            self._repeated(lambda: self._fill(at, into), f"reading bytes {at}-{at + nbytes}")
+        finally:
+            # A request that was cancelled may go on for a moment, and the memory may be another's then.
+            into.release()
 
     def _repeated(self, make: Callable[[], Coroutine[Any, Any, _T]], what: str) -> _T:
         """Makes a request, again if its body breaks off or stalls: the client itself makes the rest again."""
         for attempt in itertools.count(1):
             try:
                 return self._calls.call(make, self._name, what)
-            except (ConnectError, FetchTimeout, ProtocolError):
+            except (ConnectError, FetchTimeout, _WrongAnswer) as e:
                 if attempt >= _ATTEMPTS or self._calls.deadline.left() <= 0:
+                    if isinstance(e, _WrongAnswer):
+                        raise e.refusal from None
                     raise
         raise AssertionError
 
@@ -82,14 +100,7 @@ class RangeReader:
         ]
         with ThreadPoolExecutor(_AT_A_TIME, "tensorferry-read") as pool:
             running = [pool.submit(self.read, *piece) for piece in pieces]
-            try:
-                for one in running:
-                    one.result()
-            except BaseException:
-                self.cancel()
-                for one in running:
-                    one.cancel()
-                raise
+            results_of(running, self.cancel)
 
     def head(self, most: int) -> bytes:
         """Returns the first bytes, ``most`` or fewer."""
@@ -145,8 +156,10 @@ class RangeReader:
             options["if_match"] = self._tag
         answer = await obstore().get_async(self._store, self._key, options=options)
         if tuple(answer.range) != (at, at + len(into)) or int(answer.meta["size"]) != self.nbytes:
-            raise ProtocolError(
-                f"{self._name}: bytes {at}-{at + len(into)} were requested, and the store has answered with others"
+            raise _WrongAnswer(
+                StoreRefused(
+                    f"{self._name}: bytes {at}-{at + len(into)} were requested, and the store has answered with others"
+                )
             )
         await self._receive(answer, into)
 
@@ -161,8 +174,10 @@ class RangeReader:
             except StopAsyncIteration:
                 break
             if done + len(chunk) > len(into):
-                raise ProtocolError(f"{self._name}: the store has sent more bytes than were requested")
+                raise _WrongAnswer(StoreRefused(f"{self._name}: the store has sent more bytes than were requested"))
             into[done : done + len(chunk)] = chunk
             done += len(chunk)
         if done != len(into):
-            raise ProtocolError(f"{self._name}: the store has sent {done} bytes of the {len(into)} that were requested")
+            raise _WrongAnswer(
+                StoreRefused(f"{self._name}: the store has sent {done} bytes of the {len(into)} that were requested")
+            )

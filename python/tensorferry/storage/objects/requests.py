@@ -12,7 +12,8 @@ import contextlib
 import re
 import threading
 import time
-from collections.abc import Callable, Coroutine
+import weakref
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from ...errors import (
@@ -29,6 +30,8 @@ from .url import without_secrets
 
 #: Seconds after the deadline in which a request that was told to end does so.
 _LATE_S = 1.0
+#: How often a wait for a request looks for signals, and whether the request has to end.
+_LOOK_S = 0.2
 _LONGEST = 600
 #: Which of the library's classes the builtin ones stand for that it raises instead.
 _BUILTIN: dict[type[BaseException], str] = {
@@ -62,10 +65,30 @@ class Deadline:
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
         self._end = time.monotonic() + seconds
+        self._lock = threading.Lock()
+        self._is_over = False
+        self._calls: weakref.WeakSet[Calls] = weakref.WeakSet()
+
+    def add(self, calls: Calls) -> None:
+        """These requests belong to the operation, and end with it."""
+        with self._lock:
+            self._calls.add(calls)
+            is_over = self._is_over
+        if is_over:
+            calls.cancel()
 
     def end(self) -> None:
-        """Ends the operation now."""
-        self._end = 0.0
+        """Ends the operation now, with all its requests, and those that would begin later."""
+        with self._lock:
+            self._is_over = True
+            under_way = list(self._calls)
+        for calls in under_way:
+            calls.cancel()
+
+    @property
+    def is_long_past(self) -> bool:
+        """Whether even a request that was told to end at the deadline must have done so."""
+        return time.monotonic() > self._end + _LATE_S
 
     def left(self) -> float:
         """Returns how many seconds are left, at least 0."""
@@ -84,6 +107,7 @@ class Calls:
         self._lock = threading.Lock()
         self._running: set[concurrent.futures.Future[Any]] = set()
         self._is_cancelled = False
+        deadline.add(self)
 
     def begin(self, make: Callable[[], Coroutine[Any, Any, _T]]) -> concurrent.futures.Future[_T]:
         """Begins a request in the thread of all requests.
@@ -136,16 +160,15 @@ class Calls:
         try:
             while True:
                 # Without a limit, a signal would not wake the main thread of every system.
-                left = self.deadline.left() + _LATE_S
                 try:
-                    return future.result(min(left, 0.2))
+                    return future.result(_LOOK_S)
                 except concurrent.futures.TimeoutError:
                     if future.done():
                         # It may have ended just now, with a result or with a time-out of its own.
                         return future.result()
                 if watch is not None:
                     watch()
-                if left <= _LATE_S / 2 and not future.done():
+                if self.deadline.is_long_past and not future.done():
                     raise TimeoutError
         except BaseException as e:
             future.cancel()
@@ -211,6 +234,11 @@ def is_missing(error: Exception) -> bool:
     return isinstance(error, IncompleteCheckpoint) and str(error).endswith("there is no such object")
 
 
+def is_not_found(error: Exception) -> bool:
+    """Whether the client's library says that there is no such object."""
+    return type(error).__name__ in ("NotFoundError", "FileNotFoundError")
+
+
 def part_of(text: str) -> str:
     """Returns which part of an object a message of the client is about, for a message; empty if it says none."""
     found = _PART.search(text)
@@ -231,6 +259,28 @@ def what_was_said(text: str) -> str:
 def without_urls(text: str) -> str:
     """Returns ``text`` without any URL, whose words say nothing about an error."""
     return re.sub(r"[a-zA-Z][a-zA-Z0-9+.-]{0,20}://[^\s\"'<>)]*", "the store", text)
+
+
+def results_of(running: Sequence[concurrent.futures.Future[_T]], end: Callable[[], object]) -> list[_T]:
+    """Waits for reads in several threads; returns their results.
+
+    The one that fails first ends the rest, and its error is raised: others may stand still until the deadline.
+
+    Args:
+        running: the reads
+        end: ends the requests of all
+    """
+    try:
+        concurrent.futures.wait(running, return_when=concurrent.futures.FIRST_EXCEPTION)
+        for one in running:
+            if one.done():
+                one.result()
+        return [one.result() for one in running]
+    except BaseException:
+        for one in running:
+            one.cancel()
+        end()
+        raise
 
 
 @contextlib.contextmanager

@@ -1,0 +1,66 @@
+"""Clients of object stores are kept for later operations, and batches of objects are removed to the last one."""
+
+from __future__ import annotations
+
+import pytest
+
+from stores import environment, objects
+from tensorferry.storage.objects import client, place
+from tensorferry.storage.places import any_place
+
+OPTIONS = {"region": "us-east-1"}
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """Names of the clients that were made, each of which is a new object."""
+    names = []
+    monkeypatch.setattr(client, "_stores", {})
+    monkeypatch.setattr(client, "_make", lambda *how: names.append(how[-1]) or object())
+    return names
+
+
+def test_the_client_that_was_used_last_stays(made):
+    used = client.store("s3://a", OPTIONS, 0)
+    for timeout in range(1, 30):
+        client.store("s3://a", OPTIONS, timeout)
+        assert client.store("s3://a", OPTIONS, 0) is used
+        assert len(client._stores) <= client._KEPT
+    assert made == list(range(30))
+
+
+def test_options_that_differ_make_clients_of_their_own(made):
+    def of(value):
+        return client.store("s3://a", {"some": value}, 1)
+
+    assert of([1, [2]]) is of([1, [2]])
+    assert of([1, [2]]) is not of([1, [3]])
+    # Each object takes the place of the one before, unless that is kept.
+    assert len({id(of(object())) for _ in range(client._KEPT)}) == client._KEPT
+    assert len(made) == 2 + client._KEPT
+
+
+def test_a_missing_object_of_a_batch_leaves_no_others(server, monkeypatch):
+    for name, value in environment(server.url).items():
+        monkeypatch.setenv(name, value)
+    folder = any_place(server.place)
+    names = ["a", "b", "c"]
+    for name in names:
+        (folder / name).write_bytes(b"x")
+    real = client.obstore()
+
+    class Strict:
+        """A store that says what is missing, and stops there, as some do."""
+
+        def __getattr__(self, name):
+            return getattr(real, name)
+
+        async def delete_async(self, store, keys):
+            for key in [keys] if isinstance(keys, str) else keys:
+                if key.endswith("missing"):
+                    raise FileNotFoundError(key)
+                await real.delete_async(store, key)
+
+    monkeypatch.setattr(place.client, "obstore", Strict)
+    (folder / "a").remove(["a", "missing", "b", "c"])
+    assert not objects(server.url, server.prefix)

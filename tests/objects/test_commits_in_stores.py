@@ -1,0 +1,140 @@
+"""What a store does not answer is no reason to replace or remove a checkpoint that may be committed."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+import torch
+
+from stores import Gateway, environment, objects
+from tensorferry.checkpointing import SyncCheckpointer
+from tensorferry.errors import IncompleteCheckpoint, SourceChanged, StoreRefused, TensorferryError
+from tensorferry.memory.tensors import no_rows
+from tensorferry.storage import commits
+from tensorferry.storage.commits import Commit
+from tensorferry.storage.container import Container
+from tensorferry.storage.folder import INDEX
+from tensorferry.storage.folder_save import FolderSave, SaveId
+from tensorferry.storage.objects import commit as in_store
+from tensorferry.storage.places import any_place
+
+SLOW_DOWN = 503, b"<Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>"
+FORBIDDEN = 403, b"<Error><Code>AccessDenied</Code><Message>Not now.</Message></Error>"
+
+
+@pytest.fixture
+def gateway(server, monkeypatch):
+    with Gateway(server.url) as between:
+        for name, value in environment(between.url).items():
+            monkeypatch.setenv(name, value)
+        yield between
+
+
+def place_of(server, seconds=30.0):
+    return any_place(server.place, timeout=timedelta(seconds=seconds))
+
+
+def written(place, began, save="0123456789ab"):
+    """Returns a save of one rank that has written, and can commit."""
+    made = FolderSave(place, SaveId(save, began))
+    made.write(Container(no_rows(), None, True))
+    return made
+
+
+def committed(place, began, save="0123456789ab"):
+    made = written(place, began, save)
+    made.commit()
+    made.close()
+
+
+def is_index(path):
+    return path.partition("?")[0].endswith(f"/{INDEX}")
+
+
+@pytest.mark.process
+@pytest.mark.waits
+def test_a_save_whose_commit_got_no_answer_leaves_a_checkpoint_that_loads(gateway, server):
+    checkpointer = SyncCheckpointer(patience=4)
+    checkpointer.save(server.place, {"w": torch.full((300,), 1.0)})
+    lost = []
+
+    def act(_, method, path):
+        if not is_index(path) or (method != "PUT" and not lost):
+            return None
+        if lost:
+            return SLOW_DOWN
+
+        def lose(_):
+            lost.append(path)
+            raise ConnectionResetError
+
+        return lose
+
+    gateway.act = act
+    with pytest.raises(TensorferryError):
+        checkpointer.save(server.place, {"w": torch.full((300,), 2.0)})
+    assert lost
+    gateway.act = lambda *_: None
+    # It is committed, although nobody was told.
+    assert checkpointer.load(server.place)["w"].unique().item() == 2.0
+    checkpointer.save(server.place, {"w": torch.full((300,), 3.0)})
+    assert checkpointer.load(server.place)["w"].unique().item() == 3.0
+    assert len(objects(server.url, server.prefix)) == 2
+
+
+@pytest.mark.parametrize("answer", [FORBIDDEN, "short"])
+def test_a_later_checkpoint_whose_index_cannot_be_read_stays(gateway, server, answer):
+    place = place_of(server)
+    committed(place, 200)
+    later = objects(server.url, server.prefix)
+    earlier = written(place, 100, "ba9876543210")
+
+    def shortened(data):
+        return data[:-1]
+
+    def act(_, method, path):
+        if method != "GET" or not is_index(path):
+            return None
+        return shortened if answer == "short" else answer
+
+    gateway.act = act
+    with pytest.raises(StoreRefused):
+        earlier.commit()
+    assert later.items() <= objects(server.url, server.prefix).items()
+    gateway.act = lambda *_: None
+    with pytest.raises(IncompleteCheckpoint, match="began later"):
+        earlier.commit()
+    assert later == objects(server.url, server.prefix)
+
+
+def test_a_damaged_index_is_replaced(server):
+    place = place_of(server)
+    committed(place, 200)
+    (place / INDEX).write_bytes((place / INDEX).read_bytes()[:100])
+    committed(place, 100, "ba9876543210")
+    assert commits.files_of(place / INDEX).began == 100
+
+
+def test_an_edit_after_a_commit_without_an_answer_stays(server, monkeypatch):
+    place = place_of(server)
+    made = written(place, 100)
+    put = in_store._put
+    calls = []
+
+    def lost(index, data, mode):
+        put(index, data, mode)
+        if not calls:
+            calls.append(index)
+            files = commits.files_of(index).files
+            # Somebody edits the index before this save looks whether it was written.
+            monkeypatch.setattr(in_store, "_put", put)
+            entries = [("edited", b"1"), (commits.INDEX_FILES, Commit(files, 100).encode())]
+            content = Container(no_rows(), None, True, entries)
+            index.write_bytes(in_store.encoded(content))
+            raise SourceChanged("the answer was lost, and the request made again")
+
+    monkeypatch.setattr(in_store, "_put", lost)
+    made.commit()
+    assert calls
+    assert b'"edited"' in (place / INDEX).read_bytes()
