@@ -49,6 +49,11 @@ def obstore() -> Any:
         raise InvalidArgument(_MISSING) from e
 
 
+def is_installed() -> bool:
+    """Whether ``obstore`` is installed."""
+    return importlib.util.find_spec("obstore") is not None
+
+
 def client_paths() -> list[str]:
     """Returns the folders in which another process finds ``obstore``; none without it."""
     found = importlib.util.find_spec("obstore")
