@@ -24,9 +24,10 @@ from tensorferry.errors import (
     StoreRefused,
     TensorferryError,
 )
-from tensorferry.storage.objects import reader, upload
+from tensorferry.storage.objects import commit, reader, upload
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+QUICKLY = {"max_retries": 1}
 SLOW_DOWN = 503, b"<Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>"
 
 
@@ -221,3 +222,34 @@ def test_an_index_whose_answer_was_lost_counts(gateway, server):
     save(state(10), server.place)
     assert lost
     assert load(state(10), server.place)
+
+
+@pytest.mark.parametrize("key", ["NotImplemented", "status 501"])
+def test_a_refusal_is_no_store_without_conditions(gateway, server, key, caplog):
+    """Whatever words are in the key and in the answer: only the status counts."""
+    place = f"{server.place}/{key}"
+    answer = 403, b"<Error><Code>AccessDenied</Code><Message>NotImplemented, status 501</Message></Error>"
+    gateway.act = lambda _, method, path: answer if method == "PUT" and "/index.safe" in path else None
+    with pytest.raises(StoreRefused, match="does not permit it: status 403, AccessDenied"):
+        save(state(11), place)
+    assert len([path for method, path in gateway.seen if method == "PUT" and "/index.safe" in path]) == 1
+    assert "no conditional writes" not in caplog.text
+
+
+def test_a_store_without_conditions_is_told_and_used(gateway, server, caplog, monkeypatch):
+    monkeypatch.setattr(commit, "_warned", set())
+    refused = []
+
+    def act(_, method, path):
+        # The library makes a request again after 5xx, whatever it is; the one behind those has no condition.
+        if method == "PUT" and "/index.safe" in path and len(refused) <= QUICKLY["max_retries"]:
+            refused.append(path)
+            return 501, b"<Error><Code>NotImplemented</Code><Message>A header is not implemented.</Message></Error>"
+        return None
+
+    gateway.act = act
+    writer = FileWriter(server.place, store_options={"retry_config": QUICKLY})
+    dcp.save(state(12), storage_writer=writer, no_dist=True)
+    assert "this store has no conditional writes" in caplog.text
+    gateway.act = lambda *_: None
+    assert load(state(12), server.place)

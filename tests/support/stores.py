@@ -6,7 +6,6 @@ import contextlib
 import http.client
 import http.server
 import logging
-import os
 import shutil
 import socket
 import subprocess
@@ -198,10 +197,3 @@ class Gateway:
 def environment(url: str) -> dict[str, str]:
     """Returns the variables by which clients find the server at ``url``."""
     return {**KEYS, "AWS_ENDPOINT_URL": url}
-
-
-def without_settings() -> None:
-    """Removes what the environment says of stores."""
-    for name in list(os.environ):
-        if name.startswith("AWS_"):
-            del os.environ[name]
