@@ -87,6 +87,7 @@ def test_two_ranks(server, tmp_path):
     assert len(objects(server.url, server.prefix)) == 3
 
 
+@pytest.mark.slow
 def test_a_rank_that_fails_ends_the_save_of_all(server, tmp_path):
     first, second = two_ranks(server, tmp_path, fails=True)
     assert "rank 1 has failed" in first, first

@@ -57,6 +57,22 @@ def test_verify_lists_all_damaged_runs(server, capsys):
     assert damaged[0]["entries"]
 
 
+@pytest.mark.parametrize("theirs", [False, True], ids=["ours", "torch's"])
+def test_without_the_permission_to_list(server, tmp_path, monkeypatch, capsys, theirs):
+    """Stores say then that what is missing may not be read."""
+    writer = dcp.FileSystemWriter(tmp_path / "there") if theirs else FileWriter(tmp_path / "there")
+    dcp.save(state(), storage_writer=writer, no_dist=True)
+    put_folder(server.url, tmp_path / "there", server.prefix)
+    held = {f"/bucket/{key}" for key in objects(server.url, server.prefix)}
+    with Gateway(server.url) as between:
+        between.act = lambda _, __, path: None if path in held else (403, b"<Error><Code>AccessDenied</Code></Error>")
+        monkeypatch.setenv("AWS_ENDPOINT_URL", between.url)
+        for verb in ("inspect", "verify") if not theirs else ("inspect",):
+            assert told(capsys, verb, server.place)[0] == 0
+        assert run(["inspect", f"{server.place}/nothing"]) == 16
+    assert "does not permit" in capsys.readouterr().err
+
+
 def test_diff(server, tmp_path, capsys):
     save(state(1), server.place)
     save(state(1), tmp_path / "same")

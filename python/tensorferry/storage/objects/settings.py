@@ -100,10 +100,8 @@ def refuse_client_options(options: Mapping[str, Any]) -> None:
     """
     for name in options:
         if _bare(name) in _OF_CLIENT:
-            raise InvalidArgument(
-                f"store_options: {name} is none of a store: give it as "
-                f"store_options={{'client_options': {{{_bare(name)!r}: ...}}}}"
-            )
+            where = f"{{'client_options': {{{_bare(name)!r}: ...}}}}"
+            raise InvalidArgument(f"store_options: {name} is none of a store: give it as store_options={where}")
 
 
 def _bare(name: str) -> str:
