@@ -80,7 +80,7 @@ def test_a_part_that_is_refused_again_and_again_is_named(gateway, server):
 def test_a_store_that_stalls_ends_the_save_in_time(gateway, server):
     save(state(4), server.place)
     gateway.act = lambda _, method, path: "stall" if method == "PUT" and "partNumber" in path else None
-    with pytest.raises(FetchTimeout, match="rank00000.*within 3 s"):
+    with pytest.raises(FetchTimeout, match=r"rank00000.*within 3 s"):
         save(state(5), server.place, 3)
     gateway.act = lambda *_: None
     assert load(state(4), server.place)
@@ -90,7 +90,7 @@ def test_a_store_that_stalls_ends_the_save_in_time(gateway, server):
 def test_a_store_that_stalls_ends_the_load_in_time(gateway, server):
     save(state(4), server.place)
     gateway.act = lambda _, method, path: "stall" if method == "GET" and "/rank" in path else None
-    with pytest.raises(FetchTimeout, match="rank00000.*within 3 s"):
+    with pytest.raises(FetchTimeout, match=r"rank00000.*within 3 s"):
         load(state(4), server.place, 3)
 
 

@@ -59,6 +59,7 @@ def moments(seen, kills):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_kill_9_at_the_requests_of_a_save(server, pytestconfig, forked_child, monkeypatch):
     with Gateway(server.url) as between:
         with monkeypatch.context() as around:

@@ -1,4 +1,4 @@
-"""Puts the index of a save into a store, in place of the one that was looked at and no other; and objects where none is."""
+"""Puts the index of a save into a store, in place of the one that was looked at and no other; objects where none is."""
 
 from __future__ import annotations
 

@@ -86,8 +86,8 @@ def for_s3(options: Mapping[str, Any]) -> dict[str, Any]:
     given, first = of_s3(options).get("endpoint"), os.environ.get(_ENDPOINT_OF_S3)
     if first and given != first:
         raise InvalidArgument(
-            f"store_options has an endpoint, and the variable {_ENDPOINT_OF_S3} another one, which would be taken: remove "
-            "the variable, or the option"
+            f"store_options has an endpoint, and the variable {_ENDPOINT_OF_S3} another one, which would be taken: "
+            "remove the variable, or the option"
         )
     return found
 
