@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-import textwrap
-
 import pytest
 import torch
 
+from child import Child
 from stores import objects
 from tensorferry.checkpointing import AsyncCheckpointer, SyncCheckpointer, latest_checkpoint
 from tensorferry.errors import IncompleteCheckpoint
@@ -56,45 +52,43 @@ def test_nothing_there(server):
         SyncCheckpointer().load(server.place)
 
 
-RANK = textwrap.dedent(
-    """
-    import sys, warnings
-    warnings.simplefilter("ignore")
-    import torch, torch.distributed as dist
-    from tensorferry.checkpointing import SyncCheckpointer
-    rank, port, place, fails = int(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4] == "fails"
-    dist.init_process_group("gloo", init_method=f"file://{port}", rank=rank, world_size=2)
-    checkpointer = SyncCheckpointer(patience=30)
-    value = {"w": torch.full((64,), float(rank)), "bad": (lambda: 0) if fails and rank == 1 else 1}
+RANK = """
+import warnings
+warnings.simplefilter("ignore")
+import torch.distributed as dist
+from tensorferry.checkpointing import SyncCheckpointer
+rank, store, place, fails = {rank}, {store!r}, {place!r}, {fails}
+dist.init_process_group("gloo", init_method=f"file://{{store}}", rank=rank, world_size=2)
+checkpointer = SyncCheckpointer(patience=30)
+value = {{"w": torch.full((64,), float(rank)), "bad": (lambda: 0) if fails and rank == 1 else 1}}
+try:
+    checkpointer.save(place, value, step=1)
+    print("saved", checkpointer.load(place)["w"][0].item())
+except Exception as e:
+    print(type(e).__name__, e)
+dist.destroy_process_group()
+"""
+
+
+def two_ranks(server, tmp_path, fails):
+    ranks = [Child(forks=True) for _ in range(2)]
     try:
-        checkpointer.save(place, value, step=1)
-        print("saved", checkpointer.load(place)["w"][0].item())
-    except Exception as e:
-        print(type(e).__name__, e)
-    dist.destroy_process_group()
-    """
-)
+        for rank, child in enumerate(ranks):
+            child.start(RANK.format(rank=rank, store=str(tmp_path / "store"), place=server.place, fails=fails))
+        return [child.finish(90).strip() for child in ranks]
+    finally:
+        for child in ranks:
+            child.end()
 
 
-def two_ranks(server, tmp_path, how):
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", RANK, str(rank), str(tmp_path / "store"), server.place, how],
-            stdout=subprocess.PIPE,
-            text=True,
-            env=dict(os.environ),
-        )
-        for rank in range(2)
-    ]
-    return [rank.communicate(timeout=100)[0].strip() for rank in ranks]
-
-
+@pytest.mark.slow
 def test_two_ranks(server, tmp_path):
-    assert two_ranks(server, tmp_path, "works") == ["saved 0.0", "saved 1.0"]
+    assert two_ranks(server, tmp_path, fails=False) == ["saved 0.0", "saved 1.0"]
     assert len(objects(server.url, server.prefix)) == 3
 
 
+@pytest.mark.slow
 def test_a_rank_that_fails_ends_the_save_of_all(server, tmp_path):
-    first, second = two_ranks(server, tmp_path, "fails")
+    first, second = two_ranks(server, tmp_path, fails=True)
     assert "rank 1 has failed" in first, first
     assert "lambda" in second or "bad" in second, second

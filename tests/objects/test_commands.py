@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from stores import client, objects, put_folder
+from stores import Gateway, client, objects, put_folder
 from tensorferry.cli.app import run
 from tensorferry.dcp import FileReader, FileWriter
 
@@ -57,6 +57,22 @@ def test_verify_lists_all_damaged_runs(server, capsys):
     assert damaged[0]["entries"]
 
 
+@pytest.mark.parametrize("theirs", [False, True], ids=["ours", "torch's"])
+def test_without_the_permission_to_list(server, tmp_path, monkeypatch, capsys, theirs):
+    """Stores say then that what is missing may not be read."""
+    writer = dcp.FileSystemWriter(tmp_path / "there") if theirs else FileWriter(tmp_path / "there")
+    dcp.save(state(), storage_writer=writer, no_dist=True)
+    put_folder(server.url, tmp_path / "there", server.prefix)
+    held = {f"/bucket/{key}" for key in objects(server.url, server.prefix)}
+    with Gateway(server.url) as between:
+        between.act = lambda _, __, path: None if path in held else (403, b"<Error><Code>AccessDenied</Code></Error>")
+        monkeypatch.setenv("AWS_ENDPOINT_URL", between.url)
+        for verb in ("inspect", "verify") if not theirs else ("inspect",):
+            assert told(capsys, verb, server.place)[0] == 0
+        assert run(["inspect", f"{server.place}/nothing"]) == 16
+    assert "does not permit" in capsys.readouterr().err
+
+
 def test_diff(server, tmp_path, capsys):
     save(state(1), server.place)
     save(state(1), tmp_path / "same")
@@ -80,6 +96,68 @@ def test_copy_both_ways(server, tmp_path, capsys):
     assert run(["copy", server.place, str(tmp_path / "back")]) == 2
     assert run(["copy", server.place, f"{server.place}-2"]) == 0
     assert len(objects(server.url, f"{server.prefix}-2")) == 3
+
+
+TAKEN = [".metadata", "index.safetensors", "model.safetensors.index.json", "common.pt", "notes.txt", "below/notes.txt"]
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_what_is_in_a_bucket_is_not_overwritten(server, tmp_path, capsys, name):
+    save(state(2), tmp_path / "there")
+    key = f"{server.prefix}/{name}"
+    client(server.url).put_object(Bucket="bucket", Key=key, Body=b"theirs")
+    for verb in (["copy"], ["convert", "--to", "dcp"]):
+        assert run([*verb, str(tmp_path / "there"), server.place]) == 2
+        assert "something is there already" in capsys.readouterr().err
+    assert objects(server.url, server.prefix) == {key: b"theirs"}
+
+
+def test_a_file_in_a_bucket_is_not_overwritten(server, tmp_path, capsys):
+    torch.save(state(2), tmp_path / "a.pt")
+    for suffix in ("", "/below"):
+        place = f"{server.place}-{len(suffix)}/a.pt"
+        client(server.url).put_object(Bucket="bucket", Key=place.removeprefix("s3://bucket/") + suffix, Body=b"theirs")
+        assert run(["copy", str(tmp_path / "a.pt"), place]) == 2
+        assert run(["convert", str(tmp_path / "a.pt"), place]) == 2
+    assert set(objects(server.url, server.prefix).values()) == {b"theirs"}
+    capsys.readouterr()
+
+
+@pytest.mark.parametrize("which", ["rank00000", ".metadata", "index.safetensors"])
+def test_what_somebody_else_writes_during_a_copy_stays(server, tmp_path, monkeypatch, capsys, which):
+    save(state(2), tmp_path / "there")
+    name = next(path.name for path in (tmp_path / "there").iterdir() if path.name.startswith(which))
+    with Gateway(server.url) as between:
+
+        def act(_, method, path):
+            if method == "PUT" and path.endswith(name):
+                client(server.url).put_object(Bucket="bucket", Key=f"{server.prefix}/{name}", Body=b"theirs")
+
+        between.act = act
+        monkeypatch.setenv("AWS_ENDPOINT_URL", between.url)
+        assert run(["copy", str(tmp_path / "there"), server.place]) == 2
+    assert objects(server.url, server.prefix)[f"{server.prefix}/{name}"] == b"theirs"
+    assert "something is there already" in capsys.readouterr().err
+
+
+def test_a_copy_whose_answers_are_lost_is_there(server, tmp_path, monkeypatch):
+    save(state(2), tmp_path / "there")
+    lost = set()
+    with Gateway(server.url) as between:
+
+        def act(_, method, path):
+            if method != "PUT" or path in lost:
+                return None
+            lost.add(path)
+            name = path.rpartition("/")[2]
+            data = (tmp_path / "there" / name).read_bytes()
+            client(server.url).put_object(Bucket="bucket", Key=f"{server.prefix}/{name}", Body=data)
+            return "break"
+
+        between.act = act
+        monkeypatch.setenv("AWS_ENDPOINT_URL", between.url)
+        assert run(["copy", str(tmp_path / "there"), server.place]) == 0
+    assert len(lost) == 3
 
 
 def test_convert_from_and_to_a_store(server, tmp_path, capsys):

@@ -1,13 +1,13 @@
-"""A save that is killed at any of its requests leaves the last checkpoint, and the next save removes what it left."""
+"""A save that is killed at any of its requests leaves the last checkpoint, and the next save removes what it left.
+
+``--object-kills 50`` kills one at each request that it makes.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import signal
-import subprocess
-import sys
-import textwrap
 import threading
 
 import pytest
@@ -21,27 +21,24 @@ from tensorferry.storage import commits
 
 pytestmark = [pytest.mark.filterwarnings("ignore::UserWarning"), pytest.mark.process]
 
-SAVER = textwrap.dedent(
-    """
-    import os, sys, warnings
+SAVER = """
+    import warnings
     warnings.simplefilter("ignore")
-    import torch, torch.distributed.checkpoint as dcp
+    import torch.distributed.checkpoint as dcp
     from tensorferry.dcp import FileWriter
     from tensorferry.storage.objects import upload
     upload.PART = 5 << 20
-    place = sys.argv[1]
     for line in sys.stdin:
         number = int(line)
         pid = os.fork()
         if pid == 0:
-            state = {"w": torch.full((3 << 19,), float(number), dtype=torch.float64)}
-            dcp.save(state, storage_writer=FileWriter(place), no_dist=True)
+            state = {{"w": torch.full((3 << 19,), float(number), dtype=torch.float64)}}
+            dcp.save(state, storage_writer=FileWriter({place!r}), no_dist=True)
             os._exit(0)
         print(pid, flush=True)
         _, status = os.waitpid(pid, 0)
         print(status, flush=True)
     """
-)
 
 
 def held(place):
@@ -51,15 +48,24 @@ def held(place):
     return int(into["w"][0])
 
 
-def test_kill_9_at_every_request_of_a_save(server):
+def moments(seen, kills):
+    """Returns at which requests of a save it is killed: in an upload, at the commit, behind it, and spread evenly."""
+    upload = next(at for at, (_, path) in enumerate(seen) if "partNumber" in path)
+    commit = next(at for at, (method, path) in enumerate(seen) if method == "PUT" and "/index.safetensors" in path)
+    # Those that matter most come first.
+    spread = [at * len(seen) // max(kills, 1) for at in range(kills)]
+    chosen = list(dict.fromkeys([commit, upload, commit + 1, *spread, *range(len(seen))]))
+    return sorted(chosen[: min(kills, len(seen))])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_kill_9_at_the_requests_of_a_save(server, pytestconfig, forked_child, monkeypatch):
     with Gateway(server.url) as between:
-        saver = subprocess.Popen(
-            [sys.executable, "-c", SAVER, server.place],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, **environment(between.url)},
-        )
+        with monkeypatch.context() as around:
+            for name, value in environment(between.url).items():
+                around.setenv(name, value)
+            saver = forked_child.start(SAVER.format(place=server.place), listens=True)
         assert saver.stdin is not None
         assert saver.stdout is not None
         lines = saver.stdout
@@ -91,7 +97,7 @@ def test_kill_9_at_every_request_of_a_save(server):
             requests, _ = save(2)
             assert requests > 10
             last = 2
-            for at in range(requests):
+            for at in moments(list(between.seen), pytestconfig.getoption("--object-kills")):
                 number = 100 + at
                 _, was_killed = save(number, at)
                 assert was_killed, f"request {at} was not made"

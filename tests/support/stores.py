@@ -6,7 +6,6 @@ import contextlib
 import http.client
 import http.server
 import logging
-import os
 import shutil
 import socket
 import subprocess
@@ -18,6 +17,8 @@ from typing import Any
 
 BUCKET = "bucket"
 KEYS = {"AWS_ACCESS_KEY_ID": "test-key", "AWS_SECRET_ACCESS_KEY": "test-secret-of-20-chars", "AWS_REGION": "us-east-1"}
+#: How often a server is started, each time at another port.
+_STARTS = 5
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -55,28 +56,37 @@ def s3s(folder: Path) -> Iterator[str]:
     binary = s3s_binary()
     assert binary is not None
     (folder / BUCKET).mkdir(parents=True)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    keys = ["--access-key", KEYS["AWS_ACCESS_KEY_ID"], "--secret-key", KEYS["AWS_SECRET_ACCESS_KEY"]]
-    process = subprocess.Popen(
-        [binary, "--host", "127.0.0.1", "--port", str(port), *keys, str(folder)],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    try:
-        end = time.monotonic() + 20
-        while True:
-            try:
-                socket.create_connection(("127.0.0.1", port), 1).close()
-                break
-            except OSError:
-                assert time.monotonic() < end, "s3s-fs does not start"
-                assert process.poll() is None, "s3s-fs has ended"
-                time.sleep(0.05)
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        process.kill()
-        process.wait()
+    for _ in range(_STARTS):
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        keys = ["--access-key", KEYS["AWS_ACCESS_KEY_ID"], "--secret-key", KEYS["AWS_SECRET_ACCESS_KEY"]]
+        process = subprocess.Popen(
+            [binary, "--host", "127.0.0.1", "--port", str(port), *keys, str(folder)],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        try:
+            # Somebody else may have taken the port meanwhile: then the server has ended, and another port is tried.
+            if _listens(process, port):
+                yield f"http://127.0.0.1:{port}"
+                return
+        finally:
+            process.kill()
+            process.wait()
+    raise AssertionError("s3s-fs does not start")
+
+
+def _listens(process: subprocess.Popen[bytes], port: int) -> bool:
+    """Waits until a server takes connections; returns whether it does, and has not ended."""
+    end = time.monotonic() + 20
+    while process.poll() is None and time.monotonic() < end:
+        with contextlib.suppress(OSError):
+            socket.create_connection(("127.0.0.1", port), 1).close()
+            # What has taken the port may be another one.
+            time.sleep(0.2)
+            return process.poll() is None
+        time.sleep(0.05)
+    return False
 
 
 def client(url: str) -> Any:
@@ -198,10 +208,3 @@ class Gateway:
 def environment(url: str) -> dict[str, str]:
     """Returns the variables by which clients find the server at ``url``."""
     return {**KEYS, "AWS_ENDPOINT_URL": url}
-
-
-def without_settings() -> None:
-    """Removes what the environment says of stores."""
-    for name in list(os.environ):
-        if name.startswith("AWS_"):
-            del os.environ[name]

@@ -32,8 +32,9 @@ _ATTEMPTS = 2
 #: Longest text of a process that failed, in bytes.
 _LONGEST_TEXT = 4000
 
-#: What the process runs. It has the standard library, this package and the client of object stores, if there is one,
-#: and nothing else of the trainer's environment.
+#: What the process runs. It imports from the standard library, from this package, and from the folder in which the
+#: client of object stores lies, if there is one: mostly that of all packages of the trainer. It has the variables of
+#: the trainer's environment.
 _PROGRAM = """
 import sys
 sys.path += [sys.argv[1], *sys.argv[4:]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import mmap
 import os
 import tempfile
@@ -12,15 +13,18 @@ from pathlib import Path
 
 from .._native import _file_damage
 from ..dcp import marker
-from ..errors import CorruptCheckpoint, IncompleteCheckpoint, InvalidArgument, SystemRefused
+from ..errors import CorruptCheckpoint, IncompleteCheckpoint, InvalidArgument, SourceChanged, SystemRefused
 from ..storage import commits
 from ..storage.folder import INDEX
+from ..storage.objects.commit import put_new
 from ..storage.objects.place import ObjectPlace
 from ..storage.objects.upload import upload_file
 from ..storage.pending import pending
 from ..storage.places import AnyPlace
 from ..storage.whole_files import is_file, listed, sync_folder
 from .places import CheckpointKind, Place
+
+logger = logging.getLogger("tensorferry")
 
 #: What is one file and not a folder.
 _FILES = (CheckpointKind.CONTAINER, CheckpointKind.ARCHIVE)
@@ -31,7 +35,7 @@ def copy(place: Place, target: AnyPlace, *, verify: bool = True) -> int:
 
     Args:
         place: the checkpoint
-        target: a new file or folder, or a place in a store where no checkpoint is
+        target: a new file or folder, or a place in a store where nothing is
         verify: compare what was read with its checksums, where it has some
 
     Raises:
@@ -119,24 +123,52 @@ def _download_file(source: ObjectPlace, target: Path, *, verify: bool) -> int:
 def _upload(place: Place, target: ObjectPlace, *, verify: bool) -> int:
     source = place.path
     assert isinstance(source, Path)
+    refuse_taken(target)
     if place.kind in _FILES:
-        if target.is_file():
-            raise _taken(target)
         if verify and place.kind is CheckpointKind.CONTAINER:
             _check(source, source)
-        return upload_file(target, source)
+        return _upload_file(target, source)
     names = _files_of(place)
-    if is_file(target / names[-1]) or is_file(target / INDEX):
-        raise _taken(target)
     total = 0
-    for name in names[:-1]:
-        if verify and name.endswith(".safetensors"):
-            _check(source / name, source / name)
-        total += upload_file(target / name, source / name)
+    try:
+        for name in names[:-1]:
+            if verify and name.endswith(".safetensors"):
+                _check(source / name, source / name)
+            total += _upload_file(target / name, source / name)
+    except BaseException:
+        # They stay: a second copy of the same checkpoint to the same place may be under way.
+        logger.warning("%s: this copy was not completed: remove what it has left there before another one", target)
+        raise
     data = (source / names[-1]).read_bytes()
-    # Only if nobody has committed a checkpoint there meanwhile.
-    (target / names[-1]).put(data, "create")
+    with _refusing(target):
+        put_new(target / names[-1], data)
     return total + len(data)
+
+
+def _upload_file(target: ObjectPlace, source: Path) -> int:
+    """Uploads a file to where nothing is; returns its length."""
+    with _refusing(target):
+        return upload_file(target, source)
+
+
+@contextlib.contextmanager
+def _refusing(target: ObjectPlace) -> Iterator[None]:
+    """Says of an object that was not there before that something is there."""
+    try:
+        yield
+    except SourceChanged as e:
+        raise _taken(target) from e
+
+
+def refuse_taken(target: AnyPlace) -> None:
+    """Refuses a place in a store where anything is: an object, or objects below it; of other places it knows nothing.
+
+    Raises:
+        InvalidArgument: something is there
+        TensorferryError: the store does not answer, or refuses
+    """
+    if isinstance(target, ObjectPlace) and ((target.key and target.is_file()) or target.is_dir()):
+        raise _taken(target)
 
 
 def _check(path: Path, name: AnyPlace) -> None:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from .._native import _file_entries
 from ..dcp import marker
-from ..errors import IncompleteCheckpoint, InvalidArgument, ProtocolError, SystemRefused, TensorferryError
+from ..errors import IncompleteCheckpoint, InvalidArgument, ProtocolError, StoreRefused, SystemRefused, TensorferryError
 from ..storage import reserved
 from ..storage.folder import INDEX, unfinished
 from ..storage.objects.place import ObjectPlace
@@ -161,13 +161,38 @@ def _is_text(head: bytes) -> bool:
     return all(32 <= byte < 127 or byte in b"\t\r\n" for byte in head)
 
 
+class _Looks:
+    """Looks for the files of a folder. In a store, one that may not be seen may be missing.
+
+    Without the permission to list, stores answer that something is not permitted where nothing is. So the refusal is
+    an error only if nothing else is found.
+    """
+
+    def __init__(self, folder: AnyPlace) -> None:
+        self._folder = folder
+        self._refused: StoreRefused | None = None
+
+    def has(self, name: str) -> bool:
+        """Whether the file ``name`` is seen."""
+        try:
+            return is_file(self._folder / name)
+        except StoreRefused as e:
+            self._refused = self._refused or e
+            return False
+
+    def check(self) -> None:
+        """Raises the first refusal."""
+        if self._refused is not None:
+            raise self._refused
+
+
 def _kind_of_folder(folder: AnyPlace) -> CheckpointKind:
     """Returns what kind of checkpoint a folder holds, by the index in it; raises as :func:`find`."""
-    index = folder / INDEX
+    index, looks = folder / INDEX, _Looks(folder)
     # Megatron's folders hold one of the others.
-    if is_file(folder / _MEGATRON):
+    if looks.has(_MEGATRON):
         return CheckpointKind.MEGATRON
-    if is_file(index):
+    if looks.has(INDEX):
         checkpoint, distributed = _file_entries(index, [reserved.CHECKPOINT, reserved.INDEX])
         if checkpoint is not None:
             return CheckpointKind.CHECKPOINT
@@ -175,12 +200,13 @@ def _kind_of_folder(folder: AnyPlace) -> CheckpointKind:
             return CheckpointKind.DISTRIBUTED
         raise ProtocolError(f"{index} is not an index: it has neither {reserved.CHECKPOINT} nor {reserved.INDEX}")
     torch_index = folder / marker.NAME
-    if is_file(torch_index) and not marker.is_marker(torch_index):
+    if looks.has(marker.NAME) and not marker.is_marker(torch_index):
         return CheckpointKind.TORCH_DISTRIBUTED
-    if is_file(folder / shards.INDEX):
+    if looks.has(shards.INDEX):
         return CheckpointKind.SHARDS
-    if is_file(folder / _RANK_FILE):
+    if looks.has(_RANK_FILE):
         raise InvalidArgument(f"{folder} is a folder of torch's own checkpointer: name the file of a rank in it")
+    looks.check()
     if (left := unfinished(folder)) is not None:
         raise left
     held = _checkpoints_in(folder)

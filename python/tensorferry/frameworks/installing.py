@@ -18,6 +18,8 @@ from .._reentry import ForkSafeCallLock
 from ..dcp.file_reader import FileReader
 from ..dcp.file_writer import FileWriter
 from ..pickles.allowlist import Allowed
+from ..storage.objects import client
+from ..storage.places import is_store_url
 from ..torchft.transport import HTTPTransport
 
 logger = logging.getLogger("tensorferry")
@@ -43,9 +45,18 @@ class _StandIn:
     It is no class, so that a class derived from it (``__mro_entries__``) is derived from torch's.
     """
 
-    def __init__(self, theirs: type, ours: type, make: Callable[..., Any]) -> None:
+    def __init__(self, theirs: Any, ours: type, make: Callable[..., Any]) -> None:
         self._theirs, self._ours, self._make = theirs, ours, make
         self.__signature__ = inspect.signature(theirs)
+
+    def validate_checkpoint_id(self, checkpoint_id: Any) -> bool:
+        """Whether torch is to take this class for a ``checkpoint_id``: as torch says, and for URLs of object stores.
+
+        Without the package that makes requests to stores, URLs go where torch sends them.
+        """
+        if is_store_url(checkpoint_id) and client.is_installed():
+            return True
+        return bool(self._theirs.validate_checkpoint_id(checkpoint_id))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Makes an object of tensorferry's class, or of torch's if the arguments ask for what only that can do."""
@@ -153,9 +164,10 @@ def install(
 
     From now on ``torch.distributed.checkpoint.FileSystemWriter`` and ``FileSystemReader`` make a ``FileWriter`` and a
     ``FileReader``, a ``checkpoint_id`` that is a folder is saved and loaded with them, and torchft's ``Manager`` builds
-    a ``tensorferry.HTTPTransport``. What is replaced is logged. Processes that this one spawns get the same. Names that
-    a module has imported before keep their meaning, with a warning that names the module, and classes derived from
-    torch's stay torch's.
+    a ``tensorferry.HTTPTransport``. A ``checkpoint_id`` that is the URL of a place in an object store is theirs, too, if
+    the extra ``objects`` is installed; without it, torch goes on to take those to fsspec. What is replaced is logged.
+    Processes that this one spawns get the same. Names that a module has imported before keep their meaning, with a
+    warning that names the module, and classes derived from torch's stay torch's.
 
     Args:
         files: replace torch's storage classes

@@ -138,6 +138,8 @@ def _to_store(
     """Converts ``place`` in a temporary folder, and copies the result to a store."""
     from .. import copying, places
 
+    # Before the work, and once more after it.
+    copying.refuse_taken(output)
     with tempfile.TemporaryDirectory(prefix="tensorferry-") as folder:
         written = Path(folder) / "converted" / output.name
         written.parent.mkdir()

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..._fork import ForkSafeLock
 from ...errors import ForkedProcess, InvalidArgument
+from . import settings
 from .url import without_secrets
 
 if TYPE_CHECKING:
@@ -31,8 +32,8 @@ _OF_CLIENT = frozenset({"client_options", "retry_config", "credential_provider"}
 _MISSING = "checkpoints in object stores need the package obstore: pip install 'tensorferry[objects]'"
 #: Where the library's messages begin to tell of its own structures.
 DEBUG = "\n\nDebug source:"
-#: Variables that name the address of a store, by which a client tells whether it is encrypted.
-_ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT", "AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT")
+#: Variables that name the address of a store of Azure, by which a client tells whether it is encrypted.
+_ENDPOINTS = ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT")
 
 _lock = ForkSafeLock()
 _stores: dict[tuple[Any, ...], tuple[Any, Mapping[str, Any]]] = {}
@@ -51,6 +52,11 @@ def obstore() -> Any:
         raise InvalidArgument(_MISSING) from e
 
 
+def is_installed() -> bool:
+    """Whether ``obstore`` is installed."""
+    return importlib.util.find_spec("obstore") is not None
+
+
 def client_paths() -> list[str]:
     """Returns the folders in which another process finds ``obstore``; none without it."""
     found = importlib.util.find_spec("obstore")
@@ -61,13 +67,19 @@ def options_of(options: Mapping[str, Any] | None) -> Mapping[str, Any]:
     """Returns the options of a store, checked and frozen.
 
     Raises:
-        InvalidArgument: they are not a mapping with names as keys
+        InvalidArgument: they are not a mapping with names as keys, or have options of the client among them
     """
     if options is None:
         return MappingProxyType({})
     if not isinstance(options, Mapping) or not all(isinstance(name, str) for name in options):
         raise InvalidArgument(f"store_options must be a dict of options of obstore, not a {type(options).__name__}")
-    return MappingProxyType(dict(options))
+    # The library takes options of a store in a dict of their own, too.
+    within = options.get("config")
+    options = {**within, **options} if isinstance(within, Mapping) else dict(options)
+    if within is None or isinstance(within, Mapping):
+        options.pop("config", None)
+    settings.refuse_client_options(options)
+    return MappingProxyType(options)
 
 
 def store(root: str, options: Mapping[str, Any], timeout: float) -> Any:
@@ -102,8 +114,15 @@ def _make(library: Any, root: str, options: Mapping[str, Any], timeout: float) -
         "timeout": timedelta(seconds=min(STALL_S, timeout)),
         "connect_timeout": timedelta(seconds=min(_CONNECT_S, timeout)),
     }
-    endpoints = [os.environ.get(name, "") for name in _ENDPOINTS]
-    endpoints += [str(value) for name, value in config.items() if "endpoint" in name.lower()]
+    if root.partition("://")[0] in settings.SCHEMES:
+        config = settings.for_s3(config)
+        known = settings.of_s3(config)
+        endpoints = [known.get("endpoint", "")]
+        if "checksum" not in known:
+            config["checksum_algorithm"] = "CRC64NVME"
+    else:
+        endpoints = [os.environ.get(name, "") for name in _ENDPOINTS]
+        endpoints += [str(value) for name, value in config.items() if "endpoint" in name.lower()]
     if any(text.startswith("http://") for text in endpoints):
         # Whoever gives such an address has chosen it.
         client["allow_http"] = True
@@ -119,13 +138,12 @@ def _make(library: Any, root: str, options: Mapping[str, Any], timeout: float) -
     }
     retry |= options.get("retry_config") or {}
     more = {"credential_provider": options["credential_provider"]} if "credential_provider" in options else {}
-    if root.startswith(("s3://", "s3a://")):
-        named = {name.lower().removeprefix("aws_") for name in config}
-        if not named & {"checksum_algorithm"} and "AWS_CHECKSUM_ALGORITHM" not in os.environ:
-            config["checksum_algorithm"] = "CRC64NVME"
     try:
         return module.from_url(root, client_options=client, retry_config=retry, **config, **more)
-    except Exception as e:
+    except BaseException as e:
+        # A panic of the library is none of Exception.
+        if not isinstance(e, Exception) and type(e).__name__ != "PanicException":
+            raise
         raise InvalidArgument(
             f"{root}: this store cannot be opened: {without_secrets(str(e)).partition(DEBUG)[0][:500]}"
         ) from None

@@ -1,4 +1,4 @@
-"""Puts the index of a save into a store, in place of the one that was looked at and no other."""
+"""Puts the index of a save into a store, in place of the one that was looked at and no other; objects where none is."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ from ...errors import (
     ConnectError,
     FetchTimeout,
     IncompleteCheckpoint,
-    InvalidArgument,
     SourceChanged,
     StoreRefused,
     TensorferryError,
 )
 from ..container import Container
 from .place import ObjectPlace
-from .requests import is_missing
+from .requests import Unsupported, is_missing
 
 logger = logging.getLogger("tensorferry")
 
 #: How often a commit looks again at an index that others replace meanwhile.
 _ATTEMPTS = 20
 _warned: set[str] = set()
+#: After which errors an object may have been written all the same.
+_UNSURE = (SourceChanged, ConnectError, FetchTimeout, StoreRefused)
 
 _T = TypeVar("_T")
 
@@ -60,7 +61,7 @@ def put_index(index: ObjectPlace, content: Container, look: Callable[[], _T]) ->
         seen = look()
         try:
             _put(index, data, mode)
-        except (SourceChanged, ConnectError, FetchTimeout, StoreRefused) as e:
+        except _UNSURE as e:
             if _is_there(index, data):
                 # It was written, and the answer was lost.
                 return seen
@@ -69,6 +70,21 @@ def put_index(index: ObjectPlace, content: Container, look: Callable[[], _T]) ->
             continue
         return seen
     raise SourceChanged(f"{index}: other saves have replaced it again and again: let only one job save there")
+
+
+def put_new(place: ObjectPlace, data: bytes) -> None:
+    """Writes an object where none is.
+
+    Raises:
+        SourceChanged: there is one with other content
+        TensorferryError: the store does not answer, or refuses
+    """
+    try:
+        _put(place, data, "create")
+    except _UNSURE:
+        # It may have been written, and the answer was lost.
+        if not _is_there(place, data):
+            raise
 
 
 def _mode(index: ObjectPlace) -> Any:
@@ -86,8 +102,8 @@ def _mode(index: ObjectPlace) -> Any:
 def _put(index: ObjectPlace, data: bytes, mode: Any) -> None:
     try:
         index.put(data, mode)
-    except (StoreRefused, InvalidArgument) as e:
-        if not _has_no_conditions(e):
+    except Unsupported:
+        if mode == "overwrite":
             raise
         if index.url.root not in _warned:
             _warned.add(index.url.root)
@@ -96,11 +112,9 @@ def _put(index: ObjectPlace, data: bytes, mode: Any) -> None:
                 "that was committed. Let only one job save there",
                 index.url.root,
             )
+        if mode == "create" and index.is_file():
+            raise SourceChanged(f"{index}: writing it: something is there already") from None
         index.put(data, "overwrite")
-
-
-def _has_no_conditions(error: Exception) -> bool:
-    return "NotImplemented" in str(error) or "status 501" in str(error)
 
 
 def _is_there(index: ObjectPlace, data: bytes) -> bool:

@@ -38,6 +38,7 @@ _BUILTIN: dict[type[BaseException], str] = {
     FileNotFoundError: "NotFoundError",
     FileExistsError: "AlreadyExistsError",
     PermissionError: "PermissionDeniedError",
+    NotImplementedError: "NotImplementedError",
 }
 _NO_BUCKET = re.compile(r"\b(?:NoSuchBucket|ContainerNotFound|The specified bucket does not exist)\b")
 _PART = re.compile(r"[?&](?:partNumber|partnumber)=(\d{1,6})|[?&]blockid=")
@@ -53,6 +54,10 @@ _LOST = re.compile(
 _SLOW = re.compile(r"operation timed out|HTTP error: timeout|\btimed out\b", re.I)
 
 _T = TypeVar("_T")
+
+
+class Unsupported(StoreRefused):
+    """The store says that it does not have what a request asks for, such as conditional writes."""
 
 
 class Deadline:
@@ -206,7 +211,9 @@ def translated(error: Exception, name: str, what: str, deadline: Deadline) -> Ex
     kind = _BUILTIN.get(type(error), kind)
     if kind is None:
         return None
-    where, said = f"{name}{part_of(str(error))}", what_was_said(str(error))
+    # Some messages begin with the key, whose words say nothing.
+    text = str(error).replace(f" {name.partition('://')[2].partition('/')[2]}", "", 1)
+    where, said = f"{name}{part_of(text)}", what_was_said(text)
     match kind:
         case "NotFoundError":
             if _NO_BUCKET.search(said):
@@ -226,7 +233,17 @@ def translated(error: Exception, name: str, what: str, deadline: Deadline) -> Ex
         return FetchTimeout(f"{where}: {what}: the store has stalled: {said}")
     if _STATUS.search(bare) is None and _LOST.search(bare):
         return ConnectError(f"{where}: {what}: the store cannot be reached: {said}")
-    return StoreRefused(f"{where}: {what}: the store refuses: {said}")
+    kind_of_refusal = Unsupported if _is_unsupported(kind, text) else StoreRefused
+    return kind_of_refusal(f"{where}: {what}: the store refuses: {said}")
+
+
+def _is_unsupported(kind: str, text: str) -> bool:
+    """Whether an error of the client's class ``kind`` says that the store does not have what was asked for."""
+    if kind in ("NotSupportedError", "NotImplementedError"):
+        return True
+    # The library has no class for it. Its words about the status come first, and behind them what the store has sent.
+    status = _STATUS.search(without_urls(text.partition(client.DEBUG)[0]))
+    return kind == "GenericError" and status is not None and status[1] == "501"
 
 
 def is_missing(error: Exception) -> bool:

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from ..._native import HostView, Parts
-from ...errors import SystemRefused, TensorferryError
+from ...errors import SourceChanged, SystemRefused, TensorferryError
 from ..container import Container
 from ..source import Progress
 from . import client, uploads, writers
+from .commit import put_new
 from .leftovers import id_of
 from .place import ObjectPlace
 from .requests import ending
@@ -95,10 +96,14 @@ def upload(
 
 
 def upload_file(place: ObjectPlace, path: Path) -> int:
-    """Uploads a file as it is; returns its length.
+    """Uploads a file as it is to where no object is; returns its length.
+
+    What is uploaded in parts is written without a condition, which the library has not for it: if another writer makes
+    the object after the look for it, that one is replaced.
 
     Raises:
-        SystemRefused: it cannot be read
+        SourceChanged: there is an object with other content
+        SystemRefused: the file cannot be read
         TensorferryError: the store does not answer in time, or refuses
     """
     library, store, key, calls = client.obstore(), place.store, place.key, place.calls()
@@ -106,10 +111,15 @@ def upload_file(place: ObjectPlace, path: Path) -> int:
         with path.open("rb") as file:
             nbytes = os.fstat(file.fileno()).st_size
             size = part_bytes(nbytes)
+            if nbytes <= size:
+                put_new(place, file.read())
+                return nbytes
+            if place.is_file():
+                raise SourceChanged(f"{place}: there is an object already")
 
             async def put() -> Any:
                 return await library.put_async(
-                    store, key, file, use_multipart=nbytes > size, chunk_size=size, max_concurrency=_AT_A_TIME
+                    store, key, file, use_multipart=True, chunk_size=size, max_concurrency=_AT_A_TIME
                 )
 
             with writers.holding([id_of(place.name)]), ending(calls):

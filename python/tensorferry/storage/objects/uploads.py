@@ -11,20 +11,28 @@ import hashlib
 import hmac
 import html
 import logging
-import os
 import re
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, urlsplit
 
+from . import settings
 from .place import ObjectPlace
+from .url import without_secrets
+
+if TYPE_CHECKING:
+    import urllib.request
 
 logger = logging.getLogger("tensorferry")
 
 #: Seconds without an answer, the most bytes of one, and how many lists of uploads are looked at.
 _PATIENCE_S, _MOST, _PAGES = 10.0, 8 << 20, 20
+#: Seconds in which an address that could not be reached is not asked again, and until when each is not.
+_PAUSE_S = 600.0
+_unreachable: dict[str, float] = {}
 _UPLOAD = re.compile(r"<Upload>(.{1,20000}?)</Upload>", re.DOTALL)
 
 
@@ -45,13 +53,14 @@ class Begun:
 
 @dataclass(frozen=True)
 class _Access:
-    """The address of a bucket, and the keys to it."""
+    """The address of a bucket, the keys to it, and the options of the client."""
 
     base: str
     region: str
     key: str
     secret: str
     token: str | None
+    client: Mapping[str, Any]
 
 
 def listed(folder: ObjectPlace) -> list[Begun]:
@@ -121,53 +130,74 @@ def abort(folder: ObjectPlace, begun: list[Begun]) -> None:
 def _access(place: ObjectPlace) -> _Access | None:
     """Returns how to reach the bucket of ``place`` without the library; ``None`` if that is not known."""
     scheme, _, bucket = place.url.root.partition("://")
-    if scheme not in ("s3", "s3a"):
+    if scheme not in settings.SCHEMES:
         return None
-    known = _settings(place.options)
-    key, secret = known.get("access_key_id"), known.get("secret_access_key")
-    if not key or not secret:
+    if "credential_provider" in place.options:
+        # The keys of the environment may be those of somebody else.
         return None
-    region = known.get("region") or known.get("default_region") or "us-east-1"
-    endpoint = known.get("endpoint_url_s3") or known.get("endpoint_url") or known.get("endpoint")
-    virtual = str(known.get("virtual_hosted_style_request", "")).lower() in ("true", "1")
-    if not endpoint:
+    known = settings.of_s3(place.options)
+    if "key" not in known or "secret" not in known:
+        return None
+    region = known.get("region", "us-east-1")
+    virtual = known.get("virtual_hosted", "").lower() in ("true", "1")
+    if endpoint := known.get("endpoint", "").rstrip("/"):
+        base = endpoint if virtual else f"{endpoint}/{bucket}"
+    else:
         base = (
             f"https://{bucket}.s3.{region}.amazonaws.com" if virtual else f"https://s3.{region}.amazonaws.com/{bucket}"
         )
-    else:
-        base = endpoint.rstrip("/") if virtual else f"{endpoint.rstrip('/')}/{bucket}"
-    return _Access(base, region, key, secret, known.get("session_token") or known.get("token"))
-
-
-def _settings(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the settings of S3 by their names without ``aws_``; options come before the environment."""
-    found = {name.lower().removeprefix("aws_"): v for name, v in os.environ.items() if name.startswith("AWS_")}
-    return found | {name.lower().removeprefix("aws_"): v for name, v in options.items() if isinstance(v, str | bool)}
+    client = place.options.get("client_options") or {}
+    return _Access(base, region, known["key"], known["secret"], known.get("token"), client)
 
 
 def _request(access: _Access, method: str, key: str, query: dict[str, str]) -> tuple[int, str]:
-    """Makes a signed request; returns the status and the body, of which there may only be so much."""
+    """Makes a signed request; returns the status and the body, of which there may only be so much.
+
+    It takes the proxy of ``client_options``, or that of the environment, as the library does. An address that could not
+    be reached is not asked again for a while: every commit would wait for it.
+
+    Raises:
+        OSError: the store cannot be reached, or could not a short time ago
+    """
     # Heavy, and seldom needed.
     import http.client
-    import ssl
+    import urllib.error
+    import urllib.request
 
+    if time.monotonic() < _unreachable.get(access.base, 0.0):
+        raise OSError("it could not be reached a short time ago")
     url = urlsplit(access.base)
     path = quote(f"{url.path}/{key}" if key else url.path or "/", safe="/-_.~")
     text = "&".join(f"{quote(name, safe='-_.~')}={quote(value, safe='-_.~')}" for name, value in sorted(query.items()))
     headers = _signed(access, method, url.netloc, path, text)
-    connection: http.client.HTTPConnection
-    if url.scheme == "https":
-        connection = http.client.HTTPSConnection(url.netloc, timeout=_PATIENCE_S, context=ssl.create_default_context())
-    else:
-        connection = http.client.HTTPConnection(url.netloc, timeout=_PATIENCE_S)
+    request = urllib.request.Request(f"{url.scheme}://{url.netloc}{path}?{text}", headers=headers, method=method)
     try:
-        connection.request(method, f"{path}?{text}", headers=headers)
-        answer = connection.getresponse()
-        return answer.status, answer.read(_MOST).decode(errors="replace")
-    except http.client.HTTPException as e:
-        raise OSError(f"{type(e).__name__}") from e
-    finally:
-        connection.close()
+        with _opener(access.client).open(request, timeout=_PATIENCE_S) as answer:
+            return answer.status, answer.read(_MOST).decode(errors="replace")
+    except urllib.error.HTTPError as e:
+        with e:
+            return e.code, e.read(_MOST).decode(errors="replace")
+    except (OSError, http.client.HTTPException) as e:
+        _unreachable[access.base] = time.monotonic() + _PAUSE_S
+        raise OSError(f"{type(e).__name__}: {without_secrets(str(e))}") from None
+
+
+def _opener(client: Mapping[str, Any]) -> urllib.request.OpenerDirector:
+    """Returns what makes requests with these options of the client, as far as they are about proxies and trust."""
+    import ssl
+    import urllib.request
+
+    trust = ssl.create_default_context()
+    for name in ("root_certificate", "proxy_ca_certificate"):
+        if certificate := client.get(name):
+            trust.load_verify_locations(
+                cadata=certificate.decode() if isinstance(certificate, bytes) else str(certificate)
+            )
+    if str(client.get("allow_invalid_certificates", "")).lower() in ("true", "1"):
+        trust.check_hostname, trust.verify_mode = False, ssl.CERT_NONE
+    proxy = client.get("proxy_url")
+    through = urllib.request.ProxyHandler({"http": str(proxy), "https": str(proxy)} if proxy else None)
+    return urllib.request.build_opener(through, urllib.request.HTTPSHandler(context=trust))
 
 
 def _signed(access: _Access, method: str, host: str, path: str, query: str) -> dict[str, str]:

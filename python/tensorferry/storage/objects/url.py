@@ -68,7 +68,10 @@ def parsed(text: str, name: str = "path") -> StoreUrl:
             "store_options="
         )
     if "?" in text or "#" in text:
-        raise InvalidArgument(f"{shown}: {name} must have no query and no fragment")
+        raise InvalidArgument(
+            f"{shown}: {name} must have no query and no fragment: what stands behind its first ? or # is not shown "
+            "here, and no key can have one of these"
+        )
     if not _BUCKET.fullmatch(account):
         raise InvalidArgument(f"{shown}: {name} names no bucket")
     key = key.strip("/")

@@ -1,0 +1,110 @@
+"""What is said of a store of S3: in ``store_options``, and in the environment where the options say nothing.
+
+The client's library reads both as well. Requests that it cannot make go to the same place by what is found here.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from ...errors import InvalidArgument
+
+#: The schemes of S3.
+SCHEMES = frozenset({"s3", "s3a"})
+#: The names of settings that have several, without ``aws_``: where the options have none of a setting's names, the
+#: environment is asked for them in this order.
+_NAMES = {
+    "endpoint": ("endpoint_url_s3", "endpoint_url", "endpoint"),
+    "region": ("region", "default_region"),
+    "token": ("session_token", "token"),
+    "key": ("access_key_id",),
+    "secret": ("secret_access_key",),
+    "virtual_hosted": ("virtual_hosted_style_request",),
+    "checksum": ("checksum_algorithm",),
+}
+#: What the library reads from the environment before any option, and takes as no option.
+_ENDPOINT_OF_S3 = "AWS_ENDPOINT_URL_S3"
+#: Options of the client of all stores, which belong into ``client_options``: as options of a store, the library takes
+#: them for a mistake of its own, and ends with a message for its authors.
+_OF_CLIENT = frozenset(
+    {
+        "allow_http",
+        "allow_invalid_certificates",
+        "connect_timeout",
+        "default_content_type",
+        "default_headers",
+        "http1_only",
+        "http2_keep_alive_interval",
+        "http2_keep_alive_timeout",
+        "http2_keep_alive_while_idle",
+        "http2_max_frame_size",
+        "http2_only",
+        "pool_idle_timeout",
+        "pool_max_idle_per_host",
+        "proxy_ca_certificate",
+        "proxy_excludes",
+        "proxy_url",
+        "randomize_addresses",
+        "read_timeout",
+        "root_certificate",
+        "timeout",
+        "user_agent",
+    }
+)
+_PREFIXES = ("aws_", "azure_", "google_")
+
+
+def of_s3(options: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the settings by the keys of ``_NAMES``; those that nothing is said of are missing.
+
+    Args:
+        options: those of the store, by any of the library's names
+    """
+    given = {_bare(name): value for name, value in options.items() if isinstance(value, str | bool)}
+    around = {_bare(name): value for name, value in os.environ.items() if name.startswith("AWS_")}
+    found = {}
+    for setting, names in _NAMES.items():
+        value = next((source[name] for source in (given, around) for name in names if source.get(name)), None)
+        if value is not None:
+            found[setting] = str(value)
+    return found
+
+
+def for_s3(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns options of a store as the library is to get them: none stands behind another name in the environment.
+
+    Raises:
+        InvalidArgument: the environment has an endpoint that the library takes before that of the options
+    """
+    found = dict(options)
+    bare = {_bare(name): name for name in options}
+    region = bare.get("default_region")
+    if region is not None and "region" not in bare:
+        found["region"] = found.pop(region)
+    given, first = of_s3(options).get("endpoint"), os.environ.get(_ENDPOINT_OF_S3)
+    if first and given != first:
+        raise InvalidArgument(
+            f"store_options has an endpoint, and the variable {_ENDPOINT_OF_S3} another one, which would be taken: "
+            "remove the variable, or the option"
+        )
+    return found
+
+
+def refuse_client_options(options: Mapping[str, Any]) -> None:
+    """Refuses options of the client among those of a store.
+
+    Raises:
+        InvalidArgument: there is one
+    """
+    for name in options:
+        if _bare(name) in _OF_CLIENT:
+            where = f"{{'client_options': {{{_bare(name)!r}: ...}}}}"
+            raise InvalidArgument(f"store_options: {name} is none of a store: give it as store_options={where}")
+
+
+def _bare(name: str) -> str:
+    """Returns the name of a setting without the name of the store before it."""
+    name = name.lower()
+    return next((name.removeprefix(prefix) for prefix in _PREFIXES if name.startswith(prefix)), name)

@@ -1,0 +1,97 @@
+"""What is said of a store in options and in the environment reaches the library and our own requests alike."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from stores import KEYS, Gateway, objects
+from tensorferry.dcp import FileWriter, own_errors
+from tensorferry.errors import InvalidArgument
+from tensorferry.storage.objects import uploads
+from tensorferry.storage.objects.client import options_of
+from tensorferry.storage.objects.place import ObjectPlace
+from tensorferry.storage.objects.settings import of_s3
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
+
+@pytest.fixture(autouse=True)
+def settings_of_the_environment(monkeypatch):
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(uploads, "_unreachable", {})
+
+
+def options(url, **more):
+    return {"endpoint": url, **{name.lower(): value for name, value in KEYS.items()}, **more}
+
+
+@pytest.mark.parametrize("name", ["endpoint", "endpoint_url", "aws_endpoint", "AWS_ENDPOINT_URL"])
+def test_all_requests_go_to_the_endpoint_of_the_options(server, monkeypatch, name):
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    with Gateway(server.url) as there:
+        given = {**options(there.url), name: there.url}
+        if name != "endpoint":
+            del given["endpoint"]
+        writer = FileWriter(server.place, store_options=given)
+        dcp.save({"w": torch.ones(3)}, storage_writer=writer, no_dist=True)
+        assert len(objects(server.url, server.prefix)) == 3
+        # A look for what killed saves have left.
+        assert any("uploads=" in path for _, path in there.seen)
+    assert not uploads._unreachable
+
+
+def test_an_endpoint_that_the_library_would_not_take_is_refused(server, monkeypatch):
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://127.0.0.1:9")
+    with pytest.raises(InvalidArgument, match="AWS_ENDPOINT_URL_S3 another one"), own_errors():
+        FileWriter(server.place, store_options=options(server.url))
+
+
+def test_options_come_before_the_environment(monkeypatch):
+    monkeypatch.setenv("AWS_REGION", "there")
+    monkeypatch.setenv("AWS_ENDPOINT", "http://there")
+    assert of_s3({"default_region": "here"}) == {"region": "here", "endpoint": "http://there"}
+    assert of_s3({"aws_endpoint_url": "http://here"})["endpoint"] == "http://here"
+    assert of_s3(options_of({"config": {"endpoint": "http://here"}}))["endpoint"] == "http://here"
+
+
+def test_uploads_are_looked_for_by_the_proxy_of_the_client(server):
+    with Gateway(server.url) as proxy:
+        place = ObjectPlace(
+            server.place, options("http://store.invalid", client_options={"proxy_url": proxy.url, "timeout": "5s"})
+        )
+        assert uploads.listed(place) == []
+        assert len(proxy.seen) == 1
+    assert proxy.seen[0][1].startswith("http://store.invalid/bucket?")
+
+
+def test_an_address_that_cannot_be_reached_is_not_asked_again_at_once(server, monkeypatch):
+    place = ObjectPlace(server.place, options("http://127.0.0.1:9"))
+    assert uploads.listed(place) == []
+    assert list(uploads._unreachable) == ["http://127.0.0.1:9/bucket"]
+    monkeypatch.setattr(uploads, "_opener", lambda _: pytest.fail("it is asked again"))
+    assert uploads.listed(place) == []
+
+
+def test_keys_of_the_environment_are_not_those_of_a_credential_provider(server, monkeypatch):
+    for name, value in KEYS.items():
+        monkeypatch.setenv(name, value)
+    assert uploads._access(ObjectPlace(server.place)) is not None
+    assert uploads._access(ObjectPlace(server.place, {"credential_provider": dict})) is None
+
+
+@pytest.mark.parametrize("name", ["allow_http", "aws_allow_http", "timeout", "Proxy_Url"])
+def test_an_option_of_the_client_is_refused_by_its_name(name, capfd):
+    with pytest.raises(InvalidArgument, match=r"none of a store: give it as .*client_options"):
+        FileWriter("s3://bucket/x", store_options={name: "true"})
+    assert "panicked" not in capfd.readouterr().err
+
+
+def test_a_panic_of_the_library_is_an_error_of_ours(monkeypatch):
+    monkeypatch.setattr("tensorferry.storage.objects.settings._OF_CLIENT", frozenset())
+    with pytest.raises(InvalidArgument, match="cannot be opened"):
+        FileWriter("s3://bucket/x", store_options={"allow_http": "true"})
