@@ -164,10 +164,10 @@ def install(
 
     From now on ``torch.distributed.checkpoint.FileSystemWriter`` and ``FileSystemReader`` make a ``FileWriter`` and a
     ``FileReader``, a ``checkpoint_id`` that is a folder is saved and loaded with them, and torchft's ``Manager`` builds
-    a ``tensorferry.HTTPTransport``. A ``checkpoint_id`` that is the URL of a place in an object store is theirs, too, if
-    the extra ``objects`` is installed; without it, torch goes on to take those to fsspec. What is replaced is logged.
-    Processes that this one spawns get the same. Names that a module has imported before keep their meaning, with a
-    warning that names the module, and classes derived from torch's stay torch's.
+    a ``tensorferry.HTTPTransport``. URLs of places in object stores go the same way, if the extra ``objects``
+    is installed; without it, torch goes on to take them to fsspec. What is replaced is logged. Processes that this one
+    spawns get the same. Names that a module has imported before keep their meaning, with a warning that names the
+    module, and classes derived from torch's stay torch's.
 
     Args:
         files: replace torch's storage classes
