@@ -17,7 +17,7 @@ mod head;
 mod session;
 
 use std::io::{self, IoSliceMut, Read, Write};
-use std::net::IpAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -53,9 +53,13 @@ pub(crate) struct Connection {
     stream: Arc<CloseOnFork<Socket>>,
     tls: Option<Box<Session>>,
     url: Arc<SourceUrl>,
+    /// The address at the other end, if it goes over the network.
+    peer: Option<SocketAddr>,
     /// The addresses at both ends, where they are not those that the URL leads to.
     at: Option<Pair>,
     limits: Limits,
+    /// How long it may be silent where another address would be tried; the limits count for a source that copies.
+    hurry: Option<Duration>,
     /// Bytes received behind the last head that belong to the body.
     ahead: Vec<u8>,
     taken: usize,
@@ -84,11 +88,13 @@ impl Connection {
     pub(super) fn over(stream: Arc<CloseOnFork<Socket>>, url: &Arc<SourceUrl>, limits: &Limits) -> Self {
         limits.cancel.watch(&stream);
         Self {
+            peer: stream.peer_addr().ok().and_then(|peer| peer.as_socket()),
             stream,
             tls: None,
             url: Arc::clone(url),
             at: None,
             limits: limits.clone(),
+            hurry: None,
             ahead: Vec::new(),
             taken: 0,
             remaining: 0,
@@ -105,7 +111,30 @@ impl Connection {
 
     /// The same connection with other limits.
     pub(crate) fn within(self, limits: &Limits) -> Self {
-        Self { limits: limits.clone(), ..self }
+        Self { limits: limits.clone(), hurry: None, ..self }
+    }
+
+    /// The same connection, which may be silent for as long as its address deserves: for `first` if that has not failed
+    /// and the source has others.
+    pub(crate) fn in_hurry(self, first: Duration) -> Self {
+        let most = self.limits.stall;
+        let hurry = self.address().and_then(|at| self.url.targets().patience(at, first, most));
+        Self { hurry: hurry.filter(|hurry| *hurry < most), ..self }
+    }
+
+    /// Whether it would be waited for longer if its source had no other address.
+    pub(crate) fn is_in_hurry(&self) -> bool {
+        self.hurry.is_some() && !self.filling
+    }
+
+    /// For how long it may be silent.
+    fn stall(&self) -> Duration {
+        self.hurry.filter(|_| !self.filling).map_or(self.limits.stall, |hurry| hurry.min(self.limits.stall))
+    }
+
+    /// How long an answer may take to begin that is to be waited for during `patience`.
+    pub(crate) fn patience(&self, patience: Duration) -> Duration {
+        self.hurry.map_or(patience, |hurry| hurry.min(patience))
     }
 
     /// Whether this connection does without the network.
@@ -124,6 +153,16 @@ impl Connection {
         let here = self.stream.local_addr().ok()?.as_socket()?.ip();
         let there = self.stream.peer_addr().ok()?.as_socket()?.ip();
         Some((here.to_canonical(), there.to_canonical()))
+    }
+
+    /// The address at the other end, if it goes over the network.
+    pub(crate) fn address(&self) -> Option<IpAddr> {
+        self.peer.map(|peer| peer.ip().to_canonical())
+    }
+
+    /// The address and the port at the other end.
+    pub(crate) fn peer(&self) -> Option<SocketAddr> {
+        self.peer
     }
 
     /// The socket, with which another thread can end this connection.
@@ -203,7 +242,7 @@ impl Connection {
         request.push_str("\r\n");
         (self.reusable, self.filling, self.stage) = (false, false, Stage::Connected);
         self.stall_detector = StallDetector::default();
-        self.wait_at_most(self.limits.stall)?;
+        self.wait_at_most(self.stall())?;
         let sent = match &mut self.tls {
             None => (&*self.stream).write_all(request.as_bytes()),
             Some(tls) => tls.write_all(&self.stream, &self.limits, &mut self.timeout, request.as_bytes()),
@@ -239,7 +278,7 @@ impl Connection {
                         self.stage = Stage::Answering;
                     }
                     // A source may take long to begin its answer, not to go on with it.
-                    self.wait_at_most(patience.filter(|_| filled == 0).unwrap_or(self.limits.stall))?;
+                    self.wait_at_most(patience.filter(|_| filled == 0).unwrap_or_else(|| self.stall()))?;
                     filled += self.receive(&mut [IoSliceMut::new(&mut buffer[filled..])])?;
                 }
                 ParsedHead::Partial => {
@@ -306,7 +345,7 @@ impl Connection {
     /// Receives into the first of `parts`, or into as many as it takes.
     fn receive(&mut self, parts: &mut [IoSliceMut<'_>]) -> Result<usize, Error> {
         let got = self.receive_anything(parts)?;
-        if self.stall_detector.is_stuck(got, self.limits.stall) {
+        if self.stall_detector.is_stuck(got, self.stall()) {
             return Err(self.io_error(&io::ErrorKind::TimedOut.into()));
         }
         Ok(got)
@@ -360,7 +399,7 @@ impl Connection {
             return over.waiting_for(|| format!("{peer} {}", self.state()));
         }
         if is_timeout(e) {
-            let waited = self.timeout.unwrap_or(self.limits.stall).as_secs_f64();
+            let waited = self.timeout.unwrap_or_else(|| self.stall()).as_secs_f64();
             let message = format!("timed out: {peer} sent nothing, or next to nothing, for {waited:.3} s");
             return Error::new(ErrorKind::Timeout, message).waiting_for(|| format!("{peer} {}", self.state()));
         }
