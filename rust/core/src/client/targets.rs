@@ -162,9 +162,12 @@ impl Targets {
         }
     }
 
-    /// Notes that the source at `address` is there and has nothing to say yet.
+    /// Notes that the source at `address` is there and has nothing to say yet: that is where it is asked again.
     pub(super) fn note_waiting(&self, address: IpAddr) {
-        self.state().records.entry(address).or_default().is_waiting = true;
+        let mut state = self.state();
+        (state.good, state.is_good_lost) = (Some(address), false);
+        let record = state.records.entry(address).or_default();
+        (record.failures, record.is_waiting) = (0, true);
     }
 
     /// Notes that `address` has answered.
@@ -258,9 +261,9 @@ mod tests {
         (0..20).for_each(|_| all.note_silent(ip(2)));
         assert_eq!(all.patience(ip(2), SECOND, 15 * SECOND), Some(15 * SECOND));
         all.note_waiting(ip(1));
-        assert_eq!(all.patience(ip(1), SECOND, 15 * SECOND), Some(15 * SECOND));
+        assert_eq!((order(&all)[0], all.patience(ip(1), SECOND, 15 * SECOND)), (ip(1), Some(15 * SECOND)));
         all.note_silent(ip(1));
-        assert_eq!(all.patience(ip(1), SECOND, 15 * SECOND), Some(4 * SECOND));
+        assert_eq!(all.patience(ip(1), SECOND, 15 * SECOND), Some(2 * SECOND));
         all.note_answered(ip(2));
         assert_eq!(all.patience(ip(2), SECOND, 15 * SECOND), Some(SECOND));
         assert_eq!(targets(Some(1), Some(1), &[]).patience(ip(1), SECOND, SECOND), None);
