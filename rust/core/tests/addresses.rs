@@ -13,7 +13,7 @@ use tensorferry_core::{
 use crate::common::{BLOCK, Rig, STEP, State, eventually};
 
 /// Far longer than any of these receives takes.
-const DEADLINE: Duration = Duration::from_secs(60);
+const DEADLINE: Duration = Duration::from_mins(1);
 /// A receive that waits for a silent address as long as for its only one is not over in this time.
 const SOON: Duration = Duration::from_secs(20);
 

@@ -137,7 +137,9 @@ impl Transfer<'_> {
             self.begin_rails(scope, origin);
             let Err(mut error) = result else {
                 failures = 0;
-                connection.iter().for_each(|brought| source.note_answered(brought));
+                if let Some(brought) = &connection {
+                    source.note_answered(brought);
+                }
                 continue;
             };
             if was_recalled {

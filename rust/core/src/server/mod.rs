@@ -343,7 +343,8 @@ impl Shared {
 
     /// The addresses that a URL with this host names.
     fn cards_besides(&self, host: &str) -> Cards {
-        let host = host.trim_start_matches('[').trim_end_matches(']').parse().ok().map(|host: IpAddr| host.to_canonical());
+        let host =
+            host.trim_start_matches('[').trim_end_matches(']').parse().ok().map(|host: IpAddr| host.to_canonical());
         let mut cards = self.cards.clone();
         cards.others.retain(|&other| Some(other) != host);
         cards

@@ -14,6 +14,7 @@ mod body;
 mod connect;
 mod delay;
 mod head;
+mod hurry;
 mod session;
 
 use std::io::{self, IoSliceMut, Read, Write};
@@ -114,29 +115,6 @@ impl Connection {
         Self { limits: limits.clone(), hurry: None, ..self }
     }
 
-    /// The same connection, which may be silent for as long as its address deserves: for `first` if that has not failed
-    /// and the source has others.
-    pub(crate) fn in_hurry(self, first: Duration) -> Self {
-        let most = self.limits.stall;
-        let hurry = self.address().and_then(|at| self.url.targets().patience(at, first, most));
-        Self { hurry: hurry.filter(|hurry| *hurry < most), ..self }
-    }
-
-    /// Whether it would be waited for longer if its source had no other address.
-    pub(crate) fn is_in_hurry(&self) -> bool {
-        self.hurry.is_some() && !self.filling
-    }
-
-    /// For how long it may be silent.
-    fn stall(&self) -> Duration {
-        self.hurry.filter(|_| !self.filling).map_or(self.limits.stall, |hurry| hurry.min(self.limits.stall))
-    }
-
-    /// How long an answer may take to begin that is to be waited for during `patience`.
-    pub(crate) fn patience(&self, patience: Duration) -> Duration {
-        self.hurry.map_or(patience, |hurry| hurry.min(patience))
-    }
-
     /// Whether this connection does without the network.
     pub(crate) fn is_same_host(&self) -> bool {
         self.ring.is_some()
@@ -153,16 +131,6 @@ impl Connection {
         let here = self.stream.local_addr().ok()?.as_socket()?.ip();
         let there = self.stream.peer_addr().ok()?.as_socket()?.ip();
         Some((here.to_canonical(), there.to_canonical()))
-    }
-
-    /// The address at the other end, if it goes over the network.
-    pub(crate) fn address(&self) -> Option<IpAddr> {
-        self.peer.map(|peer| peer.ip().to_canonical())
-    }
-
-    /// The address and the port at the other end.
-    pub(crate) fn peer(&self) -> Option<SocketAddr> {
-        self.peer
     }
 
     /// The socket, with which another thread can end this connection.

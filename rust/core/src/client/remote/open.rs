@@ -108,18 +108,7 @@ impl Remote {
             let (opened, at) = ask(url, asking, limited, etag, passes, &mut waited[primary]);
             let connected = at.is_some();
             let nobody = !connected && opened.as_ref().is_err_and(|e| e.kind() == ErrorKind::Connect);
-            let goes_elsewhere = match (&opened, at) {
-                (Err(e), Some(at)) => goes_elsewhere(url.targets(), at, e) && limits.left().is_ok(),
-                _ => false,
-            };
-            // What one address has refused is what counts, once the others say nothing.
-            let is_unreached = |e: &Error| matches!(e.kind(), ErrorKind::Timeout | ErrorKind::Connect);
-            let opened = match opened {
-                Err(e) if is_unreached(&e) && !url.targets().has_untried() && limits.left().is_ok() => {
-                    Err(refused[primary].take().unwrap_or(e))
-                }
-                opened => opened,
-            };
+            let (opened, goes_elsewhere) = judged(opened, (url.targets(), at), &mut refused[primary], &limits);
             match opened {
                 Ok(opened) => {
                     sources[primary].note_opened(opened.etag, opened.connection.route(), opened.offers);
@@ -231,6 +220,25 @@ fn ask(
         _ => {}
     }
     (opened, at)
+}
+
+/// What `opened`, the result of a request at the address `at`, counts as, and whether another address is to be asked at
+/// once. What one has `refused` counts when the others say nothing.
+fn judged(
+    opened: Result<FirstFetch, Error>,
+    (targets, at): (&Targets, Option<IpAddr>),
+    refused: &mut Option<Error>,
+    limits: &Limits,
+) -> (Result<FirstFetch, Error>, bool) {
+    match (opened, at) {
+        (Err(e), Some(at)) if goes_elsewhere(targets, at, &e) && limits.left().is_ok() => (Err(e), true),
+        (Err(e), _) if matches!(e.kind(), ErrorKind::Timeout | ErrorKind::Connect) => {
+            let is_last = !targets.has_untried() && limits.left().is_ok();
+            let before = if is_last { refused.take() } else { None };
+            (Err(before.unwrap_or(e)), false)
+        }
+        (opened, _) => (opened, false),
+    }
 }
 
 /// Whether another address of the source is to be asked at once, after a request at `at` has ended with `e`.

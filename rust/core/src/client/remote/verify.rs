@@ -212,12 +212,10 @@ impl Remote {
             let source = &self.sources[index];
             let ours = |c: &Connection| turn == 0 && c.is_reusable() && Arc::ptr_eq(c.url(), &source.url);
             let reused = self.connections.iter().position(ours).map(|at| self.connections.swap_remove(at));
-            match &reused {
-                Some(_) => {}
-                None if turn == 0 => continue,
-                // It said nothing a moment ago, and there are others.
-                None if turn == 1 && last.is_timeout() && self.sources.len() > 1 => continue,
-                None => {}
+            // It said nothing a moment ago, and there are others.
+            let is_silent = turn == 1 && last.is_timeout() && self.sources.len() > 1;
+            if reused.is_none() && (turn == 0 || is_silent) {
+                continue;
             }
             let etag = source.etag.get().map(String::as_str);
             let answer = source.ask(reused, &self.limits, |connection| {
