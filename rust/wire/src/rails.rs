@@ -185,7 +185,8 @@ mod tests {
             let found = cards(&format!("/{}/", with_cards("0f", &Cards { first, others: many.clone() })));
             assert_eq!((found.first, found.others.len()), (first, MAX_NAMED - usize::from(first.is_some())));
         }
-        let hostile = format!("/0f{}/", many.iter().map(|address| format!("~{address}")).collect::<String>());
+        let named: Vec<_> = many.iter().map(ToString::to_string).collect();
+        let hostile = format!("/0f~{}/", named.join("~"));
         assert_eq!(cards(&hostile).others, many[1..MAX_NAMED]);
     }
 

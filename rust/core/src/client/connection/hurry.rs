@@ -4,8 +4,20 @@ use std::net::{IpAddr, SocketAddr};
 use std::time::Duration;
 
 use super::Connection;
+use crate::client::limits::Limits;
 
 impl Connection {
+    /// The same connection with other limits.
+    pub(crate) fn within(self, limits: &Limits) -> Self {
+        Self { limits: limits.clone(), hurry: None, ..self }
+    }
+
+    /// Whether the source said of the answer under way that it still copies what it is to send: it may be silent for as
+    /// long as that takes.
+    pub(crate) fn is_filling(&self) -> bool {
+        self.filling
+    }
+
     /// The same connection, which may be silent for as long as its address deserves: for `first` if that has not failed
     /// and the source has others.
     pub(crate) fn in_hurry(self, first: Duration) -> Self {

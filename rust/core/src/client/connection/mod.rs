@@ -110,20 +110,9 @@ impl Connection {
         }
     }
 
-    /// The same connection with other limits.
-    pub(crate) fn within(self, limits: &Limits) -> Self {
-        Self { limits: limits.clone(), hurry: None, ..self }
-    }
-
     /// Whether this connection does without the network.
     pub(crate) fn is_same_host(&self) -> bool {
         self.ring.is_some()
-    }
-
-    /// Whether the source said of the answer under way that it still copies what it is to send: it may be silent for as
-    /// long as that takes.
-    pub(crate) fn is_filling(&self) -> bool {
-        self.filling
     }
 
     /// The addresses on both ends, if it goes over the network.
