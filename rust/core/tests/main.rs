@@ -2,6 +2,7 @@
 //! other. A test that measures its process has a binary of its own, which `Cargo.toml` names.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on should panic")]
 
+mod addresses;
 mod common;
 mod digests_of_entries;
 mod faults;

@@ -70,20 +70,31 @@ def test_a_container_with_one_card_of_several_names_none() -> None:
     assert by_route.keys() == {(made.address(1, 1), made.address(0, 1))}
 
 
-def card_of(metadata: str) -> str:
-    found = re.search(r"~([0-9.]+)/", metadata)
+def named_by(metadata: str) -> list[str]:
+    """Returns the addresses that metadata names besides the host, the preferred one first."""
+    found = re.search(r"/[0-9a-f]{32}~([^/]+)/", metadata)
     assert found is not None, metadata
-    return found[1]
+    return found[1].split("~")
+
+
+def card_of(metadata: str) -> str:
+    return named_by(metadata)[0]
 
 
 def test_servers_of_one_host_spread_over_its_cards_and_small_receives_begin_there() -> None:
     with fabric("rails", [[0, 1, 2, 3], [0, 1, 2, 3], [0]]) as made:
-        two_each = Counter({made.address(0, rail): 2 for rail in range(4)})
+        cards = {made.address(0, rail) for rail in range(4)}
+        two_each = Counter(dict.fromkeys(cards, 2))
         # They start at the same time: the cards are shared out among all servers, not within each process.
         first, second = (made.agent(0, "serve", kib=64, servers=4) for _ in range(2))
         metadata = first.next()["metadata"]
         more = second.next()["metadata"]
         assert Counter(map(card_of, metadata + more)) == two_each
+        for one in metadata:
+            # The host is one of the addresses, too.
+            host = one.partition("//")[2].partition(":")[0]
+            assert {*named_by(one), host} == cards
+            assert len(named_by(one)) == (4 if card_of(one) == host else 3)
         receiver = made.agent(1, "receive")
         for one in metadata:
             by_route, _ = receive(receiver, [one])

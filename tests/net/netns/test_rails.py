@@ -55,8 +55,11 @@ def test_four_links_carry_as_much_as_they_can() -> None:
 def test_only_the_links_that_are_advertised_carry() -> None:
     with hosts([200, 200, 200], advertise="card1, 10.79.2.1") as (_, receiver, published):
         assert published["metadata"].startswith("http://10.79.1.1:")
+        # Receivers begin by the host, which is the first one that is advertised.
+        assert "~~10.79.2.1/" in published["metadata"]
         assert receive(receiver, published).keys() == {1, 2}
     with hosts([200, 200], advertise="10.79.1.1") as (_, receiver, published):
+        assert "~" not in published["metadata"]
         assert receive(receiver, published).keys() == {1}
 
 
@@ -72,3 +75,17 @@ def test_a_link_that_swallows_everything_is_done_without(link: int) -> None:
     with hosts([100, 100, 100]) as (links, receiver, published):
         carried = receive(receiver, published, lambda: links.swallow(link))
     assert carried[link] < min(nbytes for other, nbytes in carried.items() if other != link), carried
+
+
+def test_links_that_swallow_everything_from_the_start_are_done_without() -> None:
+    with hosts([100, 100, 100, 100]) as (links, receiver, published):
+        preferred = int(published["metadata"].partition("~")[2].split(".")[2])
+        # The link of the host, and that of the card by which a receive begins.
+        for link in {0, preferred, 1}:
+            links.swallow(link)
+        answer = receiver.ask(metadata=[published["metadata"]])
+        while "seconds" not in answer:
+            answer = receiver.next()
+        assert answer["digest"] == published["digest"]
+        # The deadline is 90 s, and a source with one address may be silent for 15.
+        assert answer["seconds"] < 40, answer

@@ -329,7 +329,8 @@ def _check_peer(
                 _check_machine_has(sum(remote.sizes), "the state of the peer")
                 _, report = remote.fetch()
             else:
-                there = addresses.resolved(urlsplit(urls[0]).hostname or "")[0]
+                # Of several addresses that of the host may be one where nobody answers.
+                there = remote.address or addresses.resolved(urlsplit(urls[0]).hostname or "")[0]
                 sample = remote.measure(there, seconds)
         finally:
             remote.close()

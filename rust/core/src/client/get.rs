@@ -2,13 +2,14 @@
 //!
 //! It goes through [`Connection`] like every other request, so a certificate is compared with the fingerprint in the URL
 //! before a byte is sent, no proxy is asked, no redirection is followed, and one deadline covers the lookup of the name,
-//! the connection attempts and the whole answer.
+//! the connection attempts and the whole answer. Where the URL names several addresses and one is silent, another is asked.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::connection::{Connection, Head};
 use super::limits::Limits;
+use super::source::SILENCE;
 use super::url::SourceUrl;
 use crate::cancel::Cancel;
 use crate::error::{Error, ErrorKind};
@@ -59,9 +60,18 @@ impl Get {
             .checked_add(timeout)
             .ok_or_else(|| Error::new(ErrorKind::Invalid, "the timeout is too long to be counted"))?;
         let limits = Limits { started, deadline, stall: timeout, cancel: cancel.clone() };
-        let mut connection = Connection::open(&url, &limits)?;
-        let head = connection.get(path, None, None, None)?;
-        Ok(Self { connection, head })
+        loop {
+            let mut connection = Connection::open(&url, &limits)?.in_hurry(SILENCE);
+            let head = connection.get(path, None, None, None);
+            let (targets, at) = (url.targets(), connection.address());
+            match (head, at) {
+                // Another address of the server may answer.
+                (Err(e), Some(at)) if e.is_timeout() && connection.is_in_hurry() && limits.left().is_ok() => {
+                    targets.note_silent(at);
+                }
+                (head, _) => return Ok(Self { head: head?, connection: connection.within(&limits) }),
+            }
+        }
     }
 
     /// The status of the answer.

@@ -137,6 +137,9 @@ impl Transfer<'_> {
             self.begin_rails(scope, origin);
             let Err(mut error) = result else {
                 failures = 0;
+                if let Some(brought) = &connection {
+                    source.note_answered(brought);
+                }
                 continue;
             };
             if was_recalled {
@@ -153,15 +156,16 @@ impl Transfer<'_> {
             let connection = connection.take();
             // The source answers but is still copying its state: that is no fault, and only the deadline ends the wait.
             let filling = error.is_timeout() && connection.as_ref().is_some_and(Connection::is_filling);
+            let by_network = connection.as_ref().filter(|ended| !filling && !ended.is_same_host());
+            let is_hasty = by_network.is_some_and(|ended| source.note_failed(ended, &error)) && slow.is_none();
             let around_the_network = !filling && connection.is_some_and(|c| c.is_same_host());
             if around_the_network {
                 source.give_up_same_host();
-            } else if !filling && error.is_transient() {
-                source.rails.note_first_failed();
             }
             turn += 1;
-            // A lane that was merely slow is not at fault twice.
-            failures = if range.at > first || slow.is_some() || filling { 1 } else { failures + 1 };
+            // A lane that was merely slow is not at fault twice, and one that would have waited longer is not at fault.
+            let merely_slow = range.at > first || slow.is_some() || filling;
+            failures = if merely_slow { 1 } else { failures + u32::from(!is_hasty || failures == 0) };
             let elsewhere = (self.sources.len() > 1 || around_the_network) && error.kind() != ErrorKind::Cancelled;
             let over = self.limits.left().is_err();
             let fatal = !(error.is_transient() || elsewhere) || failures >= MAX_FAILURES;

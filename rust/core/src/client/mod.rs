@@ -8,7 +8,7 @@
 //! | `lane`, `range` | one thread with one connection; how it fetches a range |
 //! | `stragglers`, `ledger` | lanes that are too slow; received blocks |
 //! | `swarm`, `relaying`, `pilot` | fetching from other receivers, with the tracker of the source; serving on what has come |
-//! | `source`, `url`, `resolver` | where a source is and how to reach it |
+//! | `source`, `url`, `targets`, `resolver` | where a source is, by which of its addresses, and how to reach it |
 //! | `rails`, `pairs`, `routes` | lanes over each of its network cards and ours |
 //! | `get` | [`Get`]: one answer that is no container |
 //! | `connection` | blocking HTTP/1.1 over TCP, TLS or shared memory |
@@ -47,6 +47,7 @@ mod source;
 mod staged;
 mod stragglers;
 mod swarm;
+mod targets;
 mod url;
 
 use std::sync::Arc;

@@ -6,10 +6,10 @@
 //! A rail is help, never a condition. Its lane connects before it takes a range, so an address that cannot be reached
 //! holds nothing up; a range that fails goes back to the queue; and a rail that fails or falls far behind is left alone
 //! for a while, by later receives of this process, too. Only the lanes of the source itself can fail a transfer, and when
-//! the address of the URL fails, these try the others, too.
+//! their address fails, these try the others, too (`targets`).
 
 use std::net::{IpAddr, SocketAddr};
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, OnceLock, PoisonError};
 use std::thread::{self, Scope};
 use std::time::{Duration, Instant};
@@ -24,7 +24,7 @@ use super::limits::Limits;
 use super::pairs::{Pair, pairs};
 use super::routes::{own_addresses, route};
 use crate::cancel::Cancel;
-use crate::error::{Error, ErrorKind};
+use crate::error::ErrorKind;
 use crate::memory::zeroed;
 
 /// With less to fetch, one address is enough: connecting to others takes longer than they would save.
@@ -47,7 +47,7 @@ static LEFT: Mutex<Vec<(Pair, u16, Instant)>> = Mutex::new(Vec::new());
 const MOST_LEFT: usize = 64;
 
 /// `limits` for an answer that another address may give if this one does not.
-pub(super) fn hasty(limits: &Limits) -> Limits {
+fn hasty(limits: &Limits) -> Limits {
     Limits { stall: limits.stall.min(STALL), ..limits.clone() }
 }
 
@@ -55,9 +55,6 @@ pub(super) fn hasty(limits: &Limits) -> Limits {
 #[derive(Debug, Default)]
 pub(super) struct Rails {
     learned: OnceLock<Learned>,
-    /// Whether the address by which it was opened has failed, so that the others are tried first.
-    first_failed: AtomicBool,
-    turn: AtomicUsize,
 }
 
 #[derive(Debug)]
@@ -107,37 +104,6 @@ impl Rails {
             }
             _ => Vec::new(),
         }
-    }
-
-    /// From here on the other addresses, if there are any, are tried first.
-    pub(super) fn note_first_failed(&self) {
-        self.first_failed.store(true, Ordering::Relaxed);
-    }
-
-    /// Connects to the source: at its first address, unless that has failed, or else at one of the others.
-    pub(super) fn connect(&self, source: &Source, limits: &Limits) -> Result<Connection, Error> {
-        if self.others().is_empty() {
-            return Connection::open(&source.url, limits);
-        }
-        let hasty = Limits { stall: limits.stall.min(PATIENCE), ..limits.clone() };
-        let first = || Connection::open(&source.url, &hasty).map(|connection| connection.within(limits));
-        if !self.first_failed.load(Ordering::Relaxed) {
-            match first() {
-                Err(e) if matches!(e.kind(), ErrorKind::Connect | ErrorKind::Timeout) && limits.left().is_ok() => {
-                    self.note_first_failed();
-                }
-                result => return result,
-            }
-        }
-        let turn = self.turn.fetch_add(1, Ordering::Relaxed);
-        for at in 0..self.others().len() {
-            let address = self.others()[(turn + at) % self.others().len()];
-            if let Ok(connection) = Connection::open_at(&source.url, (None, address), &hasty) {
-                return Ok(connection.within(limits));
-            }
-            limits.left()?;
-        }
-        first()
     }
 }
 

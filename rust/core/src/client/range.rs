@@ -9,6 +9,7 @@ use super::blocks::format_runs;
 use super::connection::Connection;
 use super::lane::Transfer;
 use super::limits::Limits;
+use super::source::SILENCE;
 use super::swarm::Swarm;
 use crate::error::{Error, ErrorKind};
 use crate::payload::{Checksums, Taken};
@@ -54,10 +55,11 @@ impl Transfer<'_> {
         // One that is of no use is kept until another one stands: a source that drains its snapshot takes a receiver
         // without a connection for one that is through.
         let old = connection.take();
-        let connection = connection.insert(match old {
+        let ready = match old {
             Some(ours) if source.may_reuse(&ours) => ours,
             _old => source.connect(limits)?,
-        });
+        };
+        let connection = connection.insert(ready.in_hurry(SILENCE));
         if connection.is_same_host() {
             // The trainer over there needs these cores.
             crate::priority::lower_priority();

@@ -3,9 +3,10 @@
 //! Each fact is written once and shared by all lanes: the entity tag, the socket on this machine, and whether
 //! that socket is out of use. A lane that fails over the socket makes all lanes take the network.
 
-use std::net::IpAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
+use std::time::Duration;
 
 use tensorferry_wire::rails::Rail;
 
@@ -13,9 +14,14 @@ use super::connection::{Connection, Offers};
 use super::limits::Limits;
 use super::rails::Rails;
 use super::url::SourceUrl;
-use crate::error::Error;
+use crate::error::{Error, ErrorKind};
 use crate::same_host;
 use crate::trust::Secret;
+
+/// How long an address may be silent where the source has another one, the first time.
+pub(super) const SILENCE: Duration = Duration::from_secs(2);
+/// How long a source may take to say why an answer takes long.
+const WHY: Duration = Duration::from_millis(500);
 
 /// A source of one receive, and what its answers have said about it.
 #[derive(Debug)]
@@ -57,9 +63,6 @@ impl Source {
         self.learn(offers.same_host);
         self.offers_swarm.store(offers.swarm, Ordering::Relaxed);
         self.is_full.store(offers.is_full, Ordering::Relaxed);
-        if let Some((_, card)) = route.filter(|route| self.url.card() == Some(route.1)) {
-            self.url.learn(&[(card, self.url.port()).into()]);
-        }
         self.learn_rails(&offers.rails, route);
     }
 
@@ -69,6 +72,7 @@ impl Source {
             && !rails.is_empty()
         {
             self.rails.learn(rails, first);
+            self.url.targets().learn_named(self.rails.others());
         }
     }
 
@@ -120,7 +124,57 @@ impl Source {
 
     /// A new connection over the network.
     pub(super) fn connect_network(&self, limits: &Limits) -> Result<Connection, Error> {
-        self.rails.connect(self, limits)
+        Connection::open(&self.url, limits)
+    }
+
+    /// Does `work` over `connection` or, without one, over a new one, and returns both. A silent address makes room for
+    /// another one of the source's, and is waited for longer when it is its turn again, up to the limit.
+    pub(super) fn ask<R>(
+        &self,
+        mut connection: Option<Connection>,
+        limits: &Limits,
+        mut work: impl FnMut(&mut Connection) -> Result<R, Error>,
+    ) -> Result<(Connection, R), Error> {
+        loop {
+            let ready = match connection.take() {
+                Some(ready) => ready.within(limits),
+                None => self.connect_network(limits)?,
+            };
+            let mut ready = ready.in_hurry(SILENCE);
+            match work(&mut ready) {
+                Ok(result) => {
+                    self.note_answered(&ready);
+                    return Ok((ready.within(limits), result));
+                }
+                Err(e) => {
+                    if !self.note_failed(&ready, &e) || limits.left().is_err() {
+                        return Err(e);
+                    }
+                    if let (Some(there), Some(at)) = (ready.peer(), ready.address())
+                        && state_at(&self.url, there, &limits.at_most(WHY)).is_some()
+                    {
+                        // It is there, and needs its time.
+                        self.url.targets().note_waiting(at);
+                    }
+                }
+            }
+        }
+    }
+
+    /// Notes that `connection` has brought an answer.
+    pub(super) fn note_answered(&self, connection: &Connection) {
+        if let Some(at) = connection.address() {
+            self.url.targets().note_answered(at);
+        }
+    }
+
+    /// Notes that an answer over `connection` has ended with `error`; says whether that was for want of patience alone.
+    pub(super) fn note_failed(&self, connection: &Connection, error: &Error) -> bool {
+        let is_silent = error.is_timeout();
+        if let Some(at) = connection.address().filter(|_| is_silent || error.kind() == ErrorKind::Connect) {
+            self.url.targets().note_silent(at);
+        }
+        is_silent && connection.is_in_hurry()
     }
 
     /// Whether `connection` leads here, can be used again, and takes the best route there is.
@@ -129,4 +183,20 @@ impl Source {
             && Arc::ptr_eq(connection.url(), &self.url)
             && (connection.is_same_host() || self.same_host().is_none())
     }
+}
+
+/// What the counters of the source at `url` say of it, asked for at the address `there`: never published, withdrawn, or
+/// serving; `None` if they cannot be read. They need no proof and no checkpoint.
+pub(super) fn state_at(url: &Arc<SourceUrl>, there: SocketAddr, limits: &Limits) -> Option<String> {
+    let path = format!("{}metrics", url.prefix().strip_suffix("checkpoint/")?);
+    let mut connection = Connection::open_there(url, there, limits).ok()?;
+    let head = connection.get(&path, None, None, None).ok()?;
+    let body = connection.body(&head, 1 << 20).ok().filter(|_| head.status == 200)?;
+    let page = String::from_utf8_lossy(&body);
+    let value = |name: &str| page.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' '));
+    Some(match (value("tensorferry_allowed")?, value("tensorferry_step")) {
+        ("0", None) => "it has never published anything".to_owned(),
+        ("0", Some(step)) => format!("it has withdrawn what it published last, step {}", step.parse::<i64>().ok()?),
+        (_, step) => format!("it serves step {}", step?.parse::<i64>().ok()?),
+    })
 }

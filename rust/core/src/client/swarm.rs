@@ -381,15 +381,14 @@ fn request(
     limits: &Limits,
     path: &str,
 ) -> Result<Answer, Error> {
-    let connection = match tracker {
-        Some(connection) => connection,
-        none => none.insert(source.connect_network(limits)?),
-    };
-    let head = connection.get(path, None, Some(etag), None)?;
-    if head.status != 200 {
-        return Err(connection.refuse(&head));
-    }
-    let body = connection.body(&head, MAX_ANSWER)?;
+    let (connection, body) = source.ask(tracker.take(), limits, |connection| {
+        let head = connection.get(path, None, Some(etag), None)?;
+        if head.status != 200 {
+            return Err(connection.refuse(&head));
+        }
+        connection.body(&head, MAX_ANSWER)
+    })?;
+    *tracker = Some(connection);
     let answer = std::str::from_utf8(&body).ok().and_then(|text| Answer::decode(text, blocks));
     answer.ok_or_else(|| Error::new(ErrorKind::Protocol, "the source answered with what no tracker says"))
 }

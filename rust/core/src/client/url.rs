@@ -3,13 +3,12 @@
 //! The grammar is narrower than that of RFC 3986: a scheme, an optional fingerprint, host and port, and a path that
 //! ends with a slash. Everything else is refused with a message that repeats a bounded part of it.
 
-use std::net::{IpAddr, SocketAddr};
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
 
 use rustls::ClientConfig;
 use tensorferry_wire::rails;
 
+use super::targets::Targets;
 use crate::error::{Error, ErrorKind, Hint};
 use crate::trust::Secret;
 use crate::trust::tls::{self, Fingerprint};
@@ -26,12 +25,7 @@ pub(crate) struct SourceUrl {
     prefix: String,
     secret: Option<Secret>,
     tls: Option<Arc<ClientConfig>>,
-    /// The network card that its source prefers, if it names one.
-    card: Option<IpAddr>,
-    /// Whether what answers there is not the source.
-    card_failed: AtomicBool,
-    /// Its addresses, once one of them was good: a receive asks for them once.
-    addresses: OnceLock<Vec<SocketAddr>>,
+    targets: Targets,
 }
 
 impl SourceUrl {
@@ -90,12 +84,7 @@ impl SourceUrl {
             prefix: path.to_owned(),
             secret: None,
             tls,
-            card: rails::card(path).filter(|card| {
-                // A loopback address is of this machine, whoever names it.
-                card.is_loopback() == host.parse().is_ok_and(|host: IpAddr| host.is_loopback())
-            }),
-            card_failed: AtomicBool::new(false),
-            addresses: OnceLock::new(),
+            targets: Targets::new(port, host.parse().ok(), rails::cards(path)),
         })
     }
 
@@ -113,24 +102,9 @@ impl SourceUrl {
         self.secret.as_ref()
     }
 
-    /// The address of the network card by which the source would be reached, if it names one and that works.
-    pub(super) fn card(&self) -> Option<IpAddr> {
-        self.card.filter(|_| !self.card_failed.load(Ordering::Relaxed))
-    }
-
-    /// From here on the source is reached by its host alone.
-    pub(super) fn give_up_card(&self) {
-        self.card_failed.store(true, Ordering::Relaxed);
-    }
-
-    /// Where it is, if a connection was made before.
-    pub(super) fn addresses(&self) -> Option<&[SocketAddr]> {
-        self.addresses.get().map(Vec::as_slice)
-    }
-
-    /// Notes `addresses`, one of which leads there.
-    pub(super) fn learn(&self, addresses: &[SocketAddr]) {
-        let _ = self.addresses.set(addresses.to_vec());
+    /// The addresses by which it may be reached.
+    pub(super) fn targets(&self) -> &Targets {
+        &self.targets
     }
 
     pub(crate) fn host(&self) -> &str {

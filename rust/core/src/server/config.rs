@@ -1,11 +1,12 @@
 //! How a server is set up.
 
+use std::cmp::Reverse;
 use std::net::IpAddr;
 use std::ops::RangeInclusive;
 use std::sync::Arc;
 use std::time::Duration;
 
-use tensorferry_wire::rails::Rail;
+use tensorferry_wire::rails::{Cards, Rail};
 
 use super::frontend::{ContainersOnly, Frontend};
 use super::seat::Seat;
@@ -63,15 +64,25 @@ pub struct ServerConfig {
     /// Whether receivers that ask for it are told of one another, so that they can send each other what is served here
     /// (without a secret).
     pub swarm: bool,
-    /// The addresses that receivers may use besides the one in the URL, all of which have to reach this server.
+    /// The addresses that receivers may use besides the one in the URL, all of which have to reach this server. Its URLs
+    /// name some of them besides the host.
     pub rails: Vec<Rail>,
-    /// The address of the network card by which receivers are to begin; its URLs name it besides the host.
+    /// The address of the network card by which receivers are to begin; its URLs name it first.
     pub card: Option<IpAddr>,
     /// What tells the other servers of this host that the card is used, until this one is shut down.
     pub seat: Option<Seat>,
     /// The zone in which this process runs: receivers send each other what is served across a border of zones as seldom
     /// as they can. At most 64 letters, digits and `-_.`; `None` where it is not known.
     pub zone: Option<String>,
+}
+
+impl ServerConfig {
+    /// The addresses that URLs name besides the host: behind the preferred one the fastest first.
+    pub(super) fn named_cards(&self) -> Cards {
+        let mut others: Vec<_> = self.rails.iter().filter(|rail| Some(rail.address) != self.card).collect();
+        others.sort_by_key(|rail| Reverse(rail.mbit));
+        Cards { first: self.card, others: others.iter().map(|rail| rail.address.to_canonical()).collect() }
+    }
 }
 
 impl Default for ServerConfig {

@@ -40,7 +40,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant, SystemTime};
 
 use hyper::header::HeaderValue;
-use tensorferry_wire::rails;
+use tensorferry_wire::rails::{self, Cards};
 use tokio::runtime::Handle;
 use tokio::sync::watch;
 
@@ -142,8 +142,8 @@ struct Shared {
     swarm: bool,
     /// The header field that names the addresses of this server, where it has several.
     rails: Option<HeaderValue>,
-    /// The card that URLs name.
-    card: Option<IpAddr>,
+    /// The addresses that URLs name besides the host.
+    cards: Cards,
     zone: Option<String>,
 }
 
@@ -194,7 +194,7 @@ impl Server {
             frontend: Arc::clone(&config.frontend),
             swarm: config.swarm,
             rails: HeaderValue::try_from(rails::format(&config.rails)).ok().filter(|named| !named.is_empty()),
-            card: config.card,
+            cards: config.named_cards(),
             zone: config.zone.clone(),
         });
         let (stop, stopped) = watch::channel(false);
@@ -331,17 +331,23 @@ impl Drop for Server {
 impl Shared {
     /// The URL prefix of what is served below `token`.
     fn url(&self, host: &str, token: &str) -> String {
-        let host = in_url(host);
         let slash = if token.is_empty() { "" } else { "/" };
-        let token = match self.card {
-            Some(card) if !token.is_empty() => rails::with_card(token, card),
-            _ => token.to_owned(),
-        };
+        let token = if token.is_empty() { String::new() } else { rails::with_cards(token, &self.cards_besides(host)) };
+        let host = in_url(host);
         let scheme = match &self.identity {
             Some(identity) => format!("https://{}@", identity.fingerprint),
             None => "http://".to_owned(),
         };
         format!("{scheme}{host}:{}{slash}{token}/checkpoint/", self.address.port())
+    }
+
+    /// The addresses that a URL with this host names.
+    fn cards_besides(&self, host: &str) -> Cards {
+        let host =
+            host.trim_start_matches('[').trim_end_matches(']').parse().ok().map(|host: IpAddr| host.to_canonical());
+        let mut cards = self.cards.clone();
+        cards.others.retain(|&other| Some(other) != host);
+        cards
     }
 
     /// Whether there is a tracker for what is served here.

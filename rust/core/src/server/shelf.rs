@@ -55,7 +55,7 @@ impl Shelves {
     /// The store below `path`, and the name of its shelf as it stands in the path.
     pub(super) fn find<'p>(&self, path: &'p str) -> Option<(&'p str, Arc<Store>)> {
         let path = path.strip_prefix('/')?;
-        let name = rails::without_card(path.split_once('/')?.0);
+        let name = rails::without_cards(path.split_once('/')?.0);
         let shelves = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         shelves.get(name).map(|store| (name, Arc::clone(store)))
     }

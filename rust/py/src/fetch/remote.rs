@@ -178,6 +178,12 @@ impl PyRemote {
         self.with(py, |remote| Ok(named(remote)))
     }
 
+    /// The address of the source by which it was opened; `None` if that did not go over the network.
+    #[getter]
+    fn address(&self, py: Python<'_>) -> PyResult<Option<String>> {
+        self.with(py, |remote| Ok(remote.address().map(|address| address.to_string())))
+    }
+
     /// Receives by the address `there` alone for about `length` seconds, and drops what comes. Returns the number of
     /// bytes, the seconds it took, and the address here.
     ///

@@ -14,7 +14,7 @@
 //! /{token}/checkpoint/{key}/{name}                the state in another format
 //! ```
 //!
-//! Behind the token a path may name a network card ([`crate::rails`]), which makes no difference here.
+//! Behind the token a path may name network cards ([`crate::rails`]), which makes no difference here.
 //!
 //! Parsing never fails for a reason other than the text: whether a step is served, and whether a resource has the
 //! requested blocks, is decided by the server. Texts that are not understood are an error or are ignored, as RFC 9110
@@ -133,7 +133,7 @@ fn strip_token<'a>(path: &'a str, token: &str) -> Option<&'a str> {
     let path = path.strip_prefix('/')?;
     let end = path.find('/').unwrap_or(path.len());
     let (given, rest) = path.split_at(end);
-    let given = rails::without_card(given);
+    let given = rails::without_cards(given);
     if given.len() != token.len() {
         return None;
     }

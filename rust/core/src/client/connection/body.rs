@@ -55,7 +55,7 @@ impl Connection {
                 self.taken += n;
                 n
             } else {
-                self.wait_at_most(self.limits.stall)?;
+                self.wait_at_most(self.stall())?;
                 let count = parts.len().min(MAX_SLICES);
                 self.receive(&mut parts[..count])?
             };
@@ -91,7 +91,7 @@ impl Connection {
             got
         } else {
             loop {
-                self.wait_at_most(self.limits.stall)?;
+                self.wait_at_most(self.stall())?;
                 match self.receive_or_end(&mut [IoSliceMut::new(&mut into[..len])])? {
                     Some(0) => {}
                     Some(got) => break got,
@@ -115,7 +115,7 @@ impl Connection {
                 self.taken = self.ahead.len();
                 marks
             } else {
-                self.wait_at_most(self.limits.stall)?;
+                self.wait_at_most(self.stall())?;
                 // One byte stands for a whole slot.
                 self.receive_anything(&mut [IoSliceMut::new(&mut [0; 16])])?
             };

@@ -28,57 +28,60 @@ const CANCEL_POLL: Duration = Duration::from_millis(50);
 /// known to be reached at all.
 const HEAD_START: Duration = Duration::from_millis(250);
 const SHORT_START: Duration = Duration::from_millis(20);
+/// How long a name server is waited for where there are addresses to be tried beside it.
+const LOOKUP: Duration = Duration::from_millis(250);
+/// How long a TLS handshake may take where there is another address, the first time.
+const HANDSHAKE: Duration = Duration::from_secs(2);
 /// How long a source on this machine may take to greet us, before we go to it over the network.
 const HELLO: Duration = Duration::from_millis(500);
 
 impl Connection {
-    /// Connects to the source at `url`: by the card that its URL names, or else by one of its addresses. Those that do
-    /// not answer at once are tried beside each other.
+    /// Connects to the source at `url` by one of its addresses. Those that do not answer at once are tried beside each
+    /// other; one at which a TLS handshake fails makes room for the next.
     pub(crate) fn open(url: &Arc<SourceUrl>, limits: &Limits) -> Result<Self, Error> {
-        let failed = |e| refused(url.authority(), e);
-        let mut race = Race::new(limits);
-        let mut known = url.addresses().unwrap_or_default().to_vec();
-        race.enter(known.iter().copied(), HEAD_START);
-        if known.is_empty() {
-            let card = url.card().map(|card| SocketAddr::from((card, url.port())));
-            if let Some(card) = card {
-                race.enter([card], HEAD_START);
-                // Where a gateway is on the way, it may not lead there at all.
-                let direct = routes::route(card.ip(), None).is_some_and(|route| route.direct);
-                let patience = if direct { HEAD_START } else { SHORT_START };
-                if let Some((stream, _)) = race.run(Some(patience))? {
-                    return Self::over(stream, url, limits).secured();
+        let targets = url.targets();
+        let mut tried = Vec::new();
+        loop {
+            let (stream, address) = reach(url, limits)?;
+            let at = address.ip().to_canonical();
+            let connection = Self::over(stream, url, limits);
+            if url.tls().is_none() {
+                return Ok(connection);
+            }
+            match connection.in_hurry(HANDSHAKE).secured() {
+                Err(e) if limits.left().is_ok() && !tried.contains(&at) && targets.are_several() => {
+                    targets.note_error(at, &e);
+                    tried.push(at);
+                    let is_tried = |other: &SocketAddr| tried.contains(&other.ip().to_canonical());
+                    if targets.knows_host() && targets.in_order().iter().all(is_tried) {
+                        return Err(e);
+                    }
                 }
+                result => return result.map(|connection| connection.within(limits)),
             }
-            match resolver::addresses(url.host(), url.port(), limits)? {
-                Ok(found) => known = found,
-                Err(e) if card.is_none() => return Err(failed(e)),
-                Err(e) => race.failed = Some(e),
-            }
-            race.enter(known.iter().copied().filter(|&address| Some(address) != card), HEAD_START);
         }
-        match race.run(None)? {
-            Some((stream, address)) => {
-                // The one that was good comes first.
-                known.sort_by_key(|&other| other != address);
-                if known.first() == Some(&address) {
-                    url.learn(&known);
-                }
-                Self::over(stream, url, limits).secured()
-            }
-            None => Err(failed(
-                race.failed.unwrap_or_else(|| io::Error::new(io::ErrorKind::NotFound, "the name has no address")),
-            )),
-        }
+    }
+
+    /// Connects to the source at `url` at one address.
+    pub(crate) fn open_there(url: &Arc<SourceUrl>, there: SocketAddr, limits: &Limits) -> Result<Self, Error> {
+        Self::open_from(None, url, there, limits)
     }
 
     /// Connects to the source at `url` by another `pair` of addresses.
     pub(crate) fn open_at(url: &Arc<SourceUrl>, pair: Pair, limits: &Limits) -> Result<Self, Error> {
-        let there = SocketAddr::from((pair.1, url.port()));
-        let mut race = Race { from: pair.0, ..Race::new(limits) };
-        race.enter([there], Duration::ZERO);
+        Self::open_from(pair.0, url, SocketAddr::from((pair.1, url.port())), limits)
+    }
+
+    fn open_from(
+        from: Option<IpAddr>,
+        url: &Arc<SourceUrl>,
+        there: SocketAddr,
+        limits: &Limits,
+    ) -> Result<Self, Error> {
+        let mut race = Race { from, ..Race::new(limits) };
+        race.enter([(there, false)]);
         match race.run(None)? {
-            Some((stream, _)) => Self { at: Some(pair), ..Self::over(stream, url, limits) }.secured(),
+            Some((stream, _)) => Self { at: Some((from, there.ip())), ..Self::over(stream, url, limits) }.secured(),
             None => Err(refused(&there.to_string(), race.failed.unwrap_or_else(|| io::ErrorKind::NotConnected.into()))),
         }
     }
@@ -104,9 +107,9 @@ impl Connection {
     fn secured(mut self) -> Result<Self, Error> {
         let Some(config) = self.url.tls() else { return Ok(self) };
         let mut session = Session::new(config)?;
-        self.wait_at_most(self.limits.stall)?;
+        self.wait_at_most(self.stall())?;
         // As a whole: a peer can drip a handshake for ever.
-        let limits = self.limits.at_most(self.limits.stall);
+        let limits = self.limits.at_most(self.stall());
         match session.shake_hands(&self.stream, &limits, &mut self.timeout) {
             Ok(()) => {
                 self.tls = Some(Box::new(session));
@@ -129,12 +132,66 @@ impl Connection {
             }
             Some(why) => self.protocol(format!("it does not speak TLS as its URL says: {why}")),
             None if self.limits.left().is_ok() && is_timeout(e) => {
-                let waited = self.limits.stall.as_secs_f64();
+                let waited = self.stall().as_secs_f64();
                 Error::new(ErrorKind::Timeout, format!("timed out: no TLS handshake with {peer} within {waited:.3} s"))
             }
             None => self.io_error(e),
         }
     }
+}
+
+/// A connected socket to the source at `url`, and its address there: the first of them that answers.
+///
+/// Where the URL prefers a card, its host is looked up only if that does not answer, and no other address waits for a name
+/// server that is silent.
+fn reach(url: &SourceUrl, limits: &Limits) -> Result<Connected, Error> {
+    let targets = url.targets();
+    let mut race = Race::new(limits);
+    let mut won = None;
+    let mut is_looked_up = targets.knows_host();
+    if !is_looked_up {
+        if let Some(card) = targets.preferred() {
+            race.enter([(card, true)]);
+            won = race.run(Some(head_start(card.ip())))?;
+        }
+        if won.is_none() {
+            let brief = if targets.in_order().is_empty() { limits.clone() } else { limits.at_most(LOOKUP) };
+            is_looked_up = look_up(url, &brief, limits, &mut race)?;
+        }
+    }
+    if won.is_none() {
+        race.enter(targets.in_order().into_iter().map(|address| (address, !targets.is_host(address.ip()))));
+        won = race.run(None)?;
+    }
+    if won.is_none() && !is_looked_up && look_up(url, limits, limits, &mut race)? {
+        race.enter(targets.in_order().into_iter().map(|address| (address, false)));
+        won = race.run(None)?;
+    }
+    let Some((stream, address)) = won else {
+        let failed = race.failed.take();
+        let failed = failed.unwrap_or_else(|| io::Error::new(io::ErrorKind::NotFound, "the name has no address"));
+        return Err(refused(url.authority(), failed));
+    };
+    race.begun_with.retain(|other| *other != address);
+    targets.note_connected(address.ip().to_canonical(), &race.begun_with);
+    Ok((stream, address))
+}
+
+/// Looks up where the host of `url` is, within `brief`; says whether that came to an end.
+fn look_up(url: &SourceUrl, brief: &Limits, limits: &Limits, race: &mut Race<'_>) -> Result<bool, Error> {
+    match resolver::addresses(url.host(), url.port(), brief) {
+        Ok(Ok(found)) => url.targets().learn_host(found),
+        Ok(Err(e)) => race.failed = Some(e),
+        Err(e) if e.is_timeout() && brief.deadline < limits.deadline && limits.left().is_ok() => return Ok(false),
+        Err(e) => return Err(e),
+    }
+    Ok(true)
+}
+
+/// How long a card is waited for before another address is tried beside it. Where a gateway is on the way, it may not lead
+/// there at all.
+fn head_start(card: IpAddr) -> Duration {
+    if routes::route(card, None).is_some_and(|route| route.direct) { HEAD_START } else { SHORT_START }
 }
 
 /// The error for a connection to `peer` that could not be made.
@@ -152,8 +209,10 @@ struct Race<'a> {
     limits: &'a Limits,
     /// The address of this host from which they are made, if not the kernel's choice.
     from: Option<IpAddr>,
-    /// Those that are still to be made.
-    waiting: VecDeque<SocketAddr>,
+    /// Those that are still to be made, and whether each is to a card.
+    waiting: VecDeque<(SocketAddr, bool)>,
+    /// To which addresses they were made so far.
+    begun_with: Vec<SocketAddr>,
     /// How long one is waited for before the next one is begun.
     stagger: Duration,
     under_way: Vec<Attempt>,
@@ -174,14 +233,22 @@ struct Attempt {
 
 impl<'a> Race<'a> {
     fn new(limits: &'a Limits) -> Self {
-        let (waiting, under_way) = (VecDeque::new(), Vec::new());
-        Self { limits, from: None, waiting, stagger: Duration::ZERO, under_way, begun: None, failed: None }
+        Self {
+            limits,
+            from: None,
+            waiting: VecDeque::new(),
+            begun_with: Vec::new(),
+            stagger: Duration::ZERO,
+            under_way: Vec::new(),
+            begun: None,
+            failed: None,
+        }
     }
 
-    /// Adds attempts, each `stagger` after the one before.
-    fn enter(&mut self, addresses: impl IntoIterator<Item = SocketAddr>, stagger: Duration) {
-        self.waiting.extend(addresses);
-        self.stagger = stagger;
+    /// Adds attempts to addresses to which none was made yet; each begins when the one before has had its head start.
+    fn enter(&mut self, addresses: impl IntoIterator<Item = (SocketAddr, bool)>) {
+        let begun_with = &self.begun_with;
+        self.waiting.extend(addresses.into_iter().filter(|(address, _)| !begun_with.contains(address)));
         self.begun = None;
     }
 
@@ -190,11 +257,13 @@ impl<'a> Race<'a> {
         let started = Instant::now();
         loop {
             let due = self.under_way.is_empty() || self.begun.is_none_or(|begun| begun.elapsed() >= self.stagger);
-            if due && let Some(address) = self.waiting.pop_front() {
+            if due && let Some((address, is_card)) = self.waiting.pop_front() {
                 self.begun = Some(Instant::now());
+                self.begun_with.push(address);
                 match self.begin(address) {
                     Ok((socket, true)) => return Ok(Some((socket, address))),
                     Ok((socket, false)) => {
+                        self.stagger = if is_card { head_start(address.ip()) } else { HEAD_START };
                         self.under_way.push(Attempt { socket, address, started: Instant::now() });
                     }
                     Err(e) => self.failed = Some(e),

@@ -14,10 +14,11 @@ mod body;
 mod connect;
 mod delay;
 mod head;
+mod hurry;
 mod session;
 
 use std::io::{self, IoSliceMut, Read, Write};
-use std::net::IpAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -53,9 +54,13 @@ pub(crate) struct Connection {
     stream: Arc<CloseOnFork<Socket>>,
     tls: Option<Box<Session>>,
     url: Arc<SourceUrl>,
+    /// The address at the other end, if it goes over the network.
+    peer: Option<SocketAddr>,
     /// The addresses at both ends, where they are not those that the URL leads to.
     at: Option<Pair>,
     limits: Limits,
+    /// How long it may be silent where another address would be tried; the limits count for a source that copies.
+    hurry: Option<Duration>,
     /// Bytes received behind the last head that belong to the body.
     ahead: Vec<u8>,
     taken: usize,
@@ -84,11 +89,13 @@ impl Connection {
     pub(super) fn over(stream: Arc<CloseOnFork<Socket>>, url: &Arc<SourceUrl>, limits: &Limits) -> Self {
         limits.cancel.watch(&stream);
         Self {
+            peer: stream.peer_addr().ok().and_then(|peer| peer.as_socket()),
             stream,
             tls: None,
             url: Arc::clone(url),
             at: None,
             limits: limits.clone(),
+            hurry: None,
             ahead: Vec::new(),
             taken: 0,
             remaining: 0,
@@ -103,20 +110,9 @@ impl Connection {
         }
     }
 
-    /// The same connection with other limits.
-    pub(crate) fn within(self, limits: &Limits) -> Self {
-        Self { limits: limits.clone(), ..self }
-    }
-
     /// Whether this connection does without the network.
     pub(crate) fn is_same_host(&self) -> bool {
         self.ring.is_some()
-    }
-
-    /// Whether the source said of the answer under way that it still copies what it is to send: it may be silent for as
-    /// long as that takes.
-    pub(crate) fn is_filling(&self) -> bool {
-        self.filling
     }
 
     /// The addresses on both ends, if it goes over the network.
@@ -203,7 +199,7 @@ impl Connection {
         request.push_str("\r\n");
         (self.reusable, self.filling, self.stage) = (false, false, Stage::Connected);
         self.stall_detector = StallDetector::default();
-        self.wait_at_most(self.limits.stall)?;
+        self.wait_at_most(self.stall())?;
         let sent = match &mut self.tls {
             None => (&*self.stream).write_all(request.as_bytes()),
             Some(tls) => tls.write_all(&self.stream, &self.limits, &mut self.timeout, request.as_bytes()),
@@ -239,7 +235,7 @@ impl Connection {
                         self.stage = Stage::Answering;
                     }
                     // A source may take long to begin its answer, not to go on with it.
-                    self.wait_at_most(patience.filter(|_| filled == 0).unwrap_or(self.limits.stall))?;
+                    self.wait_at_most(patience.filter(|_| filled == 0).unwrap_or_else(|| self.stall()))?;
                     filled += self.receive(&mut [IoSliceMut::new(&mut buffer[filled..])])?;
                 }
                 ParsedHead::Partial => {
@@ -306,7 +302,7 @@ impl Connection {
     /// Receives into the first of `parts`, or into as many as it takes.
     fn receive(&mut self, parts: &mut [IoSliceMut<'_>]) -> Result<usize, Error> {
         let got = self.receive_anything(parts)?;
-        if self.stall_detector.is_stuck(got, self.limits.stall) {
+        if self.stall_detector.is_stuck(got, self.stall()) {
             return Err(self.io_error(&io::ErrorKind::TimedOut.into()));
         }
         Ok(got)
@@ -360,7 +356,7 @@ impl Connection {
             return over.waiting_for(|| format!("{peer} {}", self.state()));
         }
         if is_timeout(e) {
-            let waited = self.timeout.unwrap_or(self.limits.stall).as_secs_f64();
+            let waited = self.timeout.unwrap_or_else(|| self.stall()).as_secs_f64();
             let message = format!("timed out: {peer} sent nothing, or next to nothing, for {waited:.3} s");
             return Error::new(ErrorKind::Timeout, message).waiting_for(|| format!("{peer} {}", self.state()));
         }

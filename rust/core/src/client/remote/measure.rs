@@ -40,6 +40,12 @@ impl Remote {
         self.sources[self.opener].rails.named()
     }
 
+    /// The address of the source by which it was opened, if that went over the network.
+    #[must_use]
+    pub fn address(&self) -> Option<IpAddr> {
+        self.route.map(|(_, there)| there)
+    }
+
     /// Measures the rail at `address` for about `length`: bytes are received and dropped.
     ///
     /// # Errors

@@ -2,9 +2,10 @@
 //!
 //! Sources are asked one at a time, each with a share of the time that is left, so that one that is stuck does not use
 //! up the deadline. One that says nothing is asked again later and given twice as long; a refused connection is retried
-//! once.
+//! once. So it is with the addresses of one source (`targets`), of which each request takes the first that has not failed.
 
 use std::collections::{BTreeMap, VecDeque};
+use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -14,6 +15,8 @@ use super::first_fetch::{self, FirstFetch};
 use super::{OPEN_ATTEMPTS, Passes, Remote};
 use crate::client::connection::Connection;
 use crate::client::limits::{Limits, retry_pause};
+use crate::client::source::state_at;
+use crate::client::targets::Targets;
 use crate::client::url::SourceUrl;
 use crate::client::{FetchOptions, Source};
 use crate::error::{Error, ErrorKind};
@@ -78,6 +81,8 @@ impl Remote {
         let mut waited: Vec<Option<String>> = vec![None; sources.len()];
         // For each source: the snapshot it has begun to send, and its error once that was gone.
         let mut begun: Vec<(Option<String>, Option<Error>)> = sources.iter().map(|_| (None, None)).collect();
+        // For each source: why it was asked by another address.
+        let mut refused: Vec<Option<Error>> = sources.iter().map(|_| None).collect();
         let (mut reopened, mut troubles) = (0, BTreeMap::new());
         let mut passes: Vec<Passes> = sources.iter().map(|_| Passes::default()).collect();
         // Each in turn, so that one that is stuck costs a share of the time and not all of it.
@@ -100,10 +105,10 @@ impl Remote {
             let (share, patience) = share_and_patience(&limits, standing.len(), asked, gone.is_some());
             let limited = (&limits, &share, patience);
             let (asking, passes) = ((step, (options.ahead, options.most_described)), &mut passes[primary]);
-            let (opened, by_card) = ask(url, asking, limited, etag, passes, &mut waited[primary]);
-            let connected = by_card.is_some();
+            let (opened, at) = ask(url, asking, limited, etag, passes, &mut waited[primary]);
+            let connected = at.is_some();
             let nobody = !connected && opened.as_ref().is_err_and(|e| e.kind() == ErrorKind::Connect);
-            let by_card = by_card == Some(true);
+            let (opened, goes_elsewhere) = judged(opened, (url.targets(), at), &mut refused[primary], &limits);
             match opened {
                 Ok(opened) => {
                     sources[primary].note_opened(opened.etag, opened.connection.route(), opened.offers);
@@ -132,10 +137,10 @@ impl Remote {
                         limits,
                     });
                 }
-                Err(e) if by_card && !e.is_timeout() && limits.left().is_ok() => {
-                    // The host may lead elsewhere: behind a proxy, its port is that of another program here.
-                    url.give_up_card();
-                    last = e;
+                Err(e) if goes_elsewhere => {
+                    // Behind a proxy, the port of one address may be that of another program.
+                    last = Error::new(e.kind(), e.to_string());
+                    refused[primary] = Some(e);
                     standing.push_front(Turn { source: primary, asked, failures, not_before: None });
                 }
                 Err(e) if e.is_timeout() && gone.is_some() => {
@@ -143,9 +148,6 @@ impl Remote {
                     last = gone.take().unwrap_or(e);
                 }
                 Err(e) => {
-                    if by_card {
-                        url.give_up_card();
-                    }
                     // A refusal by status is the source's answer and stays. A refused connection is retried once.
                     let refused = matches!(e.kind(), ErrorKind::Status(_));
                     let repairable = e.is_transient() || e.kind() == ErrorKind::Changed;
@@ -178,8 +180,8 @@ impl Remote {
 }
 
 /// Asks the source at `url` for `step`, without one for what it serves, and for the beginning of it, within a share of
-/// `limits`; notes in `waited` what was waited for in vain. Also says, once there is a connection,
-/// whether it leads to the card that the URL names.
+/// `limits`; notes in `waited` what was waited for in vain, and how the address has done. Also returns that, once there is a
+/// connection.
 fn ask(
     url: &Arc<SourceUrl>,
     (step, first): (Option<i64>, (u64, u64)),
@@ -187,7 +189,7 @@ fn ask(
     etag: &mut Option<String>,
     passes: &mut Passes,
     waited: &mut Option<String>,
-) -> (Result<FirstFetch, Error>, Option<bool>) {
+) -> (Result<FirstFetch, Error>, Option<IpAddr>) {
     let connection = match Connection::open(url, share) {
         Ok(connection) => connection,
         Err(e) => {
@@ -197,15 +199,65 @@ fn ask(
             return (Err(e), None);
         }
     };
-    let by_card = connection.route().is_some_and(|route| url.card() == Some(route.1));
+    let (there, at) = (connection.peer(), connection.address());
+    let connection = connection.in_hurry(OPEN_PATIENCE);
+    let patience = connection.patience(patience);
     let opened = FirstFetch::read(connection, step, first, share, patience, etag, passes);
-    if let Err(e) = &opened
-        && e.is_timeout()
-        && (limits.left().is_ok() || waited.is_none())
-    {
-        *waited = Some(format!("{}: {}", reason(e), why(url, limits, patience)));
+    let targets = url.targets();
+    match (&opened, at) {
+        (Ok(_), Some(at)) => targets.note_answered(at),
+        (Err(e), Some(at)) if e.is_timeout() => {
+            targets.note_silent(at);
+            if limits.left().is_ok() || waited.is_none() {
+                let state = there.and_then(|there| state_at(url, there, &why_limits(limits, patience)));
+                if state.is_some() {
+                    targets.note_waiting(at);
+                }
+                let why = state.unwrap_or_else(|| "it accepts connections and answers nothing".to_owned());
+                *waited = Some(format!("{}: {why}", reason(e)));
+            }
+        }
+        _ => {}
     }
-    (opened, Some(by_card))
+    (opened, at)
+}
+
+/// What `opened`, the result of a request at the address `at`, counts as, and whether another address is to be asked at
+/// once. What one has `refused` counts when the others say nothing.
+fn judged(
+    opened: Result<FirstFetch, Error>,
+    (targets, at): (&Targets, Option<IpAddr>),
+    refused: &mut Option<Error>,
+    limits: &Limits,
+) -> (Result<FirstFetch, Error>, bool) {
+    match (opened, at) {
+        (Err(e), Some(at)) if goes_elsewhere(targets, at, &e) && limits.left().is_ok() => (Err(e), true),
+        (Err(e), _) if matches!(e.kind(), ErrorKind::Timeout | ErrorKind::Connect) => {
+            let is_last = !targets.has_untried() && limits.left().is_ok();
+            let before = if is_last { refused.take() } else { None };
+            (Err(before.unwrap_or(e)), false)
+        }
+        (opened, _) => (opened, false),
+    }
+}
+
+/// Whether another address of the source is to be asked at once, after a request at `at` has ended with `e`.
+fn goes_elsewhere(targets: &Targets, at: IpAddr, e: &Error) -> bool {
+    if e.is_timeout() || e.retry_after().is_some() {
+        return false;
+    }
+    // What the host refuses, the source refuses.
+    let is_final = match e.kind() {
+        ErrorKind::Status(_) => targets.is_host(at),
+        ErrorKind::Cancelled | ErrorKind::Changed | ErrorKind::System => true,
+        _ => false,
+    };
+    if is_final {
+        return false;
+    }
+    targets.note_error(at, e);
+    // Another address comes next in any case, and what is damaged counts.
+    !matches!(e.kind(), ErrorKind::Corrupt | ErrorKind::Torn) && targets.has_untried()
 }
 
 /// How errors name what was asked for.
@@ -305,23 +357,7 @@ fn reason(e: &Error) -> String {
     e.waited_for().map_or_else(|| e.to_string().trim_start_matches("timed out: ").to_owned(), str::to_owned)
 }
 
-/// Why the source at `url` keeps a request waiting, read from its counters: they need no proof and no checkpoint.
-fn why(url: &Arc<SourceUrl>, limits: &Limits, patience: Duration) -> String {
-    let limits = limits.at_most((patience / 4).clamp(Duration::from_millis(50), WHY_PATIENCE));
-    state_of_source(url, &limits).unwrap_or_else(|| "it accepts connections and answers nothing".to_owned())
-}
-
-/// What the source's counters say of it: never published, withdrawn, or serving; `None` if they cannot be read.
-fn state_of_source(url: &Arc<SourceUrl>, limits: &Limits) -> Option<String> {
-    let path = format!("{}metrics", url.prefix().strip_suffix("checkpoint/")?);
-    let mut connection = Connection::open(url, limits).ok()?;
-    let head = connection.get(&path, None, None, None).ok()?;
-    let body = connection.body(&head, 1 << 20).ok().filter(|_| head.status == 200)?;
-    let page = String::from_utf8_lossy(&body);
-    let value = |name: &str| page.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' '));
-    Some(match (value("tensorferry_allowed")?, value("tensorferry_step")) {
-        ("0", None) => "it has never published anything".to_owned(),
-        ("0", Some(step)) => format!("it has withdrawn what it published last, step {}", step.parse::<i64>().ok()?),
-        (_, step) => format!("it serves step {}", step?.parse::<i64>().ok()?),
-    })
+/// The limits of the question why a source keeps a request waiting.
+fn why_limits(limits: &Limits, patience: Duration) -> Limits {
+    limits.at_most((patience / 4).clamp(Duration::from_millis(50), WHY_PATIENCE))
 }

@@ -15,7 +15,6 @@ use super::transfer::PlannedFetch;
 use crate::client::answers::{changed, read_digests, read_long_digests};
 use crate::client::blocks::{block_len, push_block, requests};
 use crate::client::connection::Connection;
-use crate::client::rails;
 use crate::client::swarm::matches;
 use crate::error::{Error, ErrorKind, Hint};
 use crate::payload::slices;
@@ -152,9 +151,10 @@ impl Remote {
     /// The long digests of all blocks, of one moment.
     pub(super) fn long_digests(&mut self) -> Result<WideTable, Error> {
         let source = &self.sources[self.primary];
-        let mut connection = source.connect_network(&self.limits)?;
         let [(_, blocks)] = self.blocks();
-        let table = read_long_digests(&mut connection, &self.key, source.etag.get().map(String::as_str), blocks)?;
+        let etag = source.etag.get().map(String::as_str);
+        let read = |connection: &mut Connection| read_long_digests(connection, &self.key, etag, blocks);
+        let (connection, table) = source.ask(None, &self.limits, read)?;
         self.connections.push(connection);
         if table.header != self.header_digest || table.payload_len != self.header.payload_len() {
             return Err(changed());
@@ -212,21 +212,17 @@ impl Remote {
             let source = &self.sources[index];
             let ours = |c: &Connection| turn == 0 && c.is_reusable() && Arc::ptr_eq(c.url(), &source.url);
             let reused = self.connections.iter().position(ours).map(|at| self.connections.swap_remove(at));
-            let attempt = match reused {
-                Some(connection) if source.has_rails() => Ok(connection.within(&rails::hasty(&self.limits))),
-                Some(connection) => Ok(connection),
-                None if turn == 0 => continue,
-                // It said nothing a moment ago, and there are others.
-                None if turn == 1 && last.is_timeout() && self.sources.len() > 1 => continue,
-                None => source.connect_network(&self.limits),
-            };
-            let answer = attempt.and_then(|mut connection| {
-                let etag = source.etag.get().map(String::as_str);
-                if index != self.opener && !self.has_prefix(&mut connection, etag)? {
+            // It said nothing a moment ago, and there are others.
+            let is_silent = turn == 1 && last.is_timeout() && self.sources.len() > 1;
+            if reused.is_none() && (turn == 0 || is_silent) {
+                continue;
+            }
+            let etag = source.etag.get().map(String::as_str);
+            let answer = source.ask(reused, &self.limits, |connection| {
+                if index != self.opener && !self.has_prefix(connection, etag)? {
                     return Err(changed());
                 }
-                let (table, _) = read_digests(&mut connection, &self.key, etag, runs, block_size)?;
-                Ok((connection, table))
+                Ok(read_digests(connection, &self.key, etag, runs, block_size)?.0)
             });
             match answer {
                 Ok((connection, table))
@@ -238,12 +234,7 @@ impl Remote {
                 }
                 Ok(_) => last = changed(),
                 Err(e) if e.kind() == ErrorKind::Cancelled => return Err(e),
-                Err(e) => {
-                    if e.is_timeout() {
-                        source.rails.note_first_failed();
-                    }
-                    last = e;
-                }
+                Err(e) => last = e,
             }
         }
         Err(last.at("cannot verify what was received"))
