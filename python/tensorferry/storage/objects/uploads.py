@@ -193,8 +193,6 @@ def _opener(client: Mapping[str, Any]) -> urllib.request.OpenerDirector:
             trust.load_verify_locations(
                 cadata=certificate.decode() if isinstance(certificate, bytes) else str(certificate)
             )
-    if str(client.get("allow_invalid_certificates", "")).lower() in ("true", "1"):
-        trust.check_hostname, trust.verify_mode = False, ssl.CERT_NONE
     proxy = client.get("proxy_url")
     through = urllib.request.ProxyHandler({"http": str(proxy), "https": str(proxy)} if proxy else None)
     return urllib.request.build_opener(through, urllib.request.HTTPSHandler(context=trust))
