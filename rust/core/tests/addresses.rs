@@ -75,13 +75,16 @@ impl Gateway {
     }
 }
 
-/// Passes bytes on while `open`.
+/// Passes bytes on while `open`, and the end of the connection, too.
 fn pass_on(mut from: &TcpStream, mut to: &TcpStream, open: &AtomicBool) {
     let mut buffer = [0; 16 << 10];
     while let Ok(got @ 1..) = from.read(&mut buffer) {
         if open.load(Ordering::SeqCst) && to.write_all(&buffer[..got]).is_err() {
             break;
         }
+    }
+    while !open.load(Ordering::SeqCst) {
+        std::thread::park();
     }
     let _ = to.shutdown(Shutdown::Write);
 }
