@@ -336,6 +336,16 @@ fn the_cap_on_bandwidth_holds_and_a_withdrawal_does_not_wait_for_it() {
 }
 
 #[test]
+fn a_cap_of_less_than_a_slot_for_each_turn_damages_nothing() {
+    let rig = Rig::configured(&ServerConfig { max_bandwidth: Some(10 << 20), ..ServerConfig::default() });
+    let state = State::of(&[17 * BLOCK], 1);
+    rig.server.store().publish(STEP, state.publication(Stability::Borrowed));
+    let report = state.fetch(&[&rig.url()], lanes(2)).unwrap().report().clone();
+    assert!(report.same_host);
+    assert_eq!((report.retries, report.bytes), (0, 17 * BLOCK as u64), "{report:?}");
+}
+
+#[test]
 fn a_shutdown_does_not_wait_for_receivers() {
     let state = State::of(&[LARGE], 1);
     let rig = serving(&state);

@@ -108,8 +108,7 @@ impl MemoryBody {
     /// Copies the next bytes into `into`, as many as there is room for, and computes missing checksums on the way;
     /// returns how many bytes were copied.
     pub(crate) fn copy_next(&mut self, into: &mut [u8]) -> usize {
-        let most = usize::try_from(self.most_per_turn()).unwrap_or(usize::MAX).min(into.len());
-        let (into, mut filled) = (&mut into[..most], 0);
+        let mut filled = 0;
         while filled < into.len() && !self.is_over() {
             if self.digest
                 && let Some(block) = self.lease.block_to_digest(self.at, self.end)
@@ -194,14 +193,9 @@ impl MemoryBody {
         Poll::Ready(Ok(()))
     }
 
-    /// Where the next `len` bytes end, or all that are left, or the turn of this connection.
-    pub(crate) fn end_of_turn(&self, len: u64) -> u64 {
-        self.end.min(self.at.saturating_add(len.min(self.most_per_turn())))
-    }
-
-    /// How many bytes may be sent before it is the turn of another connection.
-    fn most_per_turn(&self) -> u64 {
-        self.throttle.as_ref().map_or(u64::MAX, |throttle| throttle.most_per_turn())
+    /// Where the next `len` bytes end, or all that are left.
+    pub(crate) fn end_of(&self, len: u64) -> u64 {
+        self.end.min(self.at.saturating_add(len))
     }
 
     /// Takes a turn for the bytes up to `stop` under the cap on what the server sends; returns how long to wait for it,
@@ -235,7 +229,8 @@ impl MemoryBody {
             Some(relative) => origin + (relative / BLOCK_SIZE + 1) * BLOCK_SIZE,
             None => origin,
         };
-        self.end_of_turn(u64::MAX).min(block_end)
+        let turn = self.throttle.as_ref().map_or(u64::MAX, |throttle| throttle.most_per_turn());
+        self.end_of(turn).min(block_end)
     }
 }
 

@@ -114,7 +114,8 @@ impl Local {
             if self.ring.is_full() {
                 self.take_back()?;
             }
-            let stop = body.end_of_turn(self.ring.slot_len());
+            // A slot is a turn, whatever the cap: the receiver takes each to be full but the last one.
+            let stop = body.end_of(self.ring.slot_len());
             if !body.is_filled(stop) {
                 let filled = poll_fn(|context| body.poll_filled(stop, context));
                 self.runtime.block_on(until_over(&self.over, filled))??;
