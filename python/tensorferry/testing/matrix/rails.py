@@ -1,4 +1,4 @@
-"""The scenarios of a source with two addresses, one of which does not do what it should."""
+"""The scenarios of a source with two addresses, of which one does not do what it should."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ DEEP = 300_000
 
 
 def rail_scenarios() -> list[Scenario]:
-    """Returns the scenarios. A receive does without the second address, and takes about as long as without it."""
+    """Returns the scenarios. A receive does without the address, and takes about as long as without it."""
     rows: dict[str, tuple[str, faults.Fault]] = {
         "cut": ("is reset in the middle of each body", faults.Reset(at=DEEP)),
         "half-open": ("is silent from the middle of each body on", faults.HalfOpen(at=DEEP)),
@@ -26,6 +26,15 @@ def rail_scenarios() -> list[Scenario]:
         "garbage": ("answers with noise", faults.Answer(data=bytes(range(256)) * 16)),
     }
     return [
-        Scenario(f"rail-{name}", f"a second address of the source {about}", rail=(fault,), prompt=0.5)
-        for name, (about, fault) in rows.items()
+        *(
+            Scenario(f"rail-{name}", f"a second address of the source {about}", rail=(fault,), prompt=0.5)
+            for name, (about, fault) in rows.items()
+        ),
+        Scenario(
+            "rail-only",
+            "the address in the metadata accepts connections and never answers, and a second address does",
+            (faults.HalfOpen(of="stream", direction="request"),),
+            rail=(faults.Drip(at=0, size=64 << 10, interval=0.001),),
+            prompt=0.5,
+        ),
     ]
