@@ -44,7 +44,8 @@ def load(order: dict[str, Any], rank: int, world: int) -> None:
             say(done=done, total=total)
 
     timeout = timedelta(seconds=order.get("timeout", 300))
-    os.environ.update(order.get("environment", {}))
+    environment = order.get("environment", {})
+    os.environ.update(environment)
     reader = PeerReader(order["metadata"], timeout=timeout, same_host=False, relay=order["relay"], progress=progress)
     time.sleep(max(order.get("at", 0) - time.monotonic(), 0))
     begin, error = time.monotonic(), ""
@@ -55,6 +56,8 @@ def load(order: dict[str, Any], rank: int, world: int) -> None:
     seconds = time.monotonic() - begin
     # An error may be of the exchange in which ranks tell each other how their loads went, and all bytes be here.
     equal = all(torch.equal(found[name], expected[name]) for name in expected)
+    for name in environment:
+        del os.environ[name]
     say(seconds=seconds, equal=equal, error=error[:300], report=reader.report)
 
 

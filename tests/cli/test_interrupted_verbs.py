@@ -109,6 +109,19 @@ def test_a_verb_that_works_at_a_file(verb: str, folder: Path) -> None:
     assert output is None or not (folder / output).exists()
 
 
+def test_a_copy_that_waits_for_a_store(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("obstore", reason="the extra objects is not installed")
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        silent.settimeout(60)
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_REGION"):
+            monkeypatch.setenv(name, "x")
+        with command("copy", "large.safetensors", "s3://bucket/out.safetensors", cwd=folder) as process:
+            connection, _ = silent.accept()
+            with connection:
+                assert interrupted(process) == [LINE]
+
+
 def test_bench(folder: Path) -> None:
     with command("bench", "--size", "16M", "--rounds", "1000", cwd=folder) as process:
         until(lambda: has_open(process, lambda name: name.startswith("socket:")), process)
@@ -142,6 +155,8 @@ def test_an_interrupt_while_the_command_is_being_imported() -> None:
 
 
 def test_every_verb_is_among_these() -> None:
-    tried = {arguments[0] for arguments, _ in (*ON_A_SOURCE.values(), *ON_A_FILE.values())} | {"bench", "serve", "top"}
+    tried = {arguments[0] for arguments, _ in (*ON_A_SOURCE.values(), *ON_A_FILE.values())} | {
+        *("bench", "copy", "serve", "top")
+    }
     # Completion prints a text, and is done.
     assert tried == set(app.VERBS) - {"completion"}

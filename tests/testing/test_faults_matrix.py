@@ -189,14 +189,15 @@ def test_what_torchfts_transport_does_is_seen(row: str, stock: dict[str, Outcome
 # moment in between: a source that reads on in that moment, as it does on a busy machine, crashes as well.
 UNMAPPED = {("error", "crashed")}
 REUSED = {("wrong bytes", "fine")} | UNMAPPED
+# Where the kernel reads that memory, to send it, it refuses (EFAULT), and the connection ends instead.
+REFUSED = {("error", "fine")}
 # Transports that are broken on purpose, for the rows that torchft's transport passes.
 BROKEN = {
     ("torchft_that_does_not_wait", "drain"): {("wrong bytes", "fine")},
-    ("ServesAddresses", "replace-data"): UNMAPPED,
-    ("ServesAddresses", "replace-set"): REUSED,
-    ("ServesAddresses", "replace-half"): REUSED,
-    # Where the kernel reads the freed memory, to send it, it refuses (EFAULT), and the connection ends instead.
-    ("ServesAddresses", "replace-data-local"): UNMAPPED | {("error", "fine")},
+    ("ServesAddresses", "replace-data"): UNMAPPED | REFUSED,
+    ("ServesAddresses", "replace-set"): REUSED | REFUSED,
+    ("ServesAddresses", "replace-half"): REUSED | REFUSED,
+    ("ServesAddresses", "replace-data-local"): UNMAPPED | REFUSED,
     ("ReceivesAtAddresses", "replace-target"): {("crashed", "fine")},
     ("torchft_with_one_thread", "idle-crowd"): {("error", "fine")},
 }

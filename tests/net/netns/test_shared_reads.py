@@ -40,7 +40,7 @@ class Loading:
         for agent in self.ranks:
             assert agent.next() == {"joined": True}
         self.metadata = self.source.ask(do="serve", mib=MIB)["metadata"]
-        self.before = self.served()
+        self._before = 0
 
     @staticmethod
     def _order(agent: Agent, **what: Any) -> None:
@@ -48,11 +48,12 @@ class Loading:
         agent.process.stdin.flush()
 
     def served(self) -> int:
-        """The bytes that the source has served."""
-        return self.source.ask(do="count")["served"]
+        """The bytes that the source has served since the load began."""
+        return self.source.ask(do="count")["served"] - self._before
 
     def begin(self, relay: bool = True, hidden: int | None = None, **more: Any) -> None:
         """Has all ranks begin to load; nobody reaches the one of number ``hidden``."""
+        self._before += self.served()
         what = {"mib": MIB, "metadata": self.metadata, "relay": relay, "tells": True, "timeout": 60, **more}
         for rank, agent in enumerate(self.ranks):
             environment = {"TENSORFERRY_INTERFACE": "127.0.0.1"} if rank == hidden else {}
@@ -68,8 +69,8 @@ class Loading:
         return [next(said for said in self.ranks[rank].lines() if "seconds" in said) for rank in ranks]
 
 
-@pytest.fixture
-def loading() -> Iterator[Loading]:
+@contextlib.contextmanager
+def all_started() -> Iterator[Loading]:
     with contextlib.ExitStack() as stack:
         try:
             fabric = Fabric("rails", [[0]] * (RANKS + 1), MBIT)
@@ -86,20 +87,42 @@ def loading() -> Iterator[Loading]:
         yield Loading(fabric, start)
 
 
-def test_slices_that_all_ranks_need_leave_the_source_about_once(loading: Loading) -> None:
-    loading.begin()
-    told = loading.end(0, 1, 2)
-    sent = loading.served() - loading.before
+@pytest.fixture(scope="module")
+def lasting() -> Iterator[Loading]:
+    """Those whom a test leaves as they were."""
+    with all_started() as loading:
+        yield loading
+
+
+@pytest.fixture
+def loading() -> Iterator[Loading]:
+    """Those of one test."""
+    with all_started() as loading:
+        yield loading
+
+
+def test_slices_that_all_ranks_need_leave_the_source_about_once(lasting: Loading) -> None:
+    lasting.begin()
+    told = lasting.end(0, 1, 2)
+    sent = lasting.served()
     assert [(one["equal"], one["error"]) for one in told] == [(True, "")] * RANKS
     assert sent < 2 * STATE, f"{sent / STATE:.2f} copies have left the source"
     assert sum(one["report"]["relayed"] for one in told) > STATE
 
 
-def test_nothing_is_relayed_where_ranks_do_not_want_it_or_need_nothing_in_common(loading: Loading) -> None:
+def test_nothing_is_relayed_where_ranks_do_not_want_it_or_need_nothing_in_common(lasting: Loading) -> None:
     for more in ({"relay": False}, {"own": True}):
-        loading.begin(**more)
-        told = loading.end(0, 1, 2)
+        lasting.begin(**more)
+        told = lasting.end(0, 1, 2)
         assert [(one["equal"], one["error"], one["report"]["relayed"]) for one in told] == [(True, "", 0)] * RANKS
+
+
+def test_a_rank_that_nobody_reaches_is_done_without(lasting: Loading) -> None:
+    lasting.begin(hidden=2)
+    told = lasting.end(0, 1, 2)
+    assert [(one["equal"], one["error"]) for one in told] == [(True, "")] * RANKS
+    assert told[2]["report"]["relayed"] > 0, "it reaches the others"
+    assert lasting.served() < 2.5 * STATE
 
 
 def test_a_rank_that_is_killed_is_done_without(loading: Loading) -> None:
@@ -122,14 +145,6 @@ def test_a_rank_whose_link_is_cut_is_done_without(loading: Loading) -> None:
     loading.past(0.3, 2)
     loading.fabric.cut(3, 0)
     assert [one["equal"] for one in loading.end(0, 1)] == [True, True]
-
-
-def test_a_rank_that_nobody_reaches_is_done_without(loading: Loading) -> None:
-    loading.begin(hidden=2)
-    told = loading.end(0, 1, 2)
-    assert [(one["equal"], one["error"]) for one in told] == [(True, "")] * RANKS
-    assert told[2]["report"]["relayed"] > 0, "it reaches the others"
-    assert loading.served() - loading.before < 2.5 * STATE
 
 
 def test_a_source_that_dies_ends_every_load_with_an_error(loading: Loading) -> None:
