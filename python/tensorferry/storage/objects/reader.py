@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import itertools
 from collections.abc import Callable, Coroutine
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from ...errors import ConnectError, FetchTimeout, ProtocolError, StoreRefused
@@ -93,6 +92,8 @@ class RangeReader:
 
     def read_all(self, ranges: list[tuple[int, int, int]]) -> None:
         """Copies ranges, ``(at, address, nbytes)`` each, several at a time; raises as :meth:`read`."""
+        from concurrent.futures import ThreadPoolExecutor
+
         pieces = [
             (at + done, address + done, min(_PIECE, nbytes - done))
             for at, address, nbytes in ranges

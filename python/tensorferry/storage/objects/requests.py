@@ -7,14 +7,13 @@ said is told without its URL, which may hold what is secret.
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import re
 import threading
 import time
 import weakref
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ...errors import (
     ConnectError,
@@ -27,6 +26,9 @@ from ...errors import (
 )
 from . import client
 from .url import without_secrets
+
+if TYPE_CHECKING:
+    import concurrent.futures  # It takes long: what needs it imports it.
 
 #: Seconds after the deadline in which a request that was told to end does so.
 _LATE_S = 1.0
@@ -162,12 +164,15 @@ class Calls:
         watch: Callable[[], object] | None = None,
     ) -> _T:
         """Waits for a request that has begun; ``watch`` is called now and then, and its exception ends the request."""
+        from concurrent.futures import CancelledError
+        from concurrent.futures import TimeoutError as NotYet
+
         try:
             while True:
                 # Without a limit, a signal would not wake the main thread of every system.
                 try:
                     return future.result(_LOOK_S)
-                except concurrent.futures.TimeoutError:
+                except NotYet:
                     if future.done():
                         # It may have ended just now, with a result or with a time-out of its own.
                         return future.result()
@@ -177,7 +182,7 @@ class Calls:
                     raise TimeoutError
         except BaseException as e:
             future.cancel()
-            if isinstance(e, concurrent.futures.CancelledError):
+            if isinstance(e, CancelledError):
                 raise TransferCancelled(f"{name}: {what} was cancelled") from None
             if isinstance(e, TensorferryError) or not isinstance(e, Exception):
                 raise
@@ -287,8 +292,10 @@ def results_of(running: Sequence[concurrent.futures.Future[_T]], end: Callable[[
         running: the reads
         end: ends the requests of all
     """
+    from concurrent.futures import FIRST_EXCEPTION, wait
+
     try:
-        concurrent.futures.wait(running, return_when=concurrent.futures.FIRST_EXCEPTION)
+        wait(running, return_when=FIRST_EXCEPTION)
         for one in running:
             if one.done():
                 one.result()
