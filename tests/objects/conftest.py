@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from stores import BUCKET, environment, moto, s3s, s3s_binary
+from stores import BUCKET, Gateway, environment, moto, s3s, s3s_binary
 
 _numbers = itertools.count()
 
@@ -43,6 +43,15 @@ def server(moto_url, monkeypatch):
     for name, value in environment(moto_url).items():
         monkeypatch.setenv(name, value)
     return Server(moto_url, f"test-{next(_numbers)}")
+
+
+@pytest.fixture
+def gateway(server, monkeypatch):
+    """What does harm before the server, by which all requests go."""
+    with Gateway(server.url) as between:
+        for name, value in environment(between.url).items():
+            monkeypatch.setenv(name, value)
+        yield between
 
 
 @pytest.fixture(params=["moto", "s3s-fs"])

@@ -7,7 +7,7 @@ from datetime import timedelta
 import pytest
 import torch
 
-from stores import Gateway, environment, objects
+from stores import FORBIDDEN, SLOW_DOWN, objects
 from tensorferry.checkpointing import SyncCheckpointer
 from tensorferry.errors import IncompleteCheckpoint, SourceChanged, StoreRefused, TensorferryError
 from tensorferry.memory.tensors import no_rows
@@ -18,17 +18,6 @@ from tensorferry.storage.folder import INDEX
 from tensorferry.storage.folder_save import FolderSave, SaveId
 from tensorferry.storage.objects import commit as in_store
 from tensorferry.storage.places import any_place
-
-SLOW_DOWN = 503, b"<Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>"
-FORBIDDEN = 403, b"<Error><Code>AccessDenied</Code><Message>Not now.</Message></Error>"
-
-
-@pytest.fixture
-def gateway(server, monkeypatch):
-    with Gateway(server.url) as between:
-        for name, value in environment(between.url).items():
-            monkeypatch.setenv(name, value)
-        yield between
 
 
 def place_of(server, seconds=30.0):

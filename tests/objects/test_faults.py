@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from stores import BUCKET, Gateway, client, environment, objects, uploads
+from stores import BUCKET, SLOW_DOWN, client, objects, uploads
 from tensorferry.dcp import FileReader, FileWriter, own_errors
 from tensorferry.errors import (
     ConnectError,
@@ -27,16 +27,12 @@ from tensorferry.storage.objects import commit, reader, upload
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 QUICKLY = {"max_retries": 1}
-SLOW_DOWN = 503, b"<Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>"
 
 
 @pytest.fixture
-def gateway(server, monkeypatch):
+def gateway(gateway, monkeypatch):
     monkeypatch.setattr(upload, "PART", 5 << 20)
-    with Gateway(server.url) as between:
-        for name, value in environment(between.url).items():
-            monkeypatch.setenv(name, value)
-        yield between
+    return gateway
 
 
 def state(seed=0, parts=2):

@@ -10,7 +10,6 @@ from datetime import timedelta
 
 import pytest
 
-from stores import Gateway, environment
 from tensorferry.errors import CorruptCheckpoint, TransferCancelled
 from tensorferry.memory.tensors import no_rows
 from tensorferry.storage import reserved
@@ -26,14 +25,6 @@ PATIENCE = 500.0
 pytestmark = pytest.mark.timeout(60)
 NAMES = ["rank00000-0123456789abcdef0123.safetensors", "rank00001-0123456789abcdef0123.safetensors"]
 NBYTES = 200_000
-
-
-@pytest.fixture
-def gateway(server, monkeypatch):
-    with Gateway(server.url) as between:
-        for name, value in environment(between.url).items():
-            monkeypatch.setenv(name, value)
-        yield between
 
 
 class Reading:

@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 import torch
 
-from stores import BUCKET, Gateway, client, environment, objects
+from stores import BUCKET, FORBIDDEN, client, objects
 from tensorferry.checkpointing import SyncCheckpointer, latest_checkpoint
 from tensorferry.checkpointing.latest import complete_checkpoints, find_latest
 from tensorferry.checkpointing.ranks import Ranks
@@ -19,15 +19,6 @@ from tensorferry.storage.series import KnownSaves
 #: Checkpoints beside each other: with a deadline for each of them, the tests here would take minutes.
 BESIDE, PATIENCE = 20, 2.0
 pytestmark = [pytest.mark.process, pytest.mark.timeout(30)]
-FORBIDDEN = 403, b"<Error><Code>AccessDenied</Code><Message>Not now.</Message></Error>"
-
-
-@pytest.fixture
-def gateway(server, monkeypatch):
-    with Gateway(server.url) as between:
-        for name, value in environment(between.url).items():
-            monkeypatch.setenv(name, value)
-        yield between
 
 
 def state(value):

@@ -17,6 +17,9 @@ from typing import Any
 
 BUCKET = "bucket"
 KEYS = {"AWS_ACCESS_KEY_ID": "test-key", "AWS_SECRET_ACCESS_KEY": "test-secret-of-20-chars", "AWS_REGION": "us-east-1"}
+#: Answers of a store that is busy, and of one that does not permit a request.
+SLOW_DOWN = 503, b"<Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>"
+FORBIDDEN = 403, b"<Error><Code>AccessDenied</Code><Message>Not now.</Message></Error>"
 #: How often a server is started, each time at another port.
 _STARTS = 5
 ROOT = Path(__file__).resolve().parents[2]

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from ..errors import IncompleteCheckpoint, TensorferryError
-from .names import machine, may_be_left, parts_of_name
+from .names import machine, may_be_left, parts_of_name, writer_of
 from .objects.place import ObjectPlace
 from .places import AnyPlace
 from .whole_files import is_file
@@ -71,12 +71,13 @@ def remove(folder: AnyPlace, names: Iterable[str]) -> int:
     A link is removed, and what it leads to stays.
 
     Returns:
-        How many bytes of the disk they took.
+        How many bytes of the disk they took; 0 in a store.
     """
     if isinstance(folder, ObjectPlace):
         from .objects import leftovers as in_store
 
-        return in_store.remove(folder, names)
+        in_store.remove(folder, names)
+        return 0
     freed = 0
     for name in names:
         try:
@@ -104,12 +105,13 @@ def remove_leftovers(
         needed: returns the names of the files that the current index names; called with the candidates locked
 
     Returns:
-        How many bytes of the disk they took.
+        How many bytes of the disk they took; 0 in a store.
     """
     if isinstance(folder, ObjectPlace):
         from .objects import leftovers as in_store
 
-        return in_store.remove_leftovers(folder, now, rank, kept, needed, _ABANDONED_S)
+        in_store.remove_leftovers(folder, now, rank, kept, needed, _ABANDONED_S)
+        return 0
     freed = 0
     try:
         entries = sorted(os.listdir(folder))
@@ -134,8 +136,6 @@ def remove_leftovers(
 
 def _is_dead(path: Path, now: float, stack: contextlib.ExitStack) -> bool:
     """Whether the file's writer is dead. The file stays locked until ``stack`` is closed."""
-    found = parts_of_name(path.name)
-    assert found is not None
     try:
         about = path.lstat()
         age = now - about.st_mtime
@@ -150,5 +150,4 @@ def _is_dead(path: Path, now: float, stack: contextlib.ExitStack) -> bool:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as e:
         return e.errno not in (errno.EWOULDBLOCK, errno.EACCES) and age > _ABANDONED_S
-    writer = found["id"] or found["partial"] or found["marker"] or ""
-    return writer.startswith(machine()) or age > _ABANDONED_S
+    return writer_of(path.name).startswith(machine()) or age > _ABANDONED_S

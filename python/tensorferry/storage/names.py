@@ -52,6 +52,12 @@ def parts_of_name(name: str) -> re.Match[str] | None:
     return _OURS.fullmatch(name)
 
 
+def writer_of(name: str) -> str:
+    """Returns the id of the save that has given a file its name; empty if no save has."""
+    found = parts_of_name(name)
+    return "" if found is None else found["id"] or found["partial"] or found["marker"] or ""
+
+
 def is_ours(name: str) -> bool:
     """Whether a file of this name was written by a save of this package, completely or in part."""
     return parts_of_name(name) is not None

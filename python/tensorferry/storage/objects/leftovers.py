@@ -11,24 +11,18 @@ import logging
 from collections.abc import Callable, Iterable, Iterator
 
 from ...errors import IncompleteCheckpoint, TensorferryError
-from ..names import may_be_left, parts_of_name
+from ..names import may_be_left, writer_of
 from . import uploads, writers
 from .place import ObjectPlace
 
 logger = logging.getLogger("tensorferry")
 
 
-def id_of(name: str) -> str:
-    """Returns the id of the save that has given an object its name; empty if no save has."""
-    found = parts_of_name(name)
-    return "" if found is None else found["id"] or found["partial"] or found["marker"] or ""
-
-
 @contextlib.contextmanager
 def holding(folder: ObjectPlace, names: Iterable[str]) -> Iterator[None]:
     """While the block runs, keeps other saves of this machine from removing these objects; raises as for files."""
     names = sorted(names)
-    with writers.holding(map(id_of, names)):
+    with writers.holding(map(writer_of, names)):
         there = folder.entries() if names else {}
         for name in names:
             if name not in there:
@@ -38,17 +32,16 @@ def holding(folder: ObjectPlace, names: Iterable[str]) -> Iterator[None]:
         yield
 
 
-def remove(folder: ObjectPlace, names: Iterable[str]) -> int:
-    """Removes objects that are no longer needed; logs that they cannot be removed. Returns how many bytes they had."""
+def remove(folder: ObjectPlace, names: Iterable[str]) -> None:
+    """Removes objects that are no longer needed; logs that they cannot be removed."""
     listed = sorted(names)
     if not listed:
-        return 0
+        return
     try:
         (folder / listed[0]).remove(listed)
     except TensorferryError as e:
         # Only a warning: the new checkpoint is complete all the same.
         logger.warning("cannot remove objects that are no longer needed: %s", e)
-    return 0
 
 
 def remove_leftovers(
@@ -58,7 +51,7 @@ def remove_leftovers(
     kept: set[str],
     needed: Callable[[], set[str]],
     abandoned: float,
-) -> int:
+) -> None:
     """Removes objects, and ends uploads, that killed saves have left.
 
     Args:
@@ -74,13 +67,13 @@ def remove_leftovers(
         begun = [one for one in uploads.listed(folder) if may_be_left(one.name, rank)]
     except TensorferryError as e:
         logger.warning("cannot look for leftovers in %s: %s", folder, e)
-        return 0
+        return
     left = {name: about for name, about in there.items() if name not in kept and may_be_left(name, rank)}
     with contextlib.ExitStack() as stack:
         known: dict[str, bool | None] = {}
 
         def is_dead(name: str, written: float) -> bool:
-            id_ = id_of(name)
+            id_ = writer_of(name)
             if id_ not in known:
                 known[id_] = writers.is_dead(id_, stack)
             return now - written > abandoned if known[id_] is None else bool(known[id_])
@@ -88,13 +81,12 @@ def remove_leftovers(
         dead = [name for name, about in left.items() if is_dead(name, about.st_mtime)]
         ended = [one for one in begun if is_dead(one.name, one.began)]
         if not dead and not ended:
-            return 0
+            return
         try:
             # Read only now: a writer that has ended may have written its index just before.
             spared = needed()
             uploads.abort(folder, ended)
         except TensorferryError as e:
             logger.warning("the objects that killed saves have left in %s are not removed: %s", folder, e)
-            return 0
+            return
         remove(folder, [name for name in dead if name not in spared])
-        return sum(left[name].st_size for name in dead if name not in spared)

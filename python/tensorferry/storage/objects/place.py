@@ -243,35 +243,35 @@ class ObjectPlace:
 
     def is_dir(self) -> bool:
         """Whether there is an object whose key begins with this one and a slash."""
-        return any(True for _ in self.entries(1))
+        objects, folders = self._listing()
+        return bool(objects or folders)
 
-    def entries(self, most: int | None = None) -> dict[str, ObjectStat]:
+    def entries(self) -> dict[str, ObjectStat]:
         """Returns the objects directly in this folder, by their names.
-
-        Args:
-            most: stop after about so many
 
         Raises:
             TensorferryError: the store does not answer, or refuses
         """
+        return self._listing()[0]
+
+    def folders(self) -> list[str]:
+        """Returns the names of the folders directly in this one; raises as :meth:`entries`."""
+        return self._listing()[1]
+
+    def _listing(self) -> tuple[dict[str, ObjectStat], list[str]]:
+        """Returns the objects directly in this folder, and the names of the folders there."""
         store, prefix = self.store, f"{self.key}/" if self.key else ""
 
-        async def listed() -> dict[str, ObjectStat]:
+        async def listed() -> tuple[dict[str, ObjectStat], list[str]]:
             found: dict[str, ObjectStat] = {}
             answer = await client.obstore().list_with_delimiter_async(store, prefix=prefix or None)
             for meta in answer["objects"]:
                 name = meta["path"].removeprefix(prefix)
                 if name and "/" not in name:
                     found[name] = _stat(meta)
-            for below in answer["common_prefixes"] if most is not None else ():
-                found.setdefault(below.removeprefix(prefix).rstrip("/") + "/", ObjectStat(0, 0.0))
-            return found
+            return found, [below.removeprefix(prefix).rstrip("/") for below in answer["common_prefixes"]]
 
         return self.calls().call(listed, str(self), "listing it")
-
-    def folders(self) -> list[str]:
-        """Returns the names of the folders directly in this one; raises as :meth:`entries`."""
-        return [name[:-1] for name in self.entries(1) if name.endswith("/")]
 
     def glob(self, pattern: str) -> Iterator[ObjectPlace]:
         """Yields the objects directly in this folder whose names match ``pattern``; raises as :meth:`entries`."""

@@ -231,12 +231,11 @@ def translated(error: Exception, name: str, what: str, deadline: Deadline) -> Ex
             )
         case "PreconditionError" | "AlreadyExistsError" | "NotModifiedError":
             return SourceChanged(f"{where}: {what}: another writer has changed it meanwhile")
-    bare = said
     if deadline.left() <= 0:
         return FetchTimeout(f"{where}: {what} was not over within {deadline.seconds:g} s; the store said last: {said}")
-    if _STATUS.search(bare) is None and _SLOW.search(bare):
+    if _STATUS.search(said) is None and _SLOW.search(said):
         return FetchTimeout(f"{where}: {what}: the store has stalled: {said}")
-    if _STATUS.search(bare) is None and _LOST.search(bare):
+    if _STATUS.search(said) is None and _LOST.search(said):
         return ConnectError(f"{where}: {what}: the store cannot be reached: {said}")
     kind_of_refusal = Unsupported if _is_unsupported(kind, text) else StoreRefused
     return kind_of_refusal(f"{where}: {what}: the store refuses: {said}")

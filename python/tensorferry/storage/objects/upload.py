@@ -14,10 +14,10 @@ from typing import Any
 from ..._native import HostView, Parts
 from ...errors import SourceChanged, SystemRefused, TensorferryError
 from ..container import Container
+from ..names import writer_of
 from ..source import Progress
 from . import client, uploads, writers
 from .commit import put_new
-from .leftovers import id_of
 from .place import ObjectPlace
 from .requests import ending
 
@@ -64,7 +64,7 @@ def upload(
         TensorferryError: the store does not answer in time, or refuses; the message names the object and the part
         Exception: what ``progress`` raises
     """
-    alive = writers.Alive(id_of(place.name))
+    alive = writers.Alive(writer_of(place.name))
     parts = Parts(rows=container.rows, control=list(container.control), metadata=container.metadata)
     size = part_bytes(parts.nbytes)
     source = _PartSource(parts, size, container.owner)
@@ -122,7 +122,7 @@ def upload_file(place: ObjectPlace, path: Path) -> int:
                     store, key, file, use_multipart=True, chunk_size=size, max_concurrency=_AT_A_TIME
                 )
 
-            with writers.holding([id_of(place.name)]), ending(calls):
+            with writers.holding([writer_of(place.name)]), ending(calls):
                 calls.finish(calls.begin(put), str(place), "writing it")
     except TensorferryError:
         raise
