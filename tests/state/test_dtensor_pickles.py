@@ -1,0 +1,167 @@
+"""DTensors are pickled natively, and share the specs that do not differ."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import pickletools
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from exchange import send_and_receive
+from pickled_states import dump, in_python
+from random_states import Meshes
+from tensorferry import UnsupportedLeaf
+from tensorferry.state import tree
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+class OtherShard(Shard):
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Shard)
+
+    def __hash__(self) -> int:
+        return hash(Shard(0))
+
+
+@pytest.mark.skipif(
+    not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"), reason="this torch's tensors are read in Python"
+)
+def test_dtensors_that_differ_in_nothing_share_one_spec(meshes: Meshes) -> None:
+    def made(rows: int, *placements: Any) -> DTensor:
+        return DTensor.from_local(torch.zeros(rows, 4), meshes.all[0], placements, run_check=False)
+
+    data = dump([made(2, Shard(0)) for _ in range(9)] + [made(2, Shard(1)), made(3, Shard(0)), made(2, Replicate())])
+    assert data.count(b"_rebuild_tensor_v2") <= 1
+    specs = [op for op, argument, _ in pickletools.genops(data) if argument == "tensor_meta"]
+    assert len(specs) == 1
+    flat = tree.flatten([made(2, Shard(0)), made(2, Shard(0)), made(2, Shard(1))])
+    assert len(flat.rows.first_specs) == 2
+    assert flat.unread == []
+    # More than are compared first, each by turns with the others.
+    kinds = [(rows, placement) for rows in (1, 2, 3, 4) for placement in (Shard(0), Shard(1))]
+    assert len(tree.flatten([made(*kind) for _ in range(3) for kind in kinds]).rows.first_specs) == len(kinds)
+    others = [
+        DTensor.from_local(torch.zeros(2, 4), mesh, [Shard(0)] * mesh.ndim, run_check=False) for mesh in meshes.all
+    ]
+    assert len(tree.flatten([made(2, Shard(0)), *others]).rows.first_specs) == 2, "each mesh has specs of its own"
+    # Equal, and of another class.
+    assert OtherShard(0) == Shard(0)
+    other = made(2, Shard(0))
+    # torch's caches may hand out the equal placement of the first class.
+    other._spec = DTensorSpec(meshes.all[0], (OtherShard(0),), tensor_meta=other._spec.tensor_meta)
+    assert len(tree.flatten([made(2, Shard(0)), other]).rows.first_specs) == 2
+    # Names of fields that are not interned, as those of specs that were unpickled may be.
+    pair = [made(2, Shard(0)), other]
+    names = {name: "".join(iter(name)) for name in vars(other._spec)}
+    for one in pair:
+        fields = {names.get(name, name): value for name, value in vars(one._spec).items()}
+        one._spec = object.__new__(DTensorSpec)
+        object.__setattr__(one._spec, "__dict__", fields)
+    assert len(tree.flatten(pair).rows.first_specs) == 2
+
+
+@pytest.mark.skipif(
+    not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"), reason="this torch's tensors are read in Python"
+)
+def test_specs_that_differ_in_anything_are_told_apart(meshes: Meshes) -> None:
+    class OtherSize(tuple[int, ...]):
+        def __eq__(self, other: object) -> bool:
+            return self is other
+
+        __hash__ = tuple.__hash__
+
+    def made(placements: tuple[Any, ...] = (Shard(0),), **changed: Any) -> DTensor:
+        meta = TensorMeta(torch.Size([2, 4]), (4, 1), torch.float32)._replace(**changed.pop("meta", {}))
+        spec = DTensorSpec(meshes.all[0], placements, tensor_meta=meta)
+        vars(spec).update(changed)
+        return DTensor(torch.zeros(2, 4), spec, requires_grad=False)
+
+    kinds: list[Callable[[], DTensor]] = [
+        made,
+        lambda: made((Shard(1),)),
+        lambda: made((Replicate(),)),
+        lambda: made((Partial("sum"),)),
+        lambda: made((Partial("avg"),)),
+        lambda: made((_StridedShard(0, split_factor=2),)),
+        lambda: made((_StridedShard(0, split_factor=4),)),
+        lambda: made((Shard(0), Shard(0))),
+        lambda: made(meta={"shape": torch.Size([4, 2])}),
+        lambda: made(meta={"shape": torch.Size([2, 4, 1]), "stride": (4, 1, 1)}),
+        lambda: made(meta={"stride": (1, 2)}),
+        lambda: made(note=1),
+        lambda: made(note=True),
+        lambda: made(note=-1),
+        lambda: made(other=1),
+        lambda: made(note=(1, (2,))),
+        lambda: made(note=((1, 2),)),
+    ]
+    alike = [kind() for _ in range(3) for kind in kinds]
+    assert tree.flatten(alike).unread == []
+    firsts = tree.flatten(alike).rows.first_specs
+    assert [id(spec) for spec, _ in firsts] == [id(one._spec) for one in alike[: len(kinds)]]
+    # Each of these is like itself only.
+    own = [made(note=OtherSize([1])), made(note=OtherSize([1])), made(note=[]), made(note=[]), made(note=1 << 70)]
+    assert len(tree.flatten(own).rows.first_specs) == len(own)
+    # What was computed of a spec does not count.
+    hashed = made()
+    hash(hashed._spec)
+    assert len(tree.flatten([made(), hashed]).rows.first_specs) == 1
+    # Python pickles those of a state with more placements than any has.
+    strided = [made((_StridedShard(0, split_factor=n),)) for n in range(2, 80)]
+    assert 0 < len(tree.flatten(strided).unread) < len(strided)
+
+
+@pytest.mark.beyond_torchft
+@pytest.mark.parametrize("is_row", [True, False])
+@pytest.mark.parametrize("native", [True, False])
+def test_the_local_part_of_a_dtensor_that_is_a_leaf_stays_one_object(
+    native: bool, is_row: bool, meshes: Meshes, open_transport: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not native:
+        in_python(monkeypatch)
+    whole = torch.arange(12.0).view(3, 4)
+    local = whole if is_row else whole[1:]
+    spec = DTensor.from_local(local, meshes.all[0], [Shard(0)], run_check=False)._spec
+    one, two = (DTensor(local, spec, requires_grad=False) for _ in range(2))
+    received = send_and_receive(open_transport(), open_transport(), [one, local, two])
+    assert received[0]._local_tensor is received[1] is received[2]._local_tensor
+    assert torch.equal(received[1], local)
+
+
+def test_a_dtensor_that_its_spec_describes_wrongly_is_left_to_python(meshes: Meshes) -> None:
+    made = DTensor.from_local(torch.zeros(2, 4), meshes.all[0], [Shard(0)], run_check=False)
+    made._local_tensor = made._local_tensor.double()
+    assert tree.flatten([made]).unread == [-1]
+
+
+@pytest.mark.parametrize("failing", [False, True])
+def test_torch_asks_classes_for_functions_wherever_their_code_may_run(
+    failing: bool, meshes: Meshes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Among DTensors it does not, which is quicker; other leaves and the caller notice nothing."""
+    seen: list[bool] = []
+    container = tree._Walk.container
+
+    def recording(self: tree._Walk, value: Any, path: str, depth: int) -> str:
+        seen.append(torch._C._is_torch_function_enabled())
+        if failing:
+            raise UnsupportedLeaf("odd")
+        return container(self, value, path, depth)
+
+    monkeypatch.setattr(tree._Walk, "container", recording)
+    sharded = [DTensor.from_local(torch.zeros(2, 4), meshes.all[0], [Shard(0)], run_check=False) for _ in range(4)]
+    odd = collections.deque([1])
+    state = {"list": [*sharded[:2], odd, *sharded[2:]], "dict": {"a": sharded[0], "b": odd, "c": sharded[1]}}
+    with pytest.raises(UnsupportedLeaf, match="odd") if failing else contextlib.nullcontext():
+        tree.flatten(state)
+    assert seen
+    assert all(seen)
+    assert torch._C._is_torch_function_enabled()
