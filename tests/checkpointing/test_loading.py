@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import shutil
-import threading
 import urllib.request
 from collections import OrderedDict, deque
 from contextlib import closing
@@ -17,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from checkpoint_loads import load_state
+from checkpoint_loads import load_state, rank_file, save_state
 from equality import assert_same_state
 from leaf import Leaf
 from leaves import CATALOGUE
@@ -27,15 +25,12 @@ from tensorferry._native import Stored
 from tensorferry.checkpointing import (
     CheckpointReader,
     SyncCheckpointer,
-    latest,
-    latest_checkpoint,
     load_file,
     loading,
     torch_parts,
 )
 from tensorferry.errors import (
     CorruptCheckpoint,
-    IncompleteCheckpoint,
     InvalidArgument,
     ProtocolError,
     StateMismatch,
@@ -49,22 +44,9 @@ from tensorferry.pickles.allowlist import Allowed
 from tensorferry.state import load
 from tensorferry.state.manifest import Manifest
 from tensorferry.state.snapshot import StateSnapshot
-from tensorferry.storage import series
-from tensorferry.storage.folder import INDEX, read_index
 
 pytestmark = pytest.mark.timeout(120)
 MIB = 1 << 20
-
-
-def save(folder: Path, state: object, **options) -> Path:
-    writer = SyncCheckpointer(rank=0, world_size=1, **options)
-    writer.save(str(folder), state)
-    writer.close()
-    return folder
-
-
-def rank_file(folder: Path, rank: int = 0) -> Path:
-    return folder / read_index(folder).files[rank][0]
 
 
 def compare(leaf: Leaf, value: object, found: object) -> None:
@@ -81,7 +63,7 @@ def test_every_leaf_comes_back_whole_and_as_a_part(trust, tmp_path):
     # In one checkpoint, since each is synchronised with the disk.
     leaves = [leaf for leaf in CATALOGUE.values() if not leaf.refused and leaf.trust == trust and not leaf.root]
     values = {leaf.name: leaf.value() for leaf in leaves}
-    save(tmp_path / "c", {"leaves": values, "weight": torch.arange(6.0)})
+    save_state(tmp_path / "c", {"leaves": values, "weight": torch.arange(6.0)})
     allowed = Allowed(trust=trust)
     whole = load_state(tmp_path / "c", allowed=allowed)
     for leaf in leaves:
@@ -104,7 +86,7 @@ def test_every_leaf_comes_back_whole_and_as_a_part(trust, tmp_path):
 @pytest.mark.parametrize("leaf", [leaf for leaf in CATALOGUE.values() if leaf.root], ids=lambda leaf: leaf.name)
 def test_a_state_of_any_type_comes_back(leaf, tmp_path):
     value = leaf.value()
-    save(tmp_path / "c", value)
+    save_state(tmp_path / "c", value)
     compare(leaf, value, load_state(tmp_path / "c", allowed=Allowed(trust=leaf.trust)))
 
 
@@ -130,7 +112,7 @@ def odd_tensors() -> dict[str, torch.Tensor]:
 def test_odd_tensors_are_filled_in_place(writer, layout, tmp_path):
     state = odd_tensors()
     if writer == "ours":
-        save(tmp_path / "c", state)
+        save_state(tmp_path / "c", state)
     else:
         (tmp_path / "c").mkdir()
         torch.save(state, tmp_path / "c" / "checkpoint_0.pt")
@@ -174,7 +156,7 @@ def _plain(value: torch.Tensor) -> torch.Tensor:
 def test_what_does_not_fit_is_named_and_nothing_is_overwritten(writer, asked, named, tmp_path):
     state = {"a": torch.ones(2), "b": {"c": torch.ones(3)}, "n": 5, "t": (torch.ones(1), 2)}
     if writer == "ours":
-        save(tmp_path / "c", state)
+        save_state(tmp_path / "c", state)
     else:
         (tmp_path / "c").mkdir()
         torch.save(state, tmp_path / "c" / "checkpoint_0.pt")
@@ -189,7 +171,7 @@ def test_what_does_not_fit_is_named_and_nothing_is_overwritten(writer, asked, na
 def test_missing_keys_stay_and_strict_names_them(writer, tmp_path):
     state = {"a": torch.ones(2), "b": {"c": 1, "l": [1, {"x": 2, "y": 3}]}}
     if writer == "ours":
-        save(tmp_path / "c", state)
+        save_state(tmp_path / "c", state)
     else:
         (tmp_path / "c").mkdir()
         torch.save(state, tmp_path / "c" / "checkpoint_0.pt")
@@ -212,7 +194,7 @@ def test_containers_of_every_kind_are_asked_for(tmp_path):
         1: torch.ones(3),
         "model": nn.Linear(2, 2).state_dict(),
     }
-    save(tmp_path / "c", state)
+    save_state(tmp_path / "c", state)
     inner = torch.zeros(1)
     asked = {"o": {"b": None}, "t": (inner, [None]), "q": deque([0, torch.zeros(2)]), 1: torch.zeros(3)}
     load_state(tmp_path / "c", asked)
@@ -228,7 +210,7 @@ def test_only_what_is_wanted_is_read(tmp_path):
     """Damage in what nobody asks for is not noticed, because it is not read."""
     large = {f"w{i}": torch.full((MIB // 4,), float(i)) for i in range(4)}
     state = {"model": large, "views": {f"v{i}": torch.full((MIB // 2,), float(i))[::2] for i in range(2)}}
-    save(tmp_path / "c", state)
+    save_state(tmp_path / "c", state)
     file = rank_file(tmp_path / "c")
     stored = Stored.open(file)
     numbers = {name: i for i, name in enumerate(stored.names)}
@@ -254,7 +236,7 @@ def test_only_what_is_wanted_is_read(tmp_path):
 def test_map_location_is_that_of_torch_load(writer, tmp_path):
     state = {"w": torch.ones(3), "v": torch.arange(6.0)[::2], "p": nn.Parameter(torch.ones(2))}
     if writer == "ours":
-        save(tmp_path / "c", state)
+        save_state(tmp_path / "c", state)
     else:
         (tmp_path / "c").mkdir()
         torch.save(state, tmp_path / "c" / "checkpoint_0.pt")
@@ -293,7 +275,7 @@ def test_the_device_that_was_saved_is_the_location(tmp_path, monkeypatch):
         monkeypatch.setattr(torch_parts, "ACCELERATOR", device)
         device.adopt(*state["on"], base)
         device.adopt(state["other"], device=1)
-        save(tmp_path / "c", state)
+        save_state(tmp_path / "c", state)
     monkeypatch.undo()
     seen = {}
 
@@ -347,7 +329,7 @@ def test_devices_that_are_described_wrongly_are_refused_or_ignored(devices):
 
 @pytest.mark.parametrize("bad", [5, "nowhere", b"cpu"])
 def test_a_map_location_that_is_none_is_refused(bad, tmp_path):
-    save(tmp_path / "c", {"w": torch.ones(3)})
+    save_state(tmp_path / "c", {"w": torch.ones(3)})
     with pytest.raises(InvalidArgument, match="map_location"):
         load_state(tmp_path / "c", map_location=bad)
 
@@ -357,7 +339,7 @@ def test_aliases_stay_aliases(writer, tmp_path):
     base = torch.arange(6.0)
     state = {"a": base, "b": base, "row": base.view(2, 3)[1]}
     if writer == "ours":
-        save(tmp_path / "c", state)
+        save_state(tmp_path / "c", state)
     else:
         (tmp_path / "c").mkdir()
         torch.save(state, tmp_path / "c" / "checkpoint_0.pt")
@@ -368,7 +350,7 @@ def test_aliases_stay_aliases(writer, tmp_path):
 
 def test_a_load_in_place_takes_little_memory(tmp_path):
     state = {f"w{i}": torch.full((8 * MIB,), float(i)) for i in range(4)}
-    save(tmp_path / "c", state)
+    save_state(tmp_path / "c", state)
     # Reset, the peak is what is resident now.
     Path("/proc/self/clear_refs").write_text("5")
     before = _peak()
@@ -416,7 +398,7 @@ def test_torch_checkpointers_take_the_reader(tmp_path):
     )
     state = {"w": torch.arange(6.0).reshape(2, 3).t(), "n": 5}
     theirs.save(str(tmp_path / "theirs"), state)
-    save(tmp_path / "ours", state)
+    save_state(tmp_path / "ours", state)
     for folder in ("theirs", "ours"):
         assert_same_state(theirs.load(str(tmp_path / folder)), state)
         asked = {"w": torch.zeros(3, 2)}
@@ -435,7 +417,7 @@ def test_a_pickle_that_names_what_it_must_not_is_refused(tmp_path):
 
     (tmp_path / "c").mkdir()
     torch.save({"w": torch.ones(2), "e": Evil()}, tmp_path / "c" / "checkpoint_0.pt")
-    save(tmp_path / "d", {"w": torch.ones(2), "e": Evil()})
+    save_state(tmp_path / "d", {"w": torch.ones(2), "e": Evil()})
     for folder in ("c", "d"):
         for asked in (None, {"w": torch.zeros(2)}):
             with pytest.raises(UnsafePickle, match="system"):
@@ -460,7 +442,7 @@ def test_a_file_of_torch_that_was_cut_off_is_damaged_and_not_to_be_trusted(tmp_p
 
 def test_a_file_on_its_own_is_a_state_again(tmp_path):
     state = {"w": torch.arange(4.0), "v": torch.arange(6)[::2], "n": {"lr": 0.5}}
-    save(tmp_path / "c", state)
+    save_state(tmp_path / "c", state)
     assert_same_state(load_file(rank_file(tmp_path / "c")), state)
     torch.save(state, tmp_path / "t.pt")
     assert_same_state(load_file(tmp_path / "t.pt"), state)
@@ -480,135 +462,9 @@ def test_a_file_on_its_own_is_a_state_again(tmp_path):
         load_file(tmp_path / "none.safetensors")
 
 
-# ---- damage and hostile folders
-
-
-def test_no_flipped_byte_goes_unnoticed(tmp_path):
-    state = {"w": torch.arange(600.0), "v": torch.arange(40)[::2], "n": {"lr": 0.5}}
-    save(tmp_path / "c", state)
-    for file in (rank_file(tmp_path / "c"), tmp_path / "c" / INDEX):
-        data = file.read_bytes()
-        for at in range(0, len(data), 97):
-            file.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
-            try:
-                loaded = load_state(tmp_path / "c")
-            except TensorferryError:
-                continue
-            # Only bytes that nothing describes, such as padding.
-            assert_same_state(loaded, state)
-        for length in (0, 7, 100, len(data) // 2, len(data) - 1):
-            file.write_bytes(data[:length])
-            with pytest.raises(TensorferryError):
-                load_state(tmp_path / "c")
-        file.write_bytes(data)
-    assert_same_state(load_state(tmp_path / "c"), state)
-
-
-def test_incomplete_and_foreign_folders_are_refused(tmp_path):
-    with pytest.raises(IncompleteCheckpoint):
-        load_state(tmp_path / "none")
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(FileNotFoundError):
-        load_state(tmp_path / "empty")
-    one = save(tmp_path / "one", {"w": torch.ones(3)})
-    two = save(tmp_path / "two", {"w": torch.zeros(3)})
-    # The index of another checkpoint, and the file of another one under this name.
-    shutil.copy(two / INDEX, tmp_path / "index")
-    shutil.copy(one / INDEX, two / INDEX)
-    with pytest.raises(IncompleteCheckpoint, match="is missing"):
-        load_state(two)
-    shutil.copy(tmp_path / "index", two / INDEX)
-    name = rank_file(two)
-    name.unlink()
-    name.symlink_to(rank_file(one))
-    with pytest.raises(CorruptCheckpoint, match="another one"):
-        load_state(two)
-    name.unlink()
-    os.mkfifo(name)
-    with pytest.raises(IncompleteCheckpoint):
-        load_state(two)
-    (tmp_path / "dcp").mkdir()
-    shutil.copy(rank_file(one), tmp_path / "dcp" / INDEX)
-    with pytest.raises(ProtocolError):
-        load_state(tmp_path / "dcp")
-
-
-def test_the_latest_complete_checkpoint_is_found(tmp_path):
-    assert latest_checkpoint(tmp_path / "none") is None
-    assert latest_checkpoint(tmp_path) is None
-    for step in (1, 10, 9):
-        save(tmp_path / f"step-{step}", {"w": torch.tensor(step)})
-    os.utime(tmp_path / "step-1" / INDEX, (2e9, 2e9))
-    os.utime(tmp_path / "step-1", (2e9, 2e9))
-    assert latest_checkpoint(tmp_path) == str(tmp_path / "step-9")
-    rank_file(tmp_path / "step-9").unlink()
-    assert latest_checkpoint(tmp_path) == str(tmp_path / "step-10")
-    (tmp_path / "step-10" / INDEX).write_bytes(b"x" * 100)
-    (tmp_path / "step-11").mkdir()
-    assert latest_checkpoint(str(tmp_path)) == str(tmp_path / "step-1")
-
-
-@pytest.mark.parametrize("moment", ["read_index", "missing_files"])
-@pytest.mark.parametrize("name", ["step-1", "step-2"])
-def test_the_latest_is_found_while_a_save_replaces_it(name, moment, tmp_path, monkeypatch):
-    save(tmp_path / "step-1", {"w": torch.tensor(1)})
-    room = {"read_index": series, "missing_files": latest}[moment]
-    real, calls = getattr(room, moment), []
-
-    def interrupted(*args):
-        calls.append(args)
-        if len(calls) == 1:
-            SyncCheckpointer(keep_last=1).save(tmp_path / name, {"w": torch.tensor(2)})
-        return real(*args)
-
-    monkeypatch.setattr(room, moment, interrupted)
-    assert latest_checkpoint(tmp_path) == str(tmp_path / name)
-    assert len(calls) > 1
-
-
-@pytest.mark.parametrize("kept", [0, 1])
-def test_a_checkpoint_that_is_removed_while_it_is_loaded_is_incomplete(kept, tmp_path, monkeypatch):
-    save(tmp_path / "a", {"w": torch.ones(3)})
-    real = loading.Stored.open
-
-    class Removing:
-        @staticmethod
-        def open(*args, **kwargs):
-            for file in [tmp_path / "a" / INDEX, rank_file(tmp_path / "a")][kept:]:
-                file.unlink()
-            return real(*args, **kwargs)
-
-    monkeypatch.setattr(loading, "Stored", Removing)
-    with pytest.raises(IncompleteCheckpoint, match="while it was read"):
-        load_state(tmp_path / "a")
-
-
-def test_a_load_beside_saves_into_the_same_folder_is_of_one_save(tmp_path):
-    save(tmp_path / "c", {"w": torch.zeros(MIB // 4), "n": 0})
-    stop = threading.Event()
-
-    def write():
-        writer, step = SyncCheckpointer(rank=0, world_size=1), 0
-        while not stop.is_set():
-            step += 1
-            writer.save(str(tmp_path / "c"), {"w": torch.full((MIB // 4,), float(step)), "n": step})
-        writer.close()
-
-    thread = threading.Thread(target=write)
-    thread.start()
-    try:
-        for number in range(15):
-            asked = {"w": torch.empty(MIB // 4), "n": 0} if number % 2 else None
-            loaded = load_state(tmp_path / "c", asked)
-            assert loaded["w"].eq(loaded["n"]).all()
-    finally:
-        stop.set()
-        thread.join()
-
-
 def test_a_keeper_is_asked_first_and_the_folder_is_what_remains(tmp_path, caplog):
-    save(tmp_path / "c", {"w": torch.ones(3)})
-    other = save(tmp_path / "other", {"w": torch.full((3,), 7.0)})
+    save_state(tmp_path / "c", {"w": torch.ones(3)})
+    other = save_state(tmp_path / "other", {"w": torch.full((3,), 7.0)})
     asked = []
 
     def prefer(path, rank, world_size):

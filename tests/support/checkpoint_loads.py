@@ -1,11 +1,25 @@
-"""Loads the states of checkpoints."""
+"""Saves the states of one rank as checkpoints, and loads them."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from tensorferry.checkpointing import loading
+from tensorferry.checkpointing import SyncCheckpointer, loading
+from tensorferry.storage.folder import read_index
+
+
+def save_state(folder: Path, state: object, **options: Any) -> Path:
+    """Saves the state of a job of one rank, and returns the folder."""
+    writer = SyncCheckpointer(rank=0, world_size=1, **options)
+    writer.save(str(folder), state)
+    writer.close()
+    return folder
+
+
+def rank_file(folder: Path, rank: int = 0) -> Path:
+    """The file of a rank's part."""
+    return folder / read_index(folder).files[rank][0]
 
 
 def load_state(path: Path, state_dict: Any = None, **options: Any) -> Any:

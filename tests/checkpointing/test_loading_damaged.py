@@ -1,0 +1,153 @@
+"""``load`` of what is damaged, incomplete or of another save, and of what changes meanwhile."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+
+import pytest
+import torch
+
+from checkpoint_loads import load_state, rank_file, save_state
+from equality import assert_same_state
+from tensorferry.checkpointing import (
+    SyncCheckpointer,
+    latest,
+    latest_checkpoint,
+    loading,
+)
+from tensorferry.errors import (
+    CorruptCheckpoint,
+    IncompleteCheckpoint,
+    ProtocolError,
+    TensorferryError,
+)
+from tensorferry.storage import series
+from tensorferry.storage.folder import INDEX
+
+pytestmark = pytest.mark.timeout(120)
+MIB = 1 << 20
+
+
+def test_no_flipped_byte_goes_unnoticed(tmp_path):
+    state = {"w": torch.arange(600.0), "v": torch.arange(40)[::2], "n": {"lr": 0.5}}
+    save_state(tmp_path / "c", state)
+    for file in (rank_file(tmp_path / "c"), tmp_path / "c" / INDEX):
+        data = file.read_bytes()
+        for at in range(0, len(data), 97):
+            file.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+            try:
+                loaded = load_state(tmp_path / "c")
+            except TensorferryError:
+                continue
+            # Only bytes that nothing describes, such as padding.
+            assert_same_state(loaded, state)
+        for length in (0, 7, 100, len(data) // 2, len(data) - 1):
+            file.write_bytes(data[:length])
+            with pytest.raises(TensorferryError):
+                load_state(tmp_path / "c")
+        file.write_bytes(data)
+    assert_same_state(load_state(tmp_path / "c"), state)
+
+
+def test_incomplete_and_foreign_folders_are_refused(tmp_path):
+    with pytest.raises(IncompleteCheckpoint):
+        load_state(tmp_path / "none")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(FileNotFoundError):
+        load_state(tmp_path / "empty")
+    one = save_state(tmp_path / "one", {"w": torch.ones(3)})
+    two = save_state(tmp_path / "two", {"w": torch.zeros(3)})
+    # The index of another checkpoint, and the file of another one under this name.
+    shutil.copy(two / INDEX, tmp_path / "index")
+    shutil.copy(one / INDEX, two / INDEX)
+    with pytest.raises(IncompleteCheckpoint, match="is missing"):
+        load_state(two)
+    shutil.copy(tmp_path / "index", two / INDEX)
+    name = rank_file(two)
+    name.unlink()
+    name.symlink_to(rank_file(one))
+    with pytest.raises(CorruptCheckpoint, match="another one"):
+        load_state(two)
+    name.unlink()
+    os.mkfifo(name)
+    with pytest.raises(IncompleteCheckpoint):
+        load_state(two)
+    (tmp_path / "dcp").mkdir()
+    shutil.copy(rank_file(one), tmp_path / "dcp" / INDEX)
+    with pytest.raises(ProtocolError):
+        load_state(tmp_path / "dcp")
+
+
+def test_the_latest_complete_checkpoint_is_found(tmp_path):
+    assert latest_checkpoint(tmp_path / "none") is None
+    assert latest_checkpoint(tmp_path) is None
+    for step in (1, 10, 9):
+        save_state(tmp_path / f"step-{step}", {"w": torch.tensor(step)})
+    os.utime(tmp_path / "step-1" / INDEX, (2e9, 2e9))
+    os.utime(tmp_path / "step-1", (2e9, 2e9))
+    assert latest_checkpoint(tmp_path) == str(tmp_path / "step-9")
+    rank_file(tmp_path / "step-9").unlink()
+    assert latest_checkpoint(tmp_path) == str(tmp_path / "step-10")
+    (tmp_path / "step-10" / INDEX).write_bytes(b"x" * 100)
+    (tmp_path / "step-11").mkdir()
+    assert latest_checkpoint(str(tmp_path)) == str(tmp_path / "step-1")
+
+
+@pytest.mark.parametrize("moment", ["read_index", "missing_files"])
+@pytest.mark.parametrize("name", ["step-1", "step-2"])
+def test_the_latest_is_found_while_a_save_replaces_it(name, moment, tmp_path, monkeypatch):
+    save_state(tmp_path / "step-1", {"w": torch.tensor(1)})
+    room = {"read_index": series, "missing_files": latest}[moment]
+    real, calls = getattr(room, moment), []
+
+    def interrupted(*args):
+        calls.append(args)
+        if len(calls) == 1:
+            SyncCheckpointer(keep_last=1).save(tmp_path / name, {"w": torch.tensor(2)})
+        return real(*args)
+
+    monkeypatch.setattr(room, moment, interrupted)
+    assert latest_checkpoint(tmp_path) == str(tmp_path / name)
+    assert len(calls) > 1
+
+
+@pytest.mark.parametrize("kept", [0, 1])
+def test_a_checkpoint_that_is_removed_while_it_is_loaded_is_incomplete(kept, tmp_path, monkeypatch):
+    save_state(tmp_path / "a", {"w": torch.ones(3)})
+    real = loading.Stored.open
+
+    class Removing:
+        @staticmethod
+        def open(*args, **kwargs):
+            for file in [tmp_path / "a" / INDEX, rank_file(tmp_path / "a")][kept:]:
+                file.unlink()
+            return real(*args, **kwargs)
+
+    monkeypatch.setattr(loading, "Stored", Removing)
+    with pytest.raises(IncompleteCheckpoint, match="while it was read"):
+        load_state(tmp_path / "a")
+
+
+def test_a_load_beside_saves_into_the_same_folder_is_of_one_save(tmp_path):
+    save_state(tmp_path / "c", {"w": torch.zeros(MIB // 4), "n": 0})
+    stop = threading.Event()
+
+    def write():
+        writer, step = SyncCheckpointer(rank=0, world_size=1), 0
+        while not stop.is_set():
+            step += 1
+            writer.save(str(tmp_path / "c"), {"w": torch.full((MIB // 4,), float(step)), "n": step})
+        writer.close()
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    try:
+        for number in range(15):
+            asked = {"w": torch.empty(MIB // 4), "n": 0} if number % 2 else None
+            loaded = load_state(tmp_path / "c", asked)
+            assert loaded["w"].eq(loaded["n"]).all()
+    finally:
+        stop.set()
+        thread.join()
