@@ -1,4 +1,4 @@
-"""A runner for the command, and servers for what it fetches."""
+"""A runner for the command, servers for what it fetches, and the forms of a checkpoint."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from commands import TIMEOUT, Run
+from commands import TIMEOUT, Run, make_state, written
 from tensorferry import HTTPTransport, cli
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
 
 
 @pytest.fixture
@@ -24,6 +25,12 @@ def run(capfd: pytest.CaptureFixture[str]) -> Callable[..., Run]:
         return Run(status, captured.out, captured.err)
 
     return run_command
+
+
+@pytest.fixture(scope="module")
+def forms(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The state in each form, as read-only originals."""
+    return written(make_state(), tmp_path_factory.mktemp("forms"))
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""``serve``, ``inspect``, ``diff``, ``verify`` and ``convert`` on every form of a checkpoint."""
+"""``serve``, ``inspect``, ``diff`` and ``verify`` on every form of a checkpoint, and hostile files for every verb."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ import shutil
 import signal
 import socket
 import struct
-import subprocess
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +17,19 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import checkpoint_ranks
-from commands import FORMS, TIMEOUT, command, damage, make_state, serving
+from commands import (
+    FORMS,
+    PLAIN,
+    TIMEOUT,
+    command,
+    copied,
+    damage,
+    make_state,
+    plain_file,
+    same_values,
+    serving,
+    written,
+)
 from equality import assert_same_state
 from leaf import STOCK_READS_EMPTY
 from tensorferry import HTTPTransport
@@ -28,7 +38,7 @@ from tensorferry.cli import exits
 from tensorferry.cli.flags import Serving, Trust
 from tensorferry.cli.places import find
 from tensorferry.cli.verbs.serve import Publisher, publishers
-from tensorferry.dcp import FileReader, PeerReader
+from tensorferry.dcp import PeerReader
 from tensorferry.net.serve import start
 
 if TYPE_CHECKING:
@@ -39,56 +49,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
     pytest.mark.filterwarnings("ignore::UserWarning"),
 ]
-
-
-@pytest.fixture(scope="module")
-def forms(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The state in each form, as read-only originals."""
-    return written(make_state(), tmp_path_factory.mktemp("forms"))
-
-
-def written(state: dict[str, Any], folder: Path) -> dict[str, Path]:
-    """Writes a state in each form, and returns where."""
-    for write, name in FORMS.values():
-        write(state, folder / name)
-    checkpoint = folder / FORMS["checkpoint"][1]
-    shutil.copy(next(checkpoint.glob("rank*")), folder / "state.safetensors")
-    found = {form: folder / name for form, (_, name) in FORMS.items()}
-    return {**found, "file": folder / "state.safetensors", "plain": plain_file(folder / "plain.safetensors")}
-
-
-def plain_file(path: Path) -> Path:
-    """A safetensors file of another program: two tensors, no checksums."""
-    header = {"b": {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]}}
-    header["a.x"] = {"dtype": "I64", "shape": [1], "data_offsets": [16, 24]}
-    text = json.dumps(header).encode()
-    path.write_bytes(struct.pack("<Q", len(text)) + text + struct.pack("<4fq", 1, 2, 3, 4, 7))
-    return path
-
-
-PLAIN = {"b": torch.tensor([[1.0, 2.0], [3.0, 4.0]]), "a.x": torch.tensor([7])}
-
-
-def copied(form: Path, folder: Path) -> Path:
-    """A copy that a test may change."""
-    copy = folder / form.name
-    shutil.copytree(form, copy) if form.is_dir() else shutil.copy(form, copy)
-    return copy
-
-
-def same_values(a: Any, b: Any) -> None:
-    """Compares what formats of torch keep: values, types and dtypes, not what shares memory."""
-    assert a.keys() == b.keys()
-    for key, value in b.items():
-        if isinstance(value, dict):
-            same_values(a[key], value)
-        elif isinstance(value, torch.Tensor):
-            assert a[key].dtype == value.dtype
-            assert torch.equal(a[key], value), key
-        elif isinstance(value, list):
-            same_values(dict(enumerate(a[key])), dict(enumerate(value)))
-        else:
-            assert a[key] == value, key
 
 
 # serve
@@ -357,114 +317,6 @@ def test_a_file_of_another_save_under_the_name(forms: dict[str, Path], run: Call
         assert run("verify", path).status == 4
 
 
-# convert
-
-
-@pytest.mark.parametrize("form", ["file", "archive", "checkpoint", "distributed", "torch"])
-def test_every_form_becomes_every_other(
-    form: str, forms: dict[str, Path], run: Callable[..., Any], tmp_path: Path
-) -> None:
-    state = make_state()
-    readers: dict[str, Callable[[Path], Any]] = {
-        "tensorferry": load_file,
-        "torch": lambda path: torch.load(path, weights_only=True),
-        "checkpoint": lambda path: CheckpointReader().read(path)[0],
-    }
-    for to, read in readers.items():
-        done = run("convert", forms[form], tmp_path / to, "--to", to)
-        assert done.status == 0, done.err
-        same_values(read(tmp_path / to), state)
-    assert run("verify", tmp_path / "tensorferry").status == 0
-    for to in ("dcp", "torch-dcp"):
-        assert run("convert", forms[form], tmp_path / to, "--to", to).status == 0
-        target = {key: torch.zeros_like(value) for key, value in state.items() if isinstance(value, torch.Tensor)}
-        reader = FileReader(tmp_path / to) if to == "dcp" else dcp.FileSystemReader(tmp_path / to)
-        dcp.load(target, storage_reader=reader)
-        assert all(torch.equal(target[key], state[key]) for key in target)
-        assert run("diff", tmp_path / to, forms[form]).status == 0
-    assert sorted(os.listdir(tmp_path)) == sorted([*readers, "dcp", "torch-dcp"])
-
-
-def test_safetensors_for_other_programs(forms: dict[str, Path], run: Callable[..., Any], tmp_path: Path) -> None:
-    safetensors = pytest.importorskip("safetensors.torch")
-    out = tmp_path / "a.safetensors"
-    refused = run("convert", forms["file"], out, "--to", "safetensors")
-    assert refused.status == 8
-    assert "--drop-objects" in refused.err
-    assert os.listdir(tmp_path) == []
-    done = run("convert", forms["file"], out, "--to", "safetensors", "--drop-objects")
-    assert done.status == 0
-    assert "3 leaves are not tensors, and were left out: list.1, step, name" in done.err
-    found = safetensors.load_file(out)
-    state = make_state()
-    assert torch.equal(found["model.weight"], state["model"]["weight"])
-    assert torch.equal(found["view"], state["view"])
-    assert not any(name.startswith("__tensorferry__") for name in found)
-    # And back.
-    assert run("convert", out, tmp_path / "b.safetensors").status == 0
-    assert_same_state(
-        load_file(tmp_path / "b.safetensors"), {name: found[name] for name in load_file(tmp_path / "b.safetensors")}
-    )
-
-
-def test_keys_with_dots_lose_nothing(run: Callable[..., Any], tmp_path: Path) -> None:
-    state = {"a": {"b": 1, "c": torch.ones(2)[1:]}, "a.b": torch.zeros(3), "a.c": torch.arange(2)}
-    torch.save(state, tmp_path / "a.pt")
-    done = run("convert", tmp_path / "a.pt", tmp_path / "a", "--to", "safetensors", "--drop-objects")
-    assert done.status == 0
-    (told,) = run("inspect", tmp_path / "a", "--json").json
-    assert sorted(leaf["bytes"] for leaf in told["leaves"]) == [4, 12, 16]
-    other = {**state, "a": {**state["a"], "b": 2}}
-    torch.save(other, tmp_path / "b.pt")
-    assert run("diff", tmp_path / "a.pt", tmp_path / "b.pt").status == exits.NO
-    assert run("diff", tmp_path / "a.pt", tmp_path / "a.pt").status == 0
-
-
-def test_a_curled_container_becomes_a_state_again(run: Callable[..., Any], publish: Any, tmp_path: Path) -> None:
-    curl = shutil.which("curl")
-    if curl is None:
-        pytest.skip("there is no curl")
-    url = f"{publish(make_state())}5.safetensors"
-    subprocess.run([curl, "-sfo", tmp_path / "5.safetensors", url], check=True, timeout=30)
-    assert_same_state(load_file(tmp_path / "5.safetensors"), make_state())
-    assert "model.weight" in run("inspect", tmp_path / "5.safetensors").out
-    assert run("verify", tmp_path / "5.safetensors").status == exits.NO
-    assert run("convert", tmp_path / "5.safetensors", tmp_path / "a.safetensors").status == 0
-    assert run("verify", tmp_path / "a.safetensors").status == 0
-    assert run("convert", tmp_path / "5.safetensors", tmp_path / "a.pt").status == 0
-    same_values(torch.load(tmp_path / "a.pt", weights_only=True), make_state())
-
-
-def test_tools_that_read_with_torch_get_what_they_need(
-    forms: dict[str, Path], run: Callable[..., Any], tmp_path: Path
-) -> None:
-    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-
-    assert run("convert", forms["distributed"], tmp_path / "torch", "--to", "torch-dcp").status == 0
-    dcp_to_torch_save(tmp_path / "torch", tmp_path / "a.pt")
-    same_values(torch.load(tmp_path / "a.pt", weights_only=True), make_state())
-
-
-def test_output_that_exists_is_not_touched(forms: dict[str, Path], run: Callable[..., Any], tmp_path: Path) -> None:
-    (tmp_path / "a.pt").write_text("precious")
-    assert run("convert", forms["file"], tmp_path / "a.pt").status == exits.USAGE
-    assert (tmp_path / "a.pt").read_text() == "precious"
-    assert run("convert", forms["file"], tmp_path / "a.unknown").status == exits.USAGE
-    assert run("convert", forms["file"], tmp_path / "none" / "a.pt").status == 14
-    # What somebody has called like something partial is in nobody's way.
-    (tmp_path / "b.pt.partial").write_text("mine")
-    assert run("convert", forms["file"], tmp_path / "b.pt").status == 0
-    assert sorted(os.listdir(tmp_path)) == ["a.pt", "b.pt", "b.pt.partial"]
-
-
-@pytest.mark.parametrize("form", ["file", "checkpoint"])
-def test_damage_is_not_converted(form: str, forms: dict[str, Path], run: Callable[..., Any], tmp_path: Path) -> None:
-    path = copied(forms[form], tmp_path)
-    damage(next(path.glob("rank*")) if path.is_dir() else path, 100_000)
-    assert run("convert", path, tmp_path / "a.pt").status == 4
-    assert not (tmp_path / "a.pt").exists()
-
-
 class Harmful:
     def __reduce__(self) -> Any:
         return os.system, ("touch owned",)
@@ -532,39 +384,6 @@ def test_an_index_that_leads_out_of_its_folder(run: Callable[..., Any], tmp_path
         done = run(verb, tmp_path / "f", *(["--digests"] if verb == "inspect" else []))
         assert done.status == 5, (verb, done.err)
         assert "is not the name of a rank's file" in done.err
-
-
-def test_memory_stays_bounded(tmp_path: Path) -> None:
-    state = {f"w{i}": torch.full((4 << 20,), float(i)) for i in range(8)}
-    sources = {}
-    for form in ("archive", "checkpoint", "distributed"):
-        sources[form] = tmp_path / FORMS[form][1]
-        FORMS[form][0](state, sources[form])
-    jobs = [("archive", "tensorferry"), ("distributed", "torch"), ("checkpoint", "safetensors")]
-    block = f"""
-import threading, time
-import torch, tensorferry.cli.conversion, torch.distributed.checkpoint
-from tensorferry.cli import main
-def held():
-    return int(next(line for line in open("/proc/self/status") if line.startswith("RssAnon")).split()[1]) >> 10
-before, most, done = held(), 0, False
-def watch():
-    global most
-    while not done:
-        most = max(most, held())
-        time.sleep(0.002)
-thread = threading.Thread(target=watch)
-thread.start()
-status = [main(["convert", source, to, "--to", to]) for source, to in {[(str(sources[a]), b) for a, b in jobs]!r}]
-done = True
-thread.join()
-print(status, most - before, sep=";")
-"""
-    command_line = [sys.executable, "-W", "ignore", "-c", block]
-    done = subprocess.run(command_line, capture_output=True, text=True, timeout=100, check=True, cwd=tmp_path)
-    status, grown = done.stdout.splitlines()[-1].split(";")
-    # Of 128 MiB of tensors.
-    assert (status, int(grown) < 80) == ("[0, 0, 0]", True), done.stdout
 
 
 def test_a_folder_of_megatrons_is_served_and_shown(

@@ -7,14 +7,22 @@ Only torch and megatron-core are imported, so that the release that wrote this f
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import torch
+
+#: Written by megatron-core 0.15.3 on two ranks, with 10 rows of a vocabulary that is padded to 12 (``stock_zarr.py``).
+WRITTEN = Path(__file__).resolve().parents[1] / "data" / "megatron" / "zarr-0.15"
 
 DTYPES = ("bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64", "complex64", "bfloat16")
 #: Key and shape of the tensors that are sharded; all dimensions can be divided by 1, 2 and 4.
 SHARDED = {"rows": (8, 5), "columns": (6, 8), "layers": (4, 3, 8), "vocabulary": (12, 4)}
 #: How many rows of the vocabulary there are before it is padded.
 VOCABULARY = 10
+
+
+def rank_and_world():
+    return torch.distributed.get_rank(), torch.distributed.get_world_size()
 
 
 def whole(key, dtype=torch.float32):

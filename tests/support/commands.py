@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
+import struct
 import subprocess
 import sys
 import time
@@ -140,3 +142,48 @@ FORMS = {
     "distributed": (write_distributed, "distributed"),
     "torch": (write_torch_distributed, "torch"),
 }
+
+
+def written(state: dict[str, Any], folder: Path) -> dict[str, Path]:
+    """Writes a state in each form, and returns where."""
+    for write, name in FORMS.values():
+        write(state, folder / name)
+    checkpoint = folder / FORMS["checkpoint"][1]
+    shutil.copy(next(checkpoint.glob("rank*")), folder / "state.safetensors")
+    found = {form: folder / name for form, (_, name) in FORMS.items()}
+    return {**found, "file": folder / "state.safetensors", "plain": plain_file(folder / "plain.safetensors")}
+
+
+def plain_file(path: Path) -> Path:
+    """A safetensors file of another program: two tensors, no checksums."""
+    header = {"b": {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]}}
+    header["a.x"] = {"dtype": "I64", "shape": [1], "data_offsets": [16, 24]}
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + struct.pack("<4fq", 1, 2, 3, 4, 7))
+    return path
+
+
+#: What :func:`plain_file` has.
+PLAIN = {"b": torch.tensor([[1.0, 2.0], [3.0, 4.0]]), "a.x": torch.tensor([7])}
+
+
+def copied(form: Path, folder: Path) -> Path:
+    """A copy that a test may change."""
+    copy = folder / form.name
+    shutil.copytree(form, copy) if form.is_dir() else shutil.copy(form, copy)
+    return copy
+
+
+def same_values(a: Any, b: Any) -> None:
+    """Compares what formats of torch keep: values, types and dtypes, not what shares memory."""
+    assert a.keys() == b.keys()
+    for key, value in b.items():
+        if isinstance(value, dict):
+            same_values(a[key], value)
+        elif isinstance(value, torch.Tensor):
+            assert a[key].dtype == value.dtype
+            assert torch.equal(a[key], value), key
+        elif isinstance(value, list):
+            same_values(dict(enumerate(a[key])), dict(enumerate(value)))
+        else:
+            assert a[key] == value, key
