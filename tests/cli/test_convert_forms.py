@@ -153,7 +153,7 @@ def watch():
     while not done:
         most = max(most, held())
         time.sleep(0.002)
-thread = threading.Thread(target=watch)
+thread = threading.Thread(target=watch, daemon=True)
 thread.start()
 status = [main(["convert", source, to, "--to", to]) for source, to in {[(str(sources[a]), b) for a, b in jobs]!r}]
 done = True
