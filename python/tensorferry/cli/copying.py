@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import logging
-import mmap
-import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 from .._native import _file_damage
 from ..dcp import marker
-from ..errors import CorruptCheckpoint, IncompleteCheckpoint, InvalidArgument, SourceChanged, SystemRefused
+from ..errors import CorruptCheckpoint, IncompleteCheckpoint, InvalidArgument, SourceChanged
 from ..storage import commits
 from ..storage.folder import INDEX
 from ..storage.objects.commit import put_new
+from ..storage.objects.download import download_file
 from ..storage.objects.place import ObjectPlace
 from ..storage.objects.upload import upload_file
 from ..storage.pending import pending
@@ -97,27 +95,10 @@ def _download(place: Place, target: Path, *, verify: bool) -> int:
 
 
 def _download_file(source: ObjectPlace, target: Path, *, verify: bool) -> int:
-    opened = source.opened()
-    try:
-        with target.open("x+b") as file:
-            if opened.nbytes:
-                # A write to a page for which the disk has no room would end the process.
-                os.posix_fallocate(file.fileno(), 0, opened.nbytes)
-                with mmap.mmap(file.fileno(), opened.nbytes) as pages:
-                    memory = (ctypes.c_char * opened.nbytes).from_buffer(pages)
-                    try:
-                        opened.read_all([(0, ctypes.addressof(memory), opened.nbytes)])
-                    finally:
-                        del memory
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as e:
-        if isinstance(e, SystemRefused) or e.errno is None:
-            raise
-        raise SystemRefused(e.errno, f"{target}: cannot be written: {e.strerror}") from e
+    nbytes = download_file(source, target)
     if verify and target.suffix == ".safetensors":
         _check(target, source)
-    return opened.nbytes
+    return nbytes
 
 
 def _upload(place: Place, target: ObjectPlace, *, verify: bool) -> int:
