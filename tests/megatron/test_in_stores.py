@@ -179,6 +179,42 @@ def test_ranks_read_from_a_bucket_once_what_several_of_them_need(newest, address
     assert all(report["fetched"] > 0 for report in told)
 
 
+def convert(kept, variables, source, output, to):
+    from tensorferry.megatron.convert import convert
+
+    del kept
+    os.environ.update(variables)
+    try:
+        return tuple(convert(source, output, to=to, window=1 << 20))
+    except Exception as e:
+        return f"{type(e).__name__}: {e}"
+
+
+def test_the_converter_reads_and_writes_in_a_bucket(newest, address, tmp_path):
+    variables, place = environment(address), f"s3://{BUCKET}/formats"
+    assert newest.job(2).run(save, variables, f"{place}/first", 5) == [None, None]
+    steps = [
+        (f"{place}/first", f"{place}/second", "torch_dist"),
+        (f"{place}/second", f"{place}/third", "tensorferry"),
+        (f"{place}/third", str(tmp_path / "fourth"), "tensorferry"),
+    ]
+    for step in steps:
+        (done,) = newest.job(1).run(convert, variables, *step)
+        assert isinstance(done, tuple), done
+    for found in (f"{place}/third", str(tmp_path / "fourth")):
+        assert newest.job(2).run(load, variables, found, 5) == [None, None]
+    assert {key.rpartition("/")[2] for key in objects(address, "formats/second/")} >= {".metadata", "metadata.json"}
+    held = objects(address, "formats/")
+    (told,) = newest.job(1).run(convert, variables, *steps[0])
+    assert told.startswith("CheckpointingException")
+    assert "something is there already" in told
+    client(address).put_object(Bucket=BUCKET, Key="formats/second/a/.zarray", Body=b"")
+    (told,) = newest.job(1).run(convert, variables, f"{place}/second", f"{place}/fifth", "tensorferry")
+    assert "copy it to a folder" in told
+    client(address).delete_object(Bucket=BUCKET, Key="formats/second/a/.zarray")
+    assert objects(address, "formats/") == held
+
+
 def with_megatrons_own(kept, variables, url):
     import megatron.core.dist_checkpointing as stock
 

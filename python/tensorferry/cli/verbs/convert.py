@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ...errors import InvalidArgument, ProtocolError, TensorferryError
+from ...storage.copies import refuse_taken
 from ...storage.objects.place import ObjectPlace
 from ...storage.places import AnyPlace, any_place, is_store_url
 from .. import exits
@@ -139,7 +140,7 @@ def _to_store(
     from .. import copying, places
 
     # Before the work, and once more after it.
-    copying.refuse_taken(output)
+    refuse_taken(output)
     with tempfile.TemporaryDirectory(prefix="tensorferry-") as folder:
         written = Path(folder) / "converted" / output.name
         written.parent.mkdir()
