@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ...errors import InvalidArgument, ProtocolError, TensorferryError
-from ...storage.copies import refuse_taken
 from ...storage.objects.place import ObjectPlace
 from ...storage.places import AnyPlace, any_place, is_store_url
 from .. import exits
@@ -137,6 +136,7 @@ def _to_store(
     place: Any, output: ObjectPlace, to: str, only: str | None, rank: int, step: int | None, **how: bool
 ) -> tuple[str, dict[str, Any]]:
     """Converts ``place`` in a temporary folder, and copies the result to a store."""
+    from ...storage.copies import refuse_taken
     from .. import copying, places
 
     # Before the work, and once more after it.
