@@ -1,7 +1,6 @@
 import sys
 from collections.abc import Callable, Sequence
 from os import PathLike
-from pathlib import Path
 from typing import Any, Protocol, final
 
 from typing_extensions import disjoint_base
@@ -362,7 +361,7 @@ class Stored(Entries):
     @property
     def pickle(self) -> bytes | None: ...
     @property
-    def path(self) -> Path | None: ...
+    def path(self) -> str | None: ...
     @property
     def is_verified(self) -> bool: ...
     def digests(self) -> bytes | None: ...

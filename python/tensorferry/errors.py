@@ -180,6 +180,24 @@ def class_of(error: BaseException) -> str:
     return next(ours, "other")
 
 
+def name_of(error: BaseException) -> str:
+    """Returns the name of the class of this module as which another process is told of ``error``: see :func:`named`."""
+    found = class_of(error)
+    if found != "other":
+        return found
+    return "SystemRefused" if isinstance(error, OSError) else "TensorferryError"
+
+
+def named(name: str, text: str) -> TensorferryError:
+    """Returns the error that another process has told by the name of its class."""
+    kind = globals()[name] if name in __all__ else TensorferryError
+    try:
+        error: TensorferryError = kind(text)
+    except TypeError:
+        error = TensorferryError(f"{name}: {text}")
+    return error
+
+
 def message_of(error: BaseException) -> str:
     """Returns the message of an error, without what the classes of ``urllib`` write around it."""
     return str(error.reason if isinstance(error, URLError) else error)

@@ -1,16 +1,19 @@
-"""The command line takes URLs: inspect, verify, diff, convert, copy."""
+"""The command line takes URLs: inspect, verify, diff, convert, copy, pull."""
 
 from __future__ import annotations
 
 import json
+from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from stores import Gateway, client, objects, put_folder
+from stores import FORBIDDEN, Gateway, client, objects, put_folder
+from tensorferry import HTTPTransport
+from tensorferry.checkpointing import SyncCheckpointer, load_file
 from tensorferry.cli.app import run
-from tensorferry.dcp import FileReader, FileWriter
+from tensorferry.dcp import FileReader, FileWriter, PeerWriter
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -183,9 +186,60 @@ def test_a_safetensors_file_of_another_program(server, tmp_path, capsys):
     assert told(capsys, "verify", f"{server.place}/model.safetensors")[0] == 1
 
 
-def test_what_does_not_take_a_url_makes_no_folder(tmp_path, monkeypatch, capsys):
+@pytest.fixture
+def published():
+    """The metadata of a transport that serves a state."""
+    transport = HTTPTransport(timedelta(seconds=30), interface="127.0.0.1")
+    transport.send_checkpoint([1], 5, state(4), timedelta(seconds=30))
+    yield transport.metadata()
+    transport.shutdown()
+
+
+def test_pull_into_a_store(server, tmp_path, monkeypatch, capsys, published):
+    """Nothing is left in the folders of this machine, and nothing is replaced in the store."""
     monkeypatch.chdir(tmp_path)
-    assert run(["pull", "http://127.0.0.1:9/x", "--output", "s3://bucket/x.safetensors"]) != 0
-    assert run(["pull", "http://127.0.0.1:9/x", "--into-folder", "s3://bucket/x"]) != 0
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    file, folder = f"{server.place}/a.safetensors", f"{server.place}/step-5"
+    status, told = pulled(capsys, published, "--output", file)
+    assert (status, told["path"], told["step"]) == (0, file, 5)
+    assert torch.equal(load_file(file)["w"], state(4)["w"])
+    status, told = pulled(capsys, published, "--into-folder", folder)
+    assert (status, told["path"], told["step"]) == (0, folder, 5)
+    assert torch.equal(SyncCheckpointer().load(folder)["w"], state(4)["w"])
+    assert told_of_verify(capsys, folder) == 0
+    held = objects(server.url, server.prefix)
+    for where in (["--output", file], ["--into-folder", folder], ["--output", f"{server.place}/step-5", "--force"]):
+        assert run(["pull", published, *where]) == 2
+        assert "something is there already" in capsys.readouterr().err
+    assert objects(server.url, server.prefix) == held
     assert not list(tmp_path.iterdir())
-    capsys.readouterr()
+
+
+def test_a_pull_whose_copy_is_refused_leaves_nothing_here(gateway, server, tmp_path, monkeypatch, capsys, published):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    gateway.act = lambda _, method, path: FORBIDDEN if method == "PUT" and "index" in path else None
+    assert run(["pull", published, "--into-folder", server.place]) == 16
+    assert "the store does not permit it" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+    assert run(["pull", published, "--into-folder", server.place]) == 2
+
+
+def test_a_publication_of_ranks_is_pulled_into_a_store(server, capsys):
+    peers = PeerWriter(interface="127.0.0.1")
+    dcp.save(state(6), storage_writer=peers, no_dist=True)
+    try:
+        assert pulled(capsys, peers.metadata(), "--into-folder", server.place)[0] == 0
+        into = {"w": torch.zeros(300, 40)}
+        dcp.load(into, storage_reader=FileReader(server.place), no_dist=True)
+        assert torch.equal(into["w"], state(6)["w"])
+    finally:
+        peers.shutdown()
+
+
+def pulled(capsys, metadata, *where):
+    status = run(["pull", metadata, *where, "--quiet", "--json"])
+    return status, json.loads(capsys.readouterr().out)
+
+
+def told_of_verify(capsys, place):
+    return told(capsys, "verify", place)[0]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tensorferry.checkpointing import load_file
@@ -61,9 +63,14 @@ def test_what_a_store_said_is_told_without_the_url():
 
 
 def test_what_takes_no_url_says_so():
-    for call in (place_of, load_file):
-        with pytest.raises(InvalidArgument, match="object store"):
-            call("s3://bucket/x")
+    with pytest.raises(InvalidArgument, match="object store"):
+        place_of("s3://bucket/x")
+
+
+def test_a_url_that_was_a_path_object_says_so():
+    for call in (any_place, load_file):
+        with pytest.raises(InvalidArgument, match="give it as text"):
+            call(Path("s3://bucket/x"))
 
 
 def test_a_missing_package_is_named(monkeypatch):

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +37,9 @@ from ..pickles.allowlist import Allowed
 from ..state import part, tree
 from ..state.load import receive, receive_part
 from ..storage.folder import Index, missing_files, read_index
+from ..storage.objects.download import local_file
 from ..storage.objects.place import ObjectPlace
-from ..storage.places import AnyPlace, any_place, begun, local_path
+from ..storage.places import AnyPlace, any_place, begun, is_store_url, local_path
 from ..storage.settled import ATTEMPTS, is_outdated
 from ..storage.whole_files import is_file
 from . import other_formats
@@ -48,6 +50,8 @@ logger = logging.getLogger("tensorferry")
 
 #: Where a keeper has the state of a rank: takes the checkpoint's path, the rank and how many ranks load.
 Prefer = Callable[[str, int, int], "Stored | None"]
+#: How a file of ``torch.save`` begins.
+_ARCHIVE = b"PK\x03\x04"
 
 
 def read(
@@ -111,6 +115,8 @@ def load_file(
     strict: bool = False,
     safe_globals: Iterable[Any] = (),
     trust_pickle: bool = False,
+    store_options: Mapping[str, Any] | None = None,
+    timeout: timedelta | None = None,
 ) -> Any:
     """Loads a state from a single file.
 
@@ -118,12 +124,15 @@ def load_file(
     wrote. What came from a server has no checksums in the file, so that damage to it stays unnoticed.
 
     Args:
-        path: the file
+        path: the file, or the URL of an object in a store; of ``torch.save``'s, the object is first copied to a folder
+            for temporary files
         state_dict: as for ``AsyncCheckpointer.load``
         map_location: likewise
         strict: likewise
         safe_globals: classes and functions that pickled objects may name, besides the default list
         trust_pickle: lets them name anything
+        store_options: as for ``tensorferry.dcp.FileReader``
+        timeout: likewise
 
     Returns:
         The state; ``state_dict`` itself if it was given.
@@ -133,7 +142,11 @@ def load_file(
     """
     allowed = Allowed(safe_globals, trust_pickle)
     loading = _StateLoad(state_dict, map_location, strict, 0, 1, allowed, None)
-    file = local_path(path)
+    file: AnyPlace
+    if is_store_url(path):
+        file = begun(any_place(path, store_options=store_options, timeout=timeout))
+    else:
+        file = local_path(path)
     if not is_file(file):
         raise IncompleteCheckpoint(f"{os.fspath(path)}: there is no such file")
     return loading.from_file(file)[0]
@@ -180,7 +193,7 @@ class _StateLoad:
                 index = read_index(path)
             except IncompleteCheckpoint:
                 file = path / f"checkpoint_{self.rank}.pt"
-                if isinstance(file, Path) and is_file(file) and self.save_id is None:
+                if self.save_id is None and is_file(file):
                     return self._from_archive(file)
                 other_formats.refuse(path)
                 raise
@@ -213,14 +226,13 @@ class _StateLoad:
     def from_file(self, path: AnyPlace) -> tuple[Any, list[str]]:
         """Loads a single file."""
         if isinstance(path, ObjectPlace):
-            if path.opened().begins_with(b"PK\x03\x04"):
-                raise InvalidArgument(f"{path} is a file of torch.save: copy it to a folder to load it")
-            return self.from_container(Stored.open(path, threads=self.threads, checksums=False))
-        try:
-            with path.open("rb") as file:
-                is_archive = file.read(4) == b"PK\x03\x04"
-        except OSError as e:
-            raise SystemRefused(e.errno, f"{path}: cannot be read: {e.strerror}") from e
+            is_archive = path.opened().begins_with(_ARCHIVE)
+        else:
+            try:
+                with path.open("rb") as file:
+                    is_archive = file.read(len(_ARCHIVE)) == _ARCHIVE
+            except OSError as e:
+                raise SystemRefused(e.errno, f"{path}: cannot be read: {e.strerror}") from e
         if is_archive:
             return self._from_archive(path)
         stored = Stored.open(path, threads=self.threads, checksums=False)
@@ -251,16 +263,23 @@ class _StateLoad:
         finally:
             bounce.close()
 
-    def _from_archive(self, path: Path) -> tuple[Any, list[str]]:
+    def _from_archive(self, path: AnyPlace) -> tuple[Any, list[str]]:
         """Loads what ``torch.save`` wrote."""
+        if isinstance(path, ObjectPlace):
+            with local_file(path) as copied:
+                return self._of_archive(copied, str(path))
+        return self._of_archive(path, str(path))
+
+    def _of_archive(self, path: Path, name: str) -> tuple[Any, list[str]]:
+        """Loads the archive ``path``, which messages call ``name``."""
         if self.state_dict is None:
-            return torch_archives.load_file(path, self.allowed, self.map_location), []
+            return torch_archives.load_file(path, self.allowed, self.map_location, name=name), []
         wanted = self._records(path)
 
         def stand_in(name: str, nbytes: int) -> torch.Tensor | None:
             return None if wanted is None or name in wanted else _untouched(nbytes)
 
-        state = torch_archives.load_file(path, self.allowed, self.map_location, stand_in)
+        state = torch_archives.load_file(path, self.allowed, self.map_location, stand_in, name=name)
         check_placements(state, self.state_dict)
         return part.fill(self.state_dict, state, self.strict)
 

@@ -342,13 +342,7 @@ def _started(sock: int, said: int) -> subprocess.Popen[bytes]:
 
 def _error(fields: dict[str, Any]) -> Exception:
     """Returns the exception that a process reports."""
-    name, text = str(fields.get("error")), str(fields.get("text"))
-    kind = getattr(errors, name) if name in errors.__all__ else TensorferryError
-    try:
-        error: Exception = kind(text)
-    except TypeError:
-        error = TensorferryError(f"{name}: {text}")
-    return error
+    return errors.named(str(fields.get("error")), str(fields.get("text")))
 
 
 _writers: weakref.WeakSet[Writer] = weakref.WeakSet()

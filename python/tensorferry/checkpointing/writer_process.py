@@ -98,7 +98,7 @@ class _Process:
                 result = _performed(*order)
             except Exception as e:  # Whatever it is, the trainer learns it, and the next order is carried out.
                 result = {}
-                self._tell("failed", save_id=order[0].save.save, error=_name(e), text=str(e))
+                self._tell("failed", save_id=order[0].save.save, error=errors.name_of(e), text=str(e))
             save_id = order[0].save.save
             # The memory goes first: the trainer may use it for something else at once.
             del order
@@ -117,12 +117,6 @@ def _performed(order: Order, given: Handover) -> dict[str, int]:
     """Carries ``order`` out; returns the fields of ``written``."""
     written = perform(order, given.container)
     return {"bytes": written.bytes, "direct": written.direct}
-
-
-def _name(error: Exception) -> str:
-    """Returns the name of the closest class of ``error`` in ``tensorferry.errors``."""
-    names = (kind.__name__ for kind in type(error).__mro__ if kind.__name__ in errors.__all__)
-    return next(names, "SystemRefused" if isinstance(error, OSError) else "TensorferryError")
 
 
 def main(descriptor: int, trainer: int) -> None:

@@ -3,28 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import logging
-import mmap
-import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 from .._native import _file_damage
 from ..dcp import marker
-from ..errors import CorruptCheckpoint, IncompleteCheckpoint, InvalidArgument, SourceChanged, SystemRefused
+from ..errors import CorruptCheckpoint, IncompleteCheckpoint, InvalidArgument
 from ..storage import commits
+from ..storage.copies import download_folder, refuse_taken, unchecked, upload_folder, upload_new
 from ..storage.folder import INDEX
-from ..storage.objects.commit import put_new
+from ..storage.objects.download import download_file
 from ..storage.objects.place import ObjectPlace
-from ..storage.objects.upload import upload_file
 from ..storage.pending import pending
 from ..storage.places import AnyPlace
-from ..storage.whole_files import is_file, listed, sync_folder
+from ..storage.whole_files import is_file, listed
 from .places import CheckpointKind, Place
-
-logger = logging.getLogger("tensorferry")
 
 #: What is one file and not a folder.
 _FILES = (CheckpointKind.CONTAINER, CheckpointKind.ARCHIVE)
@@ -87,94 +81,30 @@ def _files_of(place: Place) -> list[str]:
 def _download(place: Place, target: Path, *, verify: bool) -> int:
     source = place.path
     assert isinstance(source, ObjectPlace)
-    if place.kind in _FILES:
-        return _download_file(source, target, verify=verify)
-    total = 0
-    for name in _files_of(place):
-        total += _download_file(source / name, target / name, verify=verify)
-    sync_folder(target)
-    return total
-
-
-def _download_file(source: ObjectPlace, target: Path, *, verify: bool) -> int:
-    opened = source.opened()
-    try:
-        with target.open("x+b") as file:
-            if opened.nbytes:
-                # A write to a page for which the disk has no room would end the process.
-                os.posix_fallocate(file.fileno(), 0, opened.nbytes)
-                with mmap.mmap(file.fileno(), opened.nbytes) as pages:
-                    memory = (ctypes.c_char * opened.nbytes).from_buffer(pages)
-                    try:
-                        opened.read_all([(0, ctypes.addressof(memory), opened.nbytes)])
-                    finally:
-                        del memory
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as e:
-        if isinstance(e, SystemRefused) or e.errno is None:
-            raise
-        raise SystemRefused(e.errno, f"{target}: cannot be written: {e.strerror}") from e
-    if verify and target.suffix == ".safetensors":
-        _check(target, source)
-    return opened.nbytes
+    check = _check_container if verify else unchecked
+    if place.kind not in _FILES:
+        return download_folder(source, target, _files_of(place), check)
+    nbytes = download_file(source, target)
+    check(target, source)
+    return nbytes
 
 
 def _upload(place: Place, target: ObjectPlace, *, verify: bool) -> int:
     source = place.path
     assert isinstance(source, Path)
+    if place.kind not in _FILES:
+        return upload_folder(source, target, _files_of(place), _check_container if verify else unchecked)
     refuse_taken(target)
-    if place.kind in _FILES:
-        if verify and place.kind is CheckpointKind.CONTAINER:
-            _check(source, source)
-        return _upload_file(target, source)
-    names = _files_of(place)
-    total = 0
-    try:
-        for name in names[:-1]:
-            if verify and name.endswith(".safetensors"):
-                _check(source / name, source / name)
-            total += _upload_file(target / name, source / name)
-    except BaseException:
-        # They stay: a second copy of the same checkpoint to the same place may be under way.
-        logger.warning("%s: this copy was not completed: remove what it has left there before another one", target)
-        raise
-    data = (source / names[-1]).read_bytes()
-    with _refusing(target):
-        put_new(target / names[-1], data)
-    return total + len(data)
+    if verify and place.kind is CheckpointKind.CONTAINER:
+        _check(source, source)
+    return upload_new(target, source)
 
 
-def _upload_file(target: ObjectPlace, source: Path) -> int:
-    """Uploads a file to where nothing is; returns its length."""
-    with _refusing(target):
-        return upload_file(target, source)
-
-
-@contextlib.contextmanager
-def _refusing(target: ObjectPlace) -> Iterator[None]:
-    """Says of an object that was not there before that something is there."""
-    try:
-        yield
-    except SourceChanged as e:
-        raise _taken(target) from e
-
-
-def refuse_taken(target: AnyPlace) -> None:
-    """Refuses a place in a store where anything is: an object, or objects below it; of other places it knows nothing.
-
-    Raises:
-        InvalidArgument: something is there
-        TensorferryError: the store does not answer, or refuses
-    """
-    if isinstance(target, ObjectPlace) and ((target.key and target.is_file()) or target.is_dir()):
-        raise _taken(target)
+def _check_container(path: Path, name: AnyPlace) -> None:
+    if path.suffix == ".safetensors":
+        _check(path, name)
 
 
 def _check(path: Path, name: AnyPlace) -> None:
     if damaged := _file_damage(path):
         raise CorruptCheckpoint(f"{name} is damaged at {len(damaged)} places: see tensorferry verify")
-
-
-def _taken(target: AnyPlace) -> InvalidArgument:
-    return InvalidArgument(f"{target}: something is there already: choose another place, or remove it")

@@ -289,6 +289,13 @@ class FileWriter(InFolder, StorageWriter):  # type: ignore[misc]  # mypy does no
         save = self._running.save
         return RankFile(save.path / f"rank{save.rank:05d}-{save.id}.safetensors", self._threads, self._cached)
 
+    def go_on(self) -> None:
+        """The save that has begun in this thread goes on, after another process has written: see :meth:`rank_file`.
+
+        In a store, the commit has a deadline of its own.
+        """
+        self._running.ongoing().go_on()
+
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Writes the index, which commits the checkpoint, and removes the files of the checkpoint that it replaces.
 

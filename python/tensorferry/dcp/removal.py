@@ -1,19 +1,19 @@
-"""Removes keys from a checkpoint in a folder."""
+"""Removes keys from a checkpoint in a folder or an object store."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
-from pathlib import Path
 from typing import Any
 
 from ..pickles.allowlist import Allowed
 from ..storage import commits
 from ..storage.folder import INDEX
+from ..storage.places import AnyPlace
 from . import index
 from .save_plan import ABOUT
 
 
-def remove_keys(folder: Path, prefix: str, allowed: Allowed) -> None:
+def remove_keys(folder: AnyPlace, prefix: str, allowed: Allowed) -> None:
     """Replaces the index by one without the keys that begin with ``prefix``, and removes files that it needs no more.
 
     It may be called while saves into the folder run: what they commit stays, and loses these keys only if it was

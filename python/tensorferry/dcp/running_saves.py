@@ -13,7 +13,7 @@ from ..errors import InvalidArgument
 from ..storage import commits, leftovers
 from ..storage.container import Stored
 from ..storage.folder import INDEX
-from ..storage.places import AnyPlace, new_save_id
+from ..storage.places import AnyPlace, begun, new_save_id
 from ..storage.whole_files import is_file
 from . import marker
 from .in_folder import RANK_INDEX, TORCH_INDEX
@@ -86,6 +86,11 @@ class SaveRecord:
             # Somebody has removed the index; if this save were killed, tools would take the folder for a checkpoint.
             leftovers.remove(self.path, [TORCH_INDEX])
         self._of_torch = sorted(filter(self._is_replaced, names))
+
+    def go_on(self) -> None:
+        """The save goes on now: in a store, what is left of it has a deadline of its own."""
+        self.path = begun(self.path)
+        self.index = self.path / self.index.name
 
     @contextlib.contextmanager
     def undone(self) -> Iterator[None]:

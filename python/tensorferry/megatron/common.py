@@ -21,7 +21,8 @@ from typing import Any
 import torch
 
 from ..errors import ProtocolError, TensorferryError
-from ..storage import whole_files
+from ..storage import commits, whole_files
+from ..storage.places import AnyPlace
 from .release import COMMON_STATE_FNAME, CONFIG_FNAME, CheckpointingConfig, CheckpointingException
 
 
@@ -32,7 +33,7 @@ def encoded(state: Any) -> bytes:
     return file.getvalue()
 
 
-def read(folder: Path) -> bytes | None:
+def read(folder: AnyPlace) -> bytes | None:
     """Returns the bytes of ``common.pt``; ``None`` if there is none.
 
     Raises:
@@ -44,13 +45,14 @@ def read(folder: Path) -> bytes | None:
         return None
 
 
-def read_whole(path: Path, most: int | None = None) -> bytes:
-    """Returns the content of a file of at most ``most`` bytes, or as many as there is memory for.
+def read_whole(path: AnyPlace, most: int | None = None) -> bytes:
+    """Returns the content of a file or object of at most ``most`` bytes, or as many as there is memory for.
 
     Raises:
         FileNotFoundError: there is no such file
         CheckpointingException: it is not a regular file, is longer, or cannot be read
         SystemRefused: it is longer than the memory that this process can have
+        TensorferryError: a store does not answer, or refuses
     """
     try:
         return whole_files.read_whole(path, most)
@@ -64,13 +66,14 @@ def read_whole(path: Path, most: int | None = None) -> bytes:
         raise CheckpointingException(f"{path} cannot be read: {e}") from e
 
 
-def config(folder: Path) -> CheckpointingConfig:
+def config(folder: AnyPlace) -> CheckpointingConfig:
     """Returns what ``metadata.json`` says: the backend of a checkpoint and the version of its format.
 
     Raises:
         CheckpointingException: there is no such folder or file, or it cannot be read
+        TensorferryError: a store does not answer, or refuses
     """
-    if not folder.is_dir():
+    if isinstance(folder, Path) and not folder.is_dir():
         raise CheckpointingException(f"Checkpoint directory {folder} does not exist")
     try:
         found = json.loads(read_whole(folder / CONFIG_FNAME, whole_files.FEW))
@@ -85,6 +88,8 @@ def config(folder: Path) -> CheckpointingConfig:
     except CheckpointingException:
         raise
     except Exception as e:
+        if isinstance(e, TensorferryError) and commits.says_nothing(folder, e):
+            raise
         raise CheckpointingException(
             f"{folder}/metadata.json cannot be read ({type(e).__name__}: {str(e)[:300]}). If a save of tensorferry's "
             "into this folder was killed, tensorferry.megatron.restore_common(folder) writes it anew; else load "
@@ -92,16 +97,16 @@ def config(folder: Path) -> CheckpointingConfig:
         ) from e
 
 
-def write(folder: Path, data: bytes) -> None:
+def write(folder: AnyPlace, data: bytes) -> None:
     """Writes ``common.pt``."""
     if read(folder) != data:
         _replace(folder / COMMON_STATE_FNAME, data)
 
 
-def mark(folder: Path, backend: str, version: int) -> None:
-    """Writes ``metadata.json``, which makes a folder a checkpoint for Megatron."""
+def mark(folder: AnyPlace, backend: str, version: int) -> None:
+    """Writes ``metadata.json``, which makes a folder, or a place in a store, a checkpoint for Megatron."""
     _replace(folder / CONFIG_FNAME, json.dumps(asdict(CheckpointingConfig(backend, version))).encode())
 
 
-def _replace(path: Path, data: bytes) -> None:
+def _replace(path: AnyPlace, data: bytes) -> None:
     whole_files.write_whole(path, data, path.with_name(f"{path.name}.{secrets.token_hex(6)}.partial"))

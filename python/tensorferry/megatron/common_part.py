@@ -12,7 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..storage.places import local_path
+from ..storage.places import any_place
 from . import common
 from .interfaces import LoadCommonStrategy, SaveCommonStrategy
 from .load import LoadStrategy, load_strategy
@@ -87,4 +87,4 @@ class CommonSaveStrategy(SaveCommonStrategy):
             OSError: the system refuses
         """
         if not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0:
-            common.write(local_path(checkpoint_dir, "checkpoint_dir"), common.encoded(common_state_dict))
+            common.write(any_place(checkpoint_dir, "checkpoint_dir"), common.encoded(common_state_dict))

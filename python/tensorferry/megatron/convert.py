@@ -9,8 +9,10 @@ through a window of memory. The output appears when it is complete.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
+import tempfile
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -19,11 +21,15 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import _validate
+from ..dcp import marker
 from ..errors import InvalidArgument, TensorferryError
 from ..memory.tensors import scratch
 from ..pickles.allowlist import Allowed
+from ..storage.copies import download_folder, refuse_taken, upload_folder
+from ..storage.folder import INDEX
+from ..storage.objects.place import ObjectPlace
 from ..storage.pending import pending
-from ..storage.places import local_path
+from ..storage.places import AnyPlace, any_place, begun, is_store_url, local_path
 from . import common
 from .formats.convert_outputs import OUTPUTS
 from .formats.convert_sources import ZARR, ConversionSource, FerrySource, ZarrSource
@@ -70,9 +76,14 @@ def convert(
     needs no process group. While ``output`` is written, it has the name ``.OUTPUT.<id>.partial``. What a killed
     conversion has left is removed by the next one into the same output.
 
+    In an object store, the output is first written into a folder for temporary files, and then copied to a place where
+    nothing is, the index last. Of a source there, ``torch_dist`` is copied to such a folder first, ``tensorferry`` is
+    read where it is, and ``zarr`` has to be copied by other means.
+
     Args:
-        source: a checkpoint of backend ``zarr``, ``torch_dist`` or ``tensorferry``
-        output: a folder that does not exist, or is empty
+        source: a checkpoint of backend ``zarr``, ``torch_dist`` or ``tensorferry``: a folder, or the URL of a place in
+            an object store
+        output: a folder that does not exist, or is empty; or the URL of a place in an object store where nothing is
         to: the backend of the output: ``"tensorferry"`` or ``"torch_dist"``
         window: bytes of memory for tensors on their way, about; also the most that a file of the output has
         threads: threads that read; ``None`` chooses by the number of cores
@@ -91,13 +102,11 @@ def convert(
     window = _validate.integer("window", window, _MIB)
     threads = thread_count(threads)
     allowed = Allowed(safe_globals, trust_pickle)
-    target = local_path(output, "output")
+    target = _place(output, "output")
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with (
-            pending(target, folder=True) as folder,
-            _open(local_path(source, "source"), allowed, fill_missing) as opened,
-        ):
+        with contextlib.ExitStack() as stack:
+            opened = stack.enter_context(_opened(_place(source, "source"), allowed, fill_missing))
+            folder = stack.enter_context(_output(target))
             done = _copy(opened, folder, to, window, threads)
             common.mark(folder, to, 1)
     except CheckpointingException:
@@ -110,7 +119,44 @@ def convert(
     return done
 
 
-def _open(folder: Path, allowed: Allowed, fill_missing: bool) -> ConversionSource:
+def _place(path: str | os.PathLike[str], name: str) -> AnyPlace:
+    """Returns the folder, or the place in a store, that a user's argument names."""
+    return begun(any_place(path, name)) if is_store_url(path) else local_path(path, name)
+
+
+@contextlib.contextmanager
+def _output(target: AnyPlace) -> Iterator[Path]:
+    """Yields a folder to write to, which is given its name, or copied to a store, once the block has ended."""
+    if isinstance(target, Path):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with pending(target, folder=True) as folder:
+            yield folder
+        return
+    # Before the work, and once more after it.
+    refuse_taken(target)
+    assert isinstance(target, ObjectPlace)
+    with tempfile.TemporaryDirectory(prefix="tensorferry-") as written:
+        yield Path(written)
+        names = sorted(os.listdir(written), key=lambda name: (name in (INDEX, marker.NAME), name))
+        upload_folder(Path(written), target.begun(), names)
+
+
+@contextlib.contextmanager
+def _opened(place: AnyPlace, allowed: Allowed, fill_missing: bool) -> Iterator[ConversionSource]:
+    """Yields a checkpoint as a source; one that is read from a folder only is copied to one."""
+    with contextlib.ExitStack() as stack:
+        if isinstance(place, ObjectPlace) and common.config(place).sharded_backend != "tensorferry":
+            if below := place.folders():
+                raise CheckpointingException(
+                    f"{place} has folders in it ({below[0]}), as checkpoints of zarr: copy it to a folder to convert it"
+                )
+            copied = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tensorferry-")))
+            download_folder(place, copied, sorted(place.entries()))
+            place = copied
+        yield stack.enter_context(_open(place, allowed, fill_missing))
+
+
+def _open(folder: AnyPlace, allowed: Allowed, fill_missing: bool) -> ConversionSource:
     """Opens a checkpoint as a source of the backend that its ``metadata.json`` names."""
     config = common.config(folder)
     kind = _SOURCES.get(config.sharded_backend)
@@ -205,8 +251,8 @@ def main(arguments: list[str] | None = None) -> int:
         prog="python -m tensorferry.megatron.convert",
         description="Converts a checkpoint of Megatron, of zarr, torch_dist or tensorferry, to one of the last two.",
     )
-    parser.add_argument("source", help="the folder of the checkpoint")
-    parser.add_argument("output", help="a new folder")
+    parser.add_argument("source", help="the folder of the checkpoint, or its URL in an object store")
+    parser.add_argument("output", help="a new folder, or the URL of a place in a store")
     parser.add_argument("--to", choices=sorted(OUTPUTS), default="tensorferry", help="the format of the output")
     parser.add_argument("--window", type=int, default=WINDOW // _MIB, metavar="MIB", help="memory for data, in MiB")
     parser.add_argument("--threads", type=int, default=None, help="threads that read")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,8 @@ from ..pickles.allowlist import Allowed
 from ..pickles.torch_archives import unpickled
 from ..state.optimizers import warn_of_missing
 from ..storage.folder import INDEX
-from ..storage.places import local_path
+from ..storage.places import AnyPlace, any_place
+from ..storage.whole_files import create_folder, is_file
 from . import common, release, shards
 from .interfaces import LoadShardedStrategy
 from .loading import Loading, common_in
@@ -60,11 +61,13 @@ class LoadStrategy(OfRanks, LoadShardedStrategy):
         safe_globals: Iterable[Any] = (),
         trust_pickle: bool = False,
         process_group: Any = None,
+        store_options: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
         self._peers = peers
+        self._store_options = store_options
         pickles: dict[str, Any] = {"safe_globals": tuple(safe_globals), "trust_pickle": trust_pickle}
-        self._files: dict[str, Any] = {"threads": threads, **pickles}
+        self._files: dict[str, Any] = {"threads": threads, "store_options": store_options, **pickles}
         self._network: dict[str, Any] = {
             "timeout": timeout,
             "lanes": lanes,
@@ -117,7 +120,7 @@ class LoadStrategy(OfRanks, LoadShardedStrategy):
 
         Args:
             sharded_state_dict: dicts and lists of ``ShardedTensor`` and ``ShardedObject``
-            checkpoint_dir: the folder; with ``peers``, it is not read
+            checkpoint_dir: the folder, or the URL of a place in an object store; with ``peers``, it is not read
             async_strategy: not used
 
         Returns:
@@ -187,7 +190,7 @@ class LoadStrategy(OfRanks, LoadShardedStrategy):
         copy = common_in(reader, metadata)
         if copy is None:
             return
-        if self._peers is None and common.read(local_path(checkpoint_dir, "checkpoint_dir")) != copy:
+        if self._peers is None and common.read(self.place(checkpoint_dir)) != copy:
             raise CheckpointingException(
                 f"{checkpoint_dir}/common.pt is not that of the checkpoint: a save into this folder was interrupted "
                 "after it had written the file. tensorferry.megatron.restore_common(folder) writes it anew from the "
@@ -197,6 +200,14 @@ class LoadStrategy(OfRanks, LoadShardedStrategy):
             raise CheckpointingException(
                 f"{self.name(checkpoint_dir)}: another save has replaced the checkpoint while it was loaded: load again"
             )
+
+    def place(self, checkpoint_dir: str | Path) -> AnyPlace:
+        """Returns the folder of a checkpoint, or its place in a store.
+
+        Raises:
+            InvalidArgument: the path or the URL cannot be used
+        """
+        return any_place(checkpoint_dir, "checkpoint_dir", store_options=self._store_options)
 
     def _way(self) -> str:
         """Returns what has to be the same on all ranks for their steps to match."""
@@ -242,14 +253,14 @@ class LoadStrategy(OfRanks, LoadShardedStrategy):
         Raises:
             CheckpointingException: it does not; the text says what it holds
         """
-        folder = local_path(checkpoint_dir, "checkpoint_dir")
-        if (folder / INDEX).is_file() and not (folder / CONFIG_FNAME).exists():
+        folder = self.place(checkpoint_dir)
+        if is_file(folder / INDEX) and not (folder / CONFIG_FNAME).exists():
             # A save by this package's strategy itself, without Megatron's save, which writes that file. A load with
             # Megatron's load insists on it.
             return
         config = common.config(folder)
         # FullyParallelSaveStrategyWrapper since 0.17 writes its own backend into metadata.json, whatever it wraps.
-        if config.sharded_backend != "torch_dist" or not (folder / INDEX).is_file():
+        if config.sharded_backend != "torch_dist" or not is_file(folder / INDEX):
             self.check_backend_compatibility(config.sharded_backend)
             self.check_version_compatibility(config.sharded_backend_version)
 
@@ -302,7 +313,7 @@ class LoadStrategy(OfRanks, LoadShardedStrategy):
         """
         try:
             self.check_folder(checkpoint_dir)
-            remove_keys(local_path(checkpoint_dir, "checkpoint_dir"), key_prefix, self._allowed)
+            remove_keys(self.place(checkpoint_dir), key_prefix, self._allowed)
         except TensorferryError as e:
             raise CheckpointingException(str(e)) from e
 
@@ -323,7 +334,7 @@ class LoadStrategy(OfRanks, LoadShardedStrategy):
         if self._peers is not None:
             return self.common_bytes(checkpoint_dir)
         try:
-            return common.read(local_path(checkpoint_dir, "checkpoint_dir"))
+            return common.read(self.place(checkpoint_dir))
         except (OSError, TensorferryError) as e:
             raise CheckpointingException(str(e)) from e
 
@@ -361,9 +372,9 @@ class LoadStrategy(OfRanks, LoadShardedStrategy):
         Raises:
             CheckpointingException: the publication cannot be read
         """
-        folder = local_path(checkpoint_dir, "checkpoint_dir")
-        folder.mkdir(parents=True, exist_ok=True)
-        common.write(folder, self.common_bytes(folder) or common.encoded({}))
+        folder = self.place(checkpoint_dir)
+        create_folder(folder)
+        common.write(folder, self.common_bytes(checkpoint_dir) or common.encoded({}))
         common.mark(folder, BACKEND, VERSION)
 
 
@@ -378,6 +389,7 @@ def load_strategy(
     safe_globals: Iterable[Any] = (),
     trust_pickle: bool = False,
     process_group: Any = None,
+    store_options: Mapping[str, Any] | None = None,
 ) -> LoadStrategy:
     """Returns a strategy for ``dist_checkpointing.load(..., sharded_strategy=)``, in every release.
 
@@ -393,6 +405,7 @@ def load_strategy(
         trust_pickle: let pickled objects name anything
         process_group: the ranks that load together; ``None`` means all. It may be of gloo where the default one is of
             NCCL
+        store_options: options of obstore for a store, as for ``FileReader``
 
     Raises:
         InvalidArgument: an argument cannot be used; the message names it
@@ -407,4 +420,5 @@ def load_strategy(
         safe_globals=safe_globals,
         trust_pickle=trust_pickle,
         process_group=process_group,
+        store_options=store_options,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -130,6 +131,11 @@ class Loading:
             storage_offsets=torch.Size(part.stored),
             lengths=torch.Size(part.wanted.sizes),
         )
+
+    @property
+    def is_in_folder(self) -> bool:
+        """Whether the checkpoint is in a folder, and not in an object store or with peers."""
+        return isinstance(self._metadata.storage_meta.checkpoint_id, os.PathLike)
 
     @property
     def folder(self) -> Path:

@@ -6,6 +6,7 @@ import dataclasses
 import os
 import tempfile
 import weakref
+from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from .. import _validate
 from ..dcp.file_writer import FileWriter
 from ..dcp.peer_writer import PeerWriter
+from ..storage.places import AnyPlace, any_place, kept_alive
 from . import common, shards
 from .interfaces import AsyncSaveShardedStrategy
 from .release import (
@@ -55,11 +57,13 @@ class SaveStrategy(OfRanks, TorchDistSaveShardedStrategy, AsyncSaveShardedStrate
         cached: bool | None,
         process_group: Any,
         timeout: timedelta = PATIENCE,
+        store_options: Mapping[str, Any] | None = None,
     ) -> None:
         TorchDistSaveShardedStrategy.__init__(self, BACKEND, VERSION)
         self.peers = peers
         self._threads = threads
         self._cached = cached
+        self._store_options = store_options
         self.process_group = process_group
         self.timeout = timeout
 
@@ -67,6 +71,14 @@ class SaveStrategy(OfRanks, TorchDistSaveShardedStrategy, AsyncSaveShardedStrate
     def can_handle_sharded_objects(self) -> bool:
         """Always true."""
         return True
+
+    def place(self, checkpoint_dir: str | Path) -> AnyPlace:
+        """Returns the folder of a checkpoint, or its place in a store.
+
+        Raises:
+            InvalidArgument: the path or the URL cannot be used
+        """
+        return any_place(checkpoint_dir, "checkpoint_dir", store_options=self._store_options)
 
     def save(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> None:
         """Saves the shards that this rank is the main replica of. All ranks call it.
@@ -91,7 +103,7 @@ class SaveStrategy(OfRanks, TorchDistSaveShardedStrategy, AsyncSaveShardedStrate
 
         Args:
             sharded_state_dict: the state
-            checkpoint_dir: the folder
+            checkpoint_dir: the folder, or the URL of a place in an object store
             async_strategy: which of Megatron's queues the request is for: ``"mcore"`` or ``"nvrx"``
 
         Raises:
@@ -108,15 +120,25 @@ class SaveStrategy(OfRanks, TorchDistSaveShardedStrategy, AsyncSaveShardedStrate
             saving = self._begin(ranks, sharded_state_dict, checkpoint_dir, folders)
         assert isinstance(saving.writer, FileWriter)
         job = FileJob(saving.writer.rank_file(), saving.plan, *folders)
+        # Until it is committed: the process that writes may end long before.
+        alive = kept_alive(job.file.path)
         # If nobody calls the last function.
         weakref.finalize(saving, remove_folder, job.folder, os.getpid())
         held = HeldData(saving.data.values)
 
+        def written() -> list[WriteResult]:
+            results = job.results()
+            saving.writer.go_on()
+            return results
+
         def finish() -> None:
             # Since the write began, ranks have run on their own: one that has failed meanwhile does not come here.
             ranks = Together(self.process_group, self.timeout)
-            with ranks.counting_on_each_other():
-                saving.finish(ranks, job.results)
+            try:
+                with ranks.counting_on_each_other():
+                    saving.finish(ranks, written)
+            finally:
+                alive.close()
 
         return request(write, (job, None, None), [finish], preload_fn=held.on_host)
 
@@ -125,7 +147,9 @@ class SaveStrategy(OfRanks, TorchDistSaveShardedStrategy, AsyncSaveShardedStrate
     ) -> _Saving:
         """Plans a save together with the other ranks; adds to ``folders`` one for the results of another process."""
         where = str(checkpoint_dir)
-        writer: Any = self.peers or FileWriter(checkpoint_dir, threads=self._threads, cached=self._cached)
+        writer: Any = self.peers or FileWriter(
+            checkpoint_dir, threads=self._threads, cached=self._cached, store_options=self._store_options
+        )
         data = SaveData()
         shared: bytes | None = None
         own: SavePlan | None = None
@@ -137,7 +161,7 @@ class SaveStrategy(OfRanks, TorchDistSaveShardedStrategy, AsyncSaveShardedStrate
             writer.set_up_storage_writer(ranks.coordinates, rank=ranks.rank, use_collectives=True)
             items, state = items_of(sharded_state_dict, data)
             if ranks.coordinates:
-                shared = common.encoded(state) if state is not None else common.read(Path(where))
+                shared = common.encoded(state) if state is not None else common.read(self.place(checkpoint_dir))
                 if shared is not None:
                     bare = torch.frombuffer(bytearray(shared), dtype=torch.uint8)
                     items.append(data.add_tensor(COMMON, shards.Box((0,), tuple(bare.shape)), bare.shape, bare))
@@ -163,7 +187,7 @@ class SaveStrategy(OfRanks, TorchDistSaveShardedStrategy, AsyncSaveShardedStrate
             plan=dataclasses.replace(own, storage_data=stored[ranks.rank]),
             data=data,
             metadata=decided,
-            common=(Path(where), shared) if self.peers is None and shared is not None else None,
+            common=(self.place(checkpoint_dir), shared) if self.peers is None and shared is not None else None,
         )
 
 
@@ -174,6 +198,7 @@ def save_strategy(
     cached: bool | None = None,
     process_group: Any = None,
     timeout: timedelta = PATIENCE,
+    store_options: Mapping[str, Any] | None = None,
 ) -> SaveStrategy:
     """Returns a strategy for ``dist_checkpointing.save(..., sharded_strategy=)``, in every release.
 
@@ -185,6 +210,7 @@ def save_strategy(
         process_group: the ranks that save together; ``None`` means all. It may be of gloo where the default one is of
             NCCL
         timeout: how long a rank waits for the others to begin the same save, and to finish one in the background
+        store_options: options of obstore for a store, as for ``FileWriter``
 
     Raises:
         InvalidArgument: an argument cannot be used; the message names it
@@ -193,7 +219,7 @@ def save_strategy(
         _validate.instance("peers", peers, PeerWriter, "a PeerWriter")
     FileWriter(".", threads=threads, cached=cached)
     _validate.seconds("timeout", timeout)
-    return SaveStrategy(peers, threads, cached, process_group, timeout)
+    return SaveStrategy(peers, threads, cached, process_group, timeout, store_options)
 
 
 @dataclasses.dataclass
@@ -205,14 +231,14 @@ class _Saving:
         plan: what this rank writes
         data: the data of its items
         metadata: describes the whole checkpoint, on the coordinator
-        common: the folder and the bytes of ``common.pt``, on the coordinator
+        common: the place and the bytes of ``common.pt``, on the coordinator
     """
 
     writer: Any
     plan: SavePlan
     data: SaveData
     metadata: Metadata | None
-    common: tuple[Path, bytes] | None
+    common: tuple[AnyPlace, bytes] | None
 
     def finish(self, ranks: Together, write: Any) -> None:
         """Calls ``write``, which returns the results of this rank, on all ranks; then commits the checkpoint."""

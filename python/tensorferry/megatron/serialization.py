@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ..dcp import PeerWriter
-from ..storage.places import local_path, place_of
+from ..storage.places import any_place
 from . import common, shards
 from .load import LoadStrategy, load_strategy
 from .release import (
@@ -56,12 +56,12 @@ def save(
     content_metadata: dict[str, Any] | None = None,
     async_strategy: str = "mcore",
 ) -> Any:
-    """Saves a state into a folder, as ``dist_checkpointing.save``. All ranks call it.
+    """Saves a state into a folder or an object store, as ``dist_checkpointing.save``. All ranks call it.
 
     Args:
         sharded_state_dict: a nested state with sharded tensors, sharded objects, factories, and other values, which
             are the same on all ranks
-        checkpoint_dir: a folder that exists
+        checkpoint_dir: a folder that exists, or the URL of a place in an object store
         sharded_strategy: what :func:`save_strategy` returned, or Megatron's ``FullyParallelSaveStrategyWrapper`` of it
         async_sharded_save: return the ``AsyncRequest`` that the caller schedules
         content_metadata: a description of the content, which :func:`load_content_metadata` returns
@@ -82,9 +82,10 @@ def save(
         nonlocal checkpoint_dir
         if ours.peers is None:
             # The commit of an asynchronous save comes later, and the current folder may be another one by then.
-            checkpoint_dir = place_of(checkpoint_dir, "checkpoint_dir")
-        if ours.peers is None and ranks.coordinates and not local_path(checkpoint_dir, "checkpoint_dir").is_dir():
-            raise CheckpointingException(f"Checkpoint directory {checkpoint_dir} does not exist: create it first")
+            place = ours.place(checkpoint_dir)
+            checkpoint_dir = place if isinstance(place, Path) else str(place)
+            if ranks.coordinates and isinstance(place, Path) and not place.is_dir():
+                raise CheckpointingException(f"Checkpoint directory {place} does not exist: create it first")
         if content_metadata is not None:
             kept = {key: value for key, value in content_metadata.items() if key != _NOT_SAVED}
             sharded_state_dict[_CONTENT] = kept
@@ -103,7 +104,7 @@ def save(
 
     def mark() -> None:
         if marks:
-            common.mark(local_path(checkpoint_dir, "checkpoint_dir"), ours.backend, ours.version)
+            common.mark(ours.place(checkpoint_dir), ours.backend, ours.version)
 
     def commit() -> None:
         # Since the write began the ranks have run on their own, so they have to agree afresh on who is still there.
@@ -144,7 +145,8 @@ def load(
 
     Args:
         sharded_state_dict: the nested state to be loaded; sharded tensors are loaded into their data
-        checkpoint_dir: the folder; not read if the strategy loads from a running job
+        checkpoint_dir: the folder, or the URL of a place in an object store; not read if the strategy loads from a
+            running job
         sharded_strategy: what :func:`load_strategy` returned, or a wrapper of it
         validate_access_integrity: check that the main replicas of all ranks make up each tensor and object
         strict: what to do about keys that only the checkpoint or only the state has, as Megatron's ``StrictHandling``
@@ -326,11 +328,12 @@ def restore_common(checkpoint_dir: str | Path) -> None:
     Raises:
         CheckpointingException: the checkpoint cannot be read, or has no copy of ``common.pt``
     """
+    place = any_place(checkpoint_dir, "checkpoint_dir")
     data = load_strategy().common_bytes(checkpoint_dir, checks_folder=False)
     if data is None:
         raise CheckpointingException(f"{checkpoint_dir} has no copy of common.pt: load another checkpoint")
-    common.write(local_path(checkpoint_dir, "checkpoint_dir"), data)
-    common.mark(local_path(checkpoint_dir, "checkpoint_dir"), BACKEND, VERSION)
+    common.write(place, data)
+    common.mark(place, BACKEND, VERSION)
 
 
 def _own_strategy(strategy: Any, kind: Any, maker: str) -> Any:

@@ -110,7 +110,7 @@ class TwoStageDataParallelLoadShardedStrategy(LoadStrategy):
             return url
 
         def tell() -> tuple[str | None, _Cached, dict[ShardId, Need], list[str]]:
-            decides = self._spread is None and not self.is_live
+            decides = self._spread is None and not self.is_live and loading.is_in_folder
             held = page_cache.holds(loading.files()) if decides else None
             cached = _Cached(held, None if held is None else page_cache.cache_of(loading.folder))
             url = open_server() if held is None and self._spread is not False else None

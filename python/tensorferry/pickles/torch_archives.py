@@ -164,6 +164,7 @@ def load_file(
     map_location: Any = None,
     stand_in: StandIn | None = None,
     mapped: Mapped | None = None,
+    name: str | None = None,
 ) -> Any:
     """Loads the object that ``torch.save`` has written to the file ``path``.
 
@@ -173,6 +174,7 @@ def load_file(
         map_location: where its storages go, as ``torch.load`` has it
         stand_in: what is used in place of storages that are not to be read
         mapped: returns the bytes of storages, which then are not read into memory of their own
+        name: what messages call the file; ``None`` means its path
 
     Raises:
         UnsafePickle: the pickle asks for something that is not allowed
@@ -188,11 +190,11 @@ def load_file(
     if (archive := _opened(str(path), stand_in, mapped)) is None:
         # Killed trainers leave such files: nobody is to be told to trust them.
         raise ProtocolError(
-            f"{path} cannot be read: it is damaged or was cut off, or is no archive of torch.save (TorchScript, or the "
-            "format that torch.save had before 1.6)"
+            f"{name or path} cannot be read: it is damaged or was cut off, or is no archive of torch.save "
+            "(TorchScript, or the format that torch.save had before 1.6)"
         )
-    state = _load(archive, str(path), allowed, map_location)
-    check_sharing(state, str(path))
+    state = _load(archive, name or str(path), allowed, map_location)
+    check_sharing(state, name or str(path))
     return state
 
 

@@ -5,6 +5,7 @@ What can be done in object stores takes :func:`any_place`; everything else takes
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Mapping
 from datetime import timedelta
@@ -13,7 +14,7 @@ from typing import Any, TypeAlias
 
 from .. import _validate
 from ..errors import InvalidArgument, SystemRefused
-from .names import machine, new_id
+from .names import machine, new_id, writer_of
 from .objects.place import ObjectPlace
 from .objects.url import is_store, without_secrets
 
@@ -134,6 +135,20 @@ def home_of_save(place: AnyPlace) -> str:
 
         return writers.home()
     return machine()
+
+
+def kept_alive(path: AnyPlace) -> contextlib.ExitStack:
+    """Keeps other saves from removing what the save of the file ``path`` writes, until the result is closed.
+
+    That is for a save which one process writes and another one commits. In a folder, nothing is done: there a file is
+    safe for a minute after the last write (``leftovers.py``).
+    """
+    kept = contextlib.ExitStack()
+    if isinstance(path, ObjectPlace):
+        from .objects.writers import Alive
+
+        kept.callback(Alive(writer_of(path.name)).close)
+    return kept
 
 
 def begun(place: AnyPlace) -> AnyPlace:

@@ -136,10 +136,11 @@ def _to_store(
     place: Any, output: ObjectPlace, to: str, only: str | None, rank: int, step: int | None, **how: bool
 ) -> tuple[str, dict[str, Any]]:
     """Converts ``place`` in a temporary folder, and copies the result to a store."""
+    from ...storage.copies import refuse_taken
     from .. import copying, places
 
     # Before the work, and once more after it.
-    copying.refuse_taken(output)
+    refuse_taken(output)
     with tempfile.TemporaryDirectory(prefix="tensorferry-") as folder:
         written = Path(folder) / "converted" / output.name
         written.parent.mkdir()

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from ...errors import InvalidArgument, ProtocolError, SystemRefused
-from ...storage.places import local_path, refuse_url
+from ...storage.places import AnyPlace, any_place, begun, is_store_url, local_path
 from .. import exits
 from ..flags import Json, Receiving, Relay, Switch, Trust
 from ..output import console, suffixes
@@ -28,8 +28,8 @@ def pull(
     metadata: str,
     /,
     *more: str,
-    output: Annotated[Path | None, Parameter(name=["--output", "-o"])] = None,
-    into_folder: Path | None = None,
+    output: Annotated[str | None, Parameter(name=["--output", "-o"])] = None,
+    into_folder: str | None = None,
     step: int | None = None,
     force: Switch = False,
     relay: Relay = None,
@@ -42,14 +42,16 @@ def pull(
 
     What is incomplete is called .FILE.pull-....partial. After an interruption, the same command goes on: what is there
     is compared with the source's digests, and only the rest is fetched. A file or checkpoint that an earlier pull has
-    written is replaced; any other one is not.
+    written is replaced; any other one is not. Into an object store it comes by way of a folder for temporary files, to
+    a place where nothing is; after an interruption, it begins again.
 
     Args:
         metadata: what metadata() of a transport or a PeerWriter returned, or `tensorferry serve` printed
         more: the metadata of further sources of the same state, which are fetched from at once
-        output: the file, a safetensors file with checksums; by default step-N.safetensors
-        into_folder: a checkpoint folder, which AsyncCheckpointer.load or, for a PeerWriter's publication, FileReader
-            loads; the ranks of a keeper's job, as `tensorferry-keeper --status` prints them, come into one folder
+        output: the file, a safetensors file with checksums, or the URL of an object; by default step-N.safetensors
+        into_folder: a checkpoint folder, or the URL of a place in an object store, which AsyncCheckpointer.load or, for
+            a PeerWriter's publication, FileReader loads; the ranks of a keeper's job, as `tensorferry-keeper --status`
+            prints them, come into one folder
         step: the step to fetch (default: the one that is served)
         force: replace a file, or the checkpoint in a folder, that is not an earlier pull's
         relay: where it takes long, send what has come to other hosts that pull from the same source, and take it from
@@ -64,23 +66,29 @@ def pull(
 
     if output is not None and into_folder is not None:
         raise InvalidArgument("--output and --into-folder exclude each other")
-    for given, name in ((output, "--output"), (into_folder, "--into-folder")):
-        refuse_url(given, name)
+    given = into_folder if output is None else output
+    name = "--into-folder" if output is None else "--output"
     found = Peers.of([metadata, *more], trust)
     with contextlib.ExitStack() as stack:
+        there = any_place(given, name) if is_store_url(given) else None
+        target = None if given is None else local_path(given, name) if there is None else _scratch(there, stack)
         # Receives from several sources relay nothing.
         server = _relay_server(trust, stack, bool(relay)) if wants_relay(relay) and not more else None
-        pulled = _Pull(step if step is not None else found.step, receiving, trust, quiet, force, server)
+        pulled = _Pull(
+            step if step is not None else found.step, receiving, trust, quiet, force, server, resumes=there is None
+        )
         if found.are_ranks:
-            if into_folder is None:
+            if target is None or into_folder is None:
                 raise InvalidArgument(
                     "this is the metadata of several ranks, which become a file each: name a folder with --into-folder"
                 )
-            pulled.ranks(found.urls, into_folder)
-        elif into_folder is not None:
-            pulled.folder(found.urls, into_folder)
+            pulled.ranks(found.urls, target)
+        elif target is not None and into_folder is not None:
+            pulled.folder(found.urls, target)
         else:
-            pulled.file(found.urls, output)
+            pulled.file(found.urls, target)
+        if there is not None and target is not None:
+            pulled.copy(target, there)
     if json:
         console.out_json(pulled.result)
     else:
@@ -91,6 +99,21 @@ def pull(
             + (f", {console.amount(told['relayed'])} from other receivers" if told["relayed"] else "")
         )
     return exits.OK
+
+
+def _scratch(there: AnyPlace, stack: contextlib.ExitStack) -> Path:
+    """Returns a path in a folder for temporary files, for what is then copied to a store, until ``stack`` ends.
+
+    Raises:
+        InvalidArgument: something is at the place in the store
+    """
+    import tempfile
+
+    from ...storage.copies import refuse_taken
+
+    # Before the work, and once more after it.
+    refuse_taken(there)
+    return Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tensorferry-"))) / (there.name or "pulled")
 
 
 def _relay_server(trust: Trust, stack: contextlib.ExitStack, asked: bool) -> Server | None:
@@ -128,16 +151,25 @@ class _Pull:
         quiet: show no progress
         force: replace what is not an earlier pull's
         relay: serves on what has come, if this takes part where receivers send each other what they have
+        resumes: whether what has come is still there when the same command runs again
 
     Attributes:
         result: what was fetched
     """
 
     def __init__(
-        self, step: int | None, receiving: Receiving, trust: Trust, quiet: bool, force: bool, relay: Server | None
+        self,
+        step: int | None,
+        receiving: Receiving,
+        trust: Trust,
+        quiet: bool,
+        force: bool,
+        relay: Server | None,
+        *,
+        resumes: bool,
     ) -> None:
         self._step, self._receiving, self._trust, self._quiet, self._force = step, receiving, trust, quiet, force
-        self._relay = relay
+        self._relay, self._resumes = relay, resumes
         self._began = time.monotonic()
         self.result: dict[str, Any] = {"bytes": 0, "fetched": 0, "relayed": 0, "lanes": 0, "retries": 0}
 
@@ -315,7 +347,8 @@ class _Pull:
                     report = download.fetch()
                     download.commit(target.path, target.replaced)
                 except KeyboardInterrupt:
-                    console.note(f"{download.partial} holds what has arrived: the same command goes on from there")
+                    if self._resumes:
+                        console.note(f"{download.partial} holds what has arrived: the same command goes on from there")
                     raise
                 finally:
                     download.close()
@@ -329,8 +362,15 @@ class _Pull:
             console.note(f"tensorferry: warning: ranges of {source} were fetched over other connections: {trouble}")
         return target.path, step
 
-    def _done(self, path: Path, step: int | None) -> None:
-        self.result |= {"path": os.fspath(path), "step": step, "seconds": time.monotonic() - self._began}
+    def copy(self, pulled: Path, there: AnyPlace) -> None:
+        """Copies what was pulled to a store."""
+        from .. import copying, places
+
+        copying.copy(places.find(str(pulled)), begun(there), verify=False)
+        self._done(there, self.result["step"])
+
+    def _done(self, path: AnyPlace, step: int | None) -> None:
+        self.result |= {"path": str(path), "step": step, "seconds": time.monotonic() - self._began}
 
 
 def _partial_name(urls: list[str], step: int) -> str:

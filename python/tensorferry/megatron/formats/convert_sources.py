@@ -19,6 +19,7 @@ from ...memory.tensors import DTYPE_NAMES, address, byte_strides, scratch
 from ...pickles.allowlist import Allowed
 from ...pickles.torch_archives import unpickled
 from ...storage.folder import INDEX
+from ...storage.places import AnyPlace
 from ...storage.slices import SliceTuple, contiguous_strides, runs
 from ...storage.source import FolderSource
 from .. import common, shards
@@ -179,14 +180,14 @@ class FerrySource(SourceWithIndex):
     """A checkpoint of backend ``tensorferry``.
 
     Args:
-        folder: the folder
+        folder: the folder, or the place in a store
         allowed: the globals that objects may name
 
     Raises:
         TensorferryError: the index cannot be read
     """
 
-    def __init__(self, folder: Path, allowed: Allowed) -> None:
+    def __init__(self, folder: AnyPlace, allowed: Allowed) -> None:
         super().__init__()
         self._folder, self._allowed = folder, allowed
         self._source = FolderSource(folder / INDEX, 1)

@@ -57,6 +57,11 @@ def is_installed() -> bool:
     return importlib.util.find_spec("obstore") is not None
 
 
+def is_forked() -> bool:
+    """Whether this process was forked from one that has made requests."""
+    return _loop is not None and _loop[0] != os.getpid()
+
+
 def client_paths() -> list[str]:
     """Returns the folders in which another process finds ``obstore``; none without it."""
     found = importlib.util.find_spec("obstore")

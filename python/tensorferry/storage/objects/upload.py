@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import os
 import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,31 +69,63 @@ def upload(
     parts = Parts(rows=container.rows, control=list(container.control), metadata=container.metadata)
     size = part_bytes(parts.nbytes)
     source = _PartSource(parts, size, container.owner)
-    library, store, key, calls = client.obstore(), place.store, place.key, place.calls()
     at_a_time = threads or _AT_A_TIME
-
-    async def put() -> Any:
-        if parts.nbytes <= size:
-            return await library.put_async(store, key, next(source), use_multipart=False)
-        return await library.put_async(
-            store, key, source, use_multipart=True, chunk_size=size, max_concurrency=at_a_time
-        )
 
     def report() -> None:
         if progress is not None:
             progress(min(source.read, parts.nbytes), parts.nbytes)
 
     try:
+        if client.is_forked():
+            from .forked import put_elsewhere
+
+            put_elsewhere(place, source, parts.nbytes, size, at_a_time, report)
+        else:
+            put_parts(place, source, parts.nbytes, size, at_a_time, report)
+    finally:
+        source.stop()
+    report()
+    return Uploaded(parts.nbytes, parts.header, alive=alive)
+
+
+def put_parts(
+    place: ObjectPlace,
+    parts: Iterator[Any],
+    nbytes: int,
+    size: int,
+    at_a_time: int,
+    report: Callable[[], None] | None = None,
+) -> None:
+    """Uploads an object from its parts; of an upload that fails, no part stays.
+
+    Args:
+        place: the object, whose name nobody else has
+        parts: its parts
+        nbytes: its length
+        size: the length of each part but the last one
+        at_a_time: how many parts are under way at a time
+        report: called now and then; its exception ends the upload
+
+    Raises:
+        TensorferryError: the store does not answer in time, or refuses; the message names the object and the part
+    """
+    library, store, key, calls = client.obstore(), place.store, place.key, place.calls()
+
+    async def put() -> Any:
+        if nbytes <= size:
+            return await library.put_async(store, key, next(parts), use_multipart=False)
+        return await library.put_async(
+            store, key, parts, use_multipart=True, chunk_size=size, max_concurrency=at_a_time
+        )
+
+    try:
         with ending(calls):
             calls.finish(calls.begin(put), str(place), "writing it", report)
     except BaseException:
-        source.stop()
-        if parts.nbytes > size:
+        if nbytes > size:
             with contextlib.suppress(TensorferryError):
                 uploads.abort(place.parent, [one for one in uploads.listed(place.parent) if one.name == place.name])
         raise
-    report()
-    return Uploaded(parts.nbytes, parts.header, alive=alive)
 
 
 def upload_file(place: ObjectPlace, path: Path) -> int:

@@ -1,5 +1,6 @@
 //! `Stored`: a container in a file, or in memory that another process filled, fetched like a `Remote`.
 
+use std::ffi::OsStr;
 use std::ops::Range;
 use std::path::Path;
 use std::sync::atomic::AtomicU64;
@@ -131,10 +132,10 @@ impl PyStored {
         self.stored.reserved(container::PICKLE_ENTRY).map(|bytes| PyBytes::new(py, bytes))
     }
 
-    /// The path of the file; `None` if the container is in memory.
+    /// The path of the file, or the URL of the object; `None` if the container is in memory.
     #[getter]
-    fn path(&self) -> Option<&Path> {
-        self.stored.path()
+    fn path(&self) -> Option<&OsStr> {
+        self.stored.path().map(Path::as_os_str)
     }
 
     /// Whether every byte that is fetched is compared with a checksum.

@@ -1,0 +1,112 @@
+"""Copies of whole checkpoints between folders and object stores: the same files, byte for byte, the index last."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TypeAlias
+
+from ..errors import InvalidArgument, SourceChanged
+from .objects.commit import put_new
+from .objects.download import download_file
+from .objects.place import ObjectPlace
+from .objects.upload import upload_file
+from .places import AnyPlace
+from .whole_files import sync_folder
+
+logger = logging.getLogger("tensorferry")
+
+
+#: Takes a file, and what messages call it; raises if it may not be copied.
+Check: TypeAlias = Callable[[Path, AnyPlace], None]
+
+
+def unchecked(path: Path, name: AnyPlace) -> None:
+    """Checks nothing: a :data:`Check`."""
+    del path, name
+
+
+def refuse_taken(target: AnyPlace) -> None:
+    """Refuses a place in a store where anything is: an object, or objects below it; of other places it knows nothing.
+
+    Raises:
+        InvalidArgument: something is there
+        TensorferryError: the store does not answer, or refuses
+    """
+    if isinstance(target, ObjectPlace) and ((target.key and target.is_file()) or target.is_dir()):
+        raise _taken(target)
+
+
+def upload_new(target: ObjectPlace, source: Path) -> int:
+    """Uploads a file to where nothing is; returns its length.
+
+    Raises:
+        InvalidArgument: something is there
+        TensorferryError: the file cannot be read, or the store does not answer, or refuses
+    """
+    with _refusing(target):
+        return upload_file(target, source)
+
+
+def upload_folder(source: Path, target: ObjectPlace, names: Sequence[str], check: Check = unchecked) -> int:
+    """Uploads files of a folder to where nothing is; returns how many bytes they have.
+
+    Args:
+        source: the folder
+        target: where to
+        names: the names of the files; the last one makes the copy a checkpoint, and is written last
+        check: called with each file but the last one before it is uploaded; what it raises ends the copy
+
+    Raises:
+        InvalidArgument: something is there
+        TensorferryError: a file cannot be read, or the store does not answer, or refuses
+    """
+    refuse_taken(target)
+    total = 0
+    try:
+        for name in names[:-1]:
+            check(source / name, source / name)
+            total += upload_new(target / name, source / name)
+    except BaseException:
+        # They stay: a second copy of the same checkpoint to the same place may be under way.
+        logger.warning("%s: this copy was not completed: remove what it has left there before another one", target)
+        raise
+    data = (source / names[-1]).read_bytes()
+    with _refusing(target):
+        put_new(target / names[-1], data)
+    return total + len(data)
+
+
+def download_folder(source: ObjectPlace, target: Path, names: Sequence[str], check: Check = unchecked) -> int:
+    """Downloads objects into a folder; returns how many bytes they have.
+
+    Args:
+        source: where they are
+        target: the folder
+        names: their names
+        check: called with each file that is there; what it raises ends the copy
+
+    Raises:
+        TensorferryError: an object cannot be read, or a file not be written
+    """
+    total = 0
+    for name in names:
+        total += download_file(source / name, target / name)
+        check(target / name, source / name)
+    sync_folder(target)
+    return total
+
+
+@contextlib.contextmanager
+def _refusing(target: ObjectPlace) -> Iterator[None]:
+    """Says of an object that was not there before that something is there."""
+    try:
+        yield
+    except SourceChanged as e:
+        raise _taken(target) from e
+
+
+def _taken(target: AnyPlace) -> InvalidArgument:
+    return InvalidArgument(f"{target}: something is there already: choose another place, or remove it")

@@ -1,0 +1,55 @@
+"""Copies of objects in files, for what reads files only."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from ...errors import SystemRefused
+from .place import ObjectPlace
+
+
+def download_file(source: ObjectPlace, target: Path) -> int:
+    """Copies an object into a new file, which is on the disk then; returns its length.
+
+    Raises:
+        SystemRefused: the file cannot be written
+        TensorferryError: the object cannot be read
+    """
+    opened = source.opened()
+    try:
+        with target.open("x+b") as file:
+            if opened.nbytes:
+                # A write to a page for which the disk has no room would end the process.
+                os.posix_fallocate(file.fileno(), 0, opened.nbytes)
+                with mmap.mmap(file.fileno(), opened.nbytes) as pages:
+                    memory = (ctypes.c_char * opened.nbytes).from_buffer(pages)
+                    try:
+                        opened.read_all([(0, ctypes.addressof(memory), opened.nbytes)])
+                    finally:
+                        del memory
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as e:
+        if isinstance(e, SystemRefused) or e.errno is None:
+            raise
+        raise SystemRefused(e.errno, f"{target}: cannot be written: {e.strerror}") from e
+    return opened.nbytes
+
+
+@contextlib.contextmanager
+def local_file(source: ObjectPlace) -> Iterator[Path]:
+    """Yields a copy of an object in a folder for temporary files for as long as the block runs.
+
+    Raises:
+        SystemRefused, TensorferryError: as for :func:`download_file`
+    """
+    with tempfile.TemporaryDirectory(prefix="tensorferry-") as folder:
+        copied = Path(folder) / source.name
+        download_file(source, copied)
+        yield copied
