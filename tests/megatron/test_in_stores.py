@@ -158,7 +158,7 @@ def test_what_else_a_checkpoint_in_a_bucket_can_be_asked(newest, address):
     assert objects(address, "asked/") == held
 
 
-def test_every_rank_raises_what_a_store_says(newest, address):
+def test_every_rank_raises_what_a_store_says(newest, address, tmp_path):
     variables, url = environment(address), f"s3://{BUCKET}/refused"
     ranks = newest.job(2)
     for told in ranks.run(load, variables, url):
@@ -173,7 +173,8 @@ def test_every_rank_raises_what_a_store_says(newest, address):
                 assert part in told
                 assert "the store does not permit it" in told
         between.act = lambda _, __, path: FORBIDDEN if "metadata.json" in path else None
-        for told in ranks.run(load, environment(between.url), url, 1):
+        converted = newest.job(1).run(convert, environment(between.url), url, str(tmp_path / "new"), "tensorferry")
+        for told in ranks.run(load, environment(between.url), url, 1) + converted:
             assert told.startswith("CheckpointingException")
             assert "the store does not permit it" in told
             assert "restore_common" not in told
