@@ -98,6 +98,32 @@ def test_a_save_in_a_forked_process_holds_the_state_as_it_was(newest, address):
     assert ranks.run(save_in_background, variables, f"s3://{BUCKET}/background") == [None, None]
 
 
+def save_twice_at_once(kept, variables, url):
+    import tensorferry.megatron as ours
+
+    os.environ.update(variables)
+    kept["all"] = Placement(1, 1, 1)
+    requests = []
+    for value in (1, 2):
+        state = sharded_state(kept["all"], value=value)
+        requests.append(ours.save(state, url, async_sharded_save=True, content_metadata={"by": value}))
+        arguments = list(requests[-1].async_fn_args)
+        arguments[1] = requests[-1].preload_fn()
+        requests[-1].async_fn(*arguments)
+    told = []
+    for value, request in enumerate(requests, 1):
+        for function in request.finalize_fns:
+            function()
+        told.append(load(kept, variables, url, value, (1, 1, 1)))
+    return told
+
+
+def test_a_commit_spares_what_another_save_has_written_and_not_committed(newest, address):
+    """In a store, no lock of a file says that the save is alive once the process that wrote has ended."""
+    assert newest.job(1).run(save_twice_at_once, environment(address), f"s3://{BUCKET}/two") == [[None, None]]
+    assert len([key for key in objects(address, "two/") if "/rank" in key]) == 1
+
+
 def change(kept, variables, url):
     import tensorferry.megatron as ours
 
@@ -132,7 +158,7 @@ def test_what_else_a_checkpoint_in_a_bucket_can_be_asked(newest, address):
     assert objects(address, "asked/") == held
 
 
-def test_every_rank_raises_what_a_store_says(newest, address):
+def test_every_rank_raises_what_a_store_says(newest, address, tmp_path):
     variables, url = environment(address), f"s3://{BUCKET}/refused"
     ranks = newest.job(2)
     for told in ranks.run(load, variables, url):
@@ -147,7 +173,8 @@ def test_every_rank_raises_what_a_store_says(newest, address):
                 assert part in told
                 assert "the store does not permit it" in told
         between.act = lambda _, __, path: FORBIDDEN if "metadata.json" in path else None
-        for told in ranks.run(load, environment(between.url), url, 1):
+        converted = newest.job(1).run(convert, environment(between.url), url, str(tmp_path / "new"), "tensorferry")
+        for told in ranks.run(load, environment(between.url), url, 1) + converted:
             assert told.startswith("CheckpointingException")
             assert "the store does not permit it" in told
             assert "restore_common" not in told

@@ -7,10 +7,11 @@ import os
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import DefaultSavePlanner
 
 from stores import client, objects, put_folder
 from tensorferry.dcp import FileReader, FileWriter, own_errors
-from tensorferry.errors import CorruptCheckpoint, IncompleteCheckpoint, InvalidArgument
+from tensorferry.errors import CorruptCheckpoint, IncompleteCheckpoint, InvalidArgument, TransferCancelled
 from tensorferry.storage.objects import upload
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -176,3 +177,26 @@ def test_options_are_those_of_the_library(moto_url, monkeypatch):
     assert_same(load(state, "s3://bucket/options", store_options=options)[0], state)
     with pytest.raises(InvalidArgument, match="cannot be opened"):
         save(state, "s3://bucket/options", store_options={**options, "no_such_option": "1"})
+
+
+def test_a_save_that_goes_on_has_a_deadline_of_its_own(server):
+    """As one of Megatron's, which another process writes, and which is committed long after."""
+    for goes_on in (False, True):
+        writer = FileWriter(server.place)
+        writer.reset()
+        writer.set_up_storage_writer(True, rank=0)
+        planner = DefaultSavePlanner()
+        planner.set_up_planner({"w": torch.ones(3)}, is_coordinator=True)
+        plan = writer.prepare_local_plan(planner.create_local_plan())
+        results = writer.write_data(plan, planner).value()
+        (plan,), metadata = planner.create_global_plan([plan])
+        writer._running.save.path.end()
+        if goes_on:
+            writer.go_on()
+            writer.finish(metadata, [results])
+        else:
+            with pytest.raises(TransferCancelled):
+                writer.finish(metadata, [results])
+    into = {"w": torch.zeros(3)}
+    dcp.load(into, storage_reader=FileReader(server.place), no_dist=True)
+    assert torch.equal(into["w"], torch.ones(3))
