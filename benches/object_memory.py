@@ -116,7 +116,10 @@ class Connection:
 
     def _get(self, path: str, query: dict[str, str], _body: Parts, with_body: bool = True) -> None:
         if path == "/-/figures":
-            self._answer(200, json.dumps(self._store.figures).encode())
+            figures = json.dumps(self._store.figures).encode()
+            self._answer(200, figures)
+            with self._store.lock:
+                self._store.figures["sent"] -= len(figures)
             return
         if path.count("/") == 1 or not path.partition("/")[2].partition("/")[2]:
             self._answer(200, self._listing(path.strip("/"), query) if with_body else b"")

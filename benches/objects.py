@@ -11,8 +11,8 @@ first small save and load, come before.
               each byte that was wanted
 
 "obstore by hand" is the bare parallel client: 8 threads of each rank put straight pieces of 8 MiB, each an object of
-its own, without a list of them, a checksum, or a commit. `SyncCheckpointer` is ours without torch's planner, which takes
-longest where tensors are small. The servers are s3s-fs (`make object-stores`), which writes to the disk, and one of
+its own, without a list of them, a checksum, or a commit. `SyncCheckpointer` is ours without torch's planner, which is
+slow where tensors are small. The servers are s3s-fs (`make object-stores`), which writes to the disk, and one of
 this bench's own that keeps objects in memory (`object_memory.py`). A third part has server and client on a link
 of 1 Gbit/s, between network namespaces; `line` is the share of the link's rate, less the headers of TCP's packets of
 1500 bytes, at which the state has come or gone; that part needs root, `ip` and `tc`.
