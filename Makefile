@@ -245,6 +245,14 @@ bench-checkpointing: build ## checkpointers beside torch's and torch_checkpointi
 	$(BIN)/uv pip install -q --python $(BIN)/python --no-deps 'torch_checkpointing==0.1.1'
 	$(BIN)/python benches/checkpointing.py --json build/bench/checkpointing.json $(BENCH_CHECKPOINTING_ARGS)
 
+# Two of the contenders need an older botocore than moto does.
+OBJECT_CLIENTS := s3fs==2026.9.0 aiobotocore==3.10.0 botocore==1.43.117 aioitertools==0.13.0 s3torchconnector==1.5.0 s3torchconnectorclient==1.5.0 tenacity==9.1.2
+.PHONY: bench-objects
+BENCH_OBJECTS_ARGS ?=
+bench-objects: build object-stores ## checkpoints in object stores beside s3fs, s3torchconnector and obstore by hand: tables and JSON
+	$(BIN)/uv pip install -q --python $(BIN)/python --no-deps --target $(VENV)/object-clients $(OBJECT_CLIENTS)
+	PYTHONPATH=$(VENV)/object-clients $(BIN)/python benches/objects.py --json build/bench/objects.json $(BENCH_OBJECTS_ARGS)
+
 .PHONY: bench-megatron
 BENCH_MEGATRON_ARGS ?=
 bench-megatron: build ## Megatron's sharded state beside Megatron's own strategies: tables and JSON

@@ -98,7 +98,7 @@ class Rank:
 
     def save(self, contender: str, path: Path) -> dict[str, Any]:
         """Save the state; return the costs."""
-        with _watched() as measured:
+        with watched() as measured:
             if contender == "tensorferry files":
                 dcp.save(self.held, storage_writer=FileWriter(path))
             elif contender == "tensorferry peers":
@@ -125,7 +125,7 @@ class Rank:
         """Load into the state; return the costs."""
         report = None
         saved = state(*self.built, 1) if contender == FLOOR else {}
-        with _watched() as measured:
+        with watched() as measured:
             _copy_plainly([(value, saved[name]) for name, value in self.held.items() if name in saved])
             if contender == "tensorferry files":
                 reader = FileReader(path)
@@ -219,14 +219,15 @@ def _synchronise(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def _watched() -> Any:
-    """Yield a dict that gets the seconds, the bytes read by system calls, and the rise of peak memory."""
+def watched() -> Any:
+    """Yield a dict that gets the seconds, those of CPU, the bytes read by system calls, and the rise of peak memory."""
     Path("/proc/self/clear_refs").write_text("5")
     before, read = _memory("VmRSS"), _read_bytes()
     measured: dict[str, Any] = {}
-    begin = time.perf_counter()
+    begin, busy = time.perf_counter(), time.process_time()
     yield measured
     measured["s"] = time.perf_counter() - begin
+    measured["cpu"] = time.process_time() - busy
     measured["read"] = _read_bytes() - read
     measured["extra"] = max(0, _memory("VmHWM") - before)
 

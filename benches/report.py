@@ -35,7 +35,7 @@ def _by_round(samples: list[Sample], field: str) -> dict[int, float]:
     return {sample["round"]: sample[field] for sample in _good(samples) if sample.get(field) is not None}
 
 
-def _ratio(above: dict[int, float], below: dict[int, float]) -> dict[str, float] | None:
+def ratio(above: dict[int, float], below: dict[int, float]) -> dict[str, float] | None:
     """Return the ratio of two medians, and the lowest and highest ratio within a round.
 
     All three are of the rounds that both have, so the ratio of the medians lies between the other two.
@@ -94,14 +94,14 @@ def summarise_transfers(samples: list[Sample], floors: list[Sample]) -> dict[str
                     "contender": contender,
                     "seconds": spread(seconds.values()),
                     "rival": best,
-                    "speedup": _ratio(times[best], seconds) if best else None,
+                    "speedup": ratio(times[best], seconds) if best else None,
                     "gb_per_s": nbytes / median / 1e9,
                     "us_per_tensor": median / tensors * 1e6,
                     "send_seconds": send,
                     "send_us_per_tensor": send["median"] / tensors * 1e6 if send else None,
                     "warm_up_seconds": spread(sample["warm_up_s"] for sample in good),
-                    "of_raw_fresh": _ratio(raw_fresh, seconds),
-                    "of_raw_touched": _ratio(raw_touched, seconds),
+                    "of_raw_fresh": ratio(raw_fresh, seconds),
+                    "of_raw_touched": ratio(raw_touched, seconds),
                     "receiver_peak": _times_state(good, f"{order}_receiver_extra"),
                     "source_peak": _times_state(good, "source_extra"),
                     "equal": [s[f"{order}_equal"] for s in good if f"{order}_equal" in s],

@@ -45,6 +45,33 @@ def test_all_requests_go_to_the_endpoint_of_the_options(server, monkeypatch, nam
     assert not uploads._unreachable
 
 
+@pytest.mark.parametrize(
+    ("said", "signs"),
+    [({}, False), ({"unsigned_payload": False}, True), ({"checksum_algorithm": "SHA256"}, True)],
+    ids=["by default", "where the options say so", "beside another checksum"],
+)
+def test_bodies_have_a_checksum_that_is_signed_and_are_signed_themselves_where_that_is_said(server, said, signs):
+    with Gateway(server.url) as there:
+        writer = FileWriter(server.place, store_options={**options(there.url), **said})
+        dcp.save({"w": torch.ones(3)}, storage_writer=writer, no_dist=True)
+        puts = [headers for (method, _), headers in zip(there.seen, there.headers, strict=True) if method == "PUT"]
+    assert len(puts) == 3
+    for headers in puts:
+        name = "x-amz-checksum-sha256" if "checksum_algorithm" in said else "x-amz-checksum-crc64nvme"
+        assert name in headers
+        assert name in headers["authorization"].partition("SignedHeaders=")[2].partition(",")[0].split(";")
+        assert (headers["x-amz-content-sha256"] != "UNSIGNED-PAYLOAD") == signs
+
+
+def test_the_environment_may_ask_for_signed_bodies(server, monkeypatch):
+    monkeypatch.setenv("AWS_UNSIGNED_PAYLOAD", "false")
+    with Gateway(server.url) as there:
+        writer = FileWriter(server.place, store_options=options(there.url))
+        dcp.save({"w": torch.ones(3)}, storage_writer=writer, no_dist=True)
+        signed = [headers["x-amz-content-sha256"] for headers in there.headers]
+    assert "UNSIGNED-PAYLOAD" not in signed
+
+
 def test_an_endpoint_that_the_library_would_not_take_is_refused(server, monkeypatch):
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://127.0.0.1:9")
     with pytest.raises(InvalidArgument, match="AWS_ENDPOINT_URL_S3 another one"), own_errors():

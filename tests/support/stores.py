@@ -139,6 +139,7 @@ class Gateway:
     def __init__(self, url: str, act: Callable[[int, str, str], Action] = lambda *_: None) -> None:
         self.act = act
         self.seen: list[tuple[str, str]] = []
+        self.headers: list[dict[str, str]] = []
         self._lock = threading.Lock()
         host = url.removeprefix("http://")
         gateway = self
@@ -155,6 +156,7 @@ class Gateway:
                 with gateway._lock:
                     number = len(gateway.seen)
                     gateway.seen.append((self.command, self.path))
+                    gateway.headers.append({name.lower(): value for name, value in self.headers.items()})
                 action = gateway.act(number, self.command, self.path)
                 if action == "stall":
                     gateway.over.wait(60)

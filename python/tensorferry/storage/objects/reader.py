@@ -68,15 +68,16 @@ class RangeReader:
         """
         if not nbytes:
             return
-        into = memoryview((ctypes.c_ubyte * nbytes).from_address(address)).cast("B")
         if at + nbytes <= len(self._head):
-            into[:] = self._head[at : at + nbytes]
-            return
-        try:
-            self._repeated(lambda: self._fill(at, into), f"reading bytes {at}-{at + nbytes}")
-        finally:
-            # A request that was cancelled may go on for a moment, and the memory may be another's then.
-            into.release()
+            chunks = [memoryview(self._head)[at : at + nbytes]]
+        else:
+            chunks = self._repeated(lambda: self._get(at, nbytes), f"reading bytes {at}-{at + nbytes}")
+        # Here, and not where they come: all requests share that thread, and one that was cancelled may go on there for
+        # a moment, when the memory may be another's.
+        into, done = memoryview((ctypes.c_ubyte * nbytes).from_address(address)).cast("B"), 0
+        for chunk in chunks:
+            into[done : done + len(chunk)] = chunk
+            done += len(chunk)
 
     def _repeated(self, make: Callable[[], Coroutine[Any, Any, _T]], what: str) -> _T:
         """Makes a request, again if its body breaks off or stalls: the client itself makes the rest again."""
@@ -144,41 +145,40 @@ class RangeReader:
                 raise
             answer = await library.get_async(self._store, self._key)
         self.nbytes, self._tag = int(answer.meta["size"]), answer.meta.get("e_tag")
-        expected = min(self.nbytes, _HEAD)
-        data = bytearray(expected)
-        await self._receive(answer, memoryview(data))
-        return bytes(data)
+        return b"".join(await self._received(answer, min(self.nbytes, _HEAD)))
 
-    async def _fill(self, at: int, into: memoryview) -> None:
+    async def _get(self, at: int, nbytes: int) -> list[memoryview]:
         from .client import obstore
 
-        options: dict[str, Any] = {"range": (at, at + len(into))}
+        options: dict[str, Any] = {"range": (at, at + nbytes)}
         if self._tag is not None:
             options["if_match"] = self._tag
         answer = await obstore().get_async(self._store, self._key, options=options)
-        if tuple(answer.range) != (at, at + len(into)) or int(answer.meta["size"]) != self.nbytes:
+        if tuple(answer.range) != (at, at + nbytes) or int(answer.meta["size"]) != self.nbytes:
             raise _WrongAnswer(
                 StoreRefused(
-                    f"{self._name}: bytes {at}-{at + len(into)} were requested, and the store has answered with others"
+                    f"{self._name}: bytes {at}-{at + nbytes} were requested, and the store has answered with others"
                 )
             )
-        await self._receive(answer, into)
+        return await self._received(answer, nbytes)
 
-    async def _receive(self, answer: Any, into: memoryview) -> None:
-        """Copies the body of an answer; one that is longer or shorter than it should be is refused."""
+    async def _received(self, answer: Any, nbytes: int) -> list[memoryview]:
+        """Returns the body of an answer, in order; one that is longer or shorter than it should be is refused."""
         import asyncio
 
+        found: list[memoryview] = []
         done, chunks = 0, aiter(answer.stream(min_chunk_size=_CHUNK))
         while True:
             try:
                 chunk = memoryview(await asyncio.wait_for(anext(chunks), _STALL_S))
             except StopAsyncIteration:
                 break
-            if done + len(chunk) > len(into):
-                raise _WrongAnswer(StoreRefused(f"{self._name}: the store has sent more bytes than were requested"))
-            into[done : done + len(chunk)] = chunk
             done += len(chunk)
-        if done != len(into):
+            if done > nbytes:
+                raise _WrongAnswer(StoreRefused(f"{self._name}: the store has sent more bytes than were requested"))
+            found.append(chunk)
+        if done != nbytes:
             raise _WrongAnswer(
-                StoreRefused(f"{self._name}: the store has sent {done} bytes of the {len(into)} that were requested")
+                StoreRefused(f"{self._name}: the store has sent {done} bytes of the {nbytes} that were requested")
             )
+        return found

@@ -72,6 +72,11 @@ def of_s3(options: Mapping[str, Any]) -> dict[str, str]:
     return found
 
 
+def is_said(name: str, options: Mapping[str, Any]) -> bool:
+    """Whether options or environment say anything of a setting of S3, by its name without ``aws_``."""
+    return any(_bare(one) == name for one in [*options, *(one for one in os.environ if one.startswith("AWS_"))])
+
+
 def for_s3(options: Mapping[str, Any]) -> dict[str, Any]:
     """Returns options of a store as the library is to get them: none stands behind another name in the environment.
 
