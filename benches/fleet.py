@@ -20,6 +20,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from fleet_model import compare
+
 AGENT = Path(__file__).with_name("fleet_host.py")
 KINDS = {"torchft": "torchft's HTTPTransport", "ours": "tensorferry, relay=False", "relay": "tensorferry"}
 SCENARIOS = ("alone", "at-once", "apart", "killed", "in-place", "source-dies", "source-leaves", "source-goes-early")
@@ -305,8 +307,13 @@ def main() -> int:
     parser.add_argument("--kinds", default=",".join(KINDS), help="which transports")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--scenarios", default=",".join(SCENARIOS), help="which")
+    parser.add_argument(
+        "--model", action="store_true", help="only receivers at once, beside what the simulator says; 1 if they differ"
+    )
     parser.add_argument("--json", type=Path, help="also write all figures here")
     options = parser.parse_args()
+    if options.model:
+        options.kinds, options.scenarios = "relay", "at-once"
     counts = [int(count) for count in options.receivers.split(",")]
     try:
         network = Network(options.mbit)
@@ -327,6 +334,8 @@ def main() -> int:
         options.json.parent.mkdir(parents=True, exist_ok=True)
         about = {"mbit": options.mbit, "mib": options.mib, "copy_s": bench.copy_s, "copy_bytes": bench.copy_bytes}
         options.json.write_text(json.dumps(about | {"rounds": [asdict(one) for one in bench.results]}, indent=1) + "\n")
+    if options.model:
+        return 0 if compare(options.mbit, options.mib, bench.results) else 1
     return 0
 
 

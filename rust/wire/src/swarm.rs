@@ -3,6 +3,7 @@
 //! ```text
 //! GET {step}/swarm?port=4000&token=0f..&need=0-16,20-21      a member says how it is reached and what it lacks
 //!                 &took=16-17&zone=eu                        what it fetches already without a grant
+//!                 &coming=4-5,9-10                           what the source is sending it
 //!                 &part=0123456789abcdef                     names the blocks it wants, if these are not all
 //!                 &table=1&covered=1&leave=1                 and how it stands ([`Standing`])
 //!
@@ -73,6 +74,8 @@ pub struct Ask {
     pub need: Vec<(u64, u64)>,
     /// Ascending runs of blocks that it has begun to fetch from the source before it has asked for any.
     pub took: Vec<(u64, u64)>,
+    /// Ascending runs of blocks that the source is sending it.
+    pub coming: Vec<(u64, u64)>,
     /// How far it has come.
     pub standing: Standing,
     /// The zone in which it runs, at most [`MAX_ZONE`] letters, digits and `-_.`; `None` where it knows of none.
@@ -153,6 +156,9 @@ impl Ask {
         if !self.took.is_empty() {
             let _ = write!(query, "&took={}", Runs(&self.took));
         }
+        if !self.coming.is_empty() {
+            let _ = write!(query, "&coming={}", Runs(&self.coming));
+        }
         let Standing { has_table, is_covered, leaves } = self.standing;
         for (name, _) in [("table", has_table), ("covered", is_covered), ("leave", leaves)].iter().filter(|it| it.1) {
             let _ = write!(query, "&{name}=1");
@@ -174,13 +180,15 @@ impl Ask {
     /// let relay = RelayAddress { port: 4000, token: "0f".repeat(16), fingerprint: None };
     /// let need = vec![(0, 16), (20, 21)];
     /// let zone = Some("eu-1".to_owned());
-    /// let ask = Ask { relay, need, took: vec![(16, 17)], standing: Default::default(), zone, part: Some(7) };
+    /// let (took, coming, standing) = (vec![(16, 17)], vec![(4, 5)], Default::default());
+    /// let ask = Ask { relay, need, took, coming, standing, zone, part: Some(7) };
     /// assert_eq!(Ask::parse(&ask.query()), Some(ask));
     /// assert_eq!(Ask::parse("port=4000&token=../healthz"), None);
     /// ```
     #[must_use]
     pub fn parse(query: &str) -> Option<Self> {
-        let (mut port, mut token, mut fingerprint, mut need, mut took) = (None, None, None, Vec::new(), Vec::new());
+        let (mut port, mut token, mut fingerprint) = (None, None, None);
+        let (mut need, mut took, mut coming) = (Vec::new(), Vec::new(), Vec::new());
         let (mut standing, mut place, mut wanted) = (Standing::default(), None, None);
         for field in query.split('&') {
             match field.split_once('=')? {
@@ -189,6 +197,7 @@ impl Ask {
                 ("tls", value) => fingerprint = Some(hex(value, FINGERPRINT_LEN)?),
                 ("need", value) => need = parse_runs(value)?,
                 ("took", value) => took = parse_runs(value)?,
+                ("coming", value) => coming = parse_runs(value)?,
                 ("table", value) => standing.has_table = value == "1",
                 ("covered", value) => standing.is_covered = value == "1",
                 ("leave", value) => standing.leaves = value == "1",
@@ -198,7 +207,7 @@ impl Ask {
             }
         }
         let relay = RelayAddress { port: port?, token: token?, fingerprint };
-        Some(Self { relay, need, took, standing, zone: place, part: wanted })
+        Some(Self { relay, need, took, coming, standing, zone: place, part: wanted })
     }
 }
 

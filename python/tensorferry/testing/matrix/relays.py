@@ -83,10 +83,10 @@ def relay_scenarios(rows: Mapping[str, Scenario]) -> list[Scenario]:
             expected=rows["half-open-all"].expected | {HEALED},
         ),
     ]
-    for name in ("drain", "move-on", "source-sigkill"):
+    for name in ("drain", "move-on", "source-sigkill", "source-sigstop"):
         row = rows[name]
         about = f"{row.about}, and another receiver takes the same state"
-        more = frozenset({HEALED}) if name == "source-sigkill" else frozenset()
+        more = frozenset({HEALED}) if name.startswith("source-sig") else frozenset()
         scenarios.append(
             dataclasses.replace(
                 row, name=f"relay-{name}", about=about, expected=row.expected | more, relay="through the proxy"

@@ -28,9 +28,10 @@ impl Transfer<'_> {
         range: &mut Taken<'_>,
         sink: &mut [u8],
     ) -> Result<(), Error> {
-        let result = self.fetch_runs(index, from, connection, range, sink);
+        let (end, result) = (range.end, self.fetch_runs(index, from, connection, range, sink));
         if let Some(swarm) = self.swarm.filter(|_| from.0 < self.sources.len()) {
-            swarm.receiver().note_source_done();
+            let now = swarm.now();
+            swarm.receiver().note_source_done(now, end);
         }
         result
     }

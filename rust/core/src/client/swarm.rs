@@ -208,15 +208,16 @@ impl<'a> Swarm<'a> {
     /// Asks the tracker for the blocks in `need`; returns relays to be fetched from, and whether this has had no others
     /// until now.
     pub(super) fn ask(&self, need: Vec<(u64, u64)>) -> (Vec<NewRelay>, bool) {
-        let (standing, took) = {
+        let (standing, took, coming) = {
             let mut receiver = self.receiver();
-            (receiver.say_standing(self.relay.lacking()), receiver.take_taken())
+            (receiver.say_standing(self.relay.lacking()), receiver.take_taken(), receiver.coming())
         };
         let Some(address) = self.relay.address() else {
             self.receiver().note_no_tracker(self.now());
             return (Vec::new(), false);
         };
-        let ask = Ask { relay: address, need, took, standing, zone: self.relay.zone(), part: self.relay.part() };
+        let ask =
+            Ask { relay: address, need, took, coming, standing, zone: self.relay.zone(), part: self.relay.part() };
         // One lane asks at a time, as `Receiver` has it.
         let mut tracker = self.tracker.lock().unwrap_or_else(PoisonError::into_inner);
         let Ok(Answer { grant, wait_ms, peers, place, has_table, is_free }) = self.answer(&mut tracker, &ask) else {
@@ -371,7 +372,8 @@ pub(super) fn matches(expected: &BlockDigests, digest: u128, from_relay: bool) -
 fn leave(relay: &OpenRelay<'_>, has_table: bool) -> Option<Ask> {
     let standing = Standing { has_table, is_covered: true, leaves: true };
     let (zone, part) = (relay.zone(), relay.part());
-    Some(Ask { relay: relay.address()?, need: Vec::new(), took: Vec::new(), standing, zone, part })
+    let relay = relay.address()?;
+    Some(Ask { relay, need: Vec::new(), took: Vec::new(), coming: Vec::new(), standing, zone, part })
 }
 
 /// Asks the tracker of a source by the connection in `tracker`, or by a new one.

@@ -32,8 +32,8 @@ struct Tracked {
     part: Option<u64>,
     began: Instant,
     handout: Handout,
-    /// The connections by which members have last asked.
-    connections: Vec<(Member, Weak<ConnectionHandle>)>,
+    /// The connections by which members have last asked, and the numbers of these.
+    connections: Vec<(u32, Member, Weak<ConnectionHandle>)>,
 }
 
 impl Tracked {
@@ -45,23 +45,25 @@ impl Tracked {
         Ok(Self { part: ask.part, began: Instant::now(), handout, connections: Vec::new() })
     }
 
-    /// Notes that `member` has just asked by `connection`, and who has gone meanwhile; returns the time.
-    fn note(&mut self, member: &Member, connection: &Weak<ConnectionHandle>) -> Duration {
-        self.connections.retain(|(known, _)| known != member);
-        self.connections.push((member.clone(), Weak::clone(connection)));
-        self.look()
+    /// Notes that `member` has just asked by `connection`, if it has a place. Connections are as many as members, so that
+    /// nobody fills memory by joining under ever new names.
+    fn note(&mut self, member: &Member, connection: &Weak<ConnectionHandle>) {
+        let handout = &self.handout;
+        let number = handout.number_of(member);
+        self.connections.retain(|(known, _, _)| Some(*known) != number && handout.has_number(*known));
+        self.connections.extend(number.map(|number| (number, member.clone(), Weak::clone(connection))));
     }
 
     /// Whether all who have asked are gone.
     fn is_deserted(&self) -> bool {
-        self.connections.iter().all(|(_, connection)| connection.strong_count() == 0)
+        self.connections.iter().all(|(_, _, connection)| connection.strong_count() == 0)
     }
 
     /// Notes who has gone; returns the time.
     fn look(&mut self) -> Duration {
         let now = self.began.elapsed();
-        let gone = self.connections.extract_if(.., |(_, connection)| connection.strong_count() == 0);
-        for (member, _) in gone {
+        let gone = self.connections.extract_if(.., |(_, _, connection)| connection.strong_count() == 0);
+        for (_, member, _) in gone {
             self.handout.note_gone(&member);
         }
         now
@@ -115,16 +117,18 @@ impl Publication {
                 &mut tracker[last]
             }
         };
-        let (now, wanted_back) = (known.note(member, connection), self.is_wanted_back());
+        let (now, wanted_back) = (known.look(), self.is_wanted_back());
         let handout = &mut known.handout;
         if ask.standing.leaves {
             let is_free = handout.leave(now, member, wanted_back);
+            known.note(member, connection);
             return Ok((Answer { is_free, ..Answer::default() }, false));
         }
         let most = handout.most();
         let is_ready = ask.standing.has_table && ask.standing.is_covered;
         // Of memory that is wanted back, nothing is sent to those that can have it from others.
         let need = if wanted_back && is_ready { &[] } else { &ask.need[..] };
+        handout.note_coming(now, member, &ask.coming);
         let told = handout.ask(now, member, need, most);
         let wait = if is_ready { told.again } else { told.wait };
         let wait_ms = u64::try_from(wait.as_millis()).unwrap_or(u64::MAX);
@@ -134,6 +138,44 @@ impl Publication {
         answer.is_free = handout.stand(now, member, ask.standing, wanted_back);
         answer.has_table = self.proven().is_some();
         let wants_table = !answer.has_table && handout.members() > 1;
+        known.note(member, connection);
         Ok((answer, wants_table))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use tensorferry_wire::dtype::Dtype;
+    use tensorferry_wire::swarm::{RelayAddress, Standing};
+
+    use super::*;
+    use crate::{Item, Stability};
+
+    #[test]
+    fn who_joins_under_ever_new_names_fills_no_memory() {
+        let item = Item::bytes("w", Dtype::U8, &[1], vec![1].into());
+        let publication = Publication::new(Vec::new(), vec![item], Stability::Private, Box::new(())).unwrap();
+        let (handle, mut asked) = (Arc::new(ConnectionHandle::default()), 0_u32);
+        let mut ask = |part, leaves| {
+            asked += 1;
+            let relay = RelayAddress { port: 1, token: format!("{asked:032x}"), fingerprint: None };
+            let standing = Standing { leaves, ..Standing::default() };
+            let ask = Ask { relay, need: vec![(0, 1)], took: vec![], coming: vec![], standing, zone: None, part };
+            let member = Member { ip: [10, 0, 0, 1].into(), relay: ask.relay.clone(), zone: None };
+            publication.track(&member, &ask, None, &Arc::downgrade(&handle), |_| String::new()).unwrap();
+        };
+        for part in [None, Some(1)] {
+            for leaves in [false, true] {
+                (0..500).for_each(|_| ask(part, leaves));
+            }
+        }
+        (0..200).for_each(|part| ask(Some(part), false));
+        let tracker = publication.tracker.0.lock().unwrap();
+        assert_eq!(tracker.len(), MOST_PARTS);
+        for tracked in &*tracker {
+            assert_eq!(tracked.connections.len(), tracked.handout.members());
+        }
     }
 }

@@ -4,6 +4,7 @@
 //! | module | holds |
 //! |---|---|
 //! | `block_map` | [`BlockMap`]: which blocks a receiver has; [`BlockSet`]: the same as another member has learned it |
+//! | `given` | to whom each block was handed out, and whether it counts as on its way |
 //! | `handout` | [`Handout`]: which of its own blocks a source hands out to whom, and the members |
 //! | `picker` | [`Picker`]: which block a receiver fetches from which relay |
 //! | `parting` | when members do without the source, and how long one that is through stays |
@@ -13,6 +14,7 @@
 //! | `model` | the simulator (tests) |
 
 mod block_map;
+mod given;
 mod handout;
 #[cfg(test)]
 #[allow(

@@ -59,8 +59,12 @@ impl Handout {
 
     /// Forgets `member`, and what the others have said, since they may have counted on it.
     fn forget(&mut self, member: &Member) {
+        let before = self.members.len();
         self.members.retain(|known| known.member != *member);
-        self.members.iter_mut().for_each(|known| known.ready = false);
+        // Nobody counts on a stranger.
+        if self.members.len() < before {
+            self.members.iter_mut().for_each(|known| known.ready = false);
+        }
     }
 }
 
@@ -146,6 +150,15 @@ mod tests {
         assert_eq!(handout.members(), 2);
         assert!(!handout.stand(at(1), &members[2], READY, true), "the first one may have counted on who left");
         assert!(handout.stand(at(1), &members[0], READY, true));
+    }
+
+    #[test]
+    fn a_stranger_that_leaves_voids_nothing() {
+        let (mut handout, members) = swarm(2);
+        assert!(!handout.stand(at(1), &members[0], READY, false));
+        let stranger = Member { ip: [10, 0, 0, 9].into(), ..members[0].clone() };
+        assert!(!handout.leave(at(1), &stranger, false));
+        assert!(handout.stand(at(1), &members[1], READY, true));
     }
 
     #[test]

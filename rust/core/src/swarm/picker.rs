@@ -62,6 +62,11 @@ impl Picker {
         self.nearness.get(relay).copied().unwrap_or_default()
     }
 
+    /// Whether there are relays in other zones.
+    pub(crate) fn has_far_relays(&self) -> bool {
+        self.nearness.contains(&Nearness::Far)
+    }
+
     fn rarity(&self, block: u64) -> u16 {
         self.holders_of(block).iter().fold(0, |sum, &holders| sum.saturating_add(holders))
     }

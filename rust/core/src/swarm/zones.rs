@@ -12,7 +12,8 @@ use std::time::Duration;
 
 use tensorferry_wire::swarm::{Nearness, Place, Share};
 
-use super::handout::{HOLD, Handout, Known, MOST_NEIGHBOURS, Member};
+use super::given::HOLD;
+use super::handout::{Handout, Known, MOST_NEIGHBOURS, Member};
 use super::picker::mix;
 
 /// A member outside the zone of the source gives way to those in it only while they have been granted something in this

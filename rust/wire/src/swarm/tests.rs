@@ -2,7 +2,15 @@ use super::*;
 
 fn ask(need: &[(u64, u64)]) -> Ask {
     let relay = RelayAddress { port: 1, token: "a0".repeat(16), fingerprint: Some("0".repeat(FINGERPRINT_LEN)) };
-    Ask { relay, need: need.to_vec(), took: Vec::new(), standing: Standing::default(), zone: None, part: None }
+    Ask {
+        relay,
+        need: need.to_vec(),
+        took: Vec::new(),
+        coming: Vec::new(),
+        standing: Standing::default(),
+        zone: None,
+        part: None,
+    }
 }
 
 #[test]

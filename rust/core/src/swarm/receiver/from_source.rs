@@ -8,7 +8,7 @@ use tensorferry_wire::swarm::Nearness;
 use super::from_relays::fetches;
 use super::joining::Phase;
 use super::standing::Independence;
-use super::{FIRST_HEARTBEAT, FromSource, Receiver, Rule};
+use super::{FIRST_HEARTBEAT, FromSource, Question, Receiver, Rule};
 use crate::swarm::picker::Picker;
 
 /// Without a new byte for so long, the receiver fetches from the source whatever it lacks, whether or not there are relays.
@@ -25,6 +25,12 @@ pub(super) const HEARTBEAT: Duration = Duration::from_secs(1);
 /// Lanes to the source that fetch at once where there are relays: a block that comes over one of few lanes is complete,
 /// and passed on, sooner than one of many.
 const LANES_BESIDE_RELAYS: usize = 2;
+/// Beside so many relays it is one lane, where a block takes longer than the answer of a tracker.
+const MANY_RELAYS: usize = 4;
+/// Where a block comes so soon, the next ones are asked for meanwhile: else lanes would wait for the answer.
+const SOON: Duration = Duration::from_millis(250);
+/// However long a tracker wants it to wait.
+const MOST_WAIT: Duration = Duration::from_secs(10);
 /// How often a lane that waits looks again.
 const LOOK: Duration = Duration::from_millis(50);
 
@@ -32,7 +38,14 @@ impl Receiver {
     /// What a lane to the source is to do while the ranges in `waiting` are to come.
     pub(crate) fn next_from_source(&mut self, now: Duration, waiting: &[(u64, u64)]) -> FromSource {
         let next = self.decide(now, waiting);
-        self.fetching += usize::from(matches!(next, FromSource::Take(..)));
+        match &next {
+            FromSource::Take(_, run) => {
+                self.fetching += 1;
+                self.coming.push((*run, now));
+            }
+            FromSource::Ask(need) => (self.asking, self.question) = (true, Question::of(need)),
+            FromSource::Wait(_) => {}
+        }
         next
     }
 
@@ -40,19 +53,29 @@ impl Receiver {
         if self.phase == Phase::Member {
             let has_time = !self.granted.is_empty() || waiting.is_empty();
             if (has_time && self.is_due(now)) || (self.may_ask() && self.independence == Independence::News) {
-                self.asking = true;
                 return FromSource::Ask(self.unoffered_of(now, waiting));
             }
         }
         let Some(&(first, end)) = waiting.first() else { return FromSource::Wait(LOOK) };
-        if self.phase != Phase::Member || self.rule == Rule::Alone || self.is_starved(now) {
+        let is_starved = self.is_starved(now);
+        if is_starved && self.starves != Some(self.fed) {
+            (self.starves, self.starved) = (Some(self.fed), self.starved + 1);
+        }
+        if self.phase != Phase::Member || self.rule == Rule::Alone || is_starved {
             return FromSource::Take(0, (first, end.min(first + self.pace.blocks(now, self.bytes))));
         }
         if self.rule == Rule::Free {
             return FromSource::Wait(LOOK);
         }
-        if self.relays > 0 && self.fetching >= LANES_BESIDE_RELAYS {
-            return FromSource::Wait(LOOK);
+        if self.fetching >= self.most_lanes() {
+            if self.asks_ahead(now) {
+                let need = self.unoffered_of(now, waiting);
+                if !need.is_empty() {
+                    return FromSource::Ask(need);
+                }
+            }
+            // Blocks may take longer than a source waits to hear of a receiver.
+            return if self.is_due(now) { FromSource::Ask(Vec::new()) } else { FromSource::Wait(LOOK) };
         }
         if let Some((index, run)) = self.take_granted(now, waiting) {
             return FromSource::Take(index, run);
@@ -71,7 +94,6 @@ impl Receiver {
         } else {
             return FromSource::Wait(LOOK);
         }
-        self.asking = true;
         FromSource::Ask(need)
     }
 
@@ -100,6 +122,21 @@ impl Receiver {
         need
     }
 
+    /// How many lanes fetch from the source at once.
+    fn most_lanes(&self) -> usize {
+        match self.relays {
+            0 => usize::MAX,
+            MANY_RELAYS.. if self.block_took > SOON => 1,
+            _ => LANES_BESIDE_RELAYS,
+        }
+    }
+
+    /// Whether to ask for more while all lanes are busy. Where zones are, what is held longer crosses more often.
+    fn asks_ahead(&self, now: Duration) -> bool {
+        let is_quick = self.block_took <= SOON && !self.picker.has_far_relays();
+        self.granted.is_empty() && is_quick && !self.asking && now >= self.ask_at
+    }
+
     fn may_ask(&self) -> bool {
         !self.asking && self.rule == Rule::Swarm
     }
@@ -111,9 +148,17 @@ impl Receiver {
 
     /// What to ask the tracker for while all lanes are busy: a receiver that has been alone hears in time of others.
     pub(crate) fn next_question(&mut self, now: Duration, waiting: &[(u64, u64)]) -> Option<Vec<(u64, u64)>> {
-        let asks = self.phase == Phase::Member && self.place.is_none() && self.is_due(now);
-        self.asking |= asks;
-        asks.then(|| self.unoffered_of(now, waiting))
+        if self.phase != Phase::Member || !self.is_due(now) {
+            return None;
+        }
+        let is_alone = self.place.is_none();
+        // Of others it has heard, and all its lanes are busy: the source should go on hearing of it.
+        let need = if is_alone { self.unoffered_of(now, waiting) } else { Vec::new() };
+        let asks = is_alone || (self.granted.is_empty() && self.fetching > 0);
+        if asks {
+            (self.asking, self.question) = (true, Question::of(&need));
+        }
+        asks.then_some(need)
     }
 
     /// What the question to the tracker that is under way says was taken without a grant.
@@ -126,7 +171,8 @@ impl Receiver {
         let patience = match (self.relays, self.rule) {
             (0, _) => STARVED_ALONE,
             (_, Rule::Free) => STARVED_FREE,
-            _ => STARVED,
+            // Others that bring nothing again and again are waited for less and less.
+            _ => STARVED / 2_u32.saturating_pow(self.starved),
         };
         now.saturating_sub(self.fed) >= patience
     }
@@ -157,7 +203,9 @@ impl Receiver {
         // Who could do without the source asks again soon: it may be let go at any time.
         let is_ready = self.independence == Independence::Told;
         self.heartbeat = if is_ready { wait } else { 2 * self.heartbeat }.clamp(FIRST_HEARTBEAT, HEARTBEAT);
-        self.ask_at = if grant.is_empty() { now.saturating_add(wait) } else { now };
+        if self.question == Question::Blocks {
+            self.ask_at = if grant.is_empty() { now.saturating_add(wait.min(MOST_WAIT)) } else { now };
+        }
         grant.reverse();
         self.granted = grant;
     }
@@ -182,6 +230,8 @@ fn merged(waiting: &[(u64, u64)], wanted: impl Fn(u64) -> bool) -> Vec<(u64, u64
 
 #[cfg(test)]
 mod tests {
+    use tensorferry_wire::swarm::{Place, Share};
+
     use super::super::fixtures::{at, begun, set};
     use super::*;
 
@@ -213,8 +263,8 @@ mod tests {
         receiver.note_answer(at(1), vec![(2, 6)], at(1000));
         assert_eq!(receiver.next_from_source(at(1), &waiting), FromSource::Take(1, (2, 4)));
         assert_eq!(receiver.next_from_source(at(1), &[(40, 44), (0, 2), (4, 8)]), FromSource::Take(2, (4, 6)));
-        receiver.note_source_done();
-        receiver.note_source_done();
+        receiver.note_source_done(at(0), 0);
+        receiver.note_source_done(at(0), 0);
         let relay = receiver.add_relay();
         receiver.learn(relay, set(0..42));
         let left = [(40, 44), (0, 2), (6, 8)];
@@ -234,9 +284,9 @@ mod tests {
         assert!(takes(&mut receiver) && takes(&mut receiver) && takes(&mut receiver));
         receiver.add_relay();
         assert!(!takes(&mut receiver));
-        receiver.note_source_done();
+        receiver.note_source_done(at(0), 0);
         assert!(!takes(&mut receiver));
-        receiver.note_source_done();
+        receiver.note_source_done(at(0), 0);
         assert!(takes(&mut receiver));
     }
 
@@ -273,6 +323,65 @@ mod tests {
         }
         receiver.note_no_tracker(at(1000));
         assert!(matches!(receiver.next_from_source(at(9000), &[]), FromSource::Wait(_)));
+    }
+
+    #[test]
+    fn relays_that_bring_nothing_again_and_again_are_waited_for_less_and_less() {
+        let mut receiver = begun();
+        receiver.note_answer(at(0), vec![], at(u64::MAX));
+        receiver.add_relay();
+        let mut now = 0;
+        for bytes in 1..100 {
+            while !matches!(receiver.next_from_source(at(now), &[(3, 5)]), FromSource::Take(..)) {
+                now += 10;
+            }
+            receiver.note_bytes(at(now), bytes);
+        }
+        assert!((10_000..11_000).contains(&now), "{now}");
+    }
+
+    #[test]
+    fn a_source_hears_of_a_receiver_whose_lanes_are_busy_for_long() {
+        let mut receiver = begun();
+        receiver.note_answer(at(0), vec![(0, 9)], at(1));
+        receiver.add_relay();
+        let waiting: Vec<_> = (0..9).map(|block| (block, block + 1)).collect();
+        for _ in 0..2 {
+            assert!(matches!(receiver.next_from_source(at(0), &waiting), FromSource::Take(..)));
+        }
+        receiver.granted.clear();
+        receiver.place =
+            Some(Place { source: Nearness::Zone, host: Share::ALL, zone: Share::ALL, on_host: 0, in_zone: 1 });
+        assert_eq!(
+            (receiver.next_question(at(99), &waiting), receiver.next_question(at(100), &waiting)),
+            (None, Some(vec![]))
+        );
+        receiver.asking = false;
+        assert_eq!(receiver.coming(), [(0, 1), (1, 2)]);
+        assert!(matches!(receiver.next_from_source(at(99), &waiting), FromSource::Wait(_)));
+        assert_eq!(receiver.next_from_source(at(100), &waiting), FromSource::Ask(vec![]));
+        receiver.note_answer(at(110), vec![], at(1000));
+        receiver.note_source_done(at(120), 2);
+        assert_eq!(receiver.coming(), [(0, 1)]);
+        assert!(matches!(receiver.next_from_source(at(120), &waiting), FromSource::Ask(need) if !need.is_empty()));
+    }
+
+    #[test]
+    fn where_blocks_come_soon_the_next_ones_are_asked_for_meanwhile() {
+        for (took, asks) in [(250, true), (251, false)] {
+            let mut receiver = begun();
+            receiver.note_answer(at(0), vec![(0, 3)], at(1));
+            receiver.add_relay();
+            let waiting: Vec<_> = (0..9).map(|block| (block, block + 1)).collect();
+            assert!(matches!(receiver.next_from_source(at(0), &waiting), FromSource::Take(_, (0, 1))));
+            receiver.note_source_done(at(took), 1);
+            receiver.heartbeat = at(10_000);
+            for _ in 0..2 {
+                assert!(matches!(receiver.next_from_source(at(took), &waiting[1..]), FromSource::Take(..)));
+            }
+            let next = receiver.next_from_source(at(took), &waiting[3..]);
+            assert_eq!(matches!(next, FromSource::Ask(need) if need == [(3, 9)]), asks, "{took}");
+        }
     }
 
     #[test]

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use tensorferry_wire::digest::BLOCK_SIZE;
 
-use super::Receiver;
+use super::{Question, Receiver};
 
 /// A receive that is over by then is none of a swarm.
 const AT_FIRST: Duration = Duration::from_millis(100);
@@ -77,7 +77,7 @@ impl Receiver {
 
     /// Takes part, while the ranges in `waiting` are not begun; returns what to ask the tracker for.
     pub(crate) fn join(&mut self, now: Duration, waiting: &[(u64, u64)]) -> Vec<(u64, u64)> {
-        (self.phase, self.asking) = (Phase::Joining, true);
+        (self.phase, self.asking, self.question) = (Phase::Joining, true, Question::Blocks);
         self.took = others(waiting, &self.wanted);
         self.unoffered_of(now, waiting)
     }

@@ -12,6 +12,7 @@ mod standing;
 
 use std::time::Duration;
 
+use tensorferry_wire::request::MAX_RUNS;
 use tensorferry_wire::swarm::{Nearness, Place};
 
 use self::joining::{Pace, Phase};
@@ -29,6 +30,20 @@ pub(crate) enum FromSource {
     /// Ask the tracker for these blocks.
     Ask(Vec<(u64, u64)>),
     Wait(Duration),
+}
+
+/// What the tracker is asked about.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Question {
+    Blocks,
+    /// It is only to hear how the receiver stands.
+    Standing,
+}
+
+impl Question {
+    fn of(need: &[(u64, u64)]) -> Self {
+        if need.is_empty() { Self::Standing } else { Self::Blocks }
+    }
 }
 
 /// What the source is asked for.
@@ -57,6 +72,8 @@ pub(crate) struct Receiver {
     /// The blocks that it wants, as ascending runs.
     wanted: Vec<(u64, u64)>,
     asking: bool,
+    /// What the question that is under way, or the last one, was about.
+    question: Question,
     asked: Duration,
     heartbeat: Duration,
     ask_at: Duration,
@@ -64,6 +81,13 @@ pub(crate) struct Receiver {
     /// Relays that are not set aside, and lanes that fetch from the source.
     relays: usize,
     fetching: usize,
+    /// What these fetch, and since when.
+    coming: Vec<((u64, u64), Duration)>,
+    /// How long the source took for a block of late.
+    block_took: Duration,
+    /// How often nothing came for so long that the source was asked for everything, and when the last time began.
+    starved: u32,
+    starves: Option<Duration>,
     /// The bytes that have come, when the last of them came, and when there was last something that no relay offers.
     bytes: u64,
     fed: Duration,
@@ -97,12 +121,17 @@ impl Receiver {
             fast,
             wanted: vec![(0, blocks as u64)],
             asking: false,
+            question: Question::Blocks,
             asked: never,
             heartbeat: FIRST_HEARTBEAT,
             ask_at: never,
             independence: Independence::No,
             relays: 0,
             fetching: 0,
+            coming: Vec::new(),
+            block_took: Duration::MAX,
+            starved: 0,
+            starves: None,
             bytes: 0,
             fed: never,
             unoffered: never,
@@ -148,9 +177,22 @@ impl Receiver {
         self.pace.note(now, bytes);
     }
 
-    /// A lane no longer fetches from the source what [`FromSource::Take`] has told it.
-    pub(crate) fn note_source_done(&mut self) {
+    /// A lane no longer fetches from the source what [`FromSource::Take`] has told it, which ended before block `end`.
+    pub(crate) fn note_source_done(&mut self, now: Duration, end: u64) {
         self.fetching = self.fetching.saturating_sub(1);
+        if let Some(index) = self.coming.iter().position(|(run, _)| run.1 == end) {
+            let ((first, _), since) = self.coming.swap_remove(index);
+            let blocks = u32::try_from(end - first).unwrap_or(u32::MAX).max(1);
+            self.block_took = now.saturating_sub(since) / blocks;
+        }
+    }
+
+    /// The blocks that the source is sending, as ascending runs.
+    pub(crate) fn coming(&self) -> Vec<(u64, u64)> {
+        let mut runs: Vec<_> = self.coming.iter().map(|(run, _)| *run).collect();
+        runs.sort_unstable();
+        runs.truncate(MAX_RUNS);
+        runs
     }
 }
 
