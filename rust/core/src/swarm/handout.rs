@@ -66,8 +66,6 @@ pub(super) struct Known {
     pub(super) asked: Duration,
     /// What it was last granted, while it has that neither got nor named again.
     granted: Option<Granted>,
-    /// Whether it has said what it took without a grant.
-    has_taken: bool,
     /// When it was last granted blocks.
     pub(super) served: Option<Duration>,
     /// Whether it could finish without the source when it last asked.
@@ -220,7 +218,6 @@ impl Handout {
             number: self.numbers,
             asked: now,
             granted: None,
-            has_taken: false,
             served: None,
             ready: false,
             stays: false,
@@ -239,12 +236,10 @@ impl Handout {
     }
 
     /// Notes that `member`, which has just asked, fetches `runs` of blocks from the source without having been granted
-    /// them. That is so once, when it joins: who could say it again would hold what he likes for ever.
+    /// them. Only of blocks that nobody was granted: who could say it of others, again and again, would hold them for ever.
     pub(crate) fn note_taken(&mut self, now: Duration, member: &Member, runs: &[(u64, u64)]) {
-        let found = self.members.iter_mut().find(|known| known.member == *member);
-        if let Some(known) = found.filter(|known| !known.has_taken && !runs.is_empty()) {
-            known.has_taken = true;
-            self.given.note_taken(now, known.number, runs);
+        if let Some(number) = self.number_of(member) {
+            self.given.note_taken(now, number, runs);
         }
     }
 

@@ -79,6 +79,20 @@ fn nobody_holds_blocks_by_claiming_them_again_and_again() {
 }
 
 #[test]
+fn nobody_holds_blocks_by_claiming_them_under_ever_new_names() {
+    let mut handout = Handout::new(8).unwrap();
+    let honest = member([10, 0, 0, 2], 1);
+    let mut got = 0;
+    for tick in 0..60_u16 {
+        let (now, all, hostile) = (at(500 * u64::from(tick)), [(0, 8)], member([10, 0, 0, 1], tick + 1));
+        handout.ask(now, &hostile, &[], 8);
+        handout.note_taken(now, &hostile, &all);
+        got += handout.ask(now, &honest, &all, 8).grant.len();
+    }
+    assert!(got > 0);
+}
+
+#[test]
 fn what_a_member_took_along_is_handed_out_again() {
     let mut handout = Handout::new(4).unwrap();
     let (one, two, three) = (member([10, 0, 0, 1], 1), member([10, 0, 0, 2], 1), member([10, 0, 0, 3], 1));
