@@ -91,7 +91,8 @@ def _sent(url: str) -> int | None:
 
 def measure(url: str, row: str, kind: str, count: int, place: str) -> dict[str, Any]:
     """Saves and loads once, by fresh processes; returns the costs, or why there are none."""
-    around = environment(url) | {"AWS_ALLOW_HTTP": "true"}
+    # As the bare client: without TLS, bodies would be signed.
+    around = environment(url) | {"AWS_ALLOW_HTTP": "true", "AWS_UNSIGNED_PAYLOAD": "true"}
     (saves, loads) = ROWS[row]
     with Job("the saving job", saves, Rank, _PATIENCE_S) as saving:
         if (why := saving("open", kind, around, f"{place}-warm-save")[0]) is not None:

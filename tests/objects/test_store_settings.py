@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 from stores import KEYS, Gateway, objects
 from tensorferry.dcp import FileWriter, own_errors
 from tensorferry.errors import InvalidArgument
-from tensorferry.storage.objects import uploads
+from tensorferry.storage.objects import client, uploads
 from tensorferry.storage.objects.client import options_of
 from tensorferry.storage.objects.place import ObjectPlace
 from tensorferry.storage.objects.settings import of_s3
@@ -47,8 +47,8 @@ def test_all_requests_go_to_the_endpoint_of_the_options(server, monkeypatch, nam
 
 @pytest.mark.parametrize(
     ("said", "signs"),
-    [({}, False), ({"unsigned_payload": False}, True), ({"checksum_algorithm": "SHA256"}, True)],
-    ids=["by default", "where the options say so", "beside another checksum"],
+    [({}, True), ({"unsigned_payload": True}, False), ({"checksum_algorithm": "SHA256"}, True)],
+    ids=["without TLS", "where the options say otherwise", "beside another checksum"],
 )
 def test_bodies_have_a_checksum_that_is_signed_and_are_signed_themselves_where_that_is_said(server, said, signs):
     with Gateway(server.url) as there:
@@ -63,13 +63,27 @@ def test_bodies_have_a_checksum_that_is_signed_and_are_signed_themselves_where_t
         assert (headers["x-amz-content-sha256"] != "UNSIGNED-PAYLOAD") == signs
 
 
-def test_the_environment_may_ask_for_signed_bodies(server, monkeypatch):
-    monkeypatch.setenv("AWS_UNSIGNED_PAYLOAD", "false")
+@pytest.mark.parametrize("said", [None, "true", "false"])
+def test_bodies_are_signed_as_the_environment_says_and_else_without_tls(said, monkeypatch):
+    monkeypatch.delenv("AWS_UNSIGNED_PAYLOAD", raising=False)
+    if said is not None:
+        monkeypatch.setenv("AWS_UNSIGNED_PAYLOAD", said)
+    for scheme, by_default in (("https", True), ("http", None)):
+        made = client.store("s3://bucket", {"endpoint": f"{scheme}://127.0.0.1:9", "region": "x"}, 5.0)
+        assert made.config.get("unsigned_payload") == (by_default if said is None else None)
+
+
+def test_the_environment_may_ask_for_unsigned_bodies(server, monkeypatch):
+    monkeypatch.setenv("AWS_UNSIGNED_PAYLOAD", "true")
     with Gateway(server.url) as there:
         writer = FileWriter(server.place, store_options=options(there.url))
         dcp.save({"w": torch.ones(3)}, storage_writer=writer, no_dist=True)
-        signed = [headers["x-amz-content-sha256"] for headers in there.headers]
-    assert "UNSIGNED-PAYLOAD" not in signed
+        bodies = [
+            headers["x-amz-content-sha256"]
+            for (method, _), headers in zip(there.seen, there.headers, strict=True)
+            if method == "PUT"
+        ]
+    assert set(bodies) == {"UNSIGNED-PAYLOAD"}
 
 
 def test_an_endpoint_that_the_library_would_not_take_is_refused(server, monkeypatch):

@@ -126,13 +126,13 @@ def _make(library: Any, root: str, options: Mapping[str, Any], timeout: float) -
         if "checksum" not in known:
             config["checksum_algorithm"] = "CRC64NVME"
             # The checksum is in a header that is signed. To sign the bytes as well takes SHA-256 of all of them, which
-            # costs ten times as much as the rest of a request.
-            if not settings.is_said("unsigned_payload", config):
+            # costs ten times as much as the rest of a request; under TLS nobody on the way can change them anyway.
+            if not _is_plain(endpoints) and not settings.is_said("unsigned_payload", config):
                 config["unsigned_payload"] = True
     else:
         endpoints = [os.environ.get(name, "") for name in _ENDPOINTS]
         endpoints += [str(value) for name, value in config.items() if "endpoint" in name.lower()]
-    if any(text.startswith("http://") for text in endpoints):
+    if _is_plain(endpoints):
         # Whoever gives such an address has chosen it.
         client["allow_http"] = True
     client |= options.get("client_options") or {}
@@ -156,6 +156,11 @@ def _make(library: Any, root: str, options: Mapping[str, Any], timeout: float) -
         raise InvalidArgument(
             f"{root}: this store cannot be opened: {without_secrets(str(e)).partition(DEBUG)[0][:500]}"
         ) from None
+
+
+def _is_plain(endpoints: list[str]) -> bool:
+    """Whether requests go to an address without TLS."""
+    return any(text.startswith("http://") for text in endpoints)
 
 
 def _frozen(value: Any) -> Any:
