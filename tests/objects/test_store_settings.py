@@ -68,7 +68,7 @@ def test_bodies_are_signed_as_the_environment_says_and_else_without_tls(said, mo
     monkeypatch.delenv("AWS_UNSIGNED_PAYLOAD", raising=False)
     if said is not None:
         monkeypatch.setenv("AWS_UNSIGNED_PAYLOAD", said)
-    for scheme, by_default in (("https", True), ("http", None)):
+    for scheme, by_default in (("https", "true"), ("http", None)):
         made = client.store("s3://bucket", {"endpoint": f"{scheme}://127.0.0.1:9", "region": "x"}, 5.0)
         assert made.config.get("unsigned_payload") == (by_default if said is None else None)
 
