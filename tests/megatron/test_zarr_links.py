@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 from test_convert import convert
-from test_zarr import WRITTEN, load_all, try_load, try_save
+from test_zarr import load_all, try_load
+from test_zarr_saved import try_save
+from zarr_states import WRITTEN
 
 SECRET = b"somebody else's"
 

@@ -68,7 +68,8 @@ def test_lost_connections_are_made_again(gateway, server):
 def test_a_part_that_is_refused_again_and_again_is_named(gateway, server):
     gateway.act = lambda _, method, path: SLOW_DOWN if method == "PUT" and "partNumber=2" in path else None
     with pytest.raises((StoreRefused, FetchTimeout), match=r"rank00000-\w+\.safetensors, part 2: .*SlowDown") as raised:
-        save(state(3), server.place, 4)
+        # The last attempt ends long before the deadline.
+        save(state(3), server.place, 30)
     assert "uploadId" not in str(raised.value)
 
 
