@@ -54,7 +54,8 @@ def gateway(server, monkeypatch):
         yield between
 
 
-@pytest.fixture(params=["moto", "s3s-fs"])
+# They are asked for by name, where nobody sees that they start a process.
+@pytest.fixture(params=[pytest.param(name, marks=pytest.mark.process) for name in ("moto", "s3s-fs")])
 def any_server(request, monkeypatch):
     url = request.getfixturevalue("moto_url" if request.param == "moto" else "s3s_url")
     for name, value in environment(url).items():
