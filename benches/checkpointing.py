@@ -37,6 +37,7 @@ from typing import TYPE_CHECKING, Any
 from checkpointers import FLOOR, KEEPER, KEEPER_NAME, MAKERS, OURS
 from checkpointing_trainer import Trainer
 from machine import facts, others_busy
+from report import end, spread_text
 
 sys.path.append(str(Path(__file__).parents[1] / "examples" / "reshard"))
 from ranks import Job, RankFailed
@@ -115,13 +116,6 @@ def _quickest_load(samples: list[dict[str, Any]]) -> tuple[str, list[float]]:
     return min(ways.items(), key=lambda item: statistics.median(item[1]), default=("", []))
 
 
-def _spread(values: list[float], digits: int, scale: float = 1.0) -> str:
-    if not values:
-        return "-"
-    low, high = min(values) * scale, max(values) * scale
-    return f"{statistics.median(values) * scale:.{digits}f} ({low:.{digits}f}-{high:.{digits}f})"
-
-
 def as_text(results: dict[str, Any]) -> str:
     """Returns the table."""
     good = [s for s in results["samples"] if "error" not in s]
@@ -152,12 +146,12 @@ def as_text(results: dict[str, Any]) -> str:
         }
         cells = [
             contender,
-            _spread([s["saves"][0]["stand_still_s"] for s in samples], 0, 1e3),
-            _spread(still, 0, 1e3),
-            _spread(rates, 2),
-            _spread(durable, 0, 1e3),
-            _spread(loads, 0, 1e3) + (f", {way}" if way not in ("", "load") else ""),
-            _spread(extra, 0, 1 / MIB),
+            spread_text([s["saves"][0]["stand_still_s"] for s in samples], 0, 1e3),
+            spread_text(still, 0, 1e3),
+            spread_text(rates, 2),
+            spread_text(durable, 0, 1e3),
+            spread_text(loads, 0, 1e3) + (f", {way}" if way not in ("", "load") else ""),
+            spread_text(extra, 0, 1 / MIB),
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join([*lines, "", *_summary(medians)])
@@ -223,9 +217,7 @@ def main() -> int:
                 options.json.write_text(json.dumps(results, indent=1) + "\n")
                 print(f"round {number + 1}, {contender}", file=sys.stderr, flush=True)
     print(as_text(results))
-    for problem in results["problems"]:
-        print(f"PROBLEM: {problem}", file=sys.stderr)
-    return 1 if results["problems"] else 0
+    return end(results["problems"])
 
 
 def _split(names: str) -> list[str]:

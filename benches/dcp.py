@@ -22,6 +22,7 @@ from typing import Any
 
 from dcp_ranks import ALONE, FLOOR, MAPPED, MIB, SHAPES, Rank, drop_from_cache, share_in_cache
 from machine import facts, others_busy
+from report import end
 
 sys.path.append(str(Path(__file__).parents[1] / "examples" / "reshard"))
 from ranks import Job, RankFailed
@@ -160,9 +161,7 @@ def main() -> int:
             results["rows"].append({"name": row, "samples": samples})
             options.json.write_text(json.dumps(results, indent=1) + "\n")
     print(as_text(results))
-    for problem in results["problems"]:
-        print(f"PROBLEM: {problem}", file=sys.stderr)
-    return 1 if results["problems"] else 0
+    return end(results["problems"])
 
 
 if __name__ == "__main__":

@@ -24,7 +24,6 @@ import argparse
 import contextlib
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -36,7 +35,7 @@ from fleet import Network, NotPermitted
 from machine import facts, others_busy
 from object_memory import PORT
 from object_ranks import BARE, BLOCK, BLOCKS, CHECKPOINTER, KINDS, MIB, OURS, Rank
-from report import ratio
+from report import end, ratio, spread_text
 
 sys.path += [str(Path(__file__).parents[1] / below) for below in ("examples/reshard", "tests/support")]
 from ranks import Job, RankFailed
@@ -181,13 +180,6 @@ def on_link(options: argparse.Namespace, results: dict[str, Any]) -> None:
         network.remove()
 
 
-def _spread(values: list[float], digits: int = 3) -> str:
-    if not values:
-        return "-"
-    low, high = min(values), max(values)
-    return f"{statistics.median(values):.{digits}f} ({low:.{digits}f}-{high:.{digits}f})"
-
-
 def as_text(results: dict[str, Any]) -> str:
     """Returns the tables: one for each server and row."""
     lines = []
@@ -209,14 +201,14 @@ def as_text(results: dict[str, Any]) -> str:
                 times = {name: {s["round"]: s[f"{what}_s"] for s in here if s["kind"] == name} for name in (OURS, kind)}
                 faster = ratio(times[kind], times[OURS])
                 cells += [
-                    _spread([s["bytes"] / s[f"{what}_s"] / 1e9 for s in mine]),
+                    spread_text([s["bytes"] / s[f"{what}_s"] / 1e9 for s in mine]),
                     "-" if faster is None else "{median:.2f} ({low:.2f}-{high:.2f})".format(**faster),
-                    _spread([s[f"{what}_cpu"] / s["bytes"] * 1e9 for s in mine], 2),
+                    spread_text([s[f"{what}_cpu"] / s["bytes"] * 1e9 for s in mine], 2),
                 ]
-            cells.append(_spread([s["moved"] for s in mine if "moved" in s]))
+            cells.append(spread_text([s["moved"] for s in mine if "moved" in s]))
             for what in ("save", "load"):
                 rates = [s["bytes"] * 8e-6 / s[f"{what}_s"] for s in mine if server == "link"]
-                cells.append(_spread([rate / results["mbit"] / _PAYLOAD for rate in rates]))
+                cells.append(spread_text([rate / results["mbit"] / _PAYLOAD for rate in rates]))
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -268,9 +260,7 @@ def main() -> int:
             options.json.write_text(json.dumps(results, indent=1) + "\n")
     if not options.server:
         print(as_text(results))
-    for problem in results["problems"]:
-        print(f"PROBLEM: {problem}", file=sys.stderr)
-    return 1 if results["problems"] else 0
+    return end(results["problems"])
 
 
 if __name__ == "__main__":

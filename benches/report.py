@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +11,7 @@ from contenders import GLOO, OURS, THEIRS, Contender
 from states import LINES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
 Sample = dict[str, Any]
 _ORDERS = ("first", "second")
@@ -25,6 +26,23 @@ def spread(values: Iterable[float | None]) -> dict[str, float] | None:
     if not known:
         return None
     return {"median": statistics.median(known), "low": min(known), "high": max(known)}
+
+
+def spread_text(values: Sequence[float], digits: int = 3, scale: float = 1.0) -> str:
+    """Return median, low and high as text; a dash where there is nothing."""
+    if not values:
+        return "-"
+    low, high = min(values) * scale, max(values) * scale
+    return f"{statistics.median(values) * scale:.{digits}f} ({low:.{digits}f}-{high:.{digits}f})"
+
+
+def end(problems: Iterable[str]) -> int:
+    """Print the problems of a bench; return its exit status."""
+    status = 0
+    for problem in problems:
+        print(f"PROBLEM: {problem}", file=sys.stderr)
+        status = 1
+    return status
 
 
 def _good(samples: list[Sample]) -> list[Sample]:

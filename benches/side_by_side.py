@@ -213,9 +213,7 @@ def main() -> int:
         print(f"All lines, with memory and raw sockets: {options.json.with_name('details.md')}")
     if max(bench.others_busy) > report.QUIET:
         print(f"NOTE: other work kept up to {max(bench.others_busy):.0%} of the machine busy", file=sys.stderr)
-    for problem in lab.problems:
-        print(f"PROBLEM: {problem}", file=sys.stderr)
-    return 1 if lab.problems else 0
+    return report.end(lab.problems)
 
 
 if __name__ == "__main__":

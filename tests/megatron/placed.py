@@ -367,3 +367,15 @@ def expected(place, dtype=torch.float32, value=0, gap=False):
         return part.unwrap() if isinstance(part, LocalNonpersistentObject) else part
 
     return digest(plain(sharded_state(place, dtype, value, gap=gap)))
+
+
+def perform(request, keep):
+    """Has Megatron's queue perform a save in the background, while the trainer goes on and changes ``keep``."""
+    from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+
+    calls = AsyncCallsQueue()
+    calls.schedule_async_request(request)
+    keep.fill_(99)
+    while not calls.maybe_finalize_async_calls(blocking=False):
+        time.sleep(0.01)
+    calls.close()

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-import time
 
 import pytest
-from placed import RELEASES, Placement, digest, expected, sharded_state
+from placed import RELEASES, Placement, digest, expected, perform, sharded_state
 
 from stores import BUCKET, FORBIDDEN, Gateway, client, environment, moto, objects
 
@@ -71,7 +70,6 @@ def test_a_checkpoint_in_a_bucket_is_one_in_a_folder(host, address, tmp_path):
 
 
 def save_in_background(kept, variables, url):
-    from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
     from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 
     import tensorferry.megatron as ours
@@ -82,12 +80,7 @@ def save_in_background(kept, variables, url):
     keep = state["scalar"].data
     strategy = FullyParallelSaveStrategyWrapper(ours.save_strategy(), kept.setdefault("all", place.group()))
     request = ours.save(state, url, strategy, async_sharded_save=True, content_metadata={"by": 7})
-    queue = AsyncCallsQueue()
-    queue.schedule_async_request(request)
-    keep.fill_(99)
-    while not queue.maybe_finalize_async_calls(blocking=False):
-        time.sleep(0.01)
-    queue.close()
+    perform(request, keep)
     return load(kept, variables, url, 7)
 
 

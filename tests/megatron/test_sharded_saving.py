@@ -13,14 +13,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from placed import RELEASES, Placement, digest, expected, sharded_state
+from placed import RELEASES, Placement, digest, expected, perform, sharded_state
 
 PLACE = (1, 1, 2)
 
 
 def save_async(kept, folder):
     import megatron.core.dist_checkpointing as stock
-    from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 
     import tensorferry.megatron as ours
 
@@ -32,13 +31,7 @@ def save_async(kept, folder):
     # Releases since 0.19 have two, and the other one needs another package.
     options = {"async_strategy": "mcore"} if "async_strategy" in inspect.signature(stock.save).parameters else {}
     request = stock.save(state, folder, ours.save_strategy(), async_sharded_save=True, **options)
-    queue = AsyncCallsQueue()
-    queue.schedule_async_request(request)
-    # From here on the trainer goes on.
-    keep.fill_(99)
-    while not queue.maybe_finalize_async_calls(blocking=False):
-        time.sleep(0.01)
-    queue.close()
+    perform(request, keep)
     assert keep.data_ptr() == at
     return digest(ours.load(sharded_state(place, empty=True), folder)), expected(place, value=7)
 

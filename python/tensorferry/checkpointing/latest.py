@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import SystemRefused, TensorferryError
 from ..storage.folder import Index, missing_files
-from ..storage.places import AnyPlace, any_place, begun, is_store_url, local_path
+from ..storage.places import AnyPlace, begun, place_as_given
 from ..storage.series import checkpoints, index_versions
 from . import other_formats
 
@@ -36,7 +36,7 @@ def latest_checkpoint(root: str | os.PathLike[str]) -> str | None:
         SystemRefused: ``root`` exists and cannot be listed
         TensorferryError: a store does not answer, or refuses
     """
-    place = any_place(root, "root") if is_store_url(root) else local_path(root, "root")
+    place = place_as_given(root, "root")
     if complete := complete_checkpoints(place):
         return str(complete[-1][0])
     other_formats.log_passed_over(place)

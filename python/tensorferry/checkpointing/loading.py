@@ -39,7 +39,7 @@ from ..state.load import receive, receive_part
 from ..storage.folder import Index, missing_files, read_index
 from ..storage.objects.download import local_file
 from ..storage.objects.place import ObjectPlace
-from ..storage.places import AnyPlace, any_place, begun, is_store_url, local_path
+from ..storage.places import AnyPlace, any_place, begun, place_as_given
 from ..storage.settled import ATTEMPTS, is_outdated
 from ..storage.whole_files import is_file
 from . import other_formats
@@ -142,11 +142,7 @@ def load_file(
     """
     allowed = Allowed(safe_globals, trust_pickle)
     loading = _StateLoad(state_dict, map_location, strict, 0, 1, allowed, None)
-    file: AnyPlace
-    if is_store_url(path):
-        file = begun(any_place(path, store_options=store_options, timeout=timeout))
-    else:
-        file = local_path(path)
+    file = begun(place_as_given(path, store_options=store_options, timeout=timeout))
     if not is_file(file):
         raise IncompleteCheckpoint(f"{os.fspath(path)}: there is no such file")
     return loading.from_file(file)[0]

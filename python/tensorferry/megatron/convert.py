@@ -25,11 +25,11 @@ from ..dcp import marker
 from ..errors import InvalidArgument, TensorferryError
 from ..memory.tensors import scratch
 from ..pickles.allowlist import Allowed
-from ..storage.copies import download_folder, refuse_taken, upload_folder
+from ..storage.copies import download_folder, scratch_folder, upload_folder
 from ..storage.folder import INDEX
 from ..storage.objects.place import ObjectPlace
 from ..storage.pending import pending
-from ..storage.places import AnyPlace, any_place, begun, is_store_url, local_path
+from ..storage.places import AnyPlace, begun, place_as_given
 from . import common
 from .formats.convert_outputs import OUTPUTS
 from .formats.convert_sources import ZARR, ConversionSource, FerrySource, ZarrSource
@@ -102,10 +102,10 @@ def convert(
     window = _validate.integer("window", window, _MIB)
     threads = thread_count(threads)
     allowed = Allowed(safe_globals, trust_pickle)
-    target = _place(output, "output")
+    target = begun(place_as_given(output, "output"))
     try:
         with contextlib.ExitStack() as stack:
-            opened = stack.enter_context(_opened(_place(source, "source"), allowed, fill_missing))
+            opened = stack.enter_context(_opened(begun(place_as_given(source, "source")), allowed, fill_missing))
             folder = stack.enter_context(_output(target))
             done = _copy(opened, folder, to, window, threads)
             common.mark(folder, to, 1)
@@ -119,11 +119,6 @@ def convert(
     return done
 
 
-def _place(path: str | os.PathLike[str], name: str) -> AnyPlace:
-    """Returns the folder, or the place in a store, that a user's argument names."""
-    return begun(any_place(path, name)) if is_store_url(path) else local_path(path, name)
-
-
 @contextlib.contextmanager
 def _output(target: AnyPlace) -> Iterator[Path]:
     """Yields a folder to write to, which is given its name, or copied to a store, once the block has ended."""
@@ -132,13 +127,11 @@ def _output(target: AnyPlace) -> Iterator[Path]:
         with pending(target, folder=True) as folder:
             yield folder
         return
-    # Before the work, and once more after it.
-    refuse_taken(target)
     assert isinstance(target, ObjectPlace)
-    with tempfile.TemporaryDirectory(prefix="tensorferry-") as written:
-        yield Path(written)
+    with scratch_folder(target) as written:
+        yield written
         names = sorted(os.listdir(written), key=lambda name: (name in (INDEX, marker.NAME), name))
-        upload_folder(Path(written), target.begun(), names)
+        upload_folder(written, target.begun(), names)
 
 
 @contextlib.contextmanager

@@ -24,7 +24,6 @@ from ..pickles.allowlist import Allowed
 from ..pickles.torch_archives import unpickled
 from ..state.optimizers import warn_of_missing
 from ..storage.folder import INDEX
-from ..storage.places import AnyPlace, any_place
 from ..storage.whole_files import create_folder, is_file
 from . import common, release, shards
 from .interfaces import LoadShardedStrategy
@@ -200,14 +199,6 @@ class LoadStrategy(OfRanks, LoadShardedStrategy):
             raise CheckpointingException(
                 f"{self.name(checkpoint_dir)}: another save has replaced the checkpoint while it was loaded: load again"
             )
-
-    def place(self, checkpoint_dir: str | Path) -> AnyPlace:
-        """Returns the folder of a checkpoint, or its place in a store.
-
-        Raises:
-            InvalidArgument: the path or the URL cannot be used
-        """
-        return any_place(checkpoint_dir, "checkpoint_dir", store_options=self._store_options)
 
     def _way(self) -> str:
         """Returns what has to be the same on all ranks for their steps to match."""

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from .. import _validate
 from ..dcp.file_writer import FileWriter
 from ..dcp.peer_writer import PeerWriter
-from ..storage.places import AnyPlace, any_place, kept_alive
+from ..storage.places import AnyPlace, kept_alive
 from . import common, shards
 from .interfaces import AsyncSaveShardedStrategy
 from .release import (
@@ -71,14 +71,6 @@ class SaveStrategy(OfRanks, TorchDistSaveShardedStrategy, AsyncSaveShardedStrate
     def can_handle_sharded_objects(self) -> bool:
         """Always true."""
         return True
-
-    def place(self, checkpoint_dir: str | Path) -> AnyPlace:
-        """Returns the folder of a checkpoint, or its place in a store.
-
-        Raises:
-            InvalidArgument: the path or the URL cannot be used
-        """
-        return any_place(checkpoint_dir, "checkpoint_dir", store_options=self._store_options)
 
     def save(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> None:
         """Saves the shards that this rank is the main replica of. All ranks call it.

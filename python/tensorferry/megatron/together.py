@@ -14,10 +14,11 @@ import math
 import pickle
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from datetime import timedelta
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -27,6 +28,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from ..errors import TensorferryError
 from ..net.store import StoreThread
+from ..storage.places import AnyPlace, any_place
 from .release import CheckpointingException
 
 T = TypeVar("T")
@@ -392,7 +394,7 @@ class Together:
 
 
 class OfRanks:
-    """What the strategies share: all ranks call them, and tell each other what fails.
+    """What the strategies share: their place, and that all ranks call them and tell each other what fails.
 
     Attributes:
         process_group: the ranks; ``None`` means all
@@ -402,6 +404,15 @@ class OfRanks:
     process_group: Any
     timeout: timedelta
     _met: Together | None = None
+    _store_options: Mapping[str, Any] | None = None
+
+    def place(self, checkpoint_dir: str | Path) -> AnyPlace:
+        """Returns the folder of a checkpoint, or its place in a store.
+
+        Raises:
+            InvalidArgument: the path or the URL cannot be used
+        """
+        return any_place(checkpoint_dir, "checkpoint_dir", store_options=self._store_options)
 
     def _ranks(self) -> Together:
         return Together(self.process_group, self.timeout) if self._met is None else self._met

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeAlias
@@ -37,6 +38,20 @@ def refuse_taken(target: AnyPlace) -> None:
     """
     if isinstance(target, ObjectPlace) and ((target.key and target.is_file()) or target.is_dir()):
         raise _taken(target)
+
+
+@contextlib.contextmanager
+def scratch_folder(target: AnyPlace) -> Iterator[Path]:
+    """Yields a folder for temporary files, in which what is then copied to ``target`` is made.
+
+    The copy refuses a place where something is as well; here it is refused before the work.
+
+    Raises:
+        InvalidArgument, TensorferryError: as for :func:`refuse_taken`
+    """
+    refuse_taken(target)
+    with tempfile.TemporaryDirectory(prefix="tensorferry-") as folder:
+        yield Path(folder)
 
 
 def upload_new(target: ObjectPlace, source: Path) -> int:

@@ -114,6 +114,19 @@ def any_place(
     return place_of(path, name)
 
 
+def place_as_given(
+    path: Any,
+    name: str = "path",
+    *,
+    store_options: Mapping[str, Any] | None = None,
+    timeout: timedelta | None = None,
+) -> AnyPlace:
+    """As :func:`any_place`, but a path stays as it is, relative or not; raises as it."""
+    if is_store_url(path):
+        return any_place(path, name, store_options=store_options, timeout=timeout)
+    return local_path(path, name)
+
+
 def is_store_url(path: Any) -> bool:
     """Whether a user's argument is the URL of a place in an object store."""
     return isinstance(path, str) and is_store(path)

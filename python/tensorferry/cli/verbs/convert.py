@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from pathlib import Path
 from typing import Any, Literal
 
@@ -136,13 +135,11 @@ def _to_store(
     place: Any, output: ObjectPlace, to: str, only: str | None, rank: int, step: int | None, **how: bool
 ) -> tuple[str, dict[str, Any]]:
     """Converts ``place`` in a temporary folder, and copies the result to a store."""
-    from ...storage.copies import refuse_taken
+    from ...storage.copies import scratch_folder
     from .. import copying, places
 
-    # Before the work, and once more after it.
-    refuse_taken(output)
-    with tempfile.TemporaryDirectory(prefix="tensorferry-") as folder:
-        written = Path(folder) / "converted" / output.name
+    with scratch_folder(output) as folder:
+        written = folder / "converted" / output.name
         written.parent.mkdir()
         format_, told = _converted(place.text, written, to, only, rank, step, **how)
         copying.copy(places.find(str(written)), output, verify=False)

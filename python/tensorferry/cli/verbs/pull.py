@@ -70,8 +70,15 @@ def pull(
     name = "--into-folder" if output is None else "--output"
     found = Peers.of([metadata, *more], trust)
     with contextlib.ExitStack() as stack:
-        there = any_place(given, name) if is_store_url(given) else None
-        target = None if given is None else local_path(given, name) if there is None else _scratch(there, stack)
+        there: AnyPlace | None = None
+        target = None
+        if is_store_url(given):
+            from ...storage.copies import scratch_folder
+
+            there = any_place(given, name)
+            target = stack.enter_context(scratch_folder(there)) / (there.name or "pulled")
+        elif given is not None:
+            target = local_path(given, name)
         # Receives from several sources relay nothing.
         server = _relay_server(trust, stack, bool(relay)) if wants_relay(relay) and not more else None
         pulled = _Pull(
@@ -99,21 +106,6 @@ def pull(
             + (f", {console.amount(told['relayed'])} from other receivers" if told["relayed"] else "")
         )
     return exits.OK
-
-
-def _scratch(there: AnyPlace, stack: contextlib.ExitStack) -> Path:
-    """Returns a path in a folder for temporary files, for what is then copied to a store, until ``stack`` ends.
-
-    Raises:
-        InvalidArgument: something is at the place in the store
-    """
-    import tempfile
-
-    from ...storage.copies import refuse_taken
-
-    # Before the work, and once more after it.
-    refuse_taken(there)
-    return Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tensorferry-"))) / (there.name or "pulled")
 
 
 def _relay_server(trust: Trust, stack: contextlib.ExitStack, asked: bool) -> Server | None:

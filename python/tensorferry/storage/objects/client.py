@@ -185,7 +185,7 @@ def loop() -> asyncio.AbstractEventLoop:
 
     global _loop
     with _lock.held():
-        if _loop is not None and _loop[0] != os.getpid():
+        if is_forked():
             raise ForkedProcess(
                 "requests to object stores were made before fork(): the threads behind them do not exist in the child; "
                 "start it with spawn or forkserver"

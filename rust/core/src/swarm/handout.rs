@@ -1,9 +1,10 @@
 //! The tracker: which of its own blocks a source hands out to whom, and which members know of one another.
 //!
 //! A source's uplink is what a swarm has least of. So a block is handed out once, and again only if nobody has it who
-//! could pass it on: the member it went to is gone, or says that it still lacks it, or it counts as on its way no longer (`given`). A member is
-//! told of a bounded number of others, chosen at random, so that a block is few hops from everybody and no answer grows
-//! with the swarm. A member without others is granted everything, so that a receive alone waits for nobody.
+//! could pass it on: the member it went to is gone, or says that it still lacks it, or it counts as on its way no longer
+//! (`given`). A member is told of a bounded number of others, chosen at random, so that a block is few hops from
+//! everybody and no answer grows with the swarm. A member without others is granted everything, so that a receive alone
+//! waits for nobody.
 //!
 //! Everything here is bounded, since any peer that may fetch may ask: members by [`MOST_MEMBERS`] and
 //! [`MOST_AT_ADDRESS`], memory for each block by `given`.

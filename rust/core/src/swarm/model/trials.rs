@@ -1,6 +1,6 @@
 //! What the simulator says.
 
-use super::{COPY, Link, World, simulate, simulate_in};
+use super::{COPY, Link, Outcome, World, simulate, simulate_in};
 
 #[test]
 fn eight_equal_receivers_end_when_little_more_than_one_copy_has_left_the_source() {
@@ -27,13 +27,18 @@ fn troubled(trouble: &str) -> [Link; 8] {
     links
 }
 
+/// Copies until the last of those members has ended that are not slow.
+fn last_fast(outcome: &Outcome, links: &[Link]) -> f64 {
+    let fast = outcome.took.iter().zip(links).filter(|(_, link)| link.down >= 1.0).filter_map(|(took, _)| *took);
+    fast.fold(0.0, f64::max)
+}
+
 /// Copies until the last of those members has ended that are not slow, and copies that left the source: medians of
 /// several runs.
 fn typical(mbit: u64, blocks: u64, links: &[Link]) -> (f64, f64) {
     let run = |seed| {
         let outcome = simulate_in(&World { seed, ..World::shaped(blocks, mbit) }, links, blocks);
-        let fast = outcome.took.iter().zip(links).filter(|(_, link)| link.down >= 1.0).filter_map(|(took, _)| *took);
-        (fast.fold(0.0, f64::max), outcome.sent)
+        (last_fast(&outcome, links), outcome.sent)
     };
     let (mut last, mut sent): (Vec<_>, Vec<_>) = (0..9).map(run).unzip();
     last.sort_by(f64::total_cmp);
@@ -46,8 +51,7 @@ fn typical(mbit: u64, blocks: u64, links: &[Link]) -> (f64, f64) {
 fn on_equal_links() {
     let say = |name: &str, links: &[Link], blocks| {
         let outcome = simulate(links, blocks);
-        let fast = outcome.took.iter().zip(links).filter(|(_, link)| link.down >= 1.0).filter_map(|(took, _)| *took);
-        println!("{name}, {blocks} blocks: last {:.2}, sent {:.2}", fast.fold(0.0, f64::max), outcome.sent);
+        println!("{name}, {blocks} blocks: last {:.2}, sent {:.2}", last_fast(&outcome, links), outcome.sent);
     };
     for (members, blocks) in [(2, 256), (8, 256), (8, 128), (8, 64), (16, 256), (128, 256)] {
         say(&format!("{members} receivers"), &vec![Link::FAIR; members], blocks);
