@@ -188,7 +188,7 @@ def test_a_failed_save_leaves_no_parts(gateway, server):
     gateway.act = lambda _, __, path: (400, b"<Error><Code>Bad</Code></Error>") if "partNumber=2" in path else None
     with pytest.raises(StoreRefused):
         save(state(9), server.place)
-    assert not [key for key in uploads(server.url) if key.startswith(server.prefix)]
+    assert not uploads(server.url, server.prefix)
     assert not objects(server.url, server.prefix)
 
 

@@ -82,4 +82,4 @@ def test_nothing_is_left_of_a_save_that_is_broken_off(server, does):
     assert told.startswith("ZeroDivisionError" if does == "raises" else "ended")
     assert not objects(server.url, server.prefix)
     # What has been killed does not wait for its helper to end.
-    until(lambda: not uploads(server.url), "the parts are gone")
+    until(lambda: not uploads(server.url, server.prefix), "the parts are gone")

@@ -112,9 +112,10 @@ def objects(url: str, prefix: str = "") -> dict[str, bytes]:
     return {key: s3.get_object(Bucket=BUCKET, Key=key)["Body"].read() for key in keys}
 
 
-def uploads(url: str) -> list[str]:
-    """Returns the keys of uploads that were begun and not ended."""
-    return [one["Key"] for one in client(url).list_multipart_uploads(Bucket=BUCKET).get("Uploads", [])]
+def uploads(url: str, prefix: str) -> list[str]:
+    """Returns the keys of uploads below ``prefix`` that were begun and not ended."""
+    begun = client(url).list_multipart_uploads(Bucket=BUCKET).get("Uploads", [])
+    return [one["Key"] for one in begun if one["Key"].startswith(f"{prefix}/")]
 
 
 def put_folder(url: str, folder: Path, prefix: str) -> None:
