@@ -137,12 +137,12 @@ test-rust: ## the tests of the crates, and beside them the fuzz targets for FUZZ
 test-crates:
 	RUST_TEST_THREADS=6 rust/test.sh $(CRATES)
 
-QUICK := -m 'not process and not slow and not waits'
+QUICK := -m 'not process and not slow and not waits' --every 4
 .PHONY: quick
 quick: WORKERS = 2
 # The tests make stores that do not answer, and torch prints the stack of each failure from threads of its own.
 quick: export TORCH_CPP_LOG_LEVEL = FATAL
-quick: dev ## make dev, and what starts no process and waits for nothing: for every change
+quick: dev ## make dev, and what starts no process and waits for nothing, of many cases every fourth: for every change
 	$(BIN)/python $(PYTEST) -q $(QUICK) $(PYTEST_ARGS) \
 	  --beside 'RUST_TEST_THREADS=6 cargo test --quiet --locked $(CRATES) --lib --test formats --test engine'
 

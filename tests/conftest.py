@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from beside import Beside
 from child import Child
+from every_nth import keep_every_nth
 from process_marks import ProcessMarks
 from second_run import SecondRun
 
@@ -51,6 +52,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--every-verb", action="store_true", help="test_hostile_servers.py runs each verb with each server"
     )
+    parser.addoption("--every", type=int, default=1, help="of each test with many cases, every Nth one")
     parser.addoption("--beside", help="a command of the shell that runs beside the tests")
     parser.addoption("--again-alone", action="store_true", help="what fails runs once more, each test alone")
     parser.addoption("--fuzz-runs", type=int, default=100, help="inputs for each target of fuzzing.py")
@@ -71,7 +73,11 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(Beside(config.getoption("--beside"), config))
 
 
+# Last, after pytest has left out what -m and -k do not choose.
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if (nth := config.getoption("--every")) > 1:
+        keep_every_nth(config, items, nth)
     if hasattr(config, "workerinput"):
         # Workers take files in this order: the longest ones first, so that none is left to one worker at the end.
         slow = {item.path for item in items if item.get_closest_marker("slow")}

@@ -12,9 +12,8 @@ from scenario import Outcome, Scenario, run
 
 MATRIX = {
     "one_of_three_256_mib": {"pad_mib": 256},
-    "one_of_three_in_4_chunks": {"chunks": 4},
+    "one_of_three_in_4_chunks_sync_quorum": {"chunks": 4, "sync_quorum": True},
     "two_of_four_at_once": {"replicas": 4, "kill": 2},
-    "sync_quorum": {"sync_quorum": True},
     "two_ranks_per_group": {"replicas": 2, "group_world_size": 2, "chunks": 4},
 }
 

@@ -23,6 +23,7 @@ Rust, unit tests inside a file may use any room: a client is tested against a se
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -110,7 +111,7 @@ class Language(NamedTuple):
     root: Path
     may_use: Mapping[str, frozenset[str]]
     modules: Callable[[Path], dict[tuple[str, ...], Path]]
-    uses: Callable[[tuple[str, ...], Path, str, set[str]], Iterator[tuple[int, str]]]
+    uses: Callable[[tuple[str, ...], Path, str, frozenset[str]], Iterator[tuple[int, str]]]
 
 
 def python_modules(root: Path) -> dict[tuple[str, ...], Path]:
@@ -121,7 +122,7 @@ def python_modules(root: Path) -> dict[tuple[str, ...], Path]:
     return {**found, ("_native",): root / "_native.pyi"}
 
 
-def python_uses(module: tuple[str, ...], path: Path, text: str, known: set[str]) -> Iterator[tuple[int, str]]:
+def python_uses(module: tuple[str, ...], path: Path, text: str, known: frozenset[str]) -> Iterator[tuple[int, str]]:
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
             targets = [alias.name for alias in node.names]
@@ -170,7 +171,7 @@ def members(code: str, at: int) -> Iterator[str]:
             return
 
 
-def rust_uses(module: tuple[str, ...], path: Path, text: str, known: set[str]) -> Iterator[tuple[int, str]]:
+def rust_uses(module: tuple[str, ...], path: Path, text: str, known: frozenset[str]) -> Iterator[tuple[int, str]]:
     """Yields the rooms that are named by `crate::` or through `super::`."""
     del path, known
     code = code_of(text)
@@ -208,16 +209,24 @@ CORE = Language(
 LANGUAGES = {"python": PACKAGE, "rust": CORE}
 
 
+@functools.cache
+def uses_in(
+    uses: Callable[..., Iterator[tuple[int, str]]], names: tuple[str, ...], path: Path, text: str, known: frozenset[str]
+) -> tuple[tuple[int, str], ...]:
+    """Returns what ``uses`` yields. A text that was read before, as most of a copied tree is, is not parsed again."""
+    return tuple(uses(names, path, text, known))
+
+
 def offences(language: Language, root: Path) -> list[str]:
     """Returns the uses below ``root`` that the rule forbids."""
     found = []
     modules = language.modules(root)
-    known = {".".join(names) for names in modules}
+    known = frozenset(".".join(names) for names in modules)
     for names, path in modules.items():
         room = names[0] if names else ""
         if room not in language.may_use:
             continue  # test_every_module_is_in_a_room says so, once.
-        for line, target in language.uses(names, path, path.read_text(), known):
+        for line, target in uses_in(language.uses, names, path.relative_to(root), path.read_text(), known):
             other = target.partition(".")[0]
             if other != room and other not in language.may_use[room]:
                 found.append(f"{path.relative_to(root)}:{line}: {room or 'the package'} uses {target or 'it'}")
@@ -306,7 +315,7 @@ def test_a_use_that_goes_up_is_found(language: str, module: str, line: str, what
 
 def test_comments_and_unit_tests_of_the_engine_may_name_any_room() -> None:
     text = "// use crate::server::Server;\n#[cfg(test)]\nmod tests { use crate::server::Server; }"
-    assert list(rust_uses(("client", "lane"), CORE.root, text, set())) == []
+    assert list(rust_uses(("client", "lane"), CORE.root, text, frozenset())) == []
 
 
 def loaded_by(statements: str) -> set[str]:

@@ -19,12 +19,18 @@ pytestmark = pytest.mark.timeout(170)
 CONFTEST = """
 import pytest
 from beside import Beside
+from every_nth import keep_every_nth
 from process_marks import ProcessMarks
 from second_run import SecondRun
 
 def pytest_addoption(parser):
     parser.addoption("--again-alone", action="store_true")
     parser.addoption("--beside")
+    parser.addoption("--every", type=int, default=1)
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config, items):
+    keep_every_nth(config, items, config.getoption("--every"))
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "process: starts processes")
@@ -157,6 +163,22 @@ def test_a_command_beside_the_tests_is_printed_and_its_failure_is_one_of_the_run
     )
     assert status == 0, output
     assert "what it 2 says at their end" in output
+
+
+def test_of_many_cases_every_nth_runs_whatever_else_is_left_out(tmp_path: Path):
+    tests = """
+import pytest
+@pytest.mark.parametrize("case", range(20))
+def test_many(case): print("case", case)
+@pytest.mark.parametrize("case", range(9))
+def test_few(case): print("case", case)
+"""
+    _, output = run(tmp_path, tests, "-n", "0", "--every", "4", "-s", "")
+    assert "14 passed, 15 deselected" in summary(output)
+    assert [f"case {case}" in output for case in range(20)] == [case < 9 or not case % 4 for case in range(20)]
+    _, output = run(tmp_path, tests, "-n", "0", "-k", "many and (0 or 1)", "--every", "4")
+    # Of 0, 1 and 10 to 19, and not of the twenty that there are.
+    assert "3 passed, 26 deselected" in summary(output)
 
 
 def test_nothing_runs_again_unasked(tmp_path: Path):
