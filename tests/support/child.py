@@ -96,12 +96,19 @@ os._exit(globals().get("_status") or 0)
 """
 
 
+def fork_script(
+    script: str, *arguments: object, listens: bool = False, python: tuple[str | Path, ...] = (sys.executable,)
+) -> subprocess.Popen[str]:
+    """Starts a script in a process that is forked from one of ``python`` which has imported torch and the package."""
+    begin = f"import sys\nsys.argv = {['-c', *map(str, arguments)]!r}\n"
+    return forked.fork(begin + script + LEAVE, dict(os.environ), listens, python)
+
+
 def run_forked(
     script: str, *arguments: object, within: float = 90, python: tuple[str | Path, ...] = (sys.executable,)
 ) -> subprocess.CompletedProcess[str]:
-    """Runs a script in a process that is forked from one of ``python`` which has imported torch and the package."""
-    begin = f"import sys\nsys.argv = {['-c', *map(str, arguments)]!r}\n"
-    process = forked.fork(begin + script + LEAVE, dict(os.environ), python=python)
+    """Runs a script as :func:`fork_script` does, to its end."""
+    process = fork_script(script, *arguments, python=python)
     try:
         out, err = process.communicate(timeout=within)
     except subprocess.TimeoutExpired:
