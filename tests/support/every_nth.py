@@ -13,7 +13,7 @@ MANY = 10
 
 
 def keep_every_nth(config: pytest.Config, items: list[pytest.Item], nth: int) -> None:
-    """Keeps of each test with many cases the first one, and every ``nth`` behind it; pytest says how many it leaves out."""
+    """Keeps of each test with many cases the first one and every ``nth`` behind it; pytest counts the others."""
     cases = Counter(map(_test, items))
     seen: Counter[str] = Counter()
     kept, left_out = [], []
