@@ -86,7 +86,7 @@ class Serving:
         port: listen on this port, or on the first free one of a range like 29600-29699 (default: any)
         metrics_port: serve /metrics and a status page, and nothing else, on this port too, to everybody
         advertise: the name or address by which peers reach this host
-        max_bandwidth: bytes per second for all receivers together, such as 500M
+        max_bandwidth: bytes per second for all receivers together, such as 500M (K, M and G are powers of 1024)
         relay: hosts whose pulls take long send each other what they have received (default: TENSORFERRY_RELAY, or yes)
     """
 

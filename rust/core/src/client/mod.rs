@@ -10,6 +10,7 @@
 //! | `swarm`, `relaying`, `pilot` | fetching from other receivers, with the tracker of the source; serving on what has come |
 //! | `source`, `url`, `targets`, `resolver` | where a source is, by which of its addresses, and how to reach it |
 //! | `rails`, `pairs`, `routes` | lanes over each of its network cards and ours |
+//! | `left_alone` | addresses that failed, which later receives try last |
 //! | `get` | [`Get`]: one answer that is no container |
 //! | `connection` | blocking HTTP/1.1 over TCP, TLS or shared memory |
 //! | `limits` | one deadline for everything, and what counts as stuck |
@@ -34,6 +35,7 @@ mod get;
 mod lane;
 mod lane_count;
 mod ledger;
+mod left_alone;
 mod limits;
 mod pairs;
 mod pilot;

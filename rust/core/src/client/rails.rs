@@ -12,7 +12,7 @@ use std::net::{IpAddr, SocketAddr};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, OnceLock, PoisonError};
 use std::thread::{self, Scope};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use tensorferry_wire::rails::{MAX_RAILS, Rail};
 
@@ -20,6 +20,7 @@ use super::Source;
 use super::blocks::block_len;
 use super::connection::Connection;
 use super::lane::Transfer;
+use super::left_alone::RAILS;
 use super::limits::Limits;
 use super::pairs::{Pair, pairs};
 use super::routes::{own_addresses, route};
@@ -40,11 +41,6 @@ const LEFT_ALONE: Duration = Duration::from_secs(2);
 const MOST_DOUBLINGS: u32 = 3;
 /// A link this many times slower than the fastest one would only hold up the end.
 const SLOWEST: u32 = 32;
-
-/// Rails that failed, and until when they are left alone.
-static LEFT: Mutex<Vec<(Pair, u16, Instant)>> = Mutex::new(Vec::new());
-/// The most of them that are remembered.
-const MOST_LEFT: usize = 64;
 
 /// `limits` for an answer that another address may give if this one does not.
 fn hasty(limits: &Limits) -> Limits {
@@ -163,25 +159,6 @@ impl RailLanes {
     }
 }
 
-/// Notes that a rail is to be left alone for `length`.
-fn leave_alone(pair: Pair, port: u16, length: Duration) {
-    // A forked child may find it locked for ever.
-    if let Ok(mut left) = LEFT.try_lock()
-        && let Some(until) = Instant::now().checked_add(length)
-    {
-        left.retain(|one| (one.0, one.1) != (pair, port) && one.2 > Instant::now());
-        left.truncate(MOST_LEFT - 1);
-        left.push((pair, port, until));
-    }
-}
-
-/// For how long a rail is to be left alone still.
-fn is_left_alone(pair: Pair, port: u16) -> Duration {
-    let until =
-        LEFT.try_lock().ok().and_then(|left| left.iter().find(|one| (one.0, one.1) == (pair, port)).map(|one| one.2));
-    until.map_or(Duration::ZERO, |until| until.saturating_duration_since(Instant::now()))
-}
-
 impl Transfer<'_> {
     /// Begins the lanes over the other addresses of source `number`, once it has named them.
     pub(super) fn begin_rails<'scope>(&'scope self, scope: &'scope Scope<'scope, '_>, number: usize) {
@@ -203,7 +180,7 @@ impl Transfer<'_> {
         let port = source.url.port();
         let Ok(mut sink) = zeroed(block_len()) else { return };
         let (mut connection, mut failures) = (None::<Connection>, 0);
-        self.queue.rest(is_left_alone(lane.pair, port));
+        self.queue.rest(RAILS.left(lane.pair, port));
         while !self.queue.is_over() {
             let ready = connection.take().filter(Connection::is_reusable).map_or_else(
                 || {
@@ -236,7 +213,7 @@ impl Transfer<'_> {
             }
             if slow || failures >= MAX_FAILURES {
                 let length = LEFT_ALONE * (1 << failures.saturating_sub(1).min(MOST_DOUBLINGS));
-                leave_alone(lane.pair, port, length);
+                RAILS.leave(lane.pair, port, length);
                 self.queue.rest(length);
             } else {
                 self.queue.rest(Duration::from_millis(100 << failures));

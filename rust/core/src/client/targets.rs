@@ -3,7 +3,8 @@
 //! They are tried in this order: the card that the URL prefers, the addresses of the host, the other cards that the URL
 //! names, and those that the source has named in its answers. The one that the first connection was made to stays the
 //! first until it fails. One that is silent comes behind the others from then on, and is waited for twice as long when it
-//! is its turn again: a source may have good reasons for saying nothing. One at which another program answers is left out.
+//! is its turn again: a source may have good reasons for saying nothing. Once another one has answered, later receives of
+//! this process try it last as well, for a minute. One at which another program answers is left out.
 
 use std::collections::BTreeMap;
 use std::net::{IpAddr, SocketAddr};
@@ -13,7 +14,11 @@ use std::time::Duration;
 
 use tensorferry_wire::rails::Cards;
 
+use super::left_alone::ADDRESSES;
 use crate::error::{Error, ErrorKind};
+
+/// For how long later receives try an address last that has failed where another one has answered.
+const TRIED_LAST: Duration = Duration::from_secs(60);
 
 /// The addresses of one source.
 #[derive(Debug)]
@@ -89,11 +94,11 @@ impl Targets {
         self.state().host.iter().flatten().any(|host| key(host) == address)
     }
 
-    /// The preferred card, unless it has failed.
+    /// The preferred card, unless it has failed, in this receive or a moment ago in another one.
     pub(super) fn preferred(&self) -> Option<SocketAddr> {
         let first = self.cards.first?;
         let record = self.state().record(first);
-        (record.failures == 0 && !record.is_foreign).then(|| (first, self.port).into())
+        (record.failures == 0 && !record.is_foreign && !self.is_left_alone(first)).then(|| (first, self.port).into())
     }
 
     /// All that are known, in the order in which they are to be tried. Those at which something else answers are left out,
@@ -104,7 +109,7 @@ impl Targets {
         found.sort_by_key(|address| {
             let record = state.record(key(address));
             let uses = if state.is_good_lost { record.uses } else { 0 };
-            (record.failures, state.good != Some(key(address)), uses)
+            (record.failures, self.is_left_alone(key(address)), state.good != Some(key(address)), uses)
         });
         found
     }
@@ -173,9 +178,19 @@ impl Targets {
     /// Notes that `address` has answered.
     pub(super) fn note_answered(&self, address: IpAddr) {
         if self.has_failed.load(Ordering::Relaxed) {
-            let record = Record { uses: 1, ..Record::default() };
-            self.state().records.insert(address, record);
+            let mut state = self.state();
+            state.records.insert(address, Record { uses: 1, ..Record::default() });
+            ADDRESSES.leave((None, address), self.port, Duration::ZERO);
+            for (&other, record) in &state.records {
+                if record.failures > 0 && !self.is_left_alone(other) {
+                    ADDRESSES.leave((None, other), self.port, TRIED_LAST);
+                }
+            }
         }
+    }
+
+    fn is_left_alone(&self, address: IpAddr) -> bool {
+        !ADDRESSES.left((None, address), self.port).is_zero()
     }
 
     fn note_failed(&self, state: &mut State, address: IpAddr) {
@@ -218,6 +233,8 @@ fn key(address: &SocketAddr) -> IpAddr {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::AtomicU16;
+
     use super::*;
 
     const SECOND: Duration = Duration::from_secs(1);
@@ -226,9 +243,15 @@ mod tests {
         [10, 0, 0, last].into()
     }
 
+    /// Those of a source at a port of its own: what has failed is remembered by the port.
     fn targets(host: Option<u8>, first: Option<u8>, others: &[u8]) -> Targets {
+        static PORT: AtomicU16 = AtomicU16::new(1);
+        at(PORT.fetch_add(1, Ordering::Relaxed), host, first, others)
+    }
+
+    fn at(port: u16, host: Option<u8>, first: Option<u8>, others: &[u8]) -> Targets {
         let cards = Cards { first: first.map(ip), others: others.iter().copied().map(ip).collect() };
-        Targets::new(7, host.map(ip), cards)
+        Targets::new(port, host.map(ip), cards)
     }
 
     fn order(targets: &Targets) -> Vec<IpAddr> {
@@ -267,6 +290,26 @@ mod tests {
         all.note_answered(ip(2));
         assert_eq!(all.patience(ip(2), SECOND, 15 * SECOND), Some(SECOND));
         assert_eq!(targets(Some(1), Some(1), &[]).patience(ip(1), SECOND, SECOND), None);
+    }
+
+    #[test]
+    fn what_has_failed_is_tried_last_in_the_next_receive_until_it_answers() {
+        let first = targets(Some(1), Some(2), &[3]);
+        first.note_connected(ip(2), &[]);
+        first.note_silent(ip(2));
+        let again = || at(first.port, Some(1), Some(2), &[3]);
+        assert!(again().preferred().is_some(), "nothing has shown that another address is better");
+        first.note_answered(ip(1));
+        let second = again();
+        assert_eq!((order(&second), second.preferred()), ([1, 3, 2].map(ip).to_vec(), None));
+        assert!(second.has_untried() && second.patience(ip(2), SECOND, SECOND) == Some(SECOND));
+        assert_eq!(order(&targets(Some(1), Some(2), &[3]))[0], ip(2), "another source");
+        // It is the only one that answers now.
+        second.note_silent(ip(1));
+        second.note_silent(ip(3));
+        assert_eq!(order(&second)[0], ip(2));
+        second.note_answered(ip(2));
+        assert_eq!(order(&again()), [2, 1, 3].map(ip));
     }
 
     #[test]
