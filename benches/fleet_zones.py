@@ -7,6 +7,7 @@ needs root, `ip` and `tc`.
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import os
 import subprocess
@@ -17,11 +18,11 @@ from pathlib import Path
 from fleet import LEAD, Host, Network, NotPermitted, run
 
 
-class Mate(Host):
-    """One more process on the host of another one."""
-
-    def __init__(self, host: Host) -> None:
-        self.name, self.address, self.process = host.name, host.address, None
+def mate(host: Host) -> Host:
+    """Returns one more process on the host of another one, which has not been started yet."""
+    other = copy.copy(host)
+    other.process = None
+    return other
 
 
 def counter(namespace: str, device: str, direction: str) -> int:
@@ -60,7 +61,7 @@ class Zones(Network):
             self.switch = self.switches[zone]
             host = Host(self, number)
             count = mates if number else 1
-            for one in (host, *(Mate(host) for _ in range(count - 1))):
+            for one in (host, *(mate(host) for _ in range(count - 1))):
                 os.environ["TENSORFERRY_ZONE"] = self.names[zone]
                 one.start(mib)
                 self.hosts.append(one)
