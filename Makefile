@@ -219,7 +219,7 @@ bench-shared-reads: build ## ranks that load the same state with PeerReader, on 
 BENCH_RAILS_ARGS ?=
 bench-rails: build ## receives over several links between hosts, some of them broken: share of what they carry; needs root
 	$(BIN)/python benches/rails.py --faults $(BENCH_RAILS_ARGS)
-	$(BIN)/python benches/rails.py --links 100,400 $(BENCH_RAILS_ARGS)
+	$(BIN)/python benches/rails.py --links 100,400 --kinds rails,ours,torchft $(BENCH_RAILS_ARGS)
 	$(BIN)/python benches/rails.py --sources 2 --kinds rails $(BENCH_RAILS_ARGS)
 	$(BIN)/python benches/rails.py --sources 2 --links 100,100,400,400 --kinds rails $(BENCH_RAILS_ARGS)
 	$(BIN)/python benches/rails.py --ranks 4 --kinds rails,ours $(BENCH_RAILS_ARGS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
+import threading
 import time
 from datetime import timedelta
 from typing import Any
@@ -13,6 +14,8 @@ from urllib.parse import urlsplit
 import torch
 from torchft.checkpointing.http_transport import HTTPTransport as Torchft
 
+from memory import fresh
+from raw_socket import RawReceiver, RawSender
 from tensorferry import HTTPTransport
 
 TIMEOUT = timedelta(seconds=300)
@@ -71,6 +74,22 @@ def receive(address: str, mib: int, order: dict[str, Any]) -> None:
     transport.shutdown(wait=False)
 
 
+def send_plainly(mib: int, streams: int) -> int:
+    """Serves as many bytes as a state has over so many plain sockets; returns the port."""
+    sender = RawSender(mib << 20, "0.0.0.0")
+    threading.Thread(target=sender.serve, args=(streams,), daemon=True).start()
+    return sender.port
+
+
+def receive_plainly(mib: int, port: int, addresses: list[str], streams: int) -> None:
+    """Receives these bytes into fresh memory at the time that the next line names; what they are is not looked at."""
+    receiver, memory = RawReceiver(port, streams, addresses), fresh(mib << 20)
+    begin = wait_for_begin()
+    receiver.receive(memory)
+    say(seconds=time.monotonic() - begin, equal=True)
+    receiver.close()
+
+
 def main(address: str, mib: int) -> None:
     """Does what the lines of the standard input say."""
     torch.set_num_threads(1)
@@ -80,15 +99,21 @@ def main(address: str, mib: int) -> None:
     say(ready=True)
     for line in sys.stdin:
         order = json.loads(line)
-        if order["do"] == "receive":
+        if order["do"] == "receive" and order["kind"] == "raw":
+            receive_plainly(mib, int(order["metadata"]), order["addresses"], order["streams"])
+        elif order["do"] == "receive":
             receive(address, mib, order)
+        elif order["do"] == "send" and order["kind"] == "raw":
+            say(metadata=str(send_plainly(mib, order["streams"])))
         elif order["do"] == "send":
             sending = transport_of(order["kind"], address, **order.get("server", {}))
             sending.send_checkpoint([1], order["step"], state_of(order["step"], mib), TIMEOUT)
             say(metadata=metadata_of(sending, address))
-        elif sending is not None:
-            sending.disallow_checkpoint()
-            sending.shutdown(wait=False)
+        else:
+            if sending is not None:
+                sending.disallow_checkpoint()
+                sending.shutdown(wait=False)
+                sending = None
             say(stopped=True)
 
 

@@ -1,9 +1,10 @@
 """How much of several links between two hosts a receive uses, with all of them, and with one that goes in the middle.
 
 Each host is a network namespace of this machine; `tc` limits each link both ways. The kinds take turns: tensorferry
-over all links, tensorferry over one (`advertise=` with one address), and torchft's transport, which knows one. With
-faults, one link goes in the middle of a receive, drops everything from its beginning on, or delays what it carries.
-Shares are of what all links together carry as frames, of which 0.956 is payload. It needs root, `ip` and `tc`.
+over all links, tensorferry over one (`advertise=` with one address), torchft's transport, which knows one, and two
+plain sockets a link with equal shares: what this machine can carry. With faults, one link goes in the middle of a
+receive, drops everything from its beginning on, or delays what it carries. Shares are of what all links together carry
+as frames, of which 0.956 is payload. It needs root, `ip` and `tc`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,14 @@ from typing import Any
 from fleet import PATIENCE_S, NotPermitted, run
 
 AGENT = Path(__file__).with_name("fleet_host.py")
-KINDS = {"rails": "tensorferry, every link", "ours": "tensorferry, one link", "torchft": "torchft's HTTPTransport"}
+KINDS = {
+    "rails": "tensorferry, every link",
+    "ours": "tensorferry, one link",
+    "torchft": "torchft's HTTPTransport",
+    "raw": "plain sockets, every link",
+}
+#: Plain sockets over each link.
+SOCKETS = 2
 LEAD = 0.3
 RELAY = Path(__file__).with_name("delay_relay.py")
 #: Seconds that the relay adds each way: 20 ms for a question and its answer.
@@ -108,8 +116,9 @@ class Hosts:
         last = len(self.mbits) - 1
         own = [f"10.79.{link}.1" for link in range(len(self.mbits))]
         server = {"interface": ",".join(own[:last]), "advertise": ",".join(own)} if delayed else {}
+        plainly = {"addresses": own, "streams": SOCKETS * len(own)} if kind == "raw" else {}
         for agent in senders:
-            self.order(agent, do="send", kind=kind, step=self.step, server=server)
+            self.order(agent, do="send", kind=kind, step=self.step, server=server, **plainly)
         metadata = [self.answer(agent)["metadata"] for agent in senders]
         if delayed:
             port = metadata[0].split("/")[2].rpartition(":")[2]
@@ -120,7 +129,7 @@ class Hosts:
         receivers = [self.count * self.ranks + rank for rank in range(ranks)]
         for rank, agent in enumerate(receivers):
             joined = " ".join(metadata[rank * self.count : (rank + 1) * self.count])
-            self.order(agent, do="receive", kind=kind, step=self.step, metadata=joined)
+            self.order(agent, do="receive", kind=kind, step=self.step, metadata=joined, **plainly)
         for agent in receivers:
             self.answer(agent)
         if cut is not None and not late:
@@ -206,7 +215,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--sources", type=int, default=1, help="which have the links in turn")
     parser.add_argument("--ranks", type=int, default=1, help="of each host, that are healed at the same time")
-    parser.add_argument("--kinds", default="rails,ours,torchft", help=f"of {', '.join(KINDS)}; torchft has one source")
+    parser.add_argument("--kinds", default="rails,ours,torchft,raw", help=f"of {', '.join(KINDS)}")
     parser.add_argument("--faults", action="store_true", help="also with links that are cut, dead or slow to answer")
     options = parser.parse_args()
     mbits = [int(mbit) for mbit in options.links.split(",")]

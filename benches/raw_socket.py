@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import socket
 import threading
 import time
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING
 from memory import fresh, touch
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from mmap import mmap
 
 _BLOCK = 4 << 20
@@ -23,10 +25,10 @@ def _slices(memory: memoryview, streams: int) -> list[memoryview]:
 class RawSender:
     """Answers each byte that arrives on a connection with that stream's share of the memory."""
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, nbytes: int, address: str = "127.0.0.1") -> None:
         self._memory = fresh(nbytes)
         touch(self._memory)
-        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._listener = socket.create_server((address, 0))
         self.port: int = self._listener.getsockname()[1]
 
     def serve(self, streams: int) -> None:
@@ -44,10 +46,11 @@ class RawSender:
 
 
 class RawReceiver:
-    """Keeps `streams` connections open and times one whole transfer at a time."""
+    """Keeps `streams` connections open, to `addresses` in turn, and times one whole transfer at a time."""
 
-    def __init__(self, port: int, streams: int) -> None:
-        self._connections = [socket.create_connection(("127.0.0.1", port)) for _ in range(streams)]
+    def __init__(self, port: int, streams: int, addresses: Sequence[str] = ("127.0.0.1",)) -> None:
+        there = itertools.islice(itertools.cycle(addresses), streams)
+        self._connections = [socket.create_connection((address, port)) for address in there]
 
     def receive(self, memory: mmap) -> tuple[int, int]:
         """Fill `memory`; return when it began and when it ended, in nanoseconds of the monotonic clock."""
