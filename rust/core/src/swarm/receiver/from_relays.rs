@@ -63,7 +63,7 @@ impl Receiver {
     /// Notes that there is nothing to fetch but what others are to bring.
     pub(super) fn wait_for_others(&mut self, now: Duration) {
         let since = *self.held.get_or_insert(now);
-        let idle = now.saturating_sub(since.max(self.fed)) >= PATIENCE_FOR_OTHERS;
+        let idle = now.saturating_sub(since.max(self.came)) >= PATIENCE_FOR_OTHERS;
         self.impatient |= idle || now.saturating_sub(since) >= MOST_PATIENCE + since / 2;
     }
 }
