@@ -29,8 +29,12 @@ const LANES_BESIDE_RELAYS: usize = 2;
 const MANY_RELAYS: usize = 4;
 /// Where a block comes so soon, the next ones are asked for meanwhile: else lanes would wait for the answer.
 const SOON: Duration = Duration::from_millis(250);
-/// However long a tracker wants it to wait.
+/// However long a tracker wants it to wait, or however short, and if what it grants is of no use: nobody asks again and
+/// again without a pause.
 const MOST_WAIT: Duration = Duration::from_secs(10);
+const LEAST_WAIT: Duration = Duration::from_millis(5);
+/// Grants in a row that may be of no use, since relays have overtaken them.
+const MOST_IN_VAIN: u32 = 8;
 /// How often a lane that waits looks again.
 const LOOK: Duration = Duration::from_millis(50);
 
@@ -39,7 +43,10 @@ impl Receiver {
     pub(crate) fn next_from_source(&mut self, now: Duration, waiting: &[(u64, u64)]) -> FromSource {
         let next = self.decide(now, waiting);
         match &next {
-            FromSource::Take(_, run) => self.coming.push((*run, now)),
+            FromSource::Take(_, run) => {
+                self.in_vain = 0;
+                self.coming.push((*run, now));
+            }
             FromSource::Ask(need) => (self.asking, self.question) = (true, Question::of(need)),
             FromSource::Wait(_) => {}
         }
@@ -205,7 +212,10 @@ impl Receiver {
         let is_ready = self.independence == Independence::Told;
         self.heartbeat = if is_ready { wait } else { 2 * self.heartbeat }.clamp(FIRST_HEARTBEAT, HEARTBEAT);
         if self.question == Question::Blocks {
-            self.ask_at = if grant.is_empty() { now.saturating_add(wait.min(MOST_WAIT)) } else { now };
+            self.in_vain += 1;
+            let is_useful = !grant.is_empty() && self.in_vain <= MOST_IN_VAIN;
+            let (wait, least) = if is_useful { (Duration::ZERO, Duration::ZERO) } else { (wait, LEAST_WAIT) };
+            self.ask_at = now.saturating_add(wait.clamp(least, MOST_WAIT));
         }
         grant.reverse();
         self.granted = grant;

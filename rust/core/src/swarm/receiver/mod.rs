@@ -78,6 +78,8 @@ pub(crate) struct Receiver {
     asked: Duration,
     heartbeat: Duration,
     ask_at: Duration,
+    /// Answers of the tracker since it last fetched something from the source.
+    in_vain: u32,
     independence: Independence,
     /// Relays that are not set aside.
     relays: usize,
@@ -130,6 +132,7 @@ impl Receiver {
             asked: never,
             heartbeat: FIRST_HEARTBEAT,
             ask_at: never,
+            in_vain: 0,
             independence: Independence::No,
             relays: 0,
             coming: Vec::new(),

@@ -38,10 +38,10 @@ fn the_source_is_asked_for_what_nobody_offers() {
     let relay = receiver.add_relay();
     receiver.learn(relay, set(0..42));
     let left = [(40, 44), (0, 2), (6, 8)];
-    assert_eq!(receiver.next_from_source(at(2), &left), FromSource::Ask(vec![(42, 44)]));
-    receiver.note_answer(at(2), vec![], at(100));
-    assert!(matches!(receiver.next_from_source(at(101), &left), FromSource::Wait(_)));
-    assert_eq!(receiver.next_from_source(at(102), &left), FromSource::Ask(vec![(42, 44)]));
+    assert_eq!(receiver.next_from_source(at(6), &left), FromSource::Ask(vec![(42, 44)]));
+    receiver.note_answer(at(6), vec![], at(100));
+    assert!(matches!(receiver.next_from_source(at(105), &left), FromSource::Wait(_)));
+    assert_eq!(receiver.next_from_source(at(106), &left), FromSource::Ask(vec![(42, 44)]));
 }
 
 #[test]
@@ -214,4 +214,22 @@ fn nothing_holds_up_a_receiver_that_starves() {
     receiver.set_aside(relay);
     assert!(!matches!(receiver.next_from_source(at(5499), &[(3, 5)]), FromSource::Take(..)));
     assert!(matches!(receiver.next_from_source(at(5500), &[(3, 5)]), FromSource::Take(..)));
+}
+
+#[test]
+fn a_tracker_is_asked_with_pauses_whatever_it_says() {
+    // Nothing at all, what is here already, and to wait for ages.
+    for (grant, wait, questions) in [(vec![], 0, 20..210), (vec![(0, 3)], 0, 20..210), (vec![], u64::MAX, 0..9)] {
+        let mut receiver = begun();
+        receiver.note_answer(at(0), grant.clone(), at(wait));
+        receiver.add_relay();
+        let mut asked = 0;
+        for millis in 1..1000 {
+            if let FromSource::Ask(_) = receiver.next_from_source(at(millis), &[(3, 64)]) {
+                asked += 1;
+                receiver.note_answer(at(millis), grant.clone(), at(wait));
+            }
+        }
+        assert!(questions.contains(&asked), "{asked}");
+    }
 }
