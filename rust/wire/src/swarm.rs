@@ -233,7 +233,7 @@ impl Answer {
     }
 
     /// Reads an answer about a payload of `blocks` blocks; `None` where it is not valid. Whether a peer's URL is one is
-    /// up to whoever connects.
+    /// up to whoever connects ([`is_relay_path`]).
     #[must_use]
     pub fn decode(text: &str, blocks: u64) -> Option<Self> {
         let mut answer = Self::default();
@@ -310,6 +310,13 @@ impl std::fmt::Display for Runs<'_> {
         }
         Ok(())
     }
+}
+
+/// Whether `path` is one below which a member relays, as trackers name it.
+#[must_use]
+pub fn is_relay_path(path: &str) -> bool {
+    let token = path.strip_prefix('/').and_then(|path| path.strip_suffix("/checkpoint/"));
+    token.is_some_and(|token| hex(token, TOKEN_LEN).is_some())
 }
 
 /// Runs as [`crate::request::parse_runs`] reads them: none empty, ascending, no more than [`MAX_RUNS`].

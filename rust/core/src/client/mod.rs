@@ -8,6 +8,7 @@
 //! | `lane`, `range` | one thread with one connection; how it fetches a range |
 //! | `stragglers`, `ledger` | lanes that are too slow; received blocks |
 //! | `swarm`, `relaying`, `pilot` | fetching from other receivers, with the tracker of the source; serving on what has come |
+//! | `named_relays` | which of the relays that a tracker names are asked |
 //! | `source`, `url`, `targets`, `resolver` | where a source is, by which of its addresses, and how to reach it |
 //! | `rails`, `pairs`, `routes` | lanes over each of its network cards and ours |
 //! | `left_alone` | addresses that failed, which later receives try last |
@@ -37,6 +38,7 @@ mod lane_count;
 mod ledger;
 mod left_alone;
 mod limits;
+mod named_relays;
 mod pairs;
 mod pilot;
 mod rails;

@@ -17,6 +17,26 @@ use crate::payload::{Checksums, Taken};
 /// Pages are asked for this many blocks ahead of the bytes.
 const POPULATE_BLOCKS: u64 = 4;
 
+/// A range that a source is sending to a member of a swarm, until this is dropped, even by a panic.
+struct Coming<'a> {
+    swarm: &'a Swarm<'a>,
+    first: u64,
+}
+
+impl<'a> Coming<'a> {
+    fn begin(swarm: &'a Swarm<'a>, range: &Taken<'_>) -> Self {
+        swarm.receiver().note_source_begun((range.at, range.end));
+        Self { swarm, first: range.at }
+    }
+}
+
+impl Drop for Coming<'_> {
+    fn drop(&mut self) {
+        let now = self.swarm.now();
+        self.swarm.receiver().note_source_done(now, self.first);
+    }
+}
+
 impl Transfer<'_> {
     /// Lane `index` fetches `range` from the source or relay of number `origin`, moving its beginning past each block that is
     /// complete.
@@ -28,12 +48,8 @@ impl Transfer<'_> {
         range: &mut Taken<'_>,
         sink: &mut [u8],
     ) -> Result<(), Error> {
-        let (end, result) = (range.end, self.fetch_runs(index, from, connection, range, sink));
-        if let Some(swarm) = self.swarm.filter(|_| from.0 < self.sources.len()) {
-            let now = swarm.now();
-            swarm.receiver().note_source_done(now, end);
-        }
-        result
+        let _coming = self.swarm.filter(|_| from.0 < self.sources.len()).map(|swarm| Coming::begin(swarm, range));
+        self.fetch_runs(index, from, connection, range, sink)
     }
 
     /// Fetches the runs of `range` that are missing by one request, over `connection` or a new one, and moves

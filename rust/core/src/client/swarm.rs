@@ -17,6 +17,7 @@ use super::Source;
 use super::answers::read_long_digests;
 use super::connection::Connection;
 use super::limits::Limits;
+use super::named_relays::NamedRelays;
 use super::relaying::OpenRelay;
 use crate::cancel::Cancel;
 use crate::error::{Error, ErrorKind};
@@ -28,10 +29,6 @@ use crate::trust::{random, secret};
 pub(super) const MOST_RELAYS: usize = 12;
 /// The same of each of many receives that run side by side.
 const LEAST_RELAYS: usize = 3;
-/// Relays that one receive tries in all, and how often the same one, as long as it does not lie: a relay that was slow, or
-/// frozen, may be the only one that has a block when the source is gone.
-const MOST_TRIED: usize = 256;
-const MOST_TIMES: usize = 3;
 /// A source is too fast for others to be of help when it brings more bytes than this a second for each core: receiving,
 /// hashing and passing on twice as many would take a core.
 const FAST_FOR_CORE: u64 = 128 << 20;
@@ -70,21 +67,11 @@ pub(super) struct Swarm<'a> {
     /// What the digests have to be of: the checksum of the header, and the length of the payload.
     header_digest: u64,
     payload_len: u64,
-    relays: Mutex<Relays>,
+    relays: Mutex<NamedRelays>,
     /// Those of relays: their lanes end with the others.
     pub(super) limits: Limits,
     /// Those of questions to the tracker, which is asked once more when the lanes have ended.
     tracker_limits: Limits,
-}
-
-#[derive(Default)]
-struct Relays {
-    /// The URLs that were tried, each time, and those that are fetched from.
-    tried: Vec<String>,
-    active: Vec<String>,
-    /// The lanes that are free, of those that were used.
-    free: Vec<usize>,
-    lanes: usize,
 }
 
 /// What is left of a swarm when all blocks have come.
@@ -225,6 +212,7 @@ impl<'a> Swarm<'a> {
             self.receiver().note_no_tracker(self.now());
             return (Vec::new(), false);
         };
+        let there = tracker.as_ref().and_then(Connection::route).map(|(_, there)| there);
         if has_table && self.table.get().is_none() {
             self.fetch_table(&mut tracker);
         }
@@ -238,7 +226,7 @@ impl<'a> Swarm<'a> {
         }
         drop(receiver);
         let near = |index| place.map_or(Nearness::Zone, |place| place.nearness(index));
-        let relays = peers.into_iter().enumerate().filter_map(|(index, url)| self.begin_relay(url, near(index)));
+        let relays = peers.into_iter().enumerate().filter_map(|(index, url)| self.begin_relay(url, there, near(index)));
         (relays.collect(), are_new)
     }
 
@@ -278,34 +266,11 @@ impl<'a> Swarm<'a> {
         }
     }
 
-    /// The relay at `url`, if it is new and there is room for one more.
-    fn begin_relay(&self, url: String, nearness: Nearness) -> Option<NewRelay> {
+    /// The relay at `url`, which the source at the address `there` has named, if it may be asked now.
+    fn begin_relay(&self, url: String, there: Option<IpAddr>, nearness: Nearness) -> Option<NewRelay> {
         let mut relays = self.relays.lock().unwrap_or_else(PoisonError::into_inner);
-        let times = relays.tried.iter().filter(|tried| **tried == url).count();
-        if relays.tried.len() >= MOST_TRIED || times >= MOST_TIMES || relays.active.contains(&url) {
-            return None;
-        }
-        let lane = match relays.free.pop() {
-            Some(lane) => lane,
-            None if relays.lanes < self.most_relays => {
-                relays.lanes += 1;
-                relays.lanes - 1
-            }
-            None => return None,
-        };
-        let source = Source::parse(&url, self.source.wants_same_host, self.source.url.secret()).ok();
-        relays.tried.push(url.clone());
-        // The tracker names addresses, so that nobody is asked for a name. What comes encrypted from the source does so
-        // from relays.
-        let encrypted = self.source.url.tls().is_some();
-        let fits =
-            |source: &Source| source.url.host().parse::<IpAddr>().is_ok() && (!encrypted || source.url.tls().is_some());
-        let Some(source) = source.filter(fits) else {
-            relays.free.push(lane);
-            return None;
-        };
+        let (source, lane) = relays.begin(&url, (self.source, there), self.most_relays)?;
         let _ = source.etag.set(self.etag.to_owned());
-        relays.active.push(url.clone());
         Some(NewRelay { number: self.receiver().add_relay_at(nearness), lane, url, source })
     }
 
@@ -313,10 +278,7 @@ impl<'a> Swarm<'a> {
     pub(super) fn set_aside(&self, relay: &NewRelay, lied: bool) {
         self.receiver().set_aside(relay.number);
         let mut relays = self.relays.lock().unwrap_or_else(PoisonError::into_inner);
-        relays.active.retain(|url| *url != relay.url);
-        let times = if lied { MOST_TIMES } else { 0 };
-        relays.tried.extend(std::iter::repeat_n(&relay.url, times).cloned());
-        relays.free.push(relay.lane);
+        relays.set_aside(&relay.url, relay.lane, lied);
     }
 
     /// Ends the lanes of relays.

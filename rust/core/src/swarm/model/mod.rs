@@ -20,6 +20,9 @@ const COPY: Duration = Duration::from_secs(10);
 /// Ticks for each block.
 const TICKS: u32 = 4;
 const SOURCE_LANES: usize = 4;
+/// The first block, and the number of the relay of the flow that brings it, which is none.
+const OPENING: (u64, u64) = (0, 1);
+const NO_RELAY: usize = usize::MAX;
 
 /// A member of the simulation.
 #[derive(Clone, Copy, Debug)]
@@ -98,10 +101,13 @@ struct Flow {
 
 struct Node {
     link: Link,
+    /// When the first block was there, which each receiver fetches from the source before anything else: the manifest is
+    /// in it.
+    opened: f64,
     map: BlockMap,
     receiver: Receiver,
     waiting: Vec<(u64, u64)>,
-    /// What has come, in blocks.
+    /// What lanes have brought, in blocks.
     came: f64,
     /// The members it knows, with whether a lane to that one is busy.
     relays: Vec<(usize, bool)>,
@@ -160,10 +166,15 @@ fn simulate_in(world: &World, links: &[Link], blocks: u64) -> Outcome {
     let mut handout = Handout::new(blocks).unwrap().in_zone(Some("a"));
     let node = |(index, &link): (usize, &Link)| Node {
         link,
+        opened: f64::INFINITY,
         map: BlockMap::new(blocks).unwrap(),
-        receiver: Receiver::new(usize::try_from(blocks).unwrap(), world.seed << 32 | index as u64, u64::MAX),
+        receiver: Receiver::new(usize::try_from(blocks).unwrap(), world.seed << 32 | index as u64, u64::MAX)
+            .wanting(&[(OPENING.1, blocks)]),
         waiting: {
-            let mut ranges: Vec<_> = (0..blocks).step_by(16).map(|at| (at, (at + 16).min(blocks))).collect();
+            // As `Remote::run_lanes` cuts them.
+            let each = ((blocks - 1) / (4 * SOURCE_LANES as u64)).clamp(1, 16);
+            let cut = (OPENING.1..blocks).step_by(usize::try_from(each).unwrap());
+            let mut ranges: Vec<_> = cut.map(|at| (at, (at + each).min(blocks))).collect();
             let first = mix(world.seed << 32 | index as u64) % ranges.len() as u64;
             ranges.rotate_left(usize::try_from(first).unwrap());
             ranges
@@ -196,10 +207,17 @@ fn simulate_in(world: &World, links: &[Link], blocks: u64) -> Outcome {
             if nodes[index].ended.is_some() || !alive(&nodes[index]) {
                 continue;
             }
-            let since = copy.mul_f64(now - nodes[index].link.start);
+            if nodes[index].opened > now {
+                if nodes[index].opened == f64::INFINITY {
+                    nodes[index].opened = f64::MAX;
+                    flows.push(flow(None, index, NO_RELAY, OPENING, now));
+                }
+                continue;
+            }
+            let since = copy.mul_f64(now - nodes[index].opened);
             // What no lane does.
             let node = &mut nodes[index];
-            let (came, left) = (node.came, blocks as f64 - node.came);
+            let (came, left) = (node.came, (blocks - OPENING.1) as f64 - node.came);
             let bytes = |blocks: f64| (blocks * BLOCK_SIZE as f64) as u64;
             let need = if node.receiver.is_worth_joining(since, bytes(came), bytes(left)) {
                 Some(node.receiver.join(since, &node.waiting))
@@ -331,9 +349,10 @@ fn simulate_in(world: &World, links: &[Link], blocks: u64) -> Outcome {
             let (had, has) = (whole - before.ceil(), whole - flow.left.ceil());
             let first = flow.run.0;
             (first + had as u64..first + has as u64).for_each(|block| node.map.set(block));
-            if there {
+            let is_opening = flow.relay == NO_RELAY;
+            if there && !is_opening {
                 node.came += before - flow.left;
-                node.receiver.note_bytes(copy.mul_f64(now - node.link.start), (node.came * BLOCK_SIZE as f64) as u64);
+                node.receiver.note_bytes(copy.mul_f64(now - node.opened), (node.came * BLOCK_SIZE as f64) as u64);
             }
             if there && flow.left > 0.0 {
                 return true;
@@ -342,11 +361,13 @@ fn simulate_in(world: &World, links: &[Link], blocks: u64) -> Outcome {
             if done < flow.run.1 {
                 node.waiting.push((done, flow.run.1));
             }
-            if flow.from.is_some() {
+            if is_opening {
+                node.opened = now;
+            } else if flow.from.is_some() {
                 node.relays[flow.relay].1 = false;
             } else {
                 node.source_lanes += 1;
-                node.receiver.note_source_done(copy.mul_f64(now - node.link.start), flow.run.1);
+                node.receiver.note_source_done(copy.mul_f64(now - node.opened), flow.run.0);
             }
             false
         });

@@ -29,7 +29,7 @@ pub(super) fn question(
 /// Does what the tracker has answered member number `index`.
 pub(super) fn hear(node: &mut Node, flows: &mut Vec<Flow>, index: usize, (now, copy): (f64, Duration)) {
     let Some((_, told)) = node.answer.take_if(|(comes, _)| *comes <= now) else { return };
-    let since = copy.mul_f64(now - node.link.start);
+    let since = copy.mul_f64(now - node.opened);
     let are_new = node.receiver.note_place(told.place);
     node.receiver.note_answer(since, told.grant, told.wait);
     for (peer, nearness) in told.peers {
@@ -63,7 +63,7 @@ fn recall(node: &mut Node, flows: &mut Vec<Flow>, to: usize, (now, copy): (f64, 
         }
         node.waiting.insert(0, (flow.run.0 + came(flow) as u64, flow.run.1));
         node.source_lanes += 1;
-        node.receiver.note_source_done(copy.mul_f64(now - node.link.start), flow.run.1);
+        node.receiver.note_source_done(copy.mul_f64(now - node.opened), flow.run.0);
         node.came -= came(flow).fract();
         false
     });

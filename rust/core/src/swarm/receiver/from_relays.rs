@@ -63,7 +63,7 @@ impl Receiver {
     /// Notes that there is nothing to fetch but what others are to bring.
     pub(super) fn wait_for_others(&mut self, now: Duration) {
         let since = *self.held.get_or_insert(now);
-        let idle = now.saturating_sub(since.max(self.fed)) >= PATIENCE_FOR_OTHERS;
+        let idle = now.saturating_sub(since.max(self.came)) >= PATIENCE_FOR_OTHERS;
         self.impatient |= idle || now.saturating_sub(since) >= MOST_PATIENCE + since / 2;
     }
 }
@@ -139,8 +139,8 @@ mod tests {
         receiver.learn(far, set(0..64));
         assert_eq!(receiver.next_from_relay(at(1), far, &[(0, 4)], 4), None);
         receiver.note_answer(at(1), vec![], at(0));
-        assert_eq!(receiver.next_from_source(at(2), &[(0, 4)]), FromSource::Ask(vec![(0, 4)]));
+        assert_eq!(receiver.next_from_source(at(6), &[(0, 4)]), FromSource::Ask(vec![(0, 4)]));
         receiver.note_free();
-        assert_eq!(receiver.next_from_relay(at(3), far, &[(0, 4)], 4), Some((0, (0, 4))));
+        assert_eq!(receiver.next_from_relay(at(7), far, &[(0, 4)], 4), Some((0, (0, 4))));
     }
 }

@@ -29,8 +29,12 @@ const LANES_BESIDE_RELAYS: usize = 2;
 const MANY_RELAYS: usize = 4;
 /// Where a block comes so soon, the next ones are asked for meanwhile: else lanes would wait for the answer.
 const SOON: Duration = Duration::from_millis(250);
-/// However long a tracker wants it to wait.
+/// However long a tracker wants it to wait, or however short, and if what it grants is of no use: nobody asks again and
+/// again without a pause.
 const MOST_WAIT: Duration = Duration::from_secs(10);
+const LEAST_WAIT: Duration = Duration::from_millis(5);
+/// Grants in a row that may be of no use, since relays have overtaken them.
+const MOST_IN_VAIN: u32 = 8;
 /// How often a lane that waits looks again.
 const LOOK: Duration = Duration::from_millis(50);
 
@@ -40,7 +44,7 @@ impl Receiver {
         let next = self.decide(now, waiting);
         match &next {
             FromSource::Take(_, run) => {
-                self.fetching += 1;
+                self.in_vain = 0;
                 self.coming.push((*run, now));
             }
             FromSource::Ask(need) => (self.asking, self.question) = (true, Question::of(need)),
@@ -60,6 +64,8 @@ impl Receiver {
         let is_starved = self.is_starved(now);
         if is_starved && self.starves != Some(self.fed) {
             (self.starves, self.starved) = (Some(self.fed), self.starved + 1);
+            // Where the source brings no more than that, what comes has to be enough.
+            self.least /= 2;
         }
         if self.phase != Phase::Member || self.rule == Rule::Alone || is_starved {
             return FromSource::Take(0, (first, end.min(first + self.pace.blocks(now, self.bytes))));
@@ -67,7 +73,7 @@ impl Receiver {
         if self.rule == Rule::Free {
             return FromSource::Wait(LOOK);
         }
-        if self.fetching >= self.most_lanes() {
+        if self.coming.len() >= self.most_lanes() {
             if self.asks_ahead(now) {
                 let need = self.unoffered_of(now, waiting);
                 if !need.is_empty() {
@@ -154,7 +160,7 @@ impl Receiver {
         let is_alone = self.place.is_none();
         // Of others it has heard, and all its lanes are busy: the source should go on hearing of it.
         let need = if is_alone { self.unoffered_of(now, waiting) } else { Vec::new() };
-        let asks = is_alone || (self.granted.is_empty() && self.fetching > 0);
+        let asks = is_alone || (self.granted.is_empty() && !self.coming.is_empty());
         if asks {
             (self.asking, self.question) = (true, Question::of(&need));
         }
@@ -174,7 +180,9 @@ impl Receiver {
             // Others that bring nothing again and again are waited for less and less.
             _ => STARVED / 2_u32.saturating_pow(self.starved),
         };
-        now.saturating_sub(self.fed) >= patience
+        // Of a source that is gone nothing better can be had than what drips.
+        let since = if self.rule == Rule::Free { self.came } else { self.fed };
+        now.saturating_sub(since) >= patience
     }
 
     /// The part of a granted run that is still waiting, and the number of its range. What a relay has brought or brings
@@ -204,7 +212,10 @@ impl Receiver {
         let is_ready = self.independence == Independence::Told;
         self.heartbeat = if is_ready { wait } else { 2 * self.heartbeat }.clamp(FIRST_HEARTBEAT, HEARTBEAT);
         if self.question == Question::Blocks {
-            self.ask_at = if grant.is_empty() { now.saturating_add(wait.min(MOST_WAIT)) } else { now };
+            self.in_vain += 1;
+            let is_useful = !grant.is_empty() && self.in_vain <= MOST_IN_VAIN;
+            let (wait, least) = if is_useful { (Duration::ZERO, Duration::ZERO) } else { (wait, LEAST_WAIT) };
+            self.ask_at = now.saturating_add(wait.clamp(least, MOST_WAIT));
         }
         grant.reverse();
         self.granted = grant;
@@ -229,182 +240,4 @@ fn merged(waiting: &[(u64, u64)], wanted: impl Fn(u64) -> bool) -> Vec<(u64, u64
 }
 
 #[cfg(test)]
-mod tests {
-    use tensorferry_wire::swarm::{Place, Share};
-
-    use super::super::fixtures::{at, begun, set};
-    use super::*;
-
-    #[test]
-    fn a_receiver_that_was_alone_asks_again_while_its_lanes_are_busy() {
-        let mut receiver = begun();
-        receiver.note_answer(at(0), vec![(0, 64)], at(1000));
-        assert_eq!(receiver.next_question(at(99), &[(8, 64)]), None);
-        assert_eq!(receiver.next_question(at(100), &[(8, 64)]), Some(vec![(8, 64)]));
-        assert_eq!(receiver.next_question(at(900), &[(8, 64)]), None, "it has not been answered");
-    }
-
-    #[test]
-    fn what_a_lost_relay_was_to_bring_is_asked_for_at_once() {
-        let mut receiver = begun();
-        let relay = receiver.add_relay();
-        receiver.note_answer(at(0), vec![], at(1000));
-        assert!(matches!(receiver.next_from_source(at(1), &[(0, 4)]), FromSource::Wait(_)));
-        receiver.set_aside(relay);
-        assert_eq!(receiver.next_from_source(at(1), &[(0, 4)]), FromSource::Ask(vec![(0, 4)]));
-    }
-
-    #[test]
-    fn the_source_is_asked_for_what_nobody_offers() {
-        let mut receiver = begun();
-        let waiting = [(40, 44), (0, 4), (4, 8)];
-        assert_eq!(receiver.next_from_source(at(0), &waiting), FromSource::Ask(vec![(0, 8), (40, 44)]));
-        assert!(matches!(receiver.next_from_source(at(0), &waiting), FromSource::Wait(_)), "one lane asks");
-        receiver.note_answer(at(1), vec![(2, 6)], at(1000));
-        assert_eq!(receiver.next_from_source(at(1), &waiting), FromSource::Take(1, (2, 4)));
-        assert_eq!(receiver.next_from_source(at(1), &[(40, 44), (0, 2), (4, 8)]), FromSource::Take(2, (4, 6)));
-        receiver.note_source_done(at(0), 0);
-        receiver.note_source_done(at(0), 0);
-        let relay = receiver.add_relay();
-        receiver.learn(relay, set(0..42));
-        let left = [(40, 44), (0, 2), (6, 8)];
-        assert_eq!(receiver.next_from_source(at(2), &left), FromSource::Ask(vec![(42, 44)]));
-        receiver.note_answer(at(2), vec![], at(100));
-        assert!(matches!(receiver.next_from_source(at(101), &left), FromSource::Wait(_)));
-        assert_eq!(receiver.next_from_source(at(102), &left), FromSource::Ask(vec![(42, 44)]));
-    }
-
-    #[test]
-    fn beside_relays_few_lanes_fetch_from_the_source() {
-        let mut receiver = begun();
-        let waiting: Vec<_> = (0..9).map(|block| (block, block + 1)).collect();
-        let takes =
-            |receiver: &mut Receiver| matches!(receiver.next_from_source(at(0), &waiting), FromSource::Take(..));
-        receiver.note_answer(at(0), vec![(0, 9)], at(1));
-        assert!(takes(&mut receiver) && takes(&mut receiver) && takes(&mut receiver));
-        receiver.add_relay();
-        assert!(!takes(&mut receiver));
-        receiver.note_source_done(at(0), 0);
-        assert!(!takes(&mut receiver));
-        receiver.note_source_done(at(0), 0);
-        assert!(takes(&mut receiver));
-    }
-
-    #[test]
-    fn a_grant_that_a_relay_has_overtaken_is_void() {
-        let mut receiver = begun();
-        receiver.note_answer(at(0), vec![(0, 4), (10, 14)], at(1000));
-        assert_eq!(receiver.next_from_source(at(0), &[(11, 12), (20, 21)]), FromSource::Take(0, (11, 12)));
-        assert!(matches!(receiver.next_from_source(at(0), &[(20, 21)]), FromSource::Ask(_)));
-    }
-
-    #[test]
-    fn offered_blocks_are_asked_for_when_relays_do_not_bring_them() {
-        let mut receiver = begun();
-        let relay = receiver.add_relay();
-        receiver.learn(relay, set(0..64));
-        for millis in [0, 100, 249] {
-            receiver.note_bytes(at(millis), millis + 1);
-            assert!(matches!(receiver.next_from_source(at(millis), &[(0, 4)]), FromSource::Wait(_)));
-        }
-        assert_eq!(receiver.next_from_source(at(250), &[(0, 4)]), FromSource::Ask(vec![(0, 4)]));
-    }
-
-    #[test]
-    fn the_source_hears_of_a_receiver_that_waits_for_relays() {
-        let mut receiver = begun();
-        let mut now = 10;
-        for pause in [100, 200, 400, 800, 1000, 1000] {
-            receiver.note_answer(at(now), vec![], at(1));
-            assert!(matches!(receiver.next_from_source(at(now + pause - 1), &[]), FromSource::Wait(_)), "{pause}");
-            now += pause;
-            assert_eq!(receiver.next_from_source(at(now), &[]), FromSource::Ask(vec![]));
-            assert!(matches!(receiver.next_from_source(at(now), &[]), FromSource::Wait(_)), "one lane asks");
-        }
-        receiver.note_no_tracker(at(1000));
-        assert!(matches!(receiver.next_from_source(at(9000), &[]), FromSource::Wait(_)));
-    }
-
-    #[test]
-    fn relays_that_bring_nothing_again_and_again_are_waited_for_less_and_less() {
-        let mut receiver = begun();
-        receiver.note_answer(at(0), vec![], at(u64::MAX));
-        receiver.add_relay();
-        let mut now = 0;
-        for bytes in 1..100 {
-            while !matches!(receiver.next_from_source(at(now), &[(3, 5)]), FromSource::Take(..)) {
-                now += 10;
-            }
-            receiver.note_bytes(at(now), bytes);
-        }
-        assert!((10_000..11_000).contains(&now), "{now}");
-    }
-
-    #[test]
-    fn a_source_hears_of_a_receiver_whose_lanes_are_busy_for_long() {
-        let mut receiver = begun();
-        receiver.note_answer(at(0), vec![(0, 9)], at(1));
-        receiver.add_relay();
-        let waiting: Vec<_> = (0..9).map(|block| (block, block + 1)).collect();
-        for _ in 0..2 {
-            assert!(matches!(receiver.next_from_source(at(0), &waiting), FromSource::Take(..)));
-        }
-        receiver.granted.clear();
-        receiver.place =
-            Some(Place { source: Nearness::Zone, host: Share::ALL, zone: Share::ALL, on_host: 0, in_zone: 1 });
-        assert_eq!(
-            (receiver.next_question(at(99), &waiting), receiver.next_question(at(100), &waiting)),
-            (None, Some(vec![]))
-        );
-        receiver.asking = false;
-        assert_eq!(receiver.coming(), [(0, 1), (1, 2)]);
-        assert!(matches!(receiver.next_from_source(at(99), &waiting), FromSource::Wait(_)));
-        assert_eq!(receiver.next_from_source(at(100), &waiting), FromSource::Ask(vec![]));
-        receiver.note_answer(at(110), vec![], at(1000));
-        receiver.note_source_done(at(120), 2);
-        assert_eq!(receiver.coming(), [(0, 1)]);
-        assert!(matches!(receiver.next_from_source(at(120), &waiting), FromSource::Ask(need) if !need.is_empty()));
-    }
-
-    #[test]
-    fn where_blocks_come_soon_the_next_ones_are_asked_for_meanwhile() {
-        for (took, asks) in [(250, true), (251, false)] {
-            let mut receiver = begun();
-            receiver.note_answer(at(0), vec![(0, 3)], at(1));
-            receiver.add_relay();
-            let waiting: Vec<_> = (0..9).map(|block| (block, block + 1)).collect();
-            assert!(matches!(receiver.next_from_source(at(0), &waiting), FromSource::Take(_, (0, 1))));
-            receiver.note_source_done(at(took), 1);
-            receiver.heartbeat = at(10_000);
-            for _ in 0..2 {
-                assert!(matches!(receiver.next_from_source(at(took), &waiting[1..]), FromSource::Take(..)));
-            }
-            let next = receiver.next_from_source(at(took), &waiting[3..]);
-            assert_eq!(matches!(next, FromSource::Ask(need) if need == [(3, 9)]), asks, "{took}");
-        }
-    }
-
-    #[test]
-    fn nothing_holds_up_a_receiver_that_starves() {
-        let mut receiver = begun();
-        receiver.note_answer(at(0), vec![], at(u64::MAX));
-        assert!(matches!(receiver.next_from_source(at(499), &[(3, 5)]), FromSource::Wait(_)));
-        assert_eq!(receiver.next_from_source(at(500), &[(3, 5)]), FromSource::Take(0, (3, 5)));
-        receiver.note_bytes(at(500), 1);
-        receiver.note_bytes(at(900), 1);
-        assert!(matches!(receiver.next_from_source(at(999), &[(3, 5)]), FromSource::Wait(_)));
-        receiver.note_bytes(at(1000), 2);
-        receiver.note_no_tracker(at(1000));
-        assert_eq!(receiver.next_from_source(at(1001), &[(3, 5)]), FromSource::Take(0, (3, 4)));
-        // A relay that lives is waited for, and one that is set aside is not.
-        let mut receiver = begun();
-        receiver.note_answer(at(0), vec![], at(u64::MAX));
-        let relay = receiver.add_relay();
-        assert!(!matches!(receiver.next_from_source(at(4999), &[(3, 5)]), FromSource::Take(..)));
-        assert!(matches!(receiver.next_from_source(at(5000), &[(3, 5)]), FromSource::Take(..)));
-        receiver.note_bytes(at(5000), 1);
-        receiver.set_aside(relay);
-        assert!(!matches!(receiver.next_from_source(at(5499), &[(3, 5)]), FromSource::Take(..)));
-        assert!(matches!(receiver.next_from_source(at(5500), &[(3, 5)]), FromSource::Take(..)));
-    }
-}
+mod tests;

@@ -22,6 +22,9 @@ const LONGEST: Duration = Duration::from_millis(250);
 const LANES: u64 = 4;
 const MOST_BLOCKS: u64 = 16;
 
+/// A member that gets so many times less than the source has brought it alone is not fed by what it gets.
+const DRIPS: u64 = 16;
+
 /// Whether a receiver takes part.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Phase {
@@ -61,7 +64,7 @@ impl Pace {
 }
 
 /// The bytes that come in `time`.
-fn within(rate: u64, time: Duration) -> u64 {
+pub(super) fn within(rate: u64, time: Duration) -> u64 {
     let millis = u64::try_from(time.as_millis()).unwrap_or(u64::MAX);
     rate.saturating_mul(millis) / 1000
 }
@@ -79,6 +82,7 @@ impl Receiver {
     pub(crate) fn join(&mut self, now: Duration, waiting: &[(u64, u64)]) -> Vec<(u64, u64)> {
         (self.phase, self.asking, self.question) = (Phase::Joining, true, Question::Blocks);
         self.took = others(waiting, &self.wanted);
+        self.least = self.pace.rate(now, self.bytes) / DRIPS;
         self.unoffered_of(now, waiting)
     }
 

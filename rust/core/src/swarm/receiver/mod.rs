@@ -15,7 +15,8 @@ use std::time::Duration;
 use tensorferry_wire::request::MAX_RUNS;
 use tensorferry_wire::swarm::{Nearness, Place};
 
-use self::joining::{Pace, Phase};
+use self::from_source::STARVED;
+use self::joining::{Pace, Phase, within};
 use self::standing::Independence;
 use super::BlockSet;
 use super::picker::Picker;
@@ -77,11 +78,12 @@ pub(crate) struct Receiver {
     asked: Duration,
     heartbeat: Duration,
     ask_at: Duration,
+    /// Answers of the tracker since it last fetched something from the source.
+    in_vain: u32,
     independence: Independence,
-    /// Relays that are not set aside, and lanes that fetch from the source.
+    /// Relays that are not set aside.
     relays: usize,
-    fetching: usize,
-    /// What these fetch, and since when.
+    /// What lanes fetch from the source, and since when.
     coming: Vec<((u64, u64), Duration)>,
     /// How long the source took for a block of late.
     block_took: Duration,
@@ -90,8 +92,13 @@ pub(crate) struct Receiver {
     starves: Option<Duration>,
     /// The bytes that have come, when the last of them came, and when there was last something that no relay offers.
     bytes: u64,
-    fed: Duration,
+    came: Duration,
     unoffered: Duration,
+    /// When enough bytes had last come, how many there were then, and how many a second are enough: a member that lets them
+    /// drip does not feed anybody.
+    fed: Duration,
+    fed_bytes: u64,
+    least: u64,
     rule: Rule,
     /// Whether the digests of all blocks are here, so that blocks can be verified without the source.
     has_table: bool,
@@ -125,16 +132,19 @@ impl Receiver {
             asked: never,
             heartbeat: FIRST_HEARTBEAT,
             ask_at: never,
+            in_vain: 0,
             independence: Independence::No,
             relays: 0,
-            fetching: 0,
             coming: Vec::new(),
             block_took: Duration::MAX,
             starved: 0,
             starves: None,
             bytes: 0,
-            fed: never,
+            came: never,
             unoffered: never,
+            fed: never,
+            fed_bytes: 0,
+            least: 0,
             rule: Rule::Swarm,
             has_table: false,
             place: None,
@@ -172,16 +182,26 @@ impl Receiver {
     /// So many bytes have come in all.
     pub(crate) fn note_bytes(&mut self, now: Duration, bytes: u64) {
         if bytes != self.bytes {
-            (self.bytes, self.fed) = (bytes, now);
+            (self.bytes, self.came) = (bytes, now);
+            let enough = within(self.least, now.saturating_sub(self.fed).min(STARVED));
+            if bytes.abs_diff(self.fed_bytes) >= enough {
+                (self.fed, self.fed_bytes) = (now, bytes);
+            }
         }
         self.pace.note(now, bytes);
     }
 
-    /// A lane no longer fetches from the source what [`FromSource::Take`] has told it, which ended before block `end`.
-    pub(crate) fn note_source_done(&mut self, now: Duration, end: u64) {
-        self.fetching = self.fetching.saturating_sub(1);
-        if let Some(index) = self.coming.iter().position(|(run, _)| run.1 == end) {
-            let ((first, _), since) = self.coming.swap_remove(index);
+    /// Of what [`FromSource::Take`] has told it, a lane fetches the blocks before `end` only.
+    pub(crate) fn note_source_begun(&mut self, (first, end): (u64, u64)) {
+        if let Some((run, _)) = self.coming.iter_mut().find(|(run, _)| run.0 == first) {
+            run.1 = end;
+        }
+    }
+
+    /// A lane no longer fetches from the source what begins with block `first`.
+    pub(crate) fn note_source_done(&mut self, now: Duration, first: u64) {
+        if let Some(index) = self.coming.iter().position(|(run, _)| run.0 == first) {
+            let ((_, end), since) = self.coming.swap_remove(index);
             let blocks = u32::try_from(end - first).unwrap_or(u32::MAX).max(1);
             self.block_took = now.saturating_sub(since) / blocks;
         }
