@@ -91,9 +91,7 @@ def member(metadata: str, count: int = 1) -> Iterator[None]:
     url = urllib.parse.urlsplit(metadata)
     with contextlib.ExitStack() as open_ones:
         for number in range(count):
-            connection = open_ones.enter_context(
-                contextlib.closing(http.client.HTTPConnection(url.netloc, timeout=10))
-            )
+            connection = open_ones.enter_context(contextlib.closing(http.client.HTTPConnection(url.netloc, timeout=10)))
             connection.request("GET", f"{url.path}7/swarm?port=1&token={number:032x}")
             assert connection.getresponse().read()
         yield
