@@ -87,7 +87,7 @@ def saying(*lines: str, instead_of: str = "none") -> Callable[[bytes], bytes]:
 
 @contextlib.contextmanager
 def member(metadata: str, count: int = 1) -> Iterator[None]:
-    """Has so many members in the swarm, at a port at which nobody listens, for as long as their connections are open."""
+    """Has so many members in the swarm, at a port at which nobody listens, while their connections are open."""
     url = urllib.parse.urlsplit(metadata)
     with contextlib.ExitStack() as open_ones:
         for number in range(count):
