@@ -87,13 +87,11 @@ def saying(*lines: str, instead_of: str = "none") -> Callable[[bytes], bytes]:
 
 @contextlib.contextmanager
 def member(metadata: str, count: int = 1) -> Iterator[None]:
-    """Has so many members in the swarm, at a port at which nobody listens, for as long as their connections are open."""
+    """Has so many members in the swarm, at a port at which nobody listens, while their connections are open."""
     url = urllib.parse.urlsplit(metadata)
     with contextlib.ExitStack() as open_ones:
         for number in range(count):
-            connection = open_ones.enter_context(
-                contextlib.closing(http.client.HTTPConnection(url.netloc, timeout=10))
-            )
+            connection = open_ones.enter_context(contextlib.closing(http.client.HTTPConnection(url.netloc, timeout=10)))
             connection.request("GET", f"{url.path}7/swarm?port=1&token={number:032x}")
             assert connection.getresponse().read()
         yield

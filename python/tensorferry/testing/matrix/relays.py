@@ -56,8 +56,16 @@ def relay_scenarios(rows: Mapping[str, Scenario]) -> list[Scenario]:
         "sigkill": ("is killed mid-transfer", _kill),
         "sigstop": ("is stopped mid-transfer, for good", _stop),
     }
+    # What a stopped receiver is being sent counts as on its way for two seconds.
+    within = {"sigstop": 10.0}
     scenarios = [
-        dataclasses.replace(relayed, name=f"relay-{name}", about=f"another receiver {about}", during=during)
+        dataclasses.replace(
+            relayed,
+            name=f"relay-{name}",
+            about=f"another receiver {about}",
+            during=during,
+            timeout=within.get(name, 0.0),
+        )
         for name, (about, during) in own.items()
     ]
     scenarios += [

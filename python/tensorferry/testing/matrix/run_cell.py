@@ -67,7 +67,8 @@ def _check_requirements(scenario: Scenario) -> None:
 
 
 def _setting(scenario: Scenario, limits: Limits) -> Setting:
-    slow = scenario.local and scenario.during
+    # Receivers take part in a swarm where the source is slow.
+    slow = (scenario.local and scenario.during) or scenario.relay
     rate = int(limits.nbytes / min(LOCAL_SECONDS, limits.timeout / 2)) if slow else 0
     return Setting(scenario.local, rate, scenario.in_place, scenario.silent_names, bool(scenario.rail))
 

@@ -67,7 +67,7 @@ class Scenario:
             next step
         in_step: whether the newer state differs from the first one in its tensors only
         relay: whether a second receiver takes the same state at the same time, so that each can pass on what it has:
-            through the same proxy, directly, or through the proxy and into a live state
+            through the same proxy, directly, or through the proxy and into a live state; the source is slow, if it can
         relay_timeout: deadline of that second receive, seconds; 0: that of the run
         rail: faults of the connections to a second address of the source, which it names besides the proxy's
     """

@@ -109,7 +109,7 @@ def source_main(
     """Runs a source: trains in a loop and carries out the requests from ``pipe`` between two iterations."""
     _prepare_process(log, bound)
     more: dict[str, Any] = {"same_host": True} if setting.local else {}
-    if setting.bytes_per_second:
+    if setting.bytes_per_second and candidate.local:
         more["max_bandwidth"] = setting.bytes_per_second
     if setting.rails:
         more["advertise"] = "127.0.0.1,127.0.0.2"

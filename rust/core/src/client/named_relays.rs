@@ -142,7 +142,7 @@ mod tests {
         let source = Source::parse("http://10.0.0.1:1/0f/checkpoint/", false, None).unwrap();
         let mut relays = NamedRelays::default();
         let url = |number: u32| format!("http://10.0.0.7:4000/{number:032x}/checkpoint/");
-        let mut begin = |relays: &mut NamedRelays, number| relays.begin(&url(number), (&source, None), 2);
+        let begin = |relays: &mut NamedRelays, number| relays.begin(&url(number), (&source, None), 2);
         for _ in 0..MOST_TIMES {
             let (_, lane) = begin(&mut relays, 1).unwrap();
             assert!(begin(&mut relays, 1).is_none(), "it is fetched from");
