@@ -59,23 +59,31 @@ class RangeReader:
         """Ends all reads."""
         self._calls.cancel()
 
-    def read(self, at: int, address: int, nbytes: int) -> None:
-        """Copies ``nbytes`` bytes from ``at`` on to ``address``. Several threads call it at once.
+    def get(self, at: int, nbytes: int) -> list[memoryview]:
+        """Returns ``nbytes`` bytes from ``at`` on, in as many pieces as they have come in. Several threads call it at once.
 
         Raises:
             SourceChanged: the object was replaced meanwhile
             TensorferryError: they cannot be read
         """
+        if at + nbytes <= len(self._head):
+            return [memoryview(self._head)[at : at + nbytes]]
+        pace = self._calls.deadline.pace
+
+        def make() -> Coroutine[Any, Any, list[memoryview]]:
+            # How long small ones take says nothing about the others.
+            return pace.read(lambda: self._get(at, nbytes)) if nbytes > _PIECE // 2 else self._get(at, nbytes)
+
+        return self._repeated(make, f"reading bytes {at}-{at + nbytes}")
+
+    def read(self, at: int, address: int, nbytes: int) -> None:
+        """Copies ``nbytes`` bytes from ``at`` on to ``address``; raises as :meth:`get`."""
         if not nbytes:
             return
-        if at + nbytes <= len(self._head):
-            chunks = [memoryview(self._head)[at : at + nbytes]]
-        else:
-            chunks = self._repeated(lambda: self._get(at, nbytes), f"reading bytes {at}-{at + nbytes}")
         # Here, and not where they come: all requests share that thread, and one that was cancelled may go on there for
         # a moment, when the memory may be another's.
         into, done = memoryview((ctypes.c_ubyte * nbytes).from_address(address)).cast("B"), 0
-        for chunk in chunks:
+        for chunk in self.get(at, nbytes):
             into[done : done + len(chunk)] = chunk
             done += len(chunk)
 
