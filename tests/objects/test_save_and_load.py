@@ -11,7 +11,13 @@ from torch.distributed.checkpoint import DefaultSavePlanner
 
 from stores import client, objects, put_folder
 from tensorferry.dcp import FileReader, FileWriter, own_errors
-from tensorferry.errors import CorruptCheckpoint, IncompleteCheckpoint, InvalidArgument, TornCheckpoint, TransferCancelled
+from tensorferry.errors import (
+    CorruptCheckpoint,
+    IncompleteCheckpoint,
+    InvalidArgument,
+    TornCheckpoint,
+    TransferCancelled,
+)
 from tensorferry.storage.objects import upload
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -87,7 +93,7 @@ def test_large_tensors_are_sent_from_where_they_lie(server, monkeypatch):
 
 @pytest.mark.parametrize("large", [True, False])
 def test_a_state_that_changes_while_it_is_sent_is_not_committed(gateway, server, large):
-    state = {"w": torch.zeros(3 << 20) if large else torch.zeros(1000)}
+    state = {**some_state(1), "w": torch.zeros(3 << 20) if large else torch.zeros(1000)}
 
     def act(_, method, path):
         if method == "PUT" and "/rank" in path:

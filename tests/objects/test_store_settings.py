@@ -110,8 +110,10 @@ def test_no_is_said_as_well(monkeypatch):
 
 
 @pytest.mark.parametrize("said", [False, True])
-def test_what_options_say_of_signed_bodies_is_taken(said, monkeypatch):
-    made = client.store("s3://bucket", {"endpoint": "https://127.0.0.1:9", "region": "x", "unsigned_payload": said}, 5.0)
+def test_what_options_say_of_signed_bodies_is_taken(said):
+    made = client.store(
+        "s3://bucket", {"endpoint": "https://127.0.0.1:9", "region": "x", "unsigned_payload": said}, 5.0
+    )
     assert made.config["unsigned_payload"] == str(said).lower()
 
 

@@ -14,10 +14,8 @@ from .requests import Calls, results_of
 _HEAD = 64 << 10
 #: Bytes that one request asks for at most, where there are many, and how many requests are made at a time.
 _PIECE, _AT_A_TIME = 8 << 20, 8
-#: Bytes of an answer that are taken at a time.
-_CHUNK = 1 << 20
-#: Seconds without a byte after which a request counts as stalled, and how often a range is requested.
-_STALL_S, _ATTEMPTS = 20.0, 5
+#: Seconds after which the body of an answer counts as stalled, and how often a range is requested.
+_STALL_S, _ATTEMPTS = 60.0, 5
 
 _T = TypeVar("_T")
 
@@ -60,7 +58,7 @@ class RangeReader:
         self._calls.cancel()
 
     def get(self, at: int, nbytes: int) -> list[memoryview]:
-        """Returns ``nbytes`` bytes from ``at`` on, in as many pieces as they have come in. Several threads call it at once.
+        """Returns ``nbytes`` bytes from ``at`` on, in as many pieces as they came in. Several threads call it at once.
 
         Raises:
             SourceChanged: the object was replaced meanwhile
@@ -171,22 +169,15 @@ class RangeReader:
         return await self._received(answer, nbytes)
 
     async def _received(self, answer: Any, nbytes: int) -> list[memoryview]:
-        """Returns the body of an answer, in order; one that is longer or shorter than it should be is refused."""
+        """Returns the body of an answer; one that is longer or shorter than it should be is refused."""
         import asyncio
 
-        found: list[memoryview] = []
-        done, chunks = 0, aiter(answer.stream(min_chunk_size=_CHUNK))
-        while True:
-            try:
-                chunk = memoryview(await asyncio.wait_for(anext(chunks), _STALL_S))
-            except StopAsyncIteration:
-                break
-            done += len(chunk)
-            if done > nbytes:
-                raise _WrongAnswer(StoreRefused(f"{self._name}: the store has sent more bytes than were requested"))
-            found.append(chunk)
-        if done != nbytes:
+        # All of it at once: for each part, the library would copy it once more, and stop all of Python for that.
+        data = memoryview(await asyncio.wait_for(answer.bytes_async(), _STALL_S))
+        if len(data) > nbytes:
+            raise _WrongAnswer(StoreRefused(f"{self._name}: the store has sent more bytes than were requested"))
+        if len(data) < nbytes:
             raise _WrongAnswer(
-                StoreRefused(f"{self._name}: the store has sent {done} bytes of the {nbytes} that were requested")
+                StoreRefused(f"{self._name}: the store has sent {len(data)} bytes of the {nbytes} that were requested")
             )
-        return found
+        return [data]

@@ -58,7 +58,7 @@ _PREFIXES = ("aws_", "azure_", "google_")
 
 
 def of_s3(options: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the settings by the keys of ``_NAMES``; those that nothing is said of are missing. ``False`` says something.
+    """Returns the settings by the keys of ``_NAMES``, ``False`` among them; those that nothing is said of are missing.
 
     Args:
         options: those of the store, by any of the library's names

@@ -1,4 +1,4 @@
-"""Uploads a container in parts, several at a time: large tensors from where they lie, others by memory for a few parts."""
+"""Uploads a container in parts, several at a time: large tensors from where they lie, others by memory for parts."""
 
 from __future__ import annotations
 
@@ -202,7 +202,7 @@ class _PartSource:
             return HostView((self._parts, self._owner), address, nbytes)
 
     def stop(self) -> None:
-        """When this returns, no more of the state is handed out. A request that was cancelled may read it for a moment."""
+        """When this returns, no more of the state is handed out. A cancelled request may read it for a moment."""
         with self._reading:
             self._is_over = True
 
