@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import threading
+import time
 from datetime import timedelta
 
 import pytest
@@ -55,6 +56,21 @@ def load(value, place, seconds=30.0):
 def test_slow_down_is_asked_again(gateway, server):
     gateway.act = lambda number, *_: SLOW_DOWN if number % 3 == 0 and number < 40 else None
     save(state(1), server.place)
+    assert load(state(1), server.place)
+
+
+@pytest.mark.waits
+def test_a_store_may_ask_for_patience_for_seconds(gateway, server):
+    """As long as ``Retry-After`` mostly says, which the library does not tell."""
+    first = []
+
+    def act(*_):
+        first.append(time.monotonic())
+        return SLOW_DOWN if time.monotonic() < first[0] + 4 else None
+
+    gateway.act = act
+    save(state(1), server.place, 60)
+    gateway.act = lambda *_: None
     assert load(state(1), server.place)
 
 

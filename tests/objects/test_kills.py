@@ -1,6 +1,6 @@
 """A save that is killed at any of its requests leaves the last checkpoint, and the next save removes what it left.
 
-``--object-kills 50`` kills one at each request that it makes.
+``--object-kills 99`` kills one at each request that it makes.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from stores import Gateway, environment, objects, uploads
+from stores import Gateway, environment, moments, objects, uploads
+from tensorferry.checkpointing import AsyncCheckpointer, SyncCheckpointer
 from tensorferry.dcp import FileReader, FileWriter, own_errors
-from tensorferry.errors import IncompleteCheckpoint
+from tensorferry.errors import IncompleteCheckpoint, WriterLost
 from tensorferry.storage import commits
 
 pytestmark = [pytest.mark.filterwarnings("ignore::UserWarning"), pytest.mark.process]
@@ -46,16 +47,6 @@ def held(place):
     dcp.load(into, storage_reader=FileReader(place), no_dist=True)
     assert bool((into["w"] == into["w"][0]).all())
     return int(into["w"][0])
-
-
-def moments(seen, kills):
-    """Returns at which requests of a save it is killed: in an upload, at the commit, behind it, and spread evenly."""
-    upload = next(at for at, (_, path) in enumerate(seen) if "partNumber" in path)
-    commit = next(at for at, (method, path) in enumerate(seen) if method == "PUT" and "/index.safetensors" in path)
-    # Those that matter most come first.
-    spread = [at * len(seen) // max(kills, 1) for at in range(kills)]
-    chosen = list(dict.fromkeys([commit, upload, commit + 1, *spread, *range(len(seen))]))
-    return sorted(chosen[: min(kills, len(seen))])
 
 
 @pytest.mark.slow
@@ -112,6 +103,57 @@ def test_kill_9_at_the_requests_of_a_save(server, pytestconfig, forked_child, mo
         finally:
             saver.stdin.close()
             saver.wait(30)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_kill_9_of_the_process_that_writes(gateway, server, pytestconfig):
+    checkpointer = AsyncCheckpointer()
+
+    def save(number, kill_at=None):
+        """Saves; returns at which process a kill was aimed, and whether the save has failed of it."""
+        gateway.seen.clear()
+        killed = []
+
+        def act(request, *_):
+            if request != kill_at:
+                return None
+            # Some requests are the trainer's own, before the process that writes has anything to do.
+            if (pid := checkpointer._saver.writer.pid) is not None:
+                os.kill(pid, signal.SIGKILL)
+                killed.append(pid)
+            return "break"
+
+        gateway.act = act
+        try:
+            checkpointer.save(server.place, {"w": torch.full((3 << 20,), float(number))}, step=number)[1].result(60)
+        except WriterLost:
+            return killed, True
+        return killed, False
+
+    def held():
+        found = SyncCheckpointer().load(server.place)["w"]
+        assert bool((found == found[0]).all())
+        return int(found[0])
+
+    try:
+        for last in (1, 2):
+            assert save(last) == ([], False)
+        requests, failed = len(gateway.seen), 0
+        for at in moments(list(gateway.seen), pytestconfig.getoption("--object-kills")):
+            number = 100 + at
+            killed, has_failed = save(number, at)
+            assert killed, f"request {at} was not made"
+            failed += has_failed
+            assert held() in ((last, number) if has_failed else (number,)), f"killed at request {at} of {requests}"
+            last = 1000 + at
+            assert save(last) == ([], False)
+            assert held() == last
+            assert len(objects(server.url, server.prefix)) == 2, f"after a kill at request {at}"
+            assert not uploads(server.url, server.prefix), f"at {at}"
+        assert failed
+    finally:
+        checkpointer.close()
 
 
 def test_what_a_living_save_has_written_stays(server):

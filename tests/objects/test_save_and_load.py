@@ -11,7 +11,13 @@ from torch.distributed.checkpoint import DefaultSavePlanner
 
 from stores import client, objects, put_folder
 from tensorferry.dcp import FileReader, FileWriter, own_errors
-from tensorferry.errors import CorruptCheckpoint, IncompleteCheckpoint, InvalidArgument, TransferCancelled
+from tensorferry.errors import (
+    CorruptCheckpoint,
+    IncompleteCheckpoint,
+    InvalidArgument,
+    TornCheckpoint,
+    TransferCancelled,
+)
 from tensorferry.storage.objects import upload
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -66,6 +72,43 @@ def test_a_large_state_goes_in_parts(any_server, monkeypatch):
     into, reader = load(state, any_server.place)
     assert_same(into, state)
     assert reader.report["wanted"] <= reader.report["bytes"] <= 1.05 * reader.report["wanted"]
+
+
+def test_large_tensors_are_sent_from_where_they_lie(server, monkeypatch):
+    monkeypatch.setattr(upload, "PART", 5 << 20)
+    made = []
+
+    class Memory(upload._Memory):
+        def __init__(self, nbytes):
+            made.append(nbytes)
+            super().__init__(nbytes)
+
+    monkeypatch.setattr(upload, "_Memory", Memory)
+    state = {"large": torch.randn(3, 3 << 20), "odd": torch.randn((3 << 18) + 1), **some_state(3)}
+    save(state, server.place)
+    # The header, the small ones and the checksums.
+    assert len(made) <= 3
+    assert_same(load(state, server.place)[0], state)
+
+
+@pytest.mark.parametrize("large", [True, False])
+def test_a_state_that_changes_while_it_is_sent_is_not_committed(gateway, server, large):
+    state = {**some_state(1), "w": torch.zeros(3 << 20) if large else torch.zeros(1000)}
+
+    def act(_, method, path):
+        if method == "PUT" and "/rank" in path:
+            state["w"][500] = 1
+
+    gateway.act = act
+    if large:
+        with pytest.raises(TornCheckpoint, match="changed while it was saved"):
+            save(state, server.place)
+        with pytest.raises(IncompleteCheckpoint):
+            load(state, server.place)
+    else:
+        # It was copied.
+        save(state, server.place)
+        assert not load(state, server.place)[0]["w"].any()
 
 
 def test_a_save_replaces_the_last_one_and_removes_its_objects(any_server):

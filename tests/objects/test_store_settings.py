@@ -100,6 +100,23 @@ def test_options_come_before_the_environment(monkeypatch):
     assert of_s3(options_of({"config": {"endpoint": "http://here"}}))["endpoint"] == "http://here"
 
 
+def test_no_is_said_as_well(monkeypatch):
+    monkeypatch.setenv("AWS_VIRTUAL_HOSTED_STYLE_REQUEST", "true")
+    monkeypatch.setenv("AWS_UNSIGNED_PAYLOAD", "")
+    found = of_s3({"virtual_hosted_style_request": False, "region": ""})
+    assert found == {"virtual_hosted": "False"}
+    place = ObjectPlace("s3://bucket", options("http://there", virtual_hosted_style_request=False))
+    assert uploads._access(place).base == "http://there/bucket"
+
+
+@pytest.mark.parametrize("said", [False, True])
+def test_what_options_say_of_signed_bodies_is_taken(said):
+    made = client.store(
+        "s3://bucket", {"endpoint": "https://127.0.0.1:9", "region": "x", "unsigned_payload": said}, 5.0
+    )
+    assert made.config["unsigned_payload"] == str(said).lower()
+
+
 def test_uploads_are_looked_for_by_the_proxy_of_the_client(server):
     with Gateway(server.url) as proxy:
         place = ObjectPlace(

@@ -211,6 +211,16 @@ class Gateway:
         self._server.server_close()
 
 
+def moments(seen: list[tuple[str, str]], kills: int) -> list[int]:
+    """Returns at which requests of a save it is killed: in an upload, at the commit, behind it, and spread evenly."""
+    upload = next(at for at, (_, path) in enumerate(seen) if "partNumber" in path)
+    commit = next(at for at, (method, path) in enumerate(seen) if method == "PUT" and "/index.safetensors" in path)
+    # Those that matter most come first.
+    spread = [at * len(seen) // max(kills, 1) for at in range(kills)]
+    chosen = list(dict.fromkeys([commit, upload, commit + 1, *spread, *range(len(seen))]))
+    return sorted(chosen[: min(kills, len(seen))])
+
+
 def environment(url: str) -> dict[str, str]:
     """Returns the variables by which clients find the server at ``url``."""
     return {**KEYS, "AWS_ENDPOINT_URL": url}

@@ -23,8 +23,9 @@ if TYPE_CHECKING:
 STALL_S = 60.0
 #: Seconds that a store may take to accept a connection.
 _CONNECT_S = 10.0
-#: How often a request is made again, and the longest pause before that, in seconds.
-_RETRIES, _LONGEST_PAUSE_S = 8, 10.0
+#: How often a request is made again, and the first and the longest pause before that, in seconds. A pause is any time
+#: between the first one and so many times the one before, so that on average it is twice as long as that.
+_RETRIES, _FIRST_PAUSE_S, _LONGEST_PAUSE_S, _TIMES = 8, 0.1, 10.0, 4
 #: How many clients of one bucket are kept.
 _KEPT = 8
 #: Keys of ``store_options`` that are not those of a store.
@@ -127,7 +128,7 @@ def _make(library: Any, root: str, options: Mapping[str, Any], timeout: float) -
             config["checksum_algorithm"] = "CRC64NVME"
             # The checksum is in a header that is signed. To sign the bytes as well takes SHA-256 of all of them, which
             # costs ten times as much as the rest of a request; under TLS nobody on the way can change them anyway.
-            if not _is_plain(endpoints) and not settings.is_said("unsigned_payload", config):
+            if not _is_plain(endpoints) and "unsigned_payload" not in known:
                 config["unsigned_payload"] = True
     else:
         endpoints = [os.environ.get(name, "") for name in _ENDPOINTS]
@@ -140,9 +141,9 @@ def _make(library: Any, root: str, options: Mapping[str, Any], timeout: float) -
         "max_retries": _RETRIES,
         "retry_timeout": timedelta(seconds=timeout),
         "backoff": {
-            "init_backoff": timedelta(seconds=0.1),
+            "init_backoff": timedelta(seconds=_FIRST_PAUSE_S),
             "max_backoff": timedelta(seconds=_LONGEST_PAUSE_S),
-            "base": 2,
+            "base": _TIMES,
         },
     }
     retry |= options.get("retry_config") or {}

@@ -24,6 +24,7 @@ logger = logging.getLogger("tensorferry")
 
 #: How often a commit looks again at an index that others replace meanwhile.
 _ATTEMPTS = 20
+#: The buckets of stores without conditional writes, of which a warning has told.
 _warned: set[str] = set()
 #: After which errors an object may have been written all the same.
 _UNSURE = (SourceChanged, ConnectError, FetchTimeout, StoreRefused)
@@ -100,21 +101,23 @@ def _mode(index: ObjectPlace) -> Any:
 
 
 def _put(index: ObjectPlace, data: bytes, mode: Any) -> None:
-    try:
-        index.put(data, mode)
-    except Unsupported:
-        if mode == "overwrite":
-            raise
-        if index.url.root not in _warned:
-            _warned.add(index.url.root)
-            logger.warning(
-                "%s: this store has no conditional writes: if two jobs save into one place, a checkpoint may be lost "
-                "that was committed. Let only one job save there",
-                index.url.root,
-            )
-        if mode == "create" and index.is_file():
-            raise SourceChanged(f"{index}: writing it: something is there already") from None
-        index.put(data, "overwrite")
+    if mode == "overwrite" or index.url.root not in _warned:
+        try:
+            index.put(data, mode)
+            return
+        except Unsupported:
+            if mode == "overwrite":
+                raise
+        # It is not asked again: the client takes half a minute to believe it.
+        _warned.add(index.url.root)
+        logger.warning(
+            "%s: this store has no conditional writes: if two jobs save into one place, a checkpoint may be lost "
+            "that was committed. Let only one job save there",
+            index.url.root,
+        )
+    if mode == "create" and index.is_file():
+        raise SourceChanged(f"{index}: writing it: something is there already") from None
+    index.put(data, "overwrite")
 
 
 def _is_there(index: ObjectPlace, data: bytes) -> bool:

@@ -14,10 +14,8 @@ from .requests import Calls, results_of
 _HEAD = 64 << 10
 #: Bytes that one request asks for at most, where there are many, and how many requests are made at a time.
 _PIECE, _AT_A_TIME = 8 << 20, 8
-#: Bytes of an answer that are taken at a time.
-_CHUNK = 1 << 20
-#: Seconds without a byte after which a request counts as stalled, and how often a range is requested.
-_STALL_S, _ATTEMPTS = 20.0, 5
+#: Seconds after which the body of an answer counts as stalled, and how often a range is requested.
+_STALL_S, _ATTEMPTS = 60.0, 5
 
 _T = TypeVar("_T")
 
@@ -59,23 +57,31 @@ class RangeReader:
         """Ends all reads."""
         self._calls.cancel()
 
-    def read(self, at: int, address: int, nbytes: int) -> None:
-        """Copies ``nbytes`` bytes from ``at`` on to ``address``. Several threads call it at once.
+    def get(self, at: int, nbytes: int) -> list[memoryview]:
+        """Returns ``nbytes`` bytes from ``at`` on, in as many pieces as they came in. Several threads call it at once.
 
         Raises:
             SourceChanged: the object was replaced meanwhile
             TensorferryError: they cannot be read
         """
+        if at + nbytes <= len(self._head):
+            return [memoryview(self._head)[at : at + nbytes]]
+        pace = self._calls.deadline.pace
+
+        def make() -> Coroutine[Any, Any, list[memoryview]]:
+            # How long small ones take says nothing about the others.
+            return pace.read(lambda: self._get(at, nbytes)) if nbytes > _PIECE // 2 else self._get(at, nbytes)
+
+        return self._repeated(make, f"reading bytes {at}-{at + nbytes}")
+
+    def read(self, at: int, address: int, nbytes: int) -> None:
+        """Copies ``nbytes`` bytes from ``at`` on to ``address``; raises as :meth:`get`."""
         if not nbytes:
             return
-        if at + nbytes <= len(self._head):
-            chunks = [memoryview(self._head)[at : at + nbytes]]
-        else:
-            chunks = self._repeated(lambda: self._get(at, nbytes), f"reading bytes {at}-{at + nbytes}")
         # Here, and not where they come: all requests share that thread, and one that was cancelled may go on there for
         # a moment, when the memory may be another's.
         into, done = memoryview((ctypes.c_ubyte * nbytes).from_address(address)).cast("B"), 0
-        for chunk in chunks:
+        for chunk in self.get(at, nbytes):
             into[done : done + len(chunk)] = chunk
             done += len(chunk)
 
@@ -163,22 +169,15 @@ class RangeReader:
         return await self._received(answer, nbytes)
 
     async def _received(self, answer: Any, nbytes: int) -> list[memoryview]:
-        """Returns the body of an answer, in order; one that is longer or shorter than it should be is refused."""
+        """Returns the body of an answer; one that is longer or shorter than it should be is refused."""
         import asyncio
 
-        found: list[memoryview] = []
-        done, chunks = 0, aiter(answer.stream(min_chunk_size=_CHUNK))
-        while True:
-            try:
-                chunk = memoryview(await asyncio.wait_for(anext(chunks), _STALL_S))
-            except StopAsyncIteration:
-                break
-            done += len(chunk)
-            if done > nbytes:
-                raise _WrongAnswer(StoreRefused(f"{self._name}: the store has sent more bytes than were requested"))
-            found.append(chunk)
-        if done != nbytes:
+        # All of it at once: for each part, the library would copy it once more, and stop all of Python for that.
+        data = memoryview(await asyncio.wait_for(answer.bytes_async(), _STALL_S))
+        if len(data) > nbytes:
+            raise _WrongAnswer(StoreRefused(f"{self._name}: the store has sent more bytes than were requested"))
+        if len(data) < nbytes:
             raise _WrongAnswer(
-                StoreRefused(f"{self._name}: the store has sent {done} bytes of the {nbytes} that were requested")
+                StoreRefused(f"{self._name}: the store has sent {len(data)} bytes of the {nbytes} that were requested")
             )
-        return found
+        return [data]

@@ -23,6 +23,7 @@ _NAMES = {
     "secret": ("secret_access_key",),
     "virtual_hosted": ("virtual_hosted_style_request",),
     "checksum": ("checksum_algorithm",),
+    "unsigned_payload": ("unsigned_payload",),
 }
 #: What the library reads from the environment before any option, and takes as no option.
 _ENDPOINT_OF_S3 = "AWS_ENDPOINT_URL_S3"
@@ -57,7 +58,7 @@ _PREFIXES = ("aws_", "azure_", "google_")
 
 
 def of_s3(options: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the settings by the keys of ``_NAMES``; those that nothing is said of are missing.
+    """Returns the settings by the keys of ``_NAMES``, ``False`` among them; those that nothing is said of are missing.
 
     Args:
         options: those of the store, by any of the library's names
@@ -66,15 +67,10 @@ def of_s3(options: Mapping[str, Any]) -> dict[str, str]:
     around = {_bare(name): value for name, value in os.environ.items() if name.startswith("AWS_")}
     found = {}
     for setting, names in _NAMES.items():
-        value = next((source[name] for source in (given, around) for name in names if source.get(name)), None)
-        if value is not None:
-            found[setting] = str(value)
+        said = [source[name] for source in (given, around) for name in names if source.get(name, "") != ""]
+        if said:
+            found[setting] = str(said[0])
     return found
-
-
-def is_said(name: str, options: Mapping[str, Any]) -> bool:
-    """Whether options or environment say anything of a setting of S3, by its name without ``aws_``."""
-    return any(_bare(one) == name for one in [*options, *(one for one in os.environ if one.startswith("AWS_"))])
 
 
 def for_s3(options: Mapping[str, Any]) -> dict[str, Any]:

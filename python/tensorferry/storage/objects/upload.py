@@ -1,19 +1,20 @@
-"""Uploads a container from memory: in parts, several at a time, of which a limited number is in memory."""
+"""Uploads a container in parts, several at a time: large tensors from where they lie, others by memory for parts."""
 
 from __future__ import annotations
 
 import collections
 import contextlib
 import ctypes
+import mmap
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..._native import HostView, Parts
-from ...errors import SourceChanged, SystemRefused, TensorferryError
+from ...errors import SourceChanged, SystemRefused, TensorferryError, TornCheckpoint
 from ..container import Container
 from ..names import writer_of
 from ..source import Progress
@@ -62,6 +63,7 @@ def upload(
         progress: called now and then with the number of bytes that were read and the number of all bytes
 
     Raises:
+        TornCheckpoint: the state was changed meanwhile
         TensorferryError: the store does not answer in time, or refuses; the message names the object and the part
         Exception: what ``progress`` raises
     """
@@ -84,13 +86,16 @@ def upload(
             put_parts(place, source, parts.nbytes, size, at_a_time, report)
     finally:
         source.stop()
+    # To a private copy nobody else writes.
+    if not container.private and not parts.is_unchanged():
+        raise TornCheckpoint(f"{place}: torn: the state was changed while it was saved")
     report()
     return Uploaded(parts.nbytes, parts.header, alive=alive)
 
 
 def put_parts(
     place: ObjectPlace,
-    parts: Iterator[Any],
+    parts: Iterable[Any],
     nbytes: int,
     size: int,
     at_a_time: int,
@@ -100,32 +105,43 @@ def put_parts(
 
     Args:
         place: the object, whose name nobody else has
-        parts: its parts
+        parts: its bytes, ``size`` of them at a time or fewer
         nbytes: its length
-        size: the length of each part but the last one
+        size: the length of each part of the upload but the last one
         at_a_time: how many parts are under way at a time
         report: called now and then; its exception ends the upload
 
     Raises:
         TensorferryError: the store does not answer in time, or refuses; the message names the object and the part
     """
-    library, store, key, calls = client.obstore(), place.store, place.key, place.calls()
-
-    async def put() -> Any:
-        if nbytes <= size:
-            return await library.put_async(store, key, next(parts), use_multipart=False)
-        return await library.put_async(
-            store, key, parts, use_multipart=True, chunk_size=size, max_concurrency=at_a_time
-        )
-
     try:
-        with ending(calls):
-            calls.finish(calls.begin(put), str(place), "writing it", report)
+        _put(place, parts, nbytes, size, at_a_time, report)
     except BaseException:
         if nbytes > size:
             with contextlib.suppress(TensorferryError):
                 uploads.abort(place.parent, [one for one in uploads.listed(place.parent) if one.name == place.name])
         raise
+
+
+def _put(
+    place: ObjectPlace,
+    content: Any,
+    nbytes: int,
+    size: int,
+    at_a_time: int,
+    report: Callable[[], None] | None = None,
+) -> None:
+    """Uploads an object from what the library reads, as for :func:`put_parts`; parts of one that fails may stay."""
+    library, store, key, calls = client.obstore(), place.store, place.key, place.calls()
+
+    async def put() -> Any:
+        # Several requests are made only for what does not fit into one.
+        return await library.put_async(
+            store, key, content, use_multipart=nbytes > size, chunk_size=size, max_concurrency=at_a_time
+        )
+
+    with ending(calls):
+        calls.finish(calls.begin(put), str(place), "writing it", report)
 
 
 def upload_file(place: ObjectPlace, path: Path) -> int:
@@ -139,7 +155,6 @@ def upload_file(place: ObjectPlace, path: Path) -> int:
         SystemRefused: the file cannot be read
         TensorferryError: the store does not answer in time, or refuses
     """
-    library, store, key, calls = client.obstore(), place.store, place.key, place.calls()
     try:
         with path.open("rb") as file:
             nbytes = os.fstat(file.fileno()).st_size
@@ -149,14 +164,8 @@ def upload_file(place: ObjectPlace, path: Path) -> int:
                 return nbytes
             if place.is_file():
                 raise SourceChanged(f"{place}: there is an object already")
-
-            async def put() -> Any:
-                return await library.put_async(
-                    store, key, file, use_multipart=True, chunk_size=size, max_concurrency=_AT_A_TIME
-                )
-
-            with writers.holding([writer_of(place.name)]), ending(calls):
-                calls.finish(calls.begin(put), str(place), "writing it")
+            with writers.holding([writer_of(place.name)]):
+                _put(place, file, nbytes, size, _AT_A_TIME)
     except TensorferryError:
         raise
     except OSError as e:
@@ -165,7 +174,7 @@ def upload_file(place: ObjectPlace, path: Path) -> int:
 
 
 class _PartSource:
-    """Yields the parts of a container, each in memory that is used again once the client has sent it."""
+    """Yields the bytes of a container where they lie, or in memory that is used again once the client has sent it."""
 
     def __init__(self, parts: Parts, size: int, owner: Any) -> None:
         self._parts, self._size, self._owner = parts, min(size, -(-parts.nbytes // 512) * 512), owner
@@ -185,22 +194,26 @@ class _PartSource:
                 memory = self._free.pop()
             except IndexError:
                 memory = _Memory(self._size)
-            nbytes = self._parts.fill(memory.address, self._size)
+            address, nbytes = self._parts.next(memory.address, self._size)
             self.read += nbytes
-            return HostView(_Lease(memory, self._free), memory.address, nbytes)
+            if address == memory.address:
+                return HostView(_Lease(memory, self._free), address, nbytes)
+            self._free.append(memory)
+            return HostView((self._parts, self._owner), address, nbytes)
 
     def stop(self) -> None:
-        """When this returns, the memory of the state is not read any more."""
+        """When this returns, no more of the state is handed out. A cancelled request may read it for a moment."""
         with self._reading:
             self._is_over = True
 
 
 class _Memory:
-    """Memory for one part."""
+    """Memory for one part, whose pages are taken when they are used."""
 
     def __init__(self, nbytes: int) -> None:
-        self.buffer = ctypes.create_string_buffer(nbytes)
-        self.address = ctypes.addressof(self.buffer)
+        self._pages = mmap.mmap(-1, nbytes)
+        self._held = ctypes.c_char.from_buffer(self._pages)
+        self.address = ctypes.addressof(self._held)
 
 
 class _Lease:

@@ -1,17 +1,30 @@
 //! A container that is handed out part by part, in order, for a destination that is no file.
 //!
-//! Invariant: what is checksummed is what is handed out. Bytes are copied first, so a change of the memory in between does
-//! no harm, and a part that has to be sent again is the same.
+//! Small items are copied together, and then checksummed. Large ones are handed out where they lie, checksummed in passing:
+//! whoever gets them may read them later, and more than once. If somebody changes that memory meanwhile, what was read may
+//! be something else than what was checksummed; [`Parts::is_unchanged`] finds that out at the end.
 
 use bytes::Bytes;
 use tensorferry_wire::container::DIGESTS_ENTRY;
-use tensorferry_wire::digest::{self, Algorithm, DigestTable, FILE_BLOCK_SIZE};
+use tensorferry_wire::digest::{self, Algorithm, DigestTable, FILE_BLOCK_SIZE, TableHead};
 use tensorferry_wire::dtype::Dtype;
 
-use super::PIECE;
+use super::{BLOCK, PIECE};
 use crate::error::{Error, ErrorKind};
-use crate::memory::{PAGE, zeroed};
+use crate::memory::{PAGE, Region, zeroed};
 use crate::payload::{Item, Layout, checksum_blocks};
+
+/// The least bytes in one piece that are handed out where they lie: to copy fewer costs less than a piece of their own.
+const LARGE: usize = 1 << 20;
+
+/// What [`Parts::next`] has handed out.
+#[derive(Debug, Clone, Copy)]
+pub enum Part {
+    /// So many bytes, copied into the memory of the caller.
+    Copied(usize),
+    /// Memory of an item or of the [`Parts`], at this address and of this length.
+    InPlace(usize, usize),
+}
 
 /// The parts of a container, with checksums of all of it in the last ones: the same bytes as [`crate::write_file`]
 /// writes.
@@ -41,6 +54,8 @@ pub struct Parts {
     blocks: Vec<u64>,
     at: u64,
     table: Vec<u8>,
+    /// What was handed out where it lies, as bytes of the container.
+    in_place: Vec<(u64, u64)>,
 }
 
 impl std::fmt::Debug for Parts {
@@ -57,7 +72,7 @@ impl Parts {
     pub fn new(metadata: Vec<(String, String)>, items: Vec<Item>) -> Result<Self, Error> {
         let (layout, covered) = with_checksums(metadata, items)?;
         let header = digest::checksum(&layout.header);
-        Ok(Self { layout, covered, header, blocks: Vec::new(), at: 0, table: Vec::new() })
+        Ok(Self { layout, covered, header, blocks: Vec::new(), at: 0, table: Vec::new(), in_place: Vec::new() })
     }
 
     /// All bytes of the container.
@@ -76,6 +91,67 @@ impl Parts {
     #[must_use]
     pub fn header(&self) -> u64 {
         self.header
+    }
+
+    /// Hands out the next bytes, as many as `part` has at most: the next ones of a large item where they lie, others copied
+    /// into `part`, whose length is a multiple of 512.
+    ///
+    /// # Errors
+    /// As for [`Parts::fill`].
+    ///
+    /// # Safety
+    /// As for [`Parts::fill`]; and whoever reads what is handed out in place holds these `Parts` and the memory of the items
+    /// meanwhile.
+    pub unsafe fn next(&mut self, part: &mut [u8]) -> Result<Part, Error> {
+        let start = self.layout.header.len() as u64;
+        let (from, stop) = (self.at.max(start), (start + self.covered).min(self.at + part.len() as u64));
+        let (mut before, mut large) = (usize::try_from(from - self.at).unwrap_or(usize::MAX), None);
+        self.layout.content.visit(from, stop.max(from), |region| {
+            if region.len() >= LARGE {
+                large = Some(region);
+            } else {
+                before += region.len();
+            }
+            large.is_none()
+        });
+        let Some(region) = large else {
+            // SAFETY: the caller's promise.
+            return unsafe { self.fill(part) }.map(Part::Copied);
+        };
+        if before > 0 {
+            // With the bytes of the large one that lie in the same block.
+            let len = before.next_multiple_of(BLOCK).min(part.len());
+            // SAFETY: the caller's promise.
+            return unsafe { self.fill(&mut part[..len]) }.map(Part::Copied);
+        }
+        let is_last = self.at + region.len() as u64 == start + self.covered;
+        let len = if is_last { region.len() } else { region.len() / BLOCK * BLOCK };
+        let region = region.slice(0, len);
+        self.blocks.extend(checksums(region));
+        self.in_place.push((self.at, self.at + len as u64));
+        self.at += len as u64;
+        Ok(Part::InPlace(region.address(), len))
+    }
+
+    /// Whether all memory that was handed out where it lies has the bytes that were checksummed, still. To be asked when
+    /// everything was handed out.
+    ///
+    /// # Safety
+    /// As for [`Parts::fill`].
+    #[must_use]
+    pub unsafe fn is_unchanged(&self) -> bool {
+        let start = self.layout.header.len() as u64;
+        let table = self.table.get(TableHead::LEN..).unwrap_or_default().as_chunks::<8>().0;
+        self.in_place.iter().all(|&(from, to)| {
+            let first = usize::try_from((from - start) / FILE_BLOCK_SIZE).unwrap_or(usize::MAX);
+            let mut expected = table.iter().skip(first).map(|word| u64::from_le_bytes(*word));
+            let mut is_same = true;
+            self.layout.content.visit(from, to, |region| {
+                is_same = checksums(region).all(|found| expected.next() == Some(found));
+                is_same
+            });
+            is_same
+        })
     }
 
     /// Fills `part` with the next bytes, as far as there are some, and says how many there were. Its length is a multiple
@@ -127,6 +203,15 @@ impl Parts {
     }
 }
 
+/// The checksums of the blocks of `region`, which begins with one.
+fn checksums(region: Region) -> impl Iterator<Item = u64> {
+    (0..region.len()).step_by(PIECE).flat_map(move |from| {
+        let part = region.slice(from, region.len().min(from + PIECE));
+        // SAFETY: the promise of the caller of `Parts`; the bytes are only checksummed.
+        checksum_blocks(&Algorithm::Crc64, [unsafe { part.as_slice() }], FILE_BLOCK_SIZE)
+    })
+}
+
 /// The layout of a container of `items` and their checksums, which are blank, and the bytes of payload before those.
 ///
 /// # Errors
@@ -138,4 +223,83 @@ pub(super) fn with_checksums(metadata: Vec<(String, String)>, mut items: Vec<Ite
     let blank = Bytes::from(zeroed(usize::try_from(table_len).map_err(too_large)?)?);
     items.push(Item::bytes(DIGESTS_ENTRY, Dtype::U8, &[table_len], blank));
     Ok((Layout::new(metadata, items, PAGE as u64)?, len))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::memory::Memory;
+
+    /// Items of odd lengths, some of them large, in memory that is handed out in place.
+    fn items(memory: &[Vec<u8>]) -> Vec<Item> {
+        let item = |(number, bytes): (usize, &Vec<u8>)| {
+            // SAFETY: the tests keep the memory.
+            let memory = unsafe { Memory::borrowed(bytes.as_ptr().expose_provenance(), bytes.len()) };
+            Item::new(number.to_string(), Dtype::U8, &[bytes.len() as u64], memory)
+        };
+        memory.iter().enumerate().map(item).collect()
+    }
+
+    fn filled(lengths: &[usize]) -> Vec<Vec<u8>> {
+        lengths.iter().map(|&len| (0..=250).cycle().skip(len % 251).take(len).collect()).collect()
+    }
+
+    fn handed_out(parts: &mut Parts, most: usize) -> (Vec<u8>, usize) {
+        let (mut buffer, mut all, mut in_place) = (vec![0; most], Vec::new(), 0);
+        while (all.len() as u64) < parts.len() {
+            // SAFETY: the memory of the items is there.
+            match unsafe { parts.next(&mut buffer) }.unwrap() {
+                Part::Copied(len) => all.extend_from_slice(&buffer[..len]),
+                Part::InPlace(address, len) => {
+                    let start = std::ptr::with_exposed_provenance(address);
+                    // SAFETY: what was handed out, of memory that is there.
+                    all.extend_from_slice(unsafe { std::slice::from_raw_parts(start, len) });
+                    in_place += len;
+                }
+            }
+        }
+        (all, in_place)
+    }
+
+    #[test]
+    fn what_is_handed_out_in_place_makes_the_same_container() {
+        const MIB: usize = 1 << 20;
+        for lengths in [
+            vec![],
+            vec![5],
+            vec![3 * MIB],
+            vec![100, 2 * MIB + 77, 0, 3, 5 * MIB, 1],
+            vec![MIB - 1, MIB, MIB + 1],
+            vec![7 * MIB + 511],
+        ] {
+            let memory = filled(&lengths);
+            let mut copied = Parts::new(Vec::new(), items(&memory)).unwrap();
+            let mut expected = vec![0; usize::try_from(copied.len()).unwrap().next_multiple_of(512)];
+            // SAFETY: as above.
+            let len = unsafe { copied.fill(&mut expected) }.unwrap();
+            for most in [512, MIB, 2 * MIB, 8 * MIB] {
+                let mut parts = Parts::new(Vec::new(), items(&memory)).unwrap();
+                let (all, in_place) = handed_out(&mut parts, most);
+                assert!(all == expected[..len], "{lengths:?}, {most}");
+                if most != MIB {
+                    let is_large = lengths.iter().any(|&len| len >= MIB);
+                    assert_eq!(in_place > 0, most > MIB && is_large, "{lengths:?}, {most}");
+                }
+                // SAFETY: as above.
+                assert!(unsafe { parts.is_unchanged() });
+            }
+        }
+    }
+
+    #[test]
+    fn a_change_after_it_was_handed_out_is_found() {
+        let mut memory = filled(&[3 << 20, 10]);
+        for (item, at) in [(0, 0), (0, 5000), (0, (3 << 20) - 1), (1, 0)] {
+            let mut parts = Parts::new(Vec::new(), items(&memory)).unwrap();
+            handed_out(&mut parts, 8 << 20);
+            memory[item][at] ^= 1;
+            // What was copied may change. SAFETY: the memory is there.
+            assert_eq!(unsafe { parts.is_unchanged() }, item == 1, "{item}, {at}");
+        }
+    }
 }

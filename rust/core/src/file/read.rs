@@ -4,7 +4,7 @@
 //! and compares each with its checksum before it returns. What a server sent and somebody saved has no checksums
 //! ([`Container::open_any`]): of that, only the lengths can be checked.
 
-use std::fs::OpenOptions;
+use std::fs::{File, OpenOptions};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
@@ -12,7 +12,7 @@ use std::sync::{Mutex, PoisonError};
 use tensorferry_wire::container::{self, DIGESTS_ENTRY, Header};
 use tensorferry_wire::digest::{self, Algorithm, FILE_BLOCK_SIZE, TableHead};
 
-use super::origin::{Origin, Ranges};
+use super::origin::{self, Origin, Ranges};
 use super::output::Buffer;
 use super::read_ahead::{AHEAD, Ahead, read_cached, request};
 use super::{FileOptions, FileReport, PIECE, by_runs, refused};
@@ -220,7 +220,8 @@ impl Container {
             bytes += tables.iter().map(|table| table.1.len() as u64).sum::<u64>();
             let ahead = Ahead { runs: &runs, requested: Mutex::new(0..0) };
             bytes += by_runs(&runs, self.origin.chunk() / FILE_BLOCK_SIZE, &options, || {
-                let (ahead, tables, mut buffer) = (&ahead, &tables[..], Buffer::new(self.origin.piece())?);
+                let size = if self.origin.is_file() { PIECE } else { 0 };
+                let (ahead, tables, mut buffer) = (&ahead, &tables[..], Buffer::new(size)?);
                 Ok(move |first, end| self.read_blocks(plan, (first, end), (ahead, tables), &mut buffer))
             })?;
         }
@@ -306,8 +307,9 @@ impl Container {
 
     /// Reads and verifies blocks `[first, end)`; says how many bytes of the file that took.
     ///
-    /// They come through a buffer that stays in the processor's cache, and leave it with stores that go past the cache:
-    /// a copy by the kernel straight to their places would bring those into the cache first.
+    /// Those of a file come through a buffer that stays in the processor's cache, and leave it with stores that go past
+    /// the cache: a copy by the kernel straight to their places would bring those into the cache first. What comes by
+    /// ranges is in memory already, and is copied once, from there.
     fn read_blocks(
         &self,
         plan: &Plan,
@@ -319,22 +321,8 @@ impl Container {
         let mut expected = table.as_chunks().0.iter().map(|word| u64::from_le_bytes(*word));
         let (start, stop) = (plan.block_bounds(first).0, plan.block_bounds(end - 1).1);
         plan.populate(start, stop);
-        let mut found = Vec::new();
-        #[allow(clippy::cast_possible_truncation, reason = "no more than a chunk")]
-        let inside = |at: u64| (at - start) as usize;
-        if !self.origin.is_file() {
-            self.origin.read(&self.path, buffer.room(inside(stop)), self.payload_start + start)?;
-        }
-        let mut at = start;
-        while at < stop {
-            let behind = stop.min(at + PIECE as u64);
-            let bytes: &[u8] = if self.origin.is_file() {
-                let bytes = buffer.room(inside(behind) - inside(at));
-                self.fill(bytes, at, ahead)?;
-                bytes
-            } else {
-                &buffer.room(inside(stop))[inside(at)..inside(behind)]
-            };
+        let (mut at, mut found) = (start, Vec::new());
+        let mut place = |bytes: &[u8]| {
             found.clear();
             plan.scatter(at, bytes, |from, to| {
                 if from.len() == bytes.len() && self.has_checksums() {
@@ -350,16 +338,29 @@ impl Container {
                 return Err(self.damaged_block(at / FILE_BLOCK_SIZE + bad as u64));
             }
             at += bytes.len() as u64;
+            Ok(())
+        };
+        #[allow(clippy::cast_possible_truncation, reason = "no more than a chunk")]
+        let len = (stop - start) as usize;
+        match &self.origin {
+            Origin::Ranges(ranges) => {
+                let pieces = origin::got(ranges.as_ref(), &self.path, self.payload_start + start, len)?;
+                origin::by_blocks(&pieces, place)?;
+            }
+            Origin::File(file) => {
+                for from in (0..len).step_by(PIECE) {
+                    let bytes = buffer.room(PIECE.min(len - from));
+                    self.fill(file, bytes, start + from as u64, ahead)?;
+                    place(bytes)?;
+                }
+            }
         }
         Ok(stop - start + of_table)
     }
 
     /// Fills `bytes` with those of the payload from `at` on. If they are not in the page cache, what is wanted of the
     /// next [`AHEAD`] bytes is requested first: the disk has more to do then than one read after the other gives it.
-    fn fill(&self, bytes: &mut [u8], at: u64, ahead: &Ahead<'_>) -> Result<(), Error> {
-        let Origin::File(file) = &self.origin else {
-            return self.origin.read(&self.path, bytes, self.payload_start + at);
-        };
+    fn fill(&self, file: &File, bytes: &mut [u8], at: u64, ahead: &Ahead<'_>) -> Result<(), Error> {
         let cached = read_cached(file, bytes, self.payload_start + at);
         if cached == bytes.len() {
             return Ok(());

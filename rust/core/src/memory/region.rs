@@ -6,7 +6,7 @@
 //! * the caller of [`Memory::borrowed`] keeps it readable until the owner given to the publication is dropped;
 //! * the publication drops that owner only when the last lease on it is gone (see `publication::lease`);
 //! * a reader through [`Region::as_slice`] holds such a lease (`publication::reading`), or runs inside
-//!   [`crate::write_file`], whose caller waits.
+//!   [`crate::write_file`] or [`crate::Parts`], whose caller holds the memory.
 //!
 //! The bytes may change while they are read, if they are a trainer's. Readers copy or checksum them and never branch on
 //! them; a change in the middle shows as a checksum that does not match.
@@ -31,6 +31,11 @@ unsafe impl Sync for Region {}
 impl Region {
     pub(crate) fn len(self) -> usize {
         self.len
+    }
+
+    /// Where it begins.
+    pub(crate) fn address(self) -> usize {
+        self.ptr.expose_provenance()
     }
 
     /// A part of this region; `start <= end <= len` is checked.

@@ -6,7 +6,7 @@ use pyo3::prelude::*;
 use tensorferry_core::Parts;
 
 use crate::errors;
-use crate::memory::fill_part;
+use crate::memory::{fill_part, is_unchanged, next_part};
 use crate::rows::PyTable;
 
 /// The parts of a container with checksums, in order.
@@ -58,5 +58,22 @@ impl PyParts {
     fn fill(&self, py: Python<'_>, address: usize, nbytes: usize) -> PyResult<usize> {
         py.detach(|| fill_part(&mut self.parts.lock().unwrap_or_else(PoisonError::into_inner), address, nbytes))
             .map_err(|e| errors::to_py(py, &e))
+    }
+
+    /// Hands out the next bytes, at most `nbytes`, a multiple of 512: the next ones of a large tensor where they lie, others
+    /// copied to `address`. Returns at which address they are, and how many. Whoever reads them there holds this object and
+    /// the memory of the rows.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for another length.
+    fn next(&self, py: Python<'_>, address: usize, nbytes: usize) -> PyResult<(usize, usize)> {
+        py.detach(|| next_part(&mut self.parts.lock().unwrap_or_else(PoisonError::into_inner), address, nbytes))
+            .map_err(|e| errors::to_py(py, &e))
+    }
+
+    /// Whether the memory that was handed out where it lies still has the bytes that were checksummed; to be asked when
+    /// all bytes were handed out.
+    fn is_unchanged(&self, py: Python<'_>) -> bool {
+        py.detach(|| is_unchanged(&self.parts.lock().unwrap_or_else(PoisonError::into_inner)))
     }
 }

@@ -5,10 +5,12 @@ use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
+use bytes::Bytes;
 use pyo3::intern;
 use pyo3::prelude::*;
 use tensorferry_core::{Cancel, Container, Error, Ranges};
 
+use crate::memory::kept;
 use crate::runtime::{self, OnTick};
 
 /// Where a container is.
@@ -20,7 +22,7 @@ pub(crate) enum Place {
 
 impl Place {
     /// What `place` is: a path, or an object whose `_ranges()` returns the name of what it reads, its length, and an
-    /// object with `read(at, address, nbytes)` and `cancel()`.
+    /// object with `cancel()` and with `get(at, nbytes)`, which returns those bytes in buffers that nobody changes.
     ///
     /// # Errors
     /// Whatever `_ranges()` raises, and `TypeError` for anything else.
@@ -115,15 +117,15 @@ impl Ranges for PyRanges {
         self.len
     }
 
-    fn read(&self, at: u64, bytes: &mut [u8]) -> Result<(), Error> {
-        let (address, len) = (bytes.as_mut_ptr().expose_provenance(), bytes.len());
+    fn get(&self, at: u64, len: usize) -> Result<Vec<Bytes>, Error> {
         let done = Python::try_attach(|py| {
-            self.shared.object.call_method1(py, intern!(py, "read"), (at, address, len)).map(drop).map_err(|e| {
+            let got = self.shared.object.bind(py).call_method1(intern!(py, "get"), (at, len));
+            got.and_then(|pieces| kept(pieces.extract()?)).map_err(|e| {
                 self.shared.failure.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(e).to_string()
             })
         });
         match done {
-            Some(Ok(())) => Ok(()),
+            Some(Ok(pieces)) => Ok(pieces),
             Some(Err(why)) => {
                 self.shared.cancel();
                 Err(std::io::Error::other(why).into())

@@ -5,6 +5,7 @@ use std::os::fd::{AsRawFd, BorrowedFd};
 use std::path::PathBuf;
 use std::sync::{Arc, OnceLock};
 
+use bytes::Bytes;
 use pyo3::buffer::PyBuffer;
 use pyo3::exceptions::PyBufferError;
 use pyo3::ffi;
@@ -29,6 +30,51 @@ pub(crate) fn writable(buffer: &mut PyBuffer<u8>) -> PyResult<&mut [u8]> {
     // SAFETY: the exporter keeps this memory where it is, writable and in one piece, for as long as `buffer` exists. That
     // nobody else uses it meanwhile is the promise of who calls `readinto`, as it is with Python's own files.
     Ok(unsafe { std::slice::from_raw_parts_mut(start, len) })
+}
+
+/// The bytes of `buffers`, which nobody changes for as long as they exist, without a copy. All are released together, when
+/// the last of the bytes are dropped.
+///
+/// # Errors
+/// `BufferError` if one is not in one piece.
+pub(crate) fn kept(buffers: Vec<PyBuffer<u8>>) -> PyResult<Vec<Bytes>> {
+    if !buffers.iter().all(|buffer| buffer.is_c_contiguous()) {
+        return Err(PyBufferError::new_err("a buffer in one piece is needed"));
+    }
+    let held = Arc::new(Held(buffers));
+    Ok((0..held.0.len()).map(|number| Bytes::from_owner(Piece { held: Arc::clone(&held), number })).collect())
+}
+
+/// Buffers that may be dropped on any thread that may wait for the interpreter.
+struct Held(Vec<PyBuffer<u8>>);
+
+impl Drop for Held {
+    fn drop(&mut self) {
+        let buffers = std::mem::take(&mut self.0);
+        let mut rest = Some(buffers);
+        Python::try_attach(|_| drop(rest.take()));
+        // The interpreter exits, and they go with the process.
+        std::mem::forget(rest);
+    }
+}
+
+/// One of the buffers of [`Held`].
+struct Piece {
+    held: Arc<Held>,
+    number: usize,
+}
+
+impl AsRef<[u8]> for Piece {
+    fn as_ref(&self) -> &[u8] {
+        let buffer = &self.held.0[self.number];
+        let (start, len) = (buffer.buf_ptr().cast::<u8>(), buffer.len_bytes());
+        if len == 0 {
+            return &[];
+        }
+        // SAFETY: the exporter keeps this memory where it is, in one piece, for as long as `buffer` exists, which `held`
+        // has; that nobody changes it is the promise of who handed out the buffers.
+        unsafe { std::slice::from_raw_parts(start, len) }
+    }
 }
 
 /// The pages of a file as a writable buffer; what is written to it reaches the file only if that is to be filled.

@@ -25,13 +25,13 @@ use std::sync::Arc;
 
 use pyo3::prelude::*;
 use tensorferry_core::{
-    Allocation, ArenaPool, Destination, Error, Memory, Parts, Repeat, Slice, StagedRun, Transfer, copy_all,
+    Allocation, ArenaPool, Destination, Error, Memory, Part, Parts, Repeat, Slice, StagedRun, Transfer, copy_all,
 };
 use tensorferry_wire::digest::checksum;
 use tensorferry_wire::dtype::Dtype;
 
 pub(crate) use self::arena::{PyArena, PyPart};
-pub(crate) use self::buffers::{PyFilePages, PyHostView, PySharedBuffer, writable};
+pub(crate) use self::buffers::{PyFilePages, PyHostView, PySharedBuffer, kept, writable};
 pub(crate) use self::exchange::{Described, Exchange};
 pub(crate) use self::getter::Getter;
 pub(crate) use self::owner::Owner;
@@ -133,6 +133,26 @@ pub(crate) fn fill_part(parts: &mut Parts, address: usize, nbytes: usize) -> Res
     // SAFETY: Python's part of the contract: address and length are those of a buffer that the caller holds for the
     // length of the call and that nobody else uses, and the caller holds the memory of the rows.
     unsafe { parts.fill(std::slice::from_raw_parts_mut(address as *mut u8, nbytes)) }
+}
+
+/// Hands out the next bytes of `parts`, copied to `address`, in memory of `nbytes` bytes, or where they lie; says at which
+/// address, and how many.
+pub(crate) fn next_part(parts: &mut Parts, address: usize, nbytes: usize) -> Result<(usize, usize), Error> {
+    if nbytes == 0 {
+        return Ok((address, 0));
+    }
+    // SAFETY: as for `fill_part`; and what Python reads in place has an owner that holds the parts and the rows' memory.
+    let part = unsafe { parts.next(std::slice::from_raw_parts_mut(address as *mut u8, nbytes)) }?;
+    Ok(match part {
+        Part::Copied(len) => (address, len),
+        Part::InPlace(address, len) => (address, len),
+    })
+}
+
+/// Whether what `parts` has handed out where it lies is what was checksummed.
+pub(crate) fn is_unchanged(parts: &Parts) -> bool {
+    // SAFETY: Python's part of the contract: the caller holds the memory of the rows.
+    unsafe { parts.is_unchanged() }
 }
 
 /// The kernel's id of the calling thread.

@@ -1,0 +1,141 @@
+"""Under any schedule of faults, saves and loads end in time, in the state that was saved or in an error.
+
+``--fault-schedules 200`` tries as many; ``--fuzz-seed`` says which one is the first.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import Counter
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from stores import SLOW_DOWN, objects, uploads
+from tensorferry.dcp import FileReader, FileWriter, own_errors
+from tensorferry.errors import IncompleteCheckpoint, TensorferryError
+from tensorferry.storage.objects import client, reader, upload
+
+pytestmark = [pytest.mark.filterwarnings("ignore::UserWarning"), pytest.mark.waits, pytest.mark.timeout(1800)]
+
+#: Seconds that a save or a load may take, and those that it may end later.
+TIMEOUT_S, LATE_S = 5.0, 10.0
+
+
+def lost(_):
+    """The store has done what it was asked for, and the connection breaks."""
+    raise ConnectionResetError
+
+
+def changed(rng):
+    """Returns what changes one byte of an answer, or its length."""
+    how, share = rng.choice(("flip", "cut", "more")), rng.random()
+
+    def change(data):
+        at = int(len(data) * share)
+        if not data or how == "more":
+            return data + b"x"
+        return data[:at] if how == "cut" else data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+
+    return change
+
+
+def schedule(rng, done):
+    """Returns what a gateway does: the same faults for the same numbers of requests."""
+    share = rng.choice((0.03, 0.15, 0.5))
+    kinds = ["slow down", "error", "break", "lost", "stall", "changed"]
+    kinds = rng.sample(kinds, rng.randrange(1, len(kinds) + 1))
+    first, last = rng.randrange(20), rng.choice((15, 40, 10_000))
+
+    def act(number, method, _):
+        kind = rng.choice(kinds)
+        if not first <= number < first + last or rng.random() > share:
+            return None
+        if kind == "changed" and method != "GET":
+            kind = "lost"
+        done[kind] += 1
+        return {
+            "slow down": SLOW_DOWN,
+            "error": (rng.choice((500, 502, 503, 429)), b""),
+            "break": "break",
+            "lost": lost,
+            "stall": "stall",
+            "changed": changed(rng),
+        }[kind]
+
+    return act
+
+
+def state(rng, number):
+    """Returns tensors that hold the number of their save: some are copied on their way, others are not."""
+    lengths = [rng.choice((1, 700, 300_000, 3 << 18, 2 << 20)) for _ in range(rng.randrange(1, 4))]
+    return {f"w{at}": torch.full((length,), float(number)) for at, length in enumerate(lengths)}
+
+
+def ended(work):
+    """Returns the error with which it ends in time; ``None`` without one."""
+    began = time.monotonic()
+    try:
+        with own_errors():
+            work()
+    except TensorferryError as e:
+        return e
+    finally:
+        assert time.monotonic() - began < TIMEOUT_S + LATE_S
+    return None
+
+
+def save(place, value):
+    writer = FileWriter(place, timeout=timedelta(seconds=TIMEOUT_S))
+    return ended(lambda: dcp.save(value, storage_writer=writer, no_dist=True))
+
+
+def load(place, value):
+    """Returns the error, or which save the state is of."""
+    into = {name: torch.zeros_like(tensor) for name, tensor in value.items()}
+    reader_ = FileReader(place, timeout=timedelta(seconds=TIMEOUT_S))
+    error = ended(lambda: dcp.load(into, storage_reader=reader_, no_dist=True))
+    if error is not None:
+        return error
+    (found,) = set(torch.cat(list(into.values())).tolist())
+    return int(found)
+
+
+def test_no_schedule_of_faults_leads_to_a_wrong_byte_or_a_hang(gateway, server, monkeypatch, pytestconfig):
+    monkeypatch.setattr(upload, "PART", 5 << 20)
+    monkeypatch.setattr(reader, "_STALL_S", 0.4)
+    monkeypatch.setattr(client, "STALL_S", 0.8)
+    told, faults = Counter(), Counter()
+    seeds = range(pytestconfig.getoption("--fuzz-seed"), 1 << 30)[: pytestconfig.getoption("--fault-schedules")]
+    for seed in seeds:
+        rng, place, last = random.Random(seed), f"{server.place}/{seed}", 0
+        shapes = rng.randrange(1 << 30)
+        for number in range(1, 4):
+            value = state(random.Random(shapes), number)
+            gateway.seen.clear()
+            gateway.act = schedule(rng, faults)
+            error = save(place, value)
+            told["saved" if error is None else f"save: {type(error).__name__}"] += 1
+            under_faults = load(place, value)
+            gateway.act = lambda *_: None
+            found = load(place, value)
+            # A save whose answers were lost may be committed, although it has failed.
+            if error is None:
+                assert found == number, (seed, number, found)
+            elif isinstance(found, IncompleteCheckpoint):
+                assert not last, (seed, number, found)
+            else:
+                assert found in {last, number} - {0}, (seed, number, found, error)
+            if isinstance(under_faults, int):
+                assert under_faults == found, (seed, number)
+            told["loaded" if isinstance(under_faults, int) else f"load: {type(under_faults).__name__}"] += 1
+            last = found if isinstance(found, int) else 0
+        # The next save leaves nothing of those that have failed.
+        assert save(place, value) is None, seed
+        folder = f"{server.prefix}/{seed}"
+        assert len(objects(server.url, f"{folder}/")) == 3, seed
+        assert not uploads(server.url, folder), seed
+    print(f"{len(seeds)} schedules: {dict(told)}; faults: {dict(faults)}")
