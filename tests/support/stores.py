@@ -213,7 +213,7 @@ class Gateway:
 
 def moments(seen: list[tuple[str, str]], kills: int) -> list[int]:
     """Returns at which requests of a save it is killed: in an upload, at the commit, behind it, and spread evenly."""
-    upload = next(at for at, (_, path) in enumerate(seen) if "partNumber" in path)
+    upload = next(at for at, (method, path) in enumerate(seen) if method == "PUT" and "/rank" in path)
     commit = next(at for at, (method, path) in enumerate(seen) if method == "PUT" and "/index.safetensors" in path)
     # Those that matter most come first.
     spread = [at * len(seen) // max(kills, 1) for at in range(kills)]

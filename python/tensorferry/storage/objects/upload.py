@@ -84,12 +84,16 @@ def upload(
             put_elsewhere(place, source, parts.nbytes, size, at_a_time, report)
         else:
             put_parts(place, source, parts.nbytes, size, at_a_time, report)
+        # To a private copy nobody else writes.
+        if not container.private and not parts.is_unchanged():
+            raise TornCheckpoint(f"{place}: torn: the state was changed while it was saved")
+        report()
+    except BaseException:
+        # At once: who catches the error may keep it, and all that its traceback holds.
+        alive.close()
+        raise
     finally:
         source.stop()
-    # To a private copy nobody else writes.
-    if not container.private and not parts.is_unchanged():
-        raise TornCheckpoint(f"{place}: torn: the state was changed while it was saved")
-    report()
     return Uploaded(parts.nbytes, parts.header, alive=alive)
 
 
