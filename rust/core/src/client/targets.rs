@@ -18,7 +18,7 @@ use super::left_alone::ADDRESSES;
 use crate::error::{Error, ErrorKind};
 
 /// For how long later receives try an address last that has failed where another one has answered.
-const TRIED_LAST: Duration = Duration::from_secs(60);
+const TRIED_LAST: Duration = Duration::from_mins(1);
 
 /// The addresses of one source.
 #[derive(Debug)]
