@@ -42,7 +42,7 @@ def _leave(cell: Cell) -> None:
 
 
 def _lie(cell: Cell) -> None:
-    """The relay's trainer writes over what has come already, and is being passed on."""
+    """The relay's trainer writes over what has come, while it is being passed on."""
     assert cell.relay
     cell.relay.send((OVERWRITE,))
     wait_until(cell.relay.has_answered, cell.timeout / 2)

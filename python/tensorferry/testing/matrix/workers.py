@@ -264,9 +264,9 @@ def receiver_main(
 
 @contextlib.contextmanager
 def _replaced_on_request(pipe: Connection, live: Any) -> Iterator[None]:
-    """While the block runs, does to the tensors of ``live`` what the pipe asks, once, and answers ``REPLACED``.
+    """While the block runs, does to the tensors of ``live`` what the pipe asks, and answers ``REPLACED``.
 
-    They get other memory or, after :data:`OVERWRITE`, other values.
+    They get other memory or, after :data:`OVERWRITE`, other values, again and again until the block ends.
     """
     if live is None:
         yield
@@ -277,12 +277,15 @@ def _replaced_on_request(pipe: Connection, live: Any) -> Iterator[None]:
         while not over.is_set():
             if pipe.poll(0.01):
                 (how,) = pipe.recv()
-                if how == OVERWRITE:
-                    overwrite(live)
-                else:
+                if how != OVERWRITE:
                     replace(live, how)
+                    pipe.send(REPLACED)
+                    return
+                overwrite(live)
                 pipe.send(REPLACED)
-                return
+                # What comes later is to be passed on wrong as well.
+                while not over.wait(0.002):
+                    overwrite(live)
 
     waiting = threading.Thread(target=await_request, daemon=True)
     waiting.start()
@@ -300,7 +303,7 @@ REPLACED = "replaced"
 """What a receiver sends after it has given its live tensors other memory."""
 
 OVERWRITE = "overwrite"
-"""Asks a receiver to write over its live tensors, while they are being filled."""
+"""Asks a receiver to write over its live tensors as long as they are being filled."""
 
 
 def log_tail(log: Path, lines: int = 12) -> str:
