@@ -139,7 +139,6 @@ test-crates:
 
 QUICK := -m 'not process and not slow and not waits' --every 4
 .PHONY: quick
-quick: WORKERS = 2
 # The tests make stores that do not answer, and torch prints the stack of each failure from threads of its own.
 quick: export TORCH_CPP_LOG_LEVEL = FATAL
 quick: dev ## make dev, and what starts no process and waits for nothing, of many cases every fourth: for every change
