@@ -172,8 +172,8 @@ fn the_work_of_the_tracker_does_not_grow_with_the_square_of_the_members() {
 fn a_thousand_members() {
     let outcome = simulate(&vec![Link::FAIR; 1000], 512);
     println!("longest {:.2}, sent {:.2}, asked {}", outcome.longest(), outcome.sent, outcome.asked);
-    // Two copies of it are what all of them begin with, unasked.
-    assert!(outcome.longest() < 5.0, "{outcome:?}");
+    // Two copies are the first blocks of all of them, and two more what they begin with, unasked.
+    assert!(outcome.longest() < 8.0 && outcome.sent < 4.5, "{outcome:?}");
 }
 
 /// Half of the members in each of two zones.
