@@ -24,6 +24,7 @@ from tensorferry.errors import (
     StoreRefused,
     TensorferryError,
 )
+from tensorferry.storage.objects import client as making
 from tensorferry.storage.objects import commit, reader, upload
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -81,7 +82,8 @@ def test_lost_connections_are_made_again(gateway, server):
 
 
 @pytest.mark.waits
-def test_a_part_that_is_refused_again_and_again_is_named(gateway, server):
+def test_a_part_that_is_refused_again_and_again_is_named(gateway, server, monkeypatch):
+    monkeypatch.setattr(making, "_LONGEST_PAUSE_S", 0.5)
     gateway.act = lambda _, method, path: SLOW_DOWN if method == "PUT" and "partNumber=2" in path else None
     with pytest.raises((StoreRefused, FetchTimeout), match=r"rank00000-\w+\.safetensors, part 2: .*SlowDown") as raised:
         # The last attempt ends long before the deadline.
