@@ -58,7 +58,7 @@ class RangeReader:
         self._calls.cancel()
 
     def get(self, at: int, nbytes: int) -> list[memoryview]:
-        """Returns ``nbytes`` bytes from ``at`` on, in as many pieces as they came in. Several threads call it at once.
+        """Returns ``nbytes`` bytes from ``at`` on, in one piece. Several threads call it at once.
 
         Raises:
             SourceChanged: the object was replaced meanwhile
@@ -68,11 +68,11 @@ class RangeReader:
             return [memoryview(self._head)[at : at + nbytes]]
         pace = self._calls.deadline.pace
 
-        def make() -> Coroutine[Any, Any, list[memoryview]]:
+        def make() -> Coroutine[Any, Any, memoryview]:
             # How long small ones take says nothing about the others.
             return pace.read(lambda: self._get(at, nbytes)) if nbytes > _PIECE // 2 else self._get(at, nbytes)
 
-        return self._repeated(make, f"reading bytes {at}-{at + nbytes}")
+        return [self._repeated(make, f"reading bytes {at}-{at + nbytes}")]
 
     def read(self, at: int, address: int, nbytes: int) -> None:
         """Copies ``nbytes`` bytes from ``at`` on to ``address``; raises as :meth:`get`."""
@@ -80,10 +80,8 @@ class RangeReader:
             return
         # Here, and not where they come: all requests share that thread, and one that was cancelled may go on there for
         # a moment, when the memory may be another's.
-        into, done = memoryview((ctypes.c_ubyte * nbytes).from_address(address)).cast("B"), 0
-        for chunk in self.get(at, nbytes):
-            into[done : done + len(chunk)] = chunk
-            done += len(chunk)
+        (data,) = self.get(at, nbytes)
+        memoryview((ctypes.c_ubyte * nbytes).from_address(address)).cast("B")[:] = data
 
     def _repeated(self, make: Callable[[], Coroutine[Any, Any, _T]], what: str) -> _T:
         """Makes a request, again if its body breaks off or stalls: the client itself makes the rest again."""
@@ -115,11 +113,9 @@ class RangeReader:
         return self._head[:most]
 
     def start(self, nbytes: int) -> bytes:
-        """Returns the first ``nbytes`` bytes, or as many as there are; raises as :meth:`read`."""
-        data = bytearray(min(nbytes, self.nbytes))
-        if data:
-            self.read(0, ctypes.addressof((ctypes.c_ubyte * len(data)).from_buffer(data)), len(data))
-        return bytes(data)
+        """Returns the first ``nbytes`` bytes, or as many as there are; raises as :meth:`get`."""
+        nbytes = min(nbytes, self.nbytes)
+        return b"".join(self.get(0, nbytes)) if nbytes else b""
 
     def begins_with(self, start: bytes) -> bool:
         """Whether the object begins with these few bytes."""
@@ -151,9 +147,9 @@ class RangeReader:
                 raise
             answer = await library.get_async(self._store, self._key)
         self.nbytes, self._tag = int(answer.meta["size"]), answer.meta.get("e_tag")
-        return b"".join(await self._received(answer, min(self.nbytes, _HEAD)))
+        return bytes(await self._received(answer, min(self.nbytes, _HEAD)))
 
-    async def _get(self, at: int, nbytes: int) -> list[memoryview]:
+    async def _get(self, at: int, nbytes: int) -> memoryview:
         from .client import obstore
 
         options: dict[str, Any] = {"range": (at, at + nbytes)}
@@ -168,7 +164,7 @@ class RangeReader:
             )
         return await self._received(answer, nbytes)
 
-    async def _received(self, answer: Any, nbytes: int) -> list[memoryview]:
+    async def _received(self, answer: Any, nbytes: int) -> memoryview:
         """Returns the body of an answer; one that is longer or shorter than it should be is refused."""
         import asyncio
 
@@ -180,4 +176,4 @@ class RangeReader:
             raise _WrongAnswer(
                 StoreRefused(f"{self._name}: the store has sent {len(data)} bytes of the {nbytes} that were requested")
             )
-        return [data]
+        return data
