@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
@@ -20,6 +21,8 @@ from tensorferry.dcp import FileReader, FileWriter
 MIB = 1 << 20
 #: Into how many blocks each tensor of the large state is cut, and the bytes of one.
 BLOCKS, BLOCK = 8, 8 * MIB
+#: How long the rows of a large tensor are.
+COLUMNS = 8192
 #: The small tensors.
 SMALL_BYTES = 1024
 #: What each contender needs, and the threads that it gets: those with which it was fastest, or that its name says.
@@ -41,7 +44,8 @@ def blocks(row: str, count: int, seed: int, rank: int, world: int) -> dict[str, 
     if row == "small":
         made = torch.randint(0, 1 << 30, (count, SMALL_BYTES // 4), generator=generator, dtype=torch.int32)
         return {f"t{number}": one.clone() for number, one in enumerate(made)}
-    base = torch.randint(0, 1 << 30, (BLOCK // 4,), generator=generator, dtype=torch.int32)
+    # Of rows: torch's planner makes an index of all rows that a rank has, as large as a state of one column.
+    base = torch.randint(0, 1 << 30, (BLOCK // 4 // COLUMNS, COLUMNS), generator=generator, dtype=torch.int32)
     mine = range(rank * BLOCKS // world, (rank + 1) * BLOCKS // world)
     return {f"t{number}": torch.cat([base + (number * BLOCKS + block) for block in mine]) for number in range(count)}
 
@@ -71,6 +75,9 @@ class Rank:
         self.build("small", BLOCKS, 0)
         self.save(place)
         self.load(place)
+        # Ranks are forked: the collector would write to, and so copy, every page of what was imported before.
+        gc.collect()
+        gc.freeze()
         return None
 
     def build(self, row: str, count: int, seed: int) -> int:
