@@ -57,22 +57,22 @@ class RangeReader:
         """Ends all reads."""
         self._calls.cancel()
 
-    def get(self, at: int, nbytes: int) -> list[memoryview]:
-        """Returns ``nbytes`` bytes from ``at`` on, in one piece. Several threads call it at once.
+    def get(self, at: int, nbytes: int) -> memoryview:
+        """Returns ``nbytes`` bytes from ``at`` on. Several threads call it at once.
 
         Raises:
             SourceChanged: the object was replaced meanwhile
             TensorferryError: they cannot be read
         """
         if at + nbytes <= len(self._head):
-            return [memoryview(self._head)[at : at + nbytes]]
+            return memoryview(self._head)[at : at + nbytes]
         pace = self._calls.deadline.pace
 
         def make() -> Coroutine[Any, Any, memoryview]:
             # How long small ones take says nothing about the others.
             return pace.read(lambda: self._get(at, nbytes)) if nbytes > _PIECE // 2 else self._get(at, nbytes)
 
-        return [self._repeated(make, f"reading bytes {at}-{at + nbytes}")]
+        return self._repeated(make, f"reading bytes {at}-{at + nbytes}")
 
     def read(self, at: int, address: int, nbytes: int) -> None:
         """Copies ``nbytes`` bytes from ``at`` on to ``address``; raises as :meth:`get`."""
@@ -80,8 +80,7 @@ class RangeReader:
             return
         # Here, and not where they come: all requests share that thread, and one that was cancelled may go on there for
         # a moment, when the memory may be another's.
-        (data,) = self.get(at, nbytes)
-        memoryview((ctypes.c_ubyte * nbytes).from_address(address)).cast("B")[:] = data
+        memoryview((ctypes.c_ubyte * nbytes).from_address(address)).cast("B")[:] = self.get(at, nbytes)
 
     def _repeated(self, make: Callable[[], Coroutine[Any, Any, _T]], what: str) -> _T:
         """Makes a request, again if its body breaks off or stalls: the client itself makes the rest again."""
@@ -115,7 +114,7 @@ class RangeReader:
     def start(self, nbytes: int) -> bytes:
         """Returns the first ``nbytes`` bytes, or as many as there are; raises as :meth:`get`."""
         nbytes = min(nbytes, self.nbytes)
-        return b"".join(self.get(0, nbytes)) if nbytes else b""
+        return bytes(self.get(0, nbytes)) if nbytes else b""
 
     def begins_with(self, start: bytes) -> bool:
         """Whether the object begins with these few bytes."""

@@ -11,7 +11,7 @@ use std::path::Path;
 
 use bytes::Bytes;
 
-use super::{BLOCK, CHUNK, FileOptions, PIECE, refused};
+use super::{CHUNK, FileOptions, PIECE, refused};
 use crate::error::{Error, ErrorKind};
 
 /// Bytes that one request for a range asks for at most.
@@ -26,12 +26,11 @@ pub trait Ranges: fmt::Debug + Send + Sync {
     /// How many bytes there are.
     fn len(&self) -> u64;
 
-    /// Returns the `len` bytes from `at` on, in order, in as many pieces as they have come in. Several threads call it at
-    /// once.
+    /// Returns the `len` bytes from `at` on. Several threads call it at once.
     ///
     /// # Errors
     /// Whatever keeps it from that.
-    fn get(&self, at: u64, len: usize) -> Result<Vec<Bytes>, Error>;
+    fn get(&self, at: u64, len: usize) -> Result<Bytes, Error>;
 
     /// Whether there are none.
     fn is_empty(&self) -> bool {
@@ -52,12 +51,7 @@ impl Origin {
         match self {
             Self::File(file) => file.read_exact_at(bytes, at).map_err(|e| refused(path, "cannot be read", e)),
             Self::Ranges(ranges) => {
-                let mut rest = bytes;
-                for piece in got(ranges.as_ref(), path, at, rest.len())? {
-                    let (here, behind) = rest.split_at_mut(piece.len());
-                    here.copy_from_slice(&piece);
-                    rest = behind;
-                }
+                bytes.copy_from_slice(&got(ranges.as_ref(), path, at, bytes.len())?);
                 Ok(())
             }
         }
@@ -93,66 +87,12 @@ impl Origin {
 ///
 /// # Errors
 /// Those of [`Ranges::get`], and [`ErrorKind::Protocol`] when there are more or fewer.
-pub(super) fn got(ranges: &dyn Ranges, path: &Path, at: u64, len: usize) -> Result<Vec<Bytes>, Error> {
-    let pieces = if len == 0 { Vec::new() } else { ranges.get(at, len)? };
-    let found = pieces.iter().map(Bytes::len).sum::<usize>();
-    if found != len {
-        let message = format!("{}: {len} bytes from {at} on were requested, and {found} have come", path.display());
+pub(super) fn got(ranges: &dyn Ranges, path: &Path, at: u64, len: usize) -> Result<Bytes, Error> {
+    let bytes = if len == 0 { Bytes::new() } else { ranges.get(at, len)? };
+    if bytes.len() != len {
+        let message =
+            format!("{}: {len} bytes from {at} on were requested, and {} have come", path.display(), bytes.len());
         return Err(Error::new(ErrorKind::Protocol, message));
     }
-    Ok(pieces)
-}
-
-/// Calls `with` with all bytes of `pieces` in order, at most [`PIECE`] at a time, and whole blocks each time but the last:
-/// a block that lies in two pieces or more is put together first, everything else stays where it is.
-///
-/// # Errors
-/// The first one of `with`.
-pub(super) fn by_blocks(pieces: &[Bytes], mut with: impl FnMut(&[u8]) -> Result<(), Error>) -> Result<(), Error> {
-    let mut begun: Vec<u8> = Vec::with_capacity(BLOCK);
-    for piece in pieces {
-        let mut rest = &piece[..];
-        if !begun.is_empty() {
-            let (head, behind) = rest.split_at(rest.len().min(BLOCK - begun.len()));
-            begun.extend_from_slice(head);
-            rest = behind;
-            if begun.len() < BLOCK {
-                continue;
-            }
-            with(&begun)?;
-            begun.clear();
-        }
-        let (whole, tail) = rest.split_at(rest.len() - rest.len() % BLOCK);
-        whole.chunks(PIECE).try_for_each(&mut with)?;
-        begun.extend_from_slice(tail);
-    }
-    if begun.is_empty() { Ok(()) } else { with(&begun) }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn blocks_that_lie_in_several_pieces_come_whole_and_in_order() {
-        let all: Vec<u8> = (0..=250).cycle().take(PIECE + 3000).collect();
-        let cuts =
-            [vec![], vec![1], vec![511, 512, 513], vec![100, 200, 300, 1025], vec![PIECE + 1024], vec![700, 700]];
-        for cuts in cuts {
-            let ends = cuts.iter().copied().chain([all.len()]);
-            let mut from = 0;
-            let pieces: Vec<Bytes> =
-                ends.map(|end| Bytes::copy_from_slice(&all[std::mem::replace(&mut from, end)..end])).collect();
-            let (mut found, mut sizes) = (Vec::new(), Vec::new());
-            by_blocks(&pieces, |bytes| {
-                found.extend_from_slice(bytes);
-                sizes.push(bytes.len());
-                Ok(())
-            })
-            .unwrap();
-            assert_eq!(found, all, "{cuts:?}");
-            assert!(sizes.iter().all(|&size| size <= PIECE), "{cuts:?}: {sizes:?}");
-            assert!(sizes[..sizes.len() - 1].iter().all(|size| size % 512 == 0), "{cuts:?}: {sizes:?}");
-        }
-    }
+    Ok(bytes)
 }

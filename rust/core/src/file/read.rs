@@ -344,8 +344,8 @@ impl Container {
         let len = (stop - start) as usize;
         match &self.origin {
             Origin::Ranges(ranges) => {
-                let pieces = origin::got(ranges.as_ref(), &self.path, self.payload_start + start, len)?;
-                origin::by_blocks(&pieces, place)?;
+                let bytes = origin::got(ranges.as_ref(), &self.path, self.payload_start + start, len)?;
+                bytes.chunks(PIECE).try_for_each(place)?;
             }
             Origin::File(file) => {
                 for from in (0..len).step_by(PIECE) {

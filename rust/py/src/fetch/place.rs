@@ -117,15 +117,15 @@ impl Ranges for PyRanges {
         self.len
     }
 
-    fn get(&self, at: u64, len: usize) -> Result<Vec<Bytes>, Error> {
+    fn get(&self, at: u64, len: usize) -> Result<Bytes, Error> {
         let done = Python::try_attach(|py| {
             let got = self.shared.object.bind(py).call_method1(intern!(py, "get"), (at, len));
-            got.and_then(|pieces| kept(pieces.extract()?)).map_err(|e| {
+            got.and_then(|bytes| kept(bytes.extract()?)).map_err(|e| {
                 self.shared.failure.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(e).to_string()
             })
         });
         match done {
-            Some(Ok(pieces)) => Ok(pieces),
+            Some(Ok(bytes)) => Ok(bytes),
             Some(Err(why)) => {
                 self.shared.cancel();
                 Err(std::io::Error::other(why).into())

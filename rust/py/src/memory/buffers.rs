@@ -32,47 +32,37 @@ pub(crate) fn writable(buffer: &mut PyBuffer<u8>) -> PyResult<&mut [u8]> {
     Ok(unsafe { std::slice::from_raw_parts_mut(start, len) })
 }
 
-/// The bytes of `buffers`, which nobody changes for as long as they exist, without a copy. All are released together, when
-/// the last of the bytes are dropped.
+/// The bytes of `buffer`, which nobody changes for as long as they exist, without a copy.
 ///
 /// # Errors
-/// `BufferError` if one is not in one piece.
-pub(crate) fn kept(buffers: Vec<PyBuffer<u8>>) -> PyResult<Vec<Bytes>> {
-    if !buffers.iter().all(|buffer| buffer.is_c_contiguous()) {
+/// `BufferError` if it is not in one piece.
+pub(crate) fn kept(buffer: PyBuffer<u8>) -> PyResult<Bytes> {
+    if !buffer.is_c_contiguous() {
         return Err(PyBufferError::new_err("a buffer in one piece is needed"));
     }
-    let held = Arc::new(Held(buffers));
-    Ok((0..held.0.len()).map(|number| Bytes::from_owner(Piece { held: Arc::clone(&held), number })).collect())
+    Ok(Bytes::from_owner(Held(Some(buffer))))
 }
 
-/// Buffers that may be dropped on any thread that may wait for the interpreter.
-struct Held(Vec<PyBuffer<u8>>);
+/// A buffer that may be dropped on any thread that may wait for the interpreter.
+struct Held(Option<PyBuffer<u8>>);
 
 impl Drop for Held {
     fn drop(&mut self) {
-        let buffers = std::mem::take(&mut self.0);
-        let mut rest = Some(buffers);
-        Python::try_attach(|_| drop(rest.take()));
-        // The interpreter exits, and they go with the process.
-        std::mem::forget(rest);
+        Python::try_attach(|_| drop(self.0.take()));
+        // The interpreter exits, and it goes with the process.
+        std::mem::forget(self.0.take());
     }
 }
 
-/// One of the buffers of [`Held`].
-struct Piece {
-    held: Arc<Held>,
-    number: usize,
-}
-
-impl AsRef<[u8]> for Piece {
+impl AsRef<[u8]> for Held {
     fn as_ref(&self) -> &[u8] {
-        let buffer = &self.held.0[self.number];
+        let Some(buffer) = &self.0 else { return &[] };
         let (start, len) = (buffer.buf_ptr().cast::<u8>(), buffer.len_bytes());
         if len == 0 {
             return &[];
         }
-        // SAFETY: the exporter keeps this memory where it is, in one piece, for as long as `buffer` exists, which `held`
-        // has; that nobody changes it is the promise of who handed out the buffers.
+        // SAFETY: the exporter keeps this memory where it is, in one piece, for as long as `buffer` exists; that nobody
+        // changes it is the promise of who handed it out.
         unsafe { std::slice::from_raw_parts(start, len) }
     }
 }
