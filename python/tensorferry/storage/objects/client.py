@@ -33,8 +33,8 @@ _OF_CLIENT = frozenset({"client_options", "retry_config", "credential_provider"}
 _MISSING = "checkpoints in object stores need the package obstore: pip install 'tensorferry[objects]'"
 #: Where the library's messages begin to tell of its own structures.
 DEBUG = "\n\nDebug source:"
-#: Variables that name the address of a store of Azure, by which a client tells whether it is encrypted.
-_ENDPOINTS = ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT")
+#: Variables that name the address of a store that is not S3, by which a client tells whether it is encrypted.
+_ENDPOINTS = ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT", "GOOGLE_BASE_URL")
 
 _lock = ForkSafeLock()
 _stores: dict[tuple[Any, ...], tuple[Any, Mapping[str, Any]]] = {}
@@ -132,7 +132,9 @@ def _make(library: Any, root: str, options: Mapping[str, Any], timeout: float) -
                 config["unsigned_payload"] = True
     else:
         endpoints = [os.environ.get(name, "") for name in _ENDPOINTS]
-        endpoints += [str(value) for name, value in config.items() if "endpoint" in name.lower()]
+        endpoints += [
+            str(value) for name, value in config.items() if "endpoint" in name.lower() or "base_url" in name.lower()
+        ]
     if _is_plain(endpoints):
         # Whoever gives such an address has chosen it.
         client["allow_http"] = True

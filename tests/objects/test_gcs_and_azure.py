@@ -1,0 +1,123 @@
+"""Checkpoints in GCS and Azure, as far as servers that answer as their documentation says can show it."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from other_stores import other_store
+from tensorferry import checkpointing
+from tensorferry.checkpointing import SyncCheckpointer
+from tensorferry.cli import main
+from tensorferry.dcp import FileReader, FileWriter, own_errors
+from tensorferry.errors import CorruptCheckpoint, IncompleteCheckpoint
+from tensorferry.storage import commits
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
+
+@pytest.fixture(params=["gcs", "azure"])
+def store(request, monkeypatch):
+    with other_store(request.param) as (made, variables):
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        yield made
+
+
+def save(state, place):
+    with own_errors():
+        dcp.save(state, storage_writer=FileWriter(place), no_dist=True)
+
+
+def load(state, place):
+    into = {name: torch.zeros_like(one) for name, one in state.items()}
+    with own_errors():
+        dcp.load(into, storage_reader=FileReader(place), no_dist=True)
+    return into
+
+
+def conditions(store):
+    """Returns the conditions under which the index was written, in order."""
+    names = ("x-goog-if-generation-match", "if-none-match", "if-match")
+    puts = [headers for method, path, headers in store.asked if method == "PUT" and "/index." in path]
+    return [{name: headers[name] for name in names if name in headers} for headers in puts]
+
+
+def test_what_is_saved_in_parts_is_loaded_and_replaced(store):
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        state = {"w": torch.randn(5 << 20), "v": torch.randn(100)}
+        save(state, store.place)
+        loaded = load(state, store.place)
+        assert all(torch.equal(loaded[name], one) for name, one in state.items())
+    # What the first one had is removed.
+    assert sorted(key.partition("-")[0] for key in store.objects) == [
+        "run/.metadata",
+        "run/index.safetensors",
+        "run/rank00000",
+    ]
+    assert not store.begun
+
+
+def test_the_index_is_written_under_a_condition(store):
+    for _ in range(2):
+        save({"w": torch.ones(3)}, store.place)
+    first, second = conditions(store)
+    assert first in ({"x-goog-if-generation-match": "0"}, {"if-none-match": "*"})
+    assert len(second) == 1
+    assert second != first
+
+
+@pytest.mark.parametrize("is_first", [True, False], ids=["where nothing is", "where a checkpoint is"])
+def test_a_save_that_commits_between_the_look_and_the_write_stays(store, monkeypatch, is_first):
+    if not is_first:
+        save({"u": torch.ones(2)}, store.place)
+    others = []
+
+    def look(method, path):
+        # The condition of this write was chosen already.
+        if method == "PUT" and "index" in path and not others:
+            others.append(path)
+            # It began later, and so it wins.
+            save({"v": torch.ones(3)}, store.place)
+
+    store.call_before(look)
+    # In the middle of a commit of the same process, another one would wait.
+    monkeypatch.setattr(commits, "alone_in", lambda _: contextlib.nullcontext())
+    with pytest.raises(IncompleteCheckpoint, match="began later has finished before"):
+        save({"w": torch.ones(5)}, store.place)
+    assert others
+    assert load({"v": torch.zeros(3)}, store.place)["v"].tolist() == [1, 1, 1]
+    assert len(store.objects) == 3
+
+
+def test_a_changed_byte_is_found(store, capsys):
+    save({"w": torch.ones(4000)}, store.place)
+    kept = next(one for key, one in store.objects.items() if "/rank" in key)
+    kept.data = kept.data[:5000] + b"\x01" + kept.data[5001:]
+    with pytest.raises(CorruptCheckpoint, match="does not match its checksum"):
+        load({"w": torch.ones(4000)}, store.place)
+    assert main(["verify", store.place]) != 0
+    assert "damaged: payload bytes" in capsys.readouterr().out
+
+
+def test_a_series_of_checkpoints_keeps_the_last_ones(store):
+    checkpointer = SyncCheckpointer(keep_last=2)
+    for step in range(4):
+        checkpointer.save(f"{store.place}/step-{step}", {"w": torch.full((10,), step)})
+    folders = {key.split("/")[1] for key in store.objects}
+    assert folders == {"step-2", "step-3"}
+    newest = checkpointing.latest_checkpoint(store.place)
+    assert str(newest) == f"{store.place}/step-3"
+    assert checkpointer.load(newest)["w"].unique().item() == 3
+
+
+def test_a_copy_to_and_from_a_folder(store, tmp_path, capsys):
+    save({"w": torch.ones(4000)}, store.place)
+    assert main(["copy", store.place, str(tmp_path / "here")]) == 0
+    assert main(["copy", str(tmp_path / "here"), f"{store.place}-2"]) == 0
+    capsys.readouterr()
+    assert load({"w": torch.ones(4000)}, f"{store.place}-2")["w"].all()
