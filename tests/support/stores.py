@@ -142,6 +142,7 @@ class Gateway:
         self.seen: list[tuple[str, str]] = []
         self.headers: list[dict[str, str]] = []
         self._lock = threading.Lock()
+        self._passed_on = 0
         host = url.removeprefix("http://")
         gateway = self
 
@@ -170,11 +171,12 @@ class Gateway:
                 if isinstance(action, tuple):
                     self._answer(action[0], {}, action[1])
                     return
-                upstream = http.client.HTTPConnection(host, timeout=60)
-                upstream.request(self.command, self.path, body, dict(self.headers.items()))
-                answer = upstream.getresponse()
-                data, headers = answer.read(), dict(answer.headers.items())
-                upstream.close()
+                with gateway._passing():
+                    upstream = http.client.HTTPConnection(host, timeout=60)
+                    upstream.request(self.command, self.path, body, dict(self.headers.items()))
+                    answer = upstream.getresponse()
+                    data, headers = answer.read(), dict(answer.headers.items())
+                    upstream.close()
                 self._answer(answer.status, headers, action(data) if callable(action) else data)
 
             def _answer(self, status: int, headers: dict[str, str], data: bytes) -> None:
@@ -200,6 +202,23 @@ class Gateway:
         self._server.block_on_close = False
         self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True)
+
+    @contextlib.contextmanager
+    def _passing(self) -> Iterator[None]:
+        with self._lock:
+            self._passed_on += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._passed_on -= 1
+
+    def settle(self) -> None:
+        """Waits until the server has answered all requests, also those whose client has gone."""
+        end = time.monotonic() + 60
+        while self._passed_on:
+            assert time.monotonic() < end, "the server does not answer"
+            time.sleep(0.01)
 
     def __enter__(self) -> Gateway:
         self._thread.start()

@@ -1,20 +1,18 @@
-"""Finds the containers of which several ranks of a load need the same slices."""
+"""Finds the containers of which several ranks of a load need the same slices, and who reads them with whom."""
 
 from __future__ import annotations
 
 import hashlib
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadPlan
 
+from ..storage.divided import LEAST_BYTES, MOST, Partners
 from .index import EntryRef
-
-#: Of fewer bytes of a container, ranks bring each other nothing: a receive would be over before others heard of it.
-LEAST_BYTES = 8 << 20
 
 
 @dataclass(frozen=True)
@@ -60,3 +58,58 @@ def in_common(needs: Sequence[Any]) -> list[Common]:
     told = [rank.digests if isinstance(rank, Needs) else {} for rank in needs]
     count = Counter(need for rank in told for need in rank.items())
     return [Common(frozenset(name for name, digest in rank.items() if count[name, digest] > 1)) for rank in told]
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What one rank of a load from a store tells the coordinator.
+
+    Attributes:
+        digest: that of the index that it has read
+        needs: what it needs
+        url: of the server at which it gives others what it has read; ``None`` if it has none
+    """
+
+    digest: str
+    needs: Needs
+    url: str | None
+
+
+@dataclass(frozen=True)
+class Divided:
+    """What one rank of a load from a store is told by the coordinator.
+
+    Attributes:
+        digest: that of the index that all have read
+        partners: for each container of which others need the same slices
+    """
+
+    digest: str
+    partners: Mapping[str, Partners]
+
+
+def divided(offers: Sequence[Any]) -> list[dict[str, Partners]]:
+    """Returns for each rank with whom it divides the read of which container.
+
+    Args:
+        offers: of each rank; what is no :class:`Offer` with a URL stands for a rank that reads for itself
+    """
+    groups: dict[tuple[str, bytes], list[int]] = defaultdict(list)
+    for rank, offer in enumerate(offers):
+        if isinstance(offer, Offer) and offer.url is not None:
+            for need in offer.needs.digests.items():
+                groups[need].append(rank)
+    found: list[dict[str, Partners]] = [{} for _ in offers]
+    for (container, _), ranks in groups.items():
+        for group in _in_groups(ranks):
+            urls = tuple(offers[rank].url for rank in group)
+            for number, rank in enumerate(group if len(group) > 1 else ()):
+                found[rank][container] = Partners(urls, number)
+    return found
+
+
+def _in_groups(ranks: list[int]) -> Iterator[list[int]]:
+    """Yields groups of at most ``MOST`` ranks, of about the same size."""
+    count = -(-len(ranks) // MOST)
+    for number in range(count):
+        yield ranks[len(ranks) * number // count : len(ranks) * (number + 1) // count]

@@ -2,27 +2,41 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any
 
+import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import LoadPlan
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.futures import Future
 
 from .. import _validate
-from ..errors import IncompleteCheckpoint, InvalidArgument, TensorferryError
+from ..errors import IncompleteCheckpoint, InvalidArgument, SystemRefused, TensorferryError
+from ..net.options import ServerOptions, wants_relay
+from ..net.serve import start
 from ..pickles.allowlist import Allowed
+from ..storage.divided import DividedSource, Partners
 from ..storage.folder import INDEX, unfinished
+from ..storage.objects.place import ObjectPlace
 from ..storage.places import AnyPlace, begun
 from ..storage.source import FolderSource, Progress, replaced
 from ..storage.whole_files import is_file, listed
 from . import index, marker, torch_folder
+from .common_slices import Divided, Needs, Offer, divided, needs
 from .failures import noted
 from .in_folder import RANK_INDEX, TORCH_INDEX, InFolder, thread_count
 from .reader import SliceReader
 from .torch_folder import TorchFolderSource, with_stand_ins
+
+logger = logging.getLogger("tensorferry")
+
+#: How long a request to a rank waits until that begins to read.
+_RANK_PATIENCE_S = 60.0
 
 
 class FileReader(InFolder, SliceReader):
@@ -42,10 +56,13 @@ class FileReader(InFolder, SliceReader):
             needs, a few times a second during a load and once at its end; an exception from it ends the load
         store_options: as for ``FileWriter``
         timeout: how long all requests of a load from a store may take together; 10 minutes by default
+        relay: ranks that need the same slices of an object in a store, as replicas do, read a part each, and give it to
+            the others. ``False`` turns it off for this rank; ``None`` takes ``TENSORFERRY_RELAY`` (``0`` or ``1``), by
+            default yes; docs/guides/object-stores.md says more.
 
     Attributes:
-        report: what the last load read, without the index: ``bytes`` of files, and of these ``wanted``, the bytes that
-            the plan asked for
+        report: what the last load read, without the index: ``bytes`` of files or objects, ``relayed``, those that other
+            ranks have given instead, and ``wanted``, the bytes that the plan asked for
 
     Raises:
         InvalidArgument: an argument cannot be used; the message names it
@@ -61,10 +78,12 @@ class FileReader(InFolder, SliceReader):
         progress: Progress | None = None,
         store_options: Mapping[str, Any] | None = None,
         timeout: timedelta | None = None,
+        relay: bool | None = None,
     ) -> None:
         self._safe_globals = tuple(_validate.items("safe_globals", safe_globals))
-        super().__init__(Allowed(self._safe_globals, trust_pickle), ("bytes", "wanted"), progress)
+        super().__init__(Allowed(self._safe_globals, trust_pickle), ("bytes", "relayed", "wanted"), progress)
         self._store_options, self._timeout = store_options, timeout
+        self._relay = wants_relay(relay)
         self._path = self._place(path)
         self._threads = thread_count(threads)
         #: What was read from the index, for ranks that are to read the same checkpoint: ``read_metadata(known=)``.
@@ -117,18 +136,81 @@ class FileReader(InFolder, SliceReader):
         return index.described(metadata, folder if isinstance(folder, os.PathLike) else str(folder))
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Adds the digest of this rank's index to the plan, for the coordinator."""
-        return plan if self._load.digest is None else dataclasses.replace(plan, storage_data=self._load.digest)
+        """Adds the digest of this rank's index to the plan, for the coordinator, and with a store what it needs."""
+        digest = self._load.digest
+        if digest is None:
+            return plan
+        self._load.close_server()
+        found = self._needs(plan)
+        if not found.digests:
+            return dataclasses.replace(plan, storage_data=digest)
+        options = ServerOptions()
+        try:
+            self._load.server, host = start(_RANK_PATIENCE_S, options)
+        except SystemRefused as e:
+            logger.warning("this rank reads for itself what others need as well: %s", e)
+            return dataclasses.replace(plan, storage_data=digest)
+        return dataclasses.replace(plan, storage_data=Offer(digest, found, self._load.server.url(host)))
+
+    def _needs(self, plan: LoadPlan) -> Needs:
+        """Returns what this rank may divide with others: nothing where there are none, or where it would not help."""
+        load = self._load
+        several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        in_store = isinstance(load.source, FolderSource) and isinstance(load.checkpoint or self._path, ObjectPlace)
+        if not (self._relay and several and in_store and load.metadata is not None):
+            return Needs({})
+        return needs(plan, load.metadata.storage_data)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Checks that all ranks have read the same index.
+        """Checks that all ranks have read the same index, and tells those that need the same slices of each other.
 
         Raises:
             SourceChanged: a save replaced the index after some ranks had read it
         """
-        if len({plan.storage_data for plan in plans if isinstance(plan.storage_data, str)}) > 1:
+        told = [plan.storage_data for plan in plans]
+        digests = {one.digest if isinstance(one, Offer) else one for one in told if isinstance(one, Offer | str)}
+        if len(digests) > 1:
             raise replaced(self._load.checkpoint or self._path)
-        return plans
+        return [
+            dataclasses.replace(plan, storage_data=Divided(offer.digest, partners))
+            if isinstance(offer, Offer)
+            else plan
+            for plan, offer, partners in zip(plans, told, divided(told), strict=True)
+        ]
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Reads all items of ``plan`` into their targets; of what others need as well, a part.
+
+        Raises:
+            Exception: as for :meth:`SliceReader.read_data`
+        """
+        found = plan.storage_data
+        if not isinstance(found, Divided):
+            self._load.close_server()
+            return super().read_data(plan, planner)
+        with self._dividing(found.partners):
+            return super().read_data(dataclasses.replace(plan, storage_data=found.digest), planner)
+
+    @contextlib.contextmanager
+    def _dividing(self, partners: Mapping[str, Partners]) -> Iterator[None]:
+        """Within the block, this rank reads a part of what its partners need as well; then its server is gone."""
+        load = self._load
+        source, server, place = load.source, load.server, load.checkpoint or self._path
+        try:
+            if partners and server is not None and source is not None and isinstance(place, ObjectPlace):
+                options = ServerOptions()
+                load.source = DividedSource(
+                    source,
+                    partners,
+                    server,
+                    secret=options.secret,
+                    same_host=options.same_host,
+                    seconds_left=place.seconds_left,
+                )
+            yield
+        finally:
+            load.source = source
+            load.close_server()
 
 
 def _index_of_torch(folder: AnyPlace, rank: int | None) -> AnyPlace | None:

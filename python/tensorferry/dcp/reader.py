@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from .. import _validate
+from .._native import Server
 from .._reentry import CallMark
 from ..errors import InvalidArgument
 from ..pickles.allowlist import Allowed
@@ -35,6 +36,7 @@ class Load(threading.local):
         digest: identifies the index of all ranks, if there is one
         failed: why the index could not be read
         allowed: the globals that its pickles may name, until its deadline; ``None`` if it has none
+        server: gives other ranks what this one has read for them; ``None`` if there is none
     """
 
     def __init__(self) -> None:
@@ -47,6 +49,13 @@ class Load(threading.local):
         self.digest: str | None = None
         self.failed: Exception | None = None
         self.allowed: Allowed | None = None
+        self.server: Server | None = None
+
+    def close_server(self) -> None:
+        """Ends the server, if there is one."""
+        server, self.server = self.server, None
+        if server is not None:
+            server.shutdown(0.0)
 
 
 def _loading() -> CallMark:

@@ -92,6 +92,10 @@ class ObjectPlace:
         if self._deadline is not None:
             self._deadline.end()
 
+    def seconds_left(self) -> float:
+        """Returns how many seconds the operation that has begun here may take from now on."""
+        return self.timeout if self._deadline is None else self._deadline.left()
+
     def calls(self) -> Calls:
         """Returns requests of this operation that end together."""
         return Calls(self._deadline or Deadline(self.timeout))

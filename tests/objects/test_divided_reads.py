@@ -1,0 +1,88 @@
+"""Ranks of a load that need the same slices of an object read a part each, and give it to the others."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import ranks
+import torch
+import torch.distributed.checkpoint as dcp
+
+from stores import Gateway, environment
+from tensorferry.dcp import FileReader, FileWriter, own_errors
+
+pytestmark = [pytest.mark.filterwarnings("ignore::UserWarning"), pytest.mark.slow, pytest.mark.process]
+
+MIB = 1 << 20
+
+
+def weights():
+    generator = torch.Generator().manual_seed(3)
+    return {f"layer{i}": torch.randn(MIB, generator=generator) for i in range(6)}
+
+
+class Rank:
+    """A rank of a job that loads."""
+
+    def __init__(self, rank, world):
+        del world
+        self.rank = rank
+
+    def load(self, variables, place, options):
+        """Returns whether all is right, and what was read."""
+        os.environ.update(variables)
+        expected = weights()
+        found = {name: torch.zeros_like(one) for name, one in expected.items()}
+        reader = FileReader(place, **options)
+        with own_errors():
+            dcp.load(found, storage_reader=reader)
+        return all(torch.equal(found[name], one) for name, one in expected.items()), reader.report
+
+    def end(self):
+        pass
+
+
+def job_of(world):
+    return ranks.Job("the job", world, Rank, 90)
+
+
+@pytest.fixture
+def counted(server):
+    """A checkpoint of 24 MiB, and a gateway that counts the bytes of answers."""
+    dcp.save(weights(), storage_writer=FileWriter(server.place), no_dist=True)
+    sent = []
+
+    def act(_, method, path):
+        def note(data):
+            sent.append(len(data))
+            return data
+
+        return note if method == "GET" and "/rank" in path else None
+
+    with Gateway(server.url, act) as gateway:
+        yield gateway, sent
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_the_store_sends_once_what_all_need(counted, server, world):
+    gateway, sent = counted
+    with job_of(world) as job:
+        results = job("load", environment(gateway.url), server.place, {})
+    assert all(equal for equal, _ in results), results
+    assert sum(sent) < 1.1 * (24 << 20), results
+    for _, report in results:
+        assert report["wanted"] == 24 << 20
+        assert report["relayed"] >= (24 << 20) * (world - 1) // world
+        assert report["bytes"] < 1.1 * (24 << 20) / world
+
+
+@pytest.mark.parametrize("side", ["reader", "environment"])
+def test_each_reads_for_itself_where_that_is_wanted(counted, server, side):
+    gateway, sent = counted
+    variables = {"TENSORFERRY_RELAY": "0"} if side == "environment" else {}
+    with job_of(2) as job:
+        options = {"relay": False} if side == "reader" else {}
+        results = job("load", environment(gateway.url) | variables, server.place, options)
+    assert [(equal, report["relayed"]) for equal, report in results] == [(True, 0)] * 2
+    assert sum(sent) >= 48 << 20
