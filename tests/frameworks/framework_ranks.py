@@ -13,7 +13,10 @@ import threading
 from pathlib import Path
 from typing import IO
 
+import forked
+
 HERE = Path(__file__).parent
+EXAMPLES = HERE.parents[1] / "examples" / "frameworks"
 FRAMEWORKS = Path(sys.prefix) / "frameworks"
 
 
@@ -23,8 +26,20 @@ def free_port() -> int:
         return bound.getsockname()[1]
 
 
+class _WithFrameworks(forked.Popen):
+    """Forks from a process that has imported Lightning and accelerate, too."""
+
+    modules = (*forked.MODULES, "lightning.pytorch", "lightning.fabric", "accelerate")
+    path = os.pathsep.join(filter(None, [str(FRAMEWORKS), os.environ.get("PYTHONPATH")]))
+
+
+_STARTED: set[str] = set()
+
+
 class Process:
     """A script that prints lines of a word and a value.
+
+    The first process of each example is a new interpreter, as users start it. All others are forked.
 
     Args:
         script: its name in this folder, or its path
@@ -44,8 +59,13 @@ class Process:
     ) -> None:
         path = os.pathsep.join(filter(None, [str(FRAMEWORKS), os.environ.get("PYTHONPATH")]))
         added = {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, **environment}
-        self.process = subprocess.Popen(
-            [sys.executable, "-W", "ignore", str(HERE / script), *map(str, arguments)],
+        command = [str(HERE / script), *map(str, arguments)]
+        examples = {part for part in command if part.startswith(str(EXAMPLES))} - _STARTED
+        _STARTED.update(examples)
+        asked = " ".join(command)
+        forks = _WithFrameworks if "lightning_" in asked or "accelerate_" in asked else forked.Popen
+        self.process = (subprocess.Popen if examples else forks)(
+            [sys.executable, "-W", "ignore", *command],
             cwd=folder,
             env=os.environ | {key: str(value) for key, value in added.items()},
             stdout=subprocess.PIPE,
