@@ -7,7 +7,8 @@ import shutil
 from typing import TYPE_CHECKING
 
 import pytest
-from framework_ranks import EXAMPLES, Process, digest, job
+from digests import digest
+from framework_ranks import EXAMPLES, Process, job
 from safetensors.torch import load_file
 from torch.distributed import TCPStore
 
