@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import subprocess
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ import hypothesis
 import pytest
 import torch.distributed as dist
 
+import forked
 from beside import Beside
 from child import Child
 from every_nth import keep_every_nth
@@ -158,6 +160,12 @@ def forked_child() -> Iterator[Child]:
     started = Child(forks=True)
     yield started
     started.end()
+
+
+@pytest.fixture
+def forked_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Interpreters that a test lets others start are forked from one that has imported torch and the package."""
+    monkeypatch.setattr(subprocess, "Popen", forked.Popen)
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from typing import TYPE_CHECKING
 
 import pytest
@@ -10,8 +11,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file as load_safetensors
 
+import forked
 from checkpoint_ranks import run
-from child import COMMAND, run_forked
 from rank_worker import SHARDED, TENSORS
 from tensorferry.checkpointing import SyncCheckpointer
 from tensorferry.cli import exits
@@ -42,7 +43,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def convert(*arguments: object) -> subprocess.CompletedProcess[str]:
-    return run_forked(COMMAND, "convert", *arguments, within=120)
+    command = [sys.executable, "-m", "tensorferry", "convert", *arguments]
+    return forked.run(command, timeout=120, capture_output=True, text=True)
 
 
 def same(found: dict, rank: int = 0) -> None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+import forked
 from tensorferry._native import Remote
 from tensorferry.cli import exits
 from tensorferry.storage.download import partial_of
@@ -48,7 +49,7 @@ def header_file(path: Path, header: dict[str, Any], payload: bytes) -> Path:
 def in_a_process(*arguments: object, **options: Any) -> subprocess.CompletedProcess[bytes]:
     """Runs the command in a process of its own, which may end by a signal or without standard output."""
     command = [sys.executable, "-m", "tensorferry", *map(str, arguments)]
-    return subprocess.run(command, timeout=110, check=False, **{"capture_output": True, **options})
+    return forked.run(command, timeout=110, **{"capture_output": True, **options})
 
 
 def test_tensors_without_memory_do_not_end_the_process(tmp_path: Path) -> None:

@@ -5,31 +5,34 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from torch.distributed import TCPStore
 
 import forked
-from child import LEAVE
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "fsdp2" / "train.py"
-RUN = f"""
-import runpy, sys
-sys.argv = ["train.py", *sys.argv[1:]]
-runpy.run_path({str(EXAMPLE)!r}, run_name="__main__")
-{LEAVE}
-"""
 
 
 def train(folder: Path, steps: int) -> tuple[list[str], str]:
     """Runs the example as torchrun does; returns the digest of each rank, and what all have said."""
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    arguments = ["-c", "--folder", str(folder), "--steps", str(steps), "--every", "4"]
+    command = [sys.executable, str(EXAMPLE), "--folder", str(folder), "--steps", str(steps), "--every", "4"]
     about = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port), "WORLD_SIZE": "2"}
     about |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0", "OMP_NUM_THREADS": "1"}
-    script = f"import sys\nsys.argv = {arguments!r}\n{RUN}"
-    ranks = [forked.fork(script, {**os.environ, **about, "RANK": str(n), "LOCAL_RANK": str(n)}) for n in range(2)]
+    ranks = [
+        forked.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **about, "RANK": str(n), "LOCAL_RANK": str(n)},
+        )
+        for n in range(2)
+    ]
     try:
         said = [rank.communicate(timeout=100)[1] for rank in ranks]
     finally:

@@ -29,8 +29,10 @@ def play(directory: Path, transport: str, **options) -> Outcome:
     return outcome
 
 
+# The next test starts replicas as the demo does, anew.
 @pytest.mark.slow
 @pytest.mark.timeout(270)
+@pytest.mark.usefixtures("forked_starts")
 @pytest.mark.parametrize("name", MATRIX)
 def test_killed_replicas_heal_bit_equal(name: str, tmp_path: Path, pytestconfig: pytest.Config):
     options = MATRIX[name]

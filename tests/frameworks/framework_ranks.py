@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import queue
 import socket
@@ -13,7 +12,10 @@ import threading
 from pathlib import Path
 from typing import IO
 
+import forked
+
 HERE = Path(__file__).parent
+EXAMPLES = HERE.parents[1] / "examples" / "frameworks"
 FRAMEWORKS = Path(sys.prefix) / "frameworks"
 
 
@@ -23,8 +25,20 @@ def free_port() -> int:
         return bound.getsockname()[1]
 
 
+class _WithFrameworks(forked.Popen):
+    """Forks from a process that has imported Lightning and accelerate, too."""
+
+    modules = (*forked.MODULES, "lightning.pytorch", "lightning.fabric", "accelerate")
+    path = os.pathsep.join(filter(None, [str(FRAMEWORKS), os.environ.get("PYTHONPATH")]))
+
+
+_STARTED: set[str] = set()
+
+
 class Process:
     """A script that prints lines of a word and a value.
+
+    The first process of each example is a new interpreter, as users start it. The others are forked.
 
     Args:
         script: its name in this folder, or its path
@@ -44,8 +58,14 @@ class Process:
     ) -> None:
         path = os.pathsep.join(filter(None, [str(FRAMEWORKS), os.environ.get("PYTHONPATH")]))
         added = {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, **environment}
-        self.process = subprocess.Popen(
-            [sys.executable, "-W", "ignore", str(HERE / script), *map(str, arguments)],
+        command = [str(HERE / script), *map(str, arguments)]
+        examples = {part for part in command if part.startswith(str(EXAMPLES))} - _STARTED
+        _STARTED.update(examples)
+        asked = " ".join(command)
+        forks = _WithFrameworks if "lightning_" in asked or "accelerate_" in asked else forked.Popen
+        # torchtitan's job changes torch before it imports what asks for devices.
+        self.process = (subprocess.Popen if examples or "titan_job" in asked else forks)(
+            [sys.executable, "-W", "ignore", *command],
             cwd=folder,
             env=os.environ | {key: str(value) for key, value in added.items()},
             stdout=subprocess.PIPE,
@@ -105,20 +125,3 @@ def job(script: str | Path, *arguments: object, world: int = 2, folder: Path | N
     finally:
         for rank in ranks:
             rank.kill()
-
-
-def digest(state) -> str:
-    """Returns a digest of this rank's part of all tensors in ``state``, and of the values beside them."""
-    import torch
-    from torch.distributed.tensor import DTensor
-    from torch.utils._pytree import tree_flatten_with_path
-
-    found = hashlib.sha256()
-    for path, leaf in sorted(tree_flatten_with_path(state)[0], key=lambda pair: str(pair[0])):
-        found.update(str(path).encode())
-        if isinstance(leaf, DTensor):
-            leaf = leaf.to_local()
-        if isinstance(leaf, torch.Tensor):
-            leaf = leaf.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-        found.update(leaf if isinstance(leaf, bytes) else repr(leaf).encode())
-    return found.hexdigest()

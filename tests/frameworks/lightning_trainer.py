@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import torch
-from framework_ranks import digest
+from digests import digest
 from lightning.fabric import Fabric
 from lightning.fabric.strategies import FSDPStrategy, ModelParallelStrategy
 from lightning.fabric.utilities.load import _load_distributed_checkpoint

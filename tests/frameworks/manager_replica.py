@@ -18,7 +18,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from framework_ranks import digest
+from digests import digest
 
 import tensorferry
 

@@ -36,7 +36,7 @@ for name in ("datasets", "datasets.distributed", "torch.utils.tensorboard"):
     sys.modules.setdefault(name, mock.MagicMock(__path__=[]))
 
 import torch.distributed.checkpoint as dcp  # noqa: E402
-from framework_ranks import digest  # noqa: E402
+from digests import digest  # noqa: E402
 from torch.distributed.checkpoint.staging import StagingOptions  # noqa: E402
 from torch.distributed.checkpoint.stateful import Stateful  # noqa: E402
 from torch.distributed.fsdp import FSDPModule  # noqa: E402

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+import forked
 
 #: Two heals, from a source that is put in; nothing else may write to stderr.
 HEALS = """
@@ -60,7 +61,7 @@ def stderr_of(code: str, folder: Path) -> list[str]:
     environment = {**os.environ, "TENSORFERRY_KEEPER_DIR": str(folder / "keeper"), "OMP_NUM_THREADS": "1"}
     # Torch's warning of a missing NumPy comes from the interpreter's own filters, and is no line of a log.
     command = [sys.executable, "-W", "ignore", "-c", code]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=90, check=False)
+    done = forked.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=90)
     assert done.returncode == 0, done.stderr
     return done.stderr.splitlines()
 

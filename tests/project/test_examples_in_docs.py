@@ -1,8 +1,10 @@
 """The examples in README and docs run: Python in an environment of only the wheel and torch, without numpy.
 
 A block of Python runs as it stands; one that needs more than that environment has runs in this one (``documents.py``).
+Interpreters are forked from one which has imported torch and the package, except for the first of the tutorial.
 """
 
+import os
 import shlex
 import signal
 import subprocess
@@ -13,39 +15,28 @@ from pathlib import Path
 import pytest
 import torch
 
-from child import run_forked
+import forked
 from documents import MEGATRON, ROOT, Block, blocks, run
 
-
-def run_block(python: Path | str, code: str, folder: Path) -> None:
-    """Runs code in a process that is forked from one which has imported torch and the package."""
-    if "__main__" in code or "multiprocessing" in code:
-        run(python, code, folder)  # Its children look for a script.
-        return
-    done = run_forked(f"import os\nos.chdir({str(folder)!r})\n{code}", python=(python, "-I"))
-    assert done.returncode == 0, done.stderr
-
-
-def make_environment(folder: Path, *packages: str) -> Path:
-    """Makes an environment of the wheel, torch and its requirements, by links into uv's cache."""
-    wheels = list((ROOT / "dist").glob("*.whl"))
-    assert len(wheels) == 1, f"the blocks run with the wheel in dist/, which has {len(wheels)}: run `make build`"
-    uv = Path(sys.executable).parent / "uv"
-    python = folder / "bin" / "python"
-    torch_version = torch.__version__.split("+")[0]
-    for command in (
-        [uv, "venv", "-q", "--python", sys.executable, folder],
-        [uv, "pip", "install", "-q", "--python", python, f"torch=={torch_version}", *packages],
-        # The wheel's dependencies are checked, and must be installed already.
-        [uv, "pip", "install", "-q", "--python", python, "--no-index", wheels[0]],
-    ):
-        subprocess.run(command, check=True, timeout=300)
-    return python
+UV = Path(sys.executable).parent / "uv"
 
 
 @pytest.fixture(scope="session")
 def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_environment(tmp_path_factory.mktemp("bare") / "env")
+    """An environment of the wheel, torch and its requirements, made by links into uv's cache."""
+    folder = tmp_path_factory.mktemp("bare") / "env"
+    wheels = list((ROOT / "dist").glob("*.whl"))
+    assert len(wheels) == 1, f"the blocks run with the wheel in dist/, which has {len(wheels)}: run `make build`"
+    python = folder / "bin" / "python"
+    torch_version = torch.__version__.split("+")[0]
+    for command in (
+        [UV, "venv", "-q", "--python", sys.executable, folder],
+        [UV, "pip", "install", "-q", "--python", python, f"torch=={torch_version}"],
+        # The wheel's dependencies are checked, and must be installed already.
+        [UV, "pip", "install", "-q", "--python", python, "--no-index", wheels[0]],
+    ):
+        subprocess.run(command, check=True, timeout=300)
+    return python
 
 
 @pytest.mark.slow
@@ -69,16 +60,17 @@ def test_the_bare_environment_has_no_numpy(bare: Path, tmp_path: Path):
 def test_every_block_of_python_runs(block: Block, bare: Path, tmp_path: Path):
     if block.kind == "needs":
         pytest.importorskip(block.name, reason=f"{block} needs {block.name}")
-    run_block(sys.executable if block.kind == "needs" else bare, block.whole(), tmp_path)
+    run(sys.executable if block.kind == "needs" else bare, block.whole(), tmp_path)
 
 
 class Terminal:
-    """A command of a page, started in a folder; what it prints is in a file there."""
+    """A command of a page, started in a folder, or forked; what it prints is in a file there."""
 
-    def __init__(self, command: list[str | Path], folder: Path, name: str) -> None:
+    def __init__(self, command: list[str | Path], folder: Path, name: str, forks: bool = False) -> None:
         self.output = folder / name
+        start = forked.Popen if forks else subprocess.Popen
         with self.output.open("w") as output:
-            self.process = subprocess.Popen(command, cwd=folder, stdout=output, stderr=subprocess.STDOUT)
+            self.process = start(command, cwd=folder, stdout=output, stderr=subprocess.STDOUT)
 
     def wait_for(self, what: str) -> None:
         end = time.monotonic() + 60
@@ -116,7 +108,7 @@ def test_the_tutorial(bare: Path, tmp_path: Path):
     terminals = []
 
     def start(name: str, first: str) -> Terminal:
-        terminals.append(Terminal([bare, "-I", *arguments], tmp_path, name))
+        terminals.append(Terminal([bare, "-I", *arguments], tmp_path, name, forks=bool(terminals)))
         terminals[-1].wait_for(first)
         return terminals[-1]
 
@@ -144,9 +136,7 @@ def test_the_two_jobs_that_reshard(tmp_path: Path):
         while not (tmp_path / "metadata.txt").exists():
             job.wait_for("")
             time.sleep(0.05)
-        done = subprocess.run(
-            [sys.executable, *load], cwd=tmp_path, capture_output=True, text=True, timeout=110, check=False
-        )
+        done = forked.run([sys.executable, *load], cwd=tmp_path, capture_output=True, text=True, timeout=110)
         assert done.returncode == 0, done.stderr
         assert done.stdout == "loaded\n"
         assert job.process.wait(60) == 0, job.output.read_text()
@@ -185,15 +175,19 @@ for snapshot in ("borrow", "copy"):
 
 @pytest.mark.slow
 @pytest.mark.timeout(500)
-def test_the_wheel_passes_its_tests_without_numpy(tmp_path: Path):
-    python = make_environment(tmp_path / "env", "pytest", "pytest-timeout", "hypothesis")
-    listed = subprocess.run([python, "-c", "import numpy"], capture_output=True, text=True, timeout=110, check=False)
+def test_the_wheel_passes_its_tests_without_numpy(bare: Path, tmp_path: Path):
+    packages = ("pytest", "pytest-timeout", "hypothesis")
+    command = [UV, "pip", "install", "-q", "--python", bare, "--target", tmp_path, *packages]
+    subprocess.run(command, check=True, timeout=300)
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    options = {"env": environment, "capture_output": True, "text": True, "timeout": 400, "check": False}
+    listed = subprocess.run([bare, "-c", "import numpy"], **options)
     assert "No module named 'numpy'" in listed.stderr
     files = [f"tests/{name}.py" for name in WITHOUT_NUMPY]
-    command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow"]
+    command = [bare, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow"]
     # torch warns that there is no numpy.
     command += ["-W", "ignore:Failed to initialize NumPy", *files]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400, check=False)
+    done = subprocess.run(command, cwd=ROOT, **options)
     assert done.returncode == 0, done.stdout[-4000:]
 
 

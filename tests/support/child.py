@@ -75,33 +75,12 @@ def stuck_reader(source):
     return reader
 '''
 
-#: The command of the package, which leaves its status to what comes behind it.
-COMMAND = """
-import runpy
-try:
-    runpy.run_module("tensorferry", run_name="__main__", alter_sys=True)
-except SystemExit as ended:
-    _status = ended.code
-"""
-
-#: The end of a forked script that has nothing to say about an interpreter's end: threads are awaited and exit handlers
-#: run, but torch is not torn down, which takes each process up to a second of CPU.
-LEAVE = """
-import atexit, os, sys, threading
-threading._shutdown()
-atexit._run_exitfuncs()
-sys.stdout.flush()
-sys.stderr.flush()
-os._exit(globals().get("_status") or 0)
-"""
-
 
 def fork_script(
     script: str, *arguments: object, listens: bool = False, python: tuple[str | Path, ...] = (sys.executable,)
 ) -> subprocess.Popen[str]:
     """Starts a script in a process that is forked from one of ``python`` which has imported torch and the package."""
-    begin = f"import sys\nsys.argv = {['-c', *map(str, arguments)]!r}\n"
-    return forked.fork(begin + script + LEAVE, dict(os.environ), listens, python)
+    return forked.fork(script, dict(os.environ), *arguments, listens=listens, python=python)
 
 
 def run_forked(
@@ -131,8 +110,8 @@ class Child:
         """Starts a script; with ``to_the_end`` a forked interpreter is torn down behind it, as any other is."""
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
         if self._forks and not before:
-            end = "" if to_the_end else LEAVE
-            self.process = forked.fork(PRELUDE + textwrap.dedent(script) + end, environment, listens)
+            script = PRELUDE + textwrap.dedent(script)
+            self.process = forked.fork(script, environment, listens=listens, to_the_end=to_the_end)
             return self.process
         self.process = subprocess.Popen(
             [sys.executable, "-c", before + PRELUDE + textwrap.dedent(script)],

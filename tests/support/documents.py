@@ -5,10 +5,11 @@ wheel and torch does not have. ``file=NAME`` is a file of the reader's, which a 
 """
 
 import re
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+
+import forked
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))
@@ -166,6 +167,6 @@ def run(python: Path | str, code: str, folder: Path) -> str:
     script = folder / "example.py"
     script.write_text(code)
     # No modules of this checkout or of the user.
-    done = subprocess.run([python, "-I", script], cwd=folder, capture_output=True, text=True, timeout=90, check=False)
+    done = forked.run([python, "-I", script], cwd=folder, capture_output=True, text=True, timeout=90)
     assert done.returncode == 0, done.stderr
     return done.stdout
