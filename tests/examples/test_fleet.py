@@ -27,11 +27,17 @@ def test_the_demo_says_what_it_cannot_show():
 
 @pytest.mark.slow
 @pytest.mark.timeout(270)
-@pytest.mark.usefixtures("forked_starts")
 @pytest.mark.parametrize("quorum", [(), ("--sync-quorum",)], ids=["asynchronous", "synchronous"])
 def test_the_demo_of_a_fleet_ends_well(
-    tmp_path: Path, quorum: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    quorum: tuple[str, ...],
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ):
+    # Once with interpreters of their own, as users start them.
+    if not quorum:
+        request.getfixturevalue("forked_starts")
     command = ["fleet_story.py", "--logs", str(tmp_path), "--deadline", "230", "--replicas", "4", *quorum]
     monkeypatch.setattr(sys, "argv", command)
     before = signal.getsignal(signal.SIGTERM)
