@@ -14,10 +14,10 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from stores import Gateway, environment, moments, objects, uploads
+from stores import FORBIDDEN, Gateway, environment, moments, objects, uploads
 from tensorferry.checkpointing import AsyncCheckpointer, SyncCheckpointer
 from tensorferry.dcp import FileReader, FileWriter, own_errors
-from tensorferry.errors import IncompleteCheckpoint, WriterLost
+from tensorferry.errors import IncompleteCheckpoint, StoreRefused, WriterLost
 from tensorferry.storage import commits
 
 pytestmark = [pytest.mark.filterwarnings("ignore::UserWarning"), pytest.mark.process]
@@ -172,6 +172,26 @@ def test_what_a_living_save_has_written_stays(server):
     dcp.load(into, storage_reader=FileReader(server.place), no_dist=True)
     assert into["v"].tolist() == [1, 1, 1]
     assert len(objects(server.url, server.prefix)) == 3
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["that has ended", "that has failed"])
+def test_what_a_writer_has_left_goes_with_the_next_save_while_the_writer_is_kept(gateway, server, fails):
+    kept = FileWriter(server.place)
+
+    def act(_, method, path):
+        refused = "/index." in path if fails else "delete" in path
+        return FORBIDDEN if refused and method in ("PUT", "POST", "DELETE") else None
+
+    dcp.save({"w": torch.ones(2)}, storage_writer=kept, no_dist=True)
+    gateway.act = act
+    other = FileWriter(server.place)
+    with pytest.raises(StoreRefused) if fails else contextlib.nullcontext(), own_errors():
+        dcp.save({"w": torch.ones(3)}, storage_writer=other, no_dist=True)
+    assert len(objects(server.url, server.prefix)) == 4
+    gateway.act = lambda *_: None
+    dcp.save({"w": torch.ones(4)}, storage_writer=FileWriter(server.place), no_dist=True)
+    assert len(objects(server.url, server.prefix)) == 3
+    del kept, other
 
 
 @pytest.mark.parametrize("first", [True, False], ids=["where nothing is", "where a checkpoint is"])

@@ -309,7 +309,7 @@ class FileWriter(InFolder, StorageWriter):  # type: ignore[misc]  # mypy does no
         metadata.storage_data = stored
         index.stamp(metadata).storage_meta = StorageMeta(checkpoint_id=_id_of(save.path), save_id=save.id)
         files = {ref.container: ref.header for ref in stored.values()}
-        with save.undone(), making_room(save.path):
+        with save.ending(), save.undone(), making_room(save.path):
             commits.commit_index(
                 save.index,
                 [(reserved.INDEX, index.encode(metadata, stored))],

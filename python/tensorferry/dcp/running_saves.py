@@ -11,7 +11,7 @@ from pathlib import Path
 from .._reentry import CallMark
 from ..errors import InvalidArgument
 from ..storage import commits, leftovers
-from ..storage.container import Stored
+from ..storage.container import Stored, release
 from ..storage.folder import INDEX
 from ..storage.places import AnyPlace, begun, new_save_id
 from ..storage.whole_files import is_file
@@ -91,6 +91,15 @@ class SaveRecord:
         """The save goes on now: in a store, what is left of it has a deadline of its own."""
         self.path = begun(self.path)
         self.index = self.path / self.index.name
+
+    @contextlib.contextmanager
+    def ending(self) -> Iterator[None]:
+        """After the block, other saves may remove what this one has left, whoever holds on to this object."""
+        try:
+            yield
+        finally:
+            written, self.written = self.written, None
+            release(written)
 
     @contextlib.contextmanager
     def undone(self) -> Iterator[None]:

@@ -34,6 +34,15 @@ class Stored(Protocol):
         """The checksum of the container's header."""
 
 
+def release(written: Stored | None) -> None:
+    """Other saves may take the writer of an object for dead from now on; that of a file once ``written`` is dropped.
+
+    At once, since what holds on to ``written`` may live long, as the traceback of an error or a writer does.
+    """
+    if (alive := getattr(written, "alive", None)) is not None:
+        alive.close()
+
+
 @dataclass(frozen=True)
 class Container:
     """The entries of a container, and the memory behind them.

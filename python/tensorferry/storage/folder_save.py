@@ -22,7 +22,7 @@ from .._native import _file_entries, _file_header
 from ..errors import ConnectError, FetchTimeout, IncompleteCheckpoint, StoreRefused, SystemRefused, TensorferryError
 from . import commits, leftovers, reserved
 from .commits import Commit
-from .container import Container, Stored
+from .container import Container, Stored, release
 from .folder import ABOUT, INDEX, add_shards, committed_save, encode_index
 from .objects.place import ObjectPlace
 from .places import AnyPlace, begun, home_of_save
@@ -160,9 +160,7 @@ class FolderSave:
     def close(self) -> None:
         """Unlocks the file of this rank."""
         written, self._written = self._written, None
-        # That of an object at once: what has failed may hold on to what was written.
-        if (alive := getattr(written, "alive", None)) is not None:
-            alive.close()
+        release(written)
 
     def _wait_for_files(self, check: Callable[[], None]) -> list[str]:
         """Waits until the files of all ranks are in the folder; returns their names, by rank."""
