@@ -196,7 +196,7 @@ impl Transfer<'_> {
                     let Some(mut range) = self.take(scope, &mut connection) else { return };
                     let first = range.at;
                     let from = (lane.source, source, limits);
-                    let result = self.fetch_range(index, from, &mut connection, &mut range, &mut sink);
+                    let result = self.fetch_range(index, from, &mut connection, (&mut range, &mut sink), || ());
                     slow = self.watch.end(index).is_some();
                     let Err(error) = result else {
                         failures = 0;

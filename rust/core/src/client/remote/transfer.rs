@@ -206,6 +206,10 @@ impl Remote {
         let rail_lanes =
             RailLanes::new(self.sources.len(), lanes, if is_large { fitting(each) } else { 0 }, &self.limits);
         let queue = Queue::new(runs, per_range);
+        if rails > 0 {
+            // The first ranges, too: a long one takes a slow link longer than the others need for all the rest.
+            queue.taper(8 * (lanes as u64 + each * rails));
+        }
         // Receivers that begin together do not fetch the same at first; a source that is still copying has the beginning.
         let anywhere = relay.is_some() && self.sources[self.primary].is_full();
         let queue = if anywhere { queue.beginning_at(random::bytes()?) } else { queue };
