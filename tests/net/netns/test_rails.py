@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import subprocess
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,6 +15,8 @@ if TYPE_CHECKING:
 
 MIB = 48
 STATE = MIB << 20
+#: The program of a host without torch, whose small receives need one connection.
+LIGHT = Path(__file__).with_name("light.py")
 
 
 @contextlib.contextmanager
@@ -89,3 +93,41 @@ def test_links_that_swallow_everything_from_the_start_are_done_without() -> None
         assert answer["digest"] == published["digest"]
         # The deadline is 90 s, and a source with one address may be silent for 15.
         assert answer["seconds"] < 40, answer
+
+
+def connections_begun(host: str) -> int:
+    """Returns how many connections have been attempted from a host so far."""
+    command = ["ip", "netns", "exec", host, "cat", "/proc/net/snmp"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    names, values = (line.split() for line in done.stdout.splitlines() if line.startswith("Tcp:"))
+    return int(values[names.index("ActiveOpens")])
+
+
+def test_a_link_that_was_silent_is_not_waited_for_by_the_next_receive() -> None:
+    with contextlib.ExitStack() as stack:
+        try:
+            links = Links([100, 100])
+        except NotPermitted as reason:
+            pytest.skip(f"no network namespaces here: {reason}")
+        stack.callback(links.remove)
+        source = Agent(links.source, "serve", LIGHT, kib=64)
+        stack.callback(source.end)
+        receiver = Agent(links.receiver, "receive", LIGHT)
+        stack.callback(receiver.end)
+        [metadata] = source.next()["metadata"]
+
+        def receive_lightly() -> tuple[int, int]:
+            """Returns how many connections a receive began, and over which link it came."""
+            before = connections_begun(links.receiver)
+            answer = receiver.ask(metadata=[metadata])
+            assert answer["right"]
+            [(here, _, _)] = answer["by_route"]
+            return connections_begun(links.receiver) - before, int(here.split(".")[2])
+
+        begun, link = receive_lightly()
+        assert begun == 1
+        links.cut(link)
+        begun, other = receive_lightly()
+        assert begun == 2
+        assert other != link
+        assert receive_lightly() == (1, other)

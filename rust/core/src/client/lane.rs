@@ -132,9 +132,10 @@ impl Transfer<'_> {
             let origin = (self.primary + turn) % self.sources.len();
             let source = &self.sources[origin];
             let from = (origin, source, self.limits);
-            let result = self.fetch_range(index, from, &mut connection, &mut range, &mut sink);
+            // Not once the range is through: that takes a second where the link is slow.
+            let begin_rails = || self.begin_rails(scope, origin);
+            let result = self.fetch_range(index, from, &mut connection, (&mut range, &mut sink), begin_rails);
             let (slow, was_recalled) = (self.watch.end(index), self.watch.was_recalled(index));
-            self.begin_rails(scope, origin);
             let Err(mut error) = result else {
                 failures = 0;
                 if let Some(brought) = &connection {

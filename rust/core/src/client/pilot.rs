@@ -134,7 +134,7 @@ impl Transfer<'_> {
                     Next::Over => return Ok(()),
                 };
                 wait = false;
-                self.fetch_range(index, from, &mut connection, &mut range, &mut sink)?;
+                self.fetch_range(index, from, &mut connection, (&mut range, &mut sink), || ())?;
                 self.watch.end(index);
             }
         }

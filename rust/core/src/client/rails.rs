@@ -27,6 +27,7 @@ use super::routes::{own_addresses, route};
 use crate::cancel::Cancel;
 use crate::error::ErrorKind;
 use crate::memory::zeroed;
+use crate::payload::Queue;
 
 /// With less to fetch, one address is enough: connecting to others takes longer than they would save.
 pub(super) const LEAST_BYTES: u64 = 16 << 20;
@@ -41,6 +42,18 @@ const LEFT_ALONE: Duration = Duration::from_secs(2);
 const MOST_DOUBLINGS: u32 = 3;
 /// A link this many times slower than the fastest one would only hold up the end.
 const SLOWEST: u32 = 32;
+/// Where a source has several addresses, a lane takes this part of its share of what is left, so that all end together.
+const PART_OF_A_SHARE: u64 = 8;
+
+/// The ranges of `runs` for so many `lanes`, of which some are `over_rails`. With some of these the first ranges are short,
+/// too: a long one takes a slow link longer than the others need for all the rest.
+pub(super) fn queue_of(runs: &[(u64, u64)], per_range: u64, lanes: u64, over_rails: u64) -> Queue {
+    let queue = Queue::new(runs, per_range);
+    if over_rails > 0 {
+        queue.taper(PART_OF_A_SHARE * (lanes + over_rails));
+    }
+    queue
+}
 
 /// `limits` for an answer that another address may give if this one does not.
 fn hasty(limits: &Limits) -> Limits {
@@ -166,7 +179,7 @@ impl Transfer<'_> {
         if lanes.is_empty() {
             return;
         }
-        self.queue.taper(8 * self.watch.add_rails(lanes.len()) as u64);
+        self.queue.taper(PART_OF_A_SHARE * self.watch.add_rails(lanes.len()) as u64);
         for lane in lanes {
             let builder = thread::Builder::new().name(format!("tensorferry-lane-{}", lane.index));
             // Without a thread for it, it is a rail less.
@@ -196,7 +209,7 @@ impl Transfer<'_> {
                     let Some(mut range) = self.take(scope, &mut connection) else { return };
                     let first = range.at;
                     let from = (lane.source, source, limits);
-                    let result = self.fetch_range(index, from, &mut connection, &mut range, &mut sink);
+                    let result = self.fetch_range(index, from, &mut connection, (&mut range, &mut sink), || ());
                     slow = self.watch.end(index).is_some();
                     let Err(error) = result else {
                         failures = 0;
@@ -225,6 +238,12 @@ impl Transfer<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_first_ranges_are_short_where_there_are_other_addresses() {
+        let first = |over_rails| queue_of(&[(0, 256)], 16, 2, over_rails).take(|| ()).map(|range| range.end);
+        assert_eq!([0, 6].map(first), [Some(16), Some(4)]);
+    }
 
     #[test]
     fn addresses_that_help_are_kept() {

@@ -39,17 +39,17 @@ impl Drop for Coming<'_> {
 
 impl Transfer<'_> {
     /// Lane `index` fetches `range` from the source or relay of number `origin`, moving its beginning past each block that is
-    /// complete.
+    /// complete. `known` is called once the source has shown that it serves the snapshot, before the first byte of the range.
     pub(super) fn fetch_range(
         &self,
         index: usize,
         from: (usize, &Source, &Limits),
         connection: &mut Option<Connection>,
-        range: &mut Taken<'_>,
-        sink: &mut [u8],
+        (range, sink): (&mut Taken<'_>, &mut [u8]),
+        known: impl FnOnce(),
     ) -> Result<(), Error> {
         let _coming = self.swarm.filter(|_| from.0 < self.sources.len()).map(|swarm| Coming::begin(swarm, range));
-        self.fetch_runs(index, from, connection, range, sink)
+        self.fetch_runs(index, from, connection, (range, sink), known)
     }
 
     /// Fetches the runs of `range` that are missing by one request, over `connection` or a new one, and moves
@@ -59,8 +59,8 @@ impl Transfer<'_> {
         index: usize,
         (origin, source, limits): (usize, &Source, &Limits),
         connection: &mut Option<Connection>,
-        range: &mut Taken<'_>,
-        sink: &mut [u8],
+        (range, sink): (&mut Taken<'_>, &mut [u8]),
+        known: impl FnOnce(),
     ) -> Result<(), Error> {
         let Taken { at, end, .. } = range;
         let end = *end;
@@ -85,6 +85,7 @@ impl Transfer<'_> {
         let len = self.plan.held(&runs);
         self.watch.begin(index, (end, len), connection.socket());
         let etag = self.etag(source, connection)?;
+        known();
         self.ask(connection, &runs, etag)?;
         for &(first, end) in &runs {
             *at = first;

@@ -20,7 +20,7 @@ use crate::client::stragglers::StragglerMonitor;
 use crate::client::swarm::{MOST_RELAYS, Swarm, SwarmEnd};
 use crate::client::{lane, lane_count};
 use crate::error::Error;
-use crate::payload::{Plan, Queue};
+use crate::payload::Plan;
 use crate::report::Report;
 use crate::trust::random;
 
@@ -205,7 +205,7 @@ impl Remote {
         let lanes = fitting(lanes);
         let rail_lanes =
             RailLanes::new(self.sources.len(), lanes, if is_large { fitting(each) } else { 0 }, &self.limits);
-        let queue = Queue::new(runs, per_range);
+        let queue = rails::queue_of(runs, per_range, lanes as u64, each * rails);
         // Receivers that begin together do not fetch the same at first; a source that is still copying has the beginning.
         let anywhere = relay.is_some() && self.sources[self.primary].is_full();
         let queue = if anywhere { queue.beginning_at(random::bytes()?) } else { queue };
