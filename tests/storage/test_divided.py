@@ -8,6 +8,7 @@ import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 
@@ -192,6 +193,87 @@ def test_progress_is_told_by_one_thread_and_grows_and_its_error_ends_the_read(re
             readers[0].read(ends)
         other.result(30)
     assert readers[1].is_right()
+
+
+@pytest.mark.waits
+def test_progress_is_told_while_only_others_read(readers, monkeypatch):
+    told, half = [], threading.Event()
+    total = sum(map(len, readers[0].entries.values()))
+    monkeypatch.setattr(divided, "_BATCH", MIB)
+
+    def slowly():
+        if len(readers[1].source.read_bytes) and readers[1].source.read_bytes.total() > 6 * MIB:
+            assert half.wait(20)
+
+    readers[1].source.before = slowly
+
+    def progress(done, of):
+        told.append(done)
+        # What this rank reads is less than this.
+        if 15 * MIB < done < of:
+            half.set()
+
+    with ThreadPoolExecutor(2) as pool:
+        other = pool.submit(readers[1].read)
+        readers[0].read(progress)
+        other.result(30)
+    assert half.is_set()
+    assert told == sorted(set(told))
+    assert told[-1] == total
+
+
+@pytest.mark.parametrize("when", ["start", "join"])
+def test_nothing_is_fetched_any_more_after_an_interruption(readers, monkeypatch, when):
+    begun = []
+
+    class Thread(threading.Thread):
+        """Is interrupted once, when it has begun or while somebody waits for its end, as by Ctrl-C."""
+
+        def start(self):
+            begun.append(self)
+            super().start()
+            if when == "start":
+                raise KeyboardInterrupt
+
+        def join(self, timeout=None):
+            if when == "join" and not hasattr(self, "was_interrupted"):
+                self.was_interrupted = True
+                raise KeyboardInterrupt
+            super().join(timeout)
+
+    def is_interrupted():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(divided, "threading", SimpleNamespace(Thread=Thread, Lock=threading.Lock))
+    readers[0].source.before = is_interrupted
+    # The other one never begins to read, so that the fetch would wait for it.
+    with pytest.raises(KeyboardInterrupt):
+        readers[0].read()
+    assert [thread.is_alive() for thread in begun] == [False]
+
+
+def test_a_panic_of_the_fetch_is_not_taken_for_bytes(readers, monkeypatch):
+    class Panic(BaseException):
+        pass
+
+    def panics(*_, **__):
+        raise Panic
+
+    monkeypatch.setattr(divided, "_fetch_slices", panics)
+    with pytest.raises(Panic):
+        readers[0].read()
+
+
+@pytest.mark.waits
+def test_the_store_has_time_left_when_others_stand_still(readers, monkeypatch):
+    monkeypatch.setattr(divided, "_QUIET_S", 0.1)
+    end = time.monotonic() + 6
+    readers[0].divided._seconds_left = lambda: max(end - time.monotonic(), 0.0)
+    left = []
+    readers[0].source.before = lambda: left.append(readers[0].divided._seconds_left())
+    assert readers[0].read()["relayed"] == 0
+    assert readers[0].is_right()
+    assert left[-1] > 0
 
 
 def test_the_parts_are_the_same_wherever_they_go():

@@ -106,13 +106,15 @@ class DividedSource:
         fetching = _Fetching(others, self._step, self._seconds_left(), self._secret, self._same_host, told)
         patience = 0.0
         try:
+            fetching.start()
             began = time.monotonic()
             assert filling is not None
             read = self._fill(own, filling, told)
             filling = None
             took = time.monotonic() - began
             read = _sum(read, self._source.read(alone, told.next(alone)) if alone else {})
-            relayed = fetching.result(max(_PATIENCE_S, _TIMES * took))
+            # Half of what is left stays for the store.
+            relayed = fetching.result(min(max(_PATIENCE_S, _TIMES * took), self._seconds_left() / 2))
             if relayed is None:
                 rest = _by_container(others)
                 read = _sum(read, self._source.read(rest, told.next(rest)))
@@ -120,12 +122,14 @@ class DividedSource:
             self._await_others(given + sum(run * (len(self._partners[name].urls) - 1) for name, run in _runs(own)))
             patience = min(_PATIENCE_S, self._seconds_left())
         finally:
-            fetching.end()
-            # After this, nobody reads that memory.
-            if filling is None:
-                self._server.withdraw(patience)
-            else:
-                self._server.abandon(filling)
+            try:
+                fetching.end()
+            finally:
+                # After this, nobody reads that memory.
+                if filling is None:
+                    self._server.withdraw(patience)
+                else:
+                    self._server.abandon(filling)
         told.end()
         return {**read, "wanted": sum(map(nbytes_of, slices.values())), "relayed": relayed or 0}
 
@@ -190,39 +194,42 @@ class DividedSource:
 
 
 class _Told:
-    """What a read reports, part of it from a thread beside: never fewer bytes than before, by one thread at a time."""
+    """What a read reports, part of which comes in a thread beside: never fewer bytes than before.
+
+    Attributes:
+        beside: how many bytes have come from others
+    """
 
     def __init__(self, progress: Progress | None, total: int) -> None:
         self._progress, self._total = progress, total
-        self._lock = threading.Lock()
-        self._done = self._beside = self._reported = 0
+        self.beside = self._scheduled = self._done = self._reported = 0
 
     def next(self, slices: Mapping[str, list[SliceTuple]]) -> Progress | None:
         """Returns what reports the progress of the next read."""
         if self._progress is None:
             return None
-        before, nbytes = self._done, sum(map(nbytes_of, slices.values()))
-        self._done += nbytes
+        before, nbytes = self._scheduled, sum(map(nbytes_of, slices.values()))
+        self._scheduled += nbytes
         return lambda done, total: self._note(before + (nbytes * done // total if total else nbytes))
 
-    def beside(self, done: int) -> None:
-        """So many bytes have come from others."""
-        self._beside = done
-        self._note(None)
+    def now(self) -> None:
+        """Reports what has come meanwhile."""
+        self._note(self._done)
 
     def end(self) -> None:
         """All bytes are there."""
-        self._note(self._total)
+        if self._progress is not None:
+            self._progress(self._total, self._total)
 
-    def _note(self, done: int | None) -> None:
+    def _note(self, done: int) -> None:
         if self._progress is None:
             return
-        with self._lock:
-            now = self._reported if done is None else done + self._beside
-            now = min(max(self._reported, now), self._total)
-            if now > self._reported or done == self._total:
-                self._reported = now
-                self._progress(now, self._total)
+        self._done = done
+        # All of them are reported once, at the end.
+        now = min(done + self.beside, self._total - 1)
+        if now > self._reported:
+            self._reported = now
+            self._progress(now, self._total)
 
 
 class _Fetching:
@@ -241,17 +248,23 @@ class _Fetching:
         self._told = told
         self._options: dict[str, Any] = {"timeout": seconds, "secret": secret, "same_host": same_host}
         self._bytes = 0
-        self._failed: Exception | None = None
+        self._failed: BaseException | None = None
         self._stops = False
         self._noted = time.monotonic(), 0
         self._thread = threading.Thread(target=self._run, name="tensorferry-divided", daemon=True)
+
+    def start(self) -> None:
+        """Begins; also when a signal has this raise, :meth:`end` ends it."""
         self._thread.start()
 
     def _run(self) -> None:
         try:
+            # A thread that has not said yet that it lives is not waited for by end().
+            if self._stops:
+                raise _Stopped
             report = _fetch_slices(self._orders, ahead=_AHEAD, progress=self._note, **self._options)
             self._bytes = report.wanted
-        except Exception as e:
+        except BaseException as e:  # A panic, too: what has not come must not be taken for read.
             self._failed = e
 
     def _note(self, done: int, _: int) -> None:
@@ -259,7 +272,7 @@ class _Fetching:
             raise _Stopped
         if done != self._noted[1]:
             self._noted = time.monotonic(), done
-        self._told.beside(done)
+        self._told.beside = done
 
     def result(self, patience: float) -> int | None:
         """Waits for the others; returns how many bytes they have given, and ``None`` if that is not everything.
@@ -269,10 +282,12 @@ class _Fetching:
 
         Raises:
             Exception: what ``progress`` raises
+            BaseException: what no store can make up for
         """
         began = time.monotonic()
         while self._thread.is_alive():
             self._thread.join(_LOOK_S * 10)
+            self._told.now()
             if time.monotonic() - max(began, self._noted[0]) > patience:
                 self.end()
         if self._failed is None:
@@ -284,9 +299,16 @@ class _Fetching:
         return None
 
     def end(self) -> None:
-        """Ends it; when this returns, nothing more is written to memory."""
+        """Ends it; when this returns or raises, nothing more is written to memory."""
         self._stops = True
-        self._thread.join()
+        interrupted: BaseException | None = None
+        while self._thread.is_alive():
+            try:
+                self._thread.join()
+            except BaseException as e:  # Whoever presses Ctrl-C again waits for it, too.
+                interrupted = e
+        if interrupted is not None:
+            raise interrupted
 
 
 class _Stopped(Exception):
