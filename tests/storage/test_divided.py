@@ -12,8 +12,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from tensorferry._native import Arena
-from tensorferry.errors import CorruptCheckpoint
+from tensorferry._native import Arena, Remote
+from tensorferry.errors import CorruptCheckpoint, TensorferryError
 from tensorferry.net.options import ServerOptions
 from tensorferry.net.serve import start
 from tensorferry.storage import divided
@@ -126,6 +126,12 @@ def test_what_the_other_does_not_give_is_read(readers, monkeypatch, caplog):
     assert report["relayed"] == 0
     assert report["bytes"] == report["wanted"]
     assert "they stand still" in caplog.text
+    # Nobody is waited for a second time, and nobody waits for this one.
+    caplog.clear()
+    assert readers[0].read()["relayed"] == 0
+    assert "store" not in caplog.text
+    with pytest.raises(TensorferryError):
+        Remote.open([readers[0].url], 2, timeout=5.0)
 
 
 @pytest.mark.waits

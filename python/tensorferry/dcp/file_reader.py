@@ -144,10 +144,10 @@ class FileReader(InFolder, SliceReader):
         found = self._needs(plan)
         if not found.digests:
             return dataclasses.replace(plan, storage_data=digest)
-        options = ServerOptions()
         try:
-            self._load.server, host = start(_RANK_PATIENCE_S, options)
-        except SystemRefused as e:
+            self._load.server, host = start(_RANK_PATIENCE_S, ServerOptions())
+        except (SystemRefused, InvalidArgument) as e:
+            # Of variables that are wrong, too: nobody else is needed for this load.
             logger.warning("this rank reads for itself what others need as well: %s", e)
             return dataclasses.replace(plan, storage_data=digest)
         return dataclasses.replace(plan, storage_data=Offer(digest, found, self._load.server.url(host)))

@@ -28,7 +28,7 @@ MOST = 16
 #: times as long as the read of the own part took.
 _PATIENCE_S, _TIMES = 10.0, 3.0
 #: Seconds without a byte for the others after which they are taken to need no more, and how often that is looked at.
-_QUIET_S, _LOOK_S = 3.0, 0.02
+_QUIET_S, _LOOK_S = 1.0, 0.02
 #: Bytes requested along with the header of what another rank serves.
 _AHEAD = 64 << 10
 
@@ -130,6 +130,10 @@ class DividedSource:
                     self._server.withdraw(patience)
                 else:
                     self._server.abandon(filling)
+        if relayed is None:
+            # They may read in other steps, or not at all: the rest of the load is this rank's own, and they hear of that.
+            self._partners = {}
+            self._server.shutdown(0.0)
         told.end()
         return {**read, "wanted": sum(map(nbytes_of, slices.values())), "relayed": relayed or 0}
 
