@@ -131,7 +131,7 @@ class DividedSource:
                 else:
                     self._server.abandon(filling)
         if relayed is None:
-            # They may read in other steps, or not at all: the rest of the load is this rank's own, and they hear of that.
+            # They may read in other steps, or not at all. The rest of the load is this rank's own, and they hear of it.
             self._partners = {}
             self._server.shutdown(0.0)
         told.end()
