@@ -7,7 +7,6 @@ import logging
 import os
 import socket
 from datetime import timedelta
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -17,6 +16,7 @@ from job import Job
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadPlan
 
+from listening import listening
 from secured import SECRET
 from tensorferry.dcp import PeerReader, PeerWriter
 from tensorferry.dcp.common_slices import LEAST_BYTES, Common, Needs, in_common, needs
@@ -86,17 +86,6 @@ def load(kept, metadata, options, own=(), environment=()):
     assert listening() == before, "a server is left"
     equal = all(torch.equal(found[name], expected[name]) for name in wanted)
     return equal, reader.report
-
-
-def listening():
-    """Returns the sockets by which this process listens."""
-    sockets = set()
-    for descriptor in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(OSError):
-            sockets.add(os.readlink(descriptor))
-    tables = [Path(f"/proc/self/net/{name}").read_text() for name in ("tcp", "tcp6")]
-    lines = [line.split() for table in tables for line in table.splitlines()]
-    return {line[9] for line in lines if line[3] == "0A" and f"socket:[{line[9]}]" in sockets}
 
 
 @contextlib.contextmanager

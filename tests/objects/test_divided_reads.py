@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import time
+from datetime import timedelta
 
 import pytest
 import ranks
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 
+from listening import listening
 from stores import Gateway, environment
 from tensorferry.dcp import FileReader, FileWriter, own_errors
 
@@ -38,6 +42,26 @@ class Rank:
         with own_errors():
             dcp.load(found, storage_reader=reader)
         return all(torch.equal(found[name], one) for name, one in expected.items()), reader.report
+
+    def load_that_fails(self, variables, place):
+        """Returns whether something listens after a load that failed while it was planned, and then a while later."""
+        os.environ.update(variables)
+
+        class Planner(dcp.DefaultLoadPlanner):
+            def create_global_plan(self, _):
+                raise ValueError("no plan")
+
+        reader, before = FileReader(place, timeout=timedelta(seconds=4)), listening()
+        with pytest.raises(CheckpointException):
+            dcp.load(
+                {name: torch.zeros_like(one) for name, one in weights().items()},
+                storage_reader=reader,
+                planner=Planner(),
+            )
+        at_once, end = listening() - before, time.monotonic() + 30
+        while listening() - before and time.monotonic() < end:
+            time.sleep(0.1)
+        return bool(at_once), bool(listening() - before)
 
     def end(self):
         pass
@@ -83,6 +107,12 @@ def test_a_variable_that_is_wrong_costs_only_the_help_of_others(counted, server)
     with job_of(2) as job:
         results = job("load", variables, server.place, {})
     assert [(equal, report["relayed"]) for equal, report in results] == [(True, 0)] * 2
+
+
+def test_of_a_load_that_failed_elsewhere_no_server_stays(counted, server):
+    gateway, _ = counted
+    with job_of(2) as job:
+        assert job("load_that_fails", environment(gateway.url), server.place) == [(True, False)] * 2
 
 
 @pytest.mark.parametrize("side", ["reader", "environment"])

@@ -145,12 +145,15 @@ class FileReader(InFolder, SliceReader):
         if not found.digests:
             return dataclasses.replace(plan, storage_data=digest)
         try:
-            self._load.server, host = start(_RANK_PATIENCE_S, ServerOptions())
+            server, host = start(_RANK_PATIENCE_S, ServerOptions())
         except (SystemRefused, InvalidArgument) as e:
             # Of variables that are wrong, too: nobody else is needed for this load.
             logger.warning("this rank reads for itself what others need as well: %s", e)
             return dataclasses.replace(plan, storage_data=digest)
-        return dataclasses.replace(plan, storage_data=Offer(digest, found, self._load.server.url(host)))
+        place = self._load.checkpoint or self._path
+        assert isinstance(place, ObjectPlace)
+        self._load.keep_server(server, place.seconds_left())
+        return dataclasses.replace(plan, storage_data=Offer(digest, found, server.url(host)))
 
     def _needs(self, plan: LoadPlan) -> Needs:
         """Returns what this rank may divide with others: nothing where there are none, or where it would not help."""

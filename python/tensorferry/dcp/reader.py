@@ -50,10 +50,20 @@ class Load(threading.local):
         self.failed: Exception | None = None
         self.allowed: Allowed | None = None
         self.server: Server | None = None
+        self._end: threading.Timer | None = None
+
+    def keep_server(self, server: Server, seconds: float) -> None:
+        """Has ``server`` until it is closed, or for so many seconds: a load that fails elsewhere does not come back."""
+        self.server = server
+        self._end = threading.Timer(seconds, server.shutdown, (0.0,))
+        self._end.daemon = True
+        self._end.start()
 
     def close_server(self) -> None:
         """Ends the server, if there is one."""
         server, self.server = self.server, None
+        if self._end is not None:
+            self._end.cancel()
         if server is not None:
             server.shutdown(0.0)
 
