@@ -71,7 +71,9 @@ def test_a_folder_of_torchs_loads_as_torch_loads_it_and_the_log_says_so(tmp_path
     assert places == after
     stored = dcp.FileSystemReader(tmp_path).read_metadata().storage_data.items()
     read = sum(info.length for key, info in stored if key.fqn != "none")
-    assert reader.report == {"bytes": read, "relayed": 0, "wanted": read}, "nothing is read for a tensor without elements"
+    assert reader.report == {"bytes": read, "relayed": 0, "wanted": read}, (
+        "nothing is read for a tensor without elements"
+    )
     # Everything by name, as a converter or an exporter reads it.
     nested = _load_state_dict_from_keys(None, storage_reader=FileReader(tmp_path))
     assert nested["list"][1] == {"lr": pytest.approx(0.3)}

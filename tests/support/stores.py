@@ -171,12 +171,11 @@ class Gateway:
                 if isinstance(action, tuple):
                     self._answer(action[0], {}, action[1])
                     return
-                with gateway._passing():
-                    upstream = http.client.HTTPConnection(host, timeout=60)
+                upstream = http.client.HTTPConnection(host, timeout=60)
+                with gateway._passing(), contextlib.closing(upstream):
                     upstream.request(self.command, self.path, body, dict(self.headers.items()))
                     answer = upstream.getresponse()
                     data, headers = answer.read(), dict(answer.headers.items())
-                    upstream.close()
                 self._answer(answer.status, headers, action(data) if callable(action) else data)
 
             def _answer(self, status: int, headers: dict[str, str], data: bytes) -> None:

@@ -103,8 +103,8 @@ def test_errors_name_their_source(cell: tuple[str, str], outcomes: dict[tuple[st
 
 @pytest.mark.parametrize("cell", [("tensorferry", "reader-stall"), ("tensorferry-copy", "reader-stall")])
 def test_only_borrowed_memory_is_waited_for(cell: tuple[str, str], outcomes: dict[tuple[str, str], Outcome]) -> None:
-    """The wait lasts for the timeout, which also shows that the reader of this row really is stuck."""
-    assert (outcomes[cell].source_seconds > LIMITS.timeout / 2) == (cell[0] == "tensorferry"), outcomes[cell]
+    """A reader that takes nothing is cut off after 2 s; the wait shows that the one of this row really is stuck."""
+    assert (outcomes[cell].source_seconds > 1) == (cell[0] == "tensorferry"), outcomes[cell]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
