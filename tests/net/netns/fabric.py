@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import secrets
 import shutil
 import subprocess
 from pathlib import Path
@@ -24,7 +24,8 @@ class Fabric:
     def __init__(self, kind: str, cards: list[list[int]], mbit: int = 200) -> None:
         if not shutil.which("ip") or not shutil.which("tc"):
             raise NotPermitted("ip or tc is not installed")
-        prefix = f"tx{os.getpid()}"
+        # One that was killed may have left others.
+        prefix = f"tx{secrets.token_hex(3)}"
         self.kind, self.cards, self.mbit = kind, cards, mbit
         self.switch = f"{prefix}w"
         self.hosts = [f"{prefix}h{number}" for number in range(len(cards))]

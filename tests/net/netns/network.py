@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
+import secrets
 import shutil
 import subprocess
 import sys
@@ -98,7 +98,8 @@ class Network:
     def __init__(self, sources: int, mbit: int) -> None:
         if not shutil.which("ip") or not shutil.which("tc"):
             raise NotPermitted("ip or tc is not installed")
-        prefix = f"tf{os.getpid()}"
+        # One that was killed may have left others.
+        prefix = f"tf{secrets.token_hex(3)}"
         self.receiver = f"{prefix}r"
         self.sources = [f"{prefix}s{i}" for i in range(sources)]
         self._made: list[str] = []
@@ -138,7 +139,7 @@ class Links:
     def __init__(self, mbits: list[int]) -> None:
         if not shutil.which("ip") or not shutil.which("tc"):
             raise NotPermitted("ip or tc is not installed")
-        prefix = f"tl{os.getpid()}"
+        prefix = f"tl{secrets.token_hex(3)}"
         self.source, self.receiver = f"{prefix}s", f"{prefix}r"
         self._made: list[str] = []
         try:
