@@ -67,12 +67,12 @@ class Offer:
     Attributes:
         digest: that of the index that it has read
         needs: what it needs
-        url: of the server at which it gives others what it has read; ``None`` if it has none
+        url: of the server at which it gives others what it has read
     """
 
     digest: str
     needs: Needs
-    url: str | None
+    url: str
 
 
 @dataclass(frozen=True)
@@ -92,11 +92,11 @@ def divided(offers: Sequence[Any]) -> list[dict[str, Partners]]:
     """Returns for each rank with whom it divides the read of which container.
 
     Args:
-        offers: of each rank; what is no :class:`Offer` with a URL stands for a rank that reads for itself
+        offers: of each rank; what is no :class:`Offer` stands for a rank that reads for itself
     """
     groups: dict[tuple[str, bytes], list[int]] = defaultdict(list)
     for rank, offer in enumerate(offers):
-        if isinstance(offer, Offer) and offer.url is not None:
+        if isinstance(offer, Offer):
             for need in offer.needs.digests.items():
                 groups[need].append(rank)
     found: list[dict[str, Partners]] = [{} for _ in offers]

@@ -100,7 +100,8 @@ class DividedSource:
         alone, own, others = self._divided(slices)
         if not others:
             return {**self._source.read(slices, progress), "relayed": 0}
-        told = _Told(progress, sum(map(nbytes_of, slices.values())))
+        wanted = sum(map(nbytes_of, slices.values()))
+        told = _Told(progress, wanted)
         given = self._server.bytes_served
         filling: Readiness | None = self._publish(own)
         fetching = _Fetching(others, self._step, self._seconds_left(), self._secret, self._same_host, told)
@@ -119,7 +120,8 @@ class DividedSource:
                 rest = _by_container(others)
                 read = _sum(read, self._source.read(rest, told.next(rest)))
             # What was divided has as many ranks, since all of them need it.
-            self._await_others(given + sum(run * (len(self._partners[name].urls) - 1) for name, run in _runs(own)))
+            times = {name: len(self._partners[name].urls) - 1 for name in own}
+            self._await_others(given + sum(times[name] * nbytes_of(part) for name, part in own.items()))
             patience = min(_PATIENCE_S, self._seconds_left())
         finally:
             try:
@@ -135,7 +137,7 @@ class DividedSource:
             self._partners = {}
             self._server.shutdown(0.0)
         told.end()
-        return {**read, "wanted": sum(map(nbytes_of, slices.values())), "relayed": relayed or 0}
+        return {**read, "wanted": wanted, "relayed": relayed or 0}
 
     def _divided(
         self, slices: Mapping[str, list[SliceTuple]]
@@ -175,13 +177,15 @@ class DividedSource:
         read: dict[str, int] = {}
         pieces = [(container, piece) for container, part in own.items() for piece in part]
         batch: dict[str, list[SliceTuple]] = defaultdict(list)
+        waiting = 0
         ordered = sorted(zip(readiness.starts, pieces, strict=True), key=lambda pair: pair[0])
         for number, (start, (container, piece)) in enumerate(ordered):
             batch[container].append(piece)
-            if sum(map(nbytes_of, batch.values())) >= _BATCH or number + 1 == len(ordered):
+            waiting += piece[4]
+            if waiting >= _BATCH or number + 1 == len(ordered):
                 read = _sum(read, self._source.read(batch, told.next(batch)))
                 readiness.ready(start + piece[4])
-                batch = defaultdict(list)
+                batch, waiting = defaultdict(list), 0
         readiness.finish()
         return read
 
@@ -356,10 +360,6 @@ def _by_container(others: Mapping[str, Mapping[str, list[SliceTuple]]]) -> dict[
         for container, part in of_url.items():
             found[container] += part
     return found
-
-
-def _runs(own: Mapping[str, list[SliceTuple]]) -> list[tuple[str, int]]:
-    return [(container, nbytes_of(part)) for container, part in own.items()]
 
 
 def _sum(counts: Mapping[str, int], more: Mapping[str, int]) -> dict[str, int]:
