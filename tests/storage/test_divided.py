@@ -282,6 +282,24 @@ def test_the_store_has_time_left_when_others_stand_still(readers, monkeypatch):
     assert left[-1] > 0
 
 
+def test_the_work_does_not_grow_with_the_square_of_the_pieces(readers, monkeypatch):
+    (entry, dtype, nbytes, _, _, address, _) = readers[0].slices["one"][0]
+    pieces = [(entry, dtype, nbytes, at, 1024, address + at, []) for at in range(0, nbytes, 1024)]
+    counted = []
+
+    def counting(slices):
+        slices = list(slices)
+        counted.append(len(slices))
+        return nbytes_of(slices)
+
+    monkeypatch.setattr(divided, "nbytes_of", counting)
+    told = divided._Told(lambda *_: None, nbytes)
+    own = {"one": pieces}
+    readers[0].divided._fill(own, readers[0].divided._publish(own), told)
+    assert readers[0].source.read_bytes["one"] == nbytes
+    assert sum(counted) <= 2 * len(pieces)
+
+
 def test_the_parts_are_the_same_wherever_they_go():
     rng = random.Random(2)
     for parts in (1, 2, 3, 16):
