@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..._native import HostView, Parts
+from ..._native import HostView, Lent, Parts
 from ...errors import SourceChanged, SystemRefused, TensorferryError, TornCheckpoint
 from ..container import Container
 from ..names import writer_of
@@ -68,7 +68,11 @@ def upload(
         Exception: what ``progress`` raises
     """
     alive = writers.Alive(writer_of(place.name))
-    parts = Parts(rows=container.rows, control=list(container.control), metadata=container.metadata)
+    # To a private copy nobody else writes.
+    private = container.private
+    parts = Parts(
+        rows=container.rows, control=list(container.control), metadata=container.metadata, private=private
+    )
     size = part_bytes(parts.nbytes)
     source = _PartSource(parts, size, container.owner)
     at_a_time = threads or _AT_A_TIME
@@ -84,8 +88,7 @@ def upload(
             put_elsewhere(place, source, parts.nbytes, size, at_a_time, report)
         else:
             put_parts(place, source, parts.nbytes, size, at_a_time, report)
-        # To a private copy nobody else writes.
-        if not container.private and not parts.is_unchanged():
+        if not parts.is_unchanged():
             raise TornCheckpoint(f"{place}: torn: the state was changed while it was saved")
         report()
     except BaseException:
@@ -190,7 +193,7 @@ class _PartSource:
     def __iter__(self) -> _PartSource:
         return self
 
-    def __next__(self) -> HostView:
+    def __next__(self) -> HostView | Lent:
         with self._reading:
             if self._is_over or self.read >= self._parts.nbytes:
                 raise StopIteration
@@ -198,12 +201,13 @@ class _PartSource:
                 memory = self._free.pop()
             except IndexError:
                 memory = _Memory(self._size)
-            address, nbytes = self._parts.next(memory.address, self._size)
-            self.read += nbytes
-            if address == memory.address:
-                return HostView(_Lease(memory, self._free), address, nbytes)
+            part = self._parts.next(memory.address, self._size, self._owner)
+            if isinstance(part, int):
+                self.read += part
+                return HostView(_Lease(memory, self._free), memory.address, part)
             self._free.append(memory)
-            return HostView((self._parts, self._owner), address, nbytes)
+            self.read += len(part)
+            return part
 
     def stop(self) -> None:
         """When this returns, no more of the state is handed out. A cancelled request may read it for a moment."""

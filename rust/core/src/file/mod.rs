@@ -33,7 +33,7 @@ use tensorferry_wire::digest::FILE_BLOCK_SIZE;
 
 pub use self::options::{DIRECT_FROM, FileOptions, FileReport};
 pub use self::origin::Ranges;
-pub use self::parts::{Part, Parts};
+pub use self::parts::{Lent, Part, Parts};
 pub use self::place::rename_new;
 pub use self::read::Container;
 pub use self::seal::seal_file;

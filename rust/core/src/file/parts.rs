@@ -2,7 +2,10 @@
 //!
 //! Small items are copied together, and then checksummed. Large ones are handed out where they lie, checksummed in passing:
 //! whoever gets them may read them later, and more than once. If somebody changes that memory meanwhile, what was read may
-//! be something else than what was checksummed; [`Parts::is_unchanged`] finds that out at the end.
+//! be something else than what was checksummed. So each is compared with its checksums when it is given back
+//! ([`Parts::give_back`]), while others are on their way still, and the rest at the end ([`Parts::is_unchanged`]).
+
+use std::collections::BTreeMap;
 
 use bytes::Bytes;
 use tensorferry_wire::container::DIGESTS_ENTRY;
@@ -18,12 +21,48 @@ use crate::payload::{Item, Layout, checksum_blocks};
 const LARGE: usize = 1 << 20;
 
 /// What [`Parts::next`] has handed out.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug)]
 pub enum Part {
     /// So many bytes, copied into the memory of the caller.
     Copied(usize),
-    /// Memory of an item or of the [`Parts`], at this address and of this length.
-    InPlace(usize, usize),
+    /// Memory of an item, where it lies.
+    InPlace(Lent),
+}
+
+/// Memory of an item that was handed out where it lies, until it is given back.
+#[derive(Debug)]
+pub struct Lent {
+    region: Region,
+    /// The number of its first block.
+    first: usize,
+}
+
+impl Lent {
+    /// Where it lies.
+    #[must_use]
+    pub fn address(&self) -> usize {
+        self.region.address()
+    }
+
+    /// How many bytes it has.
+    #[must_use]
+    #[allow(clippy::len_without_is_empty, reason = "it is never empty")]
+    pub fn len(&self) -> usize {
+        self.region.len()
+    }
+
+    /// Whether its blocks have these checksums.
+    ///
+    /// # Safety
+    /// As for [`Parts::fill`].
+    #[must_use]
+    pub unsafe fn has(&self, expected: &[u64]) -> bool {
+        checksums(self.region).eq(expected.iter().copied())
+    }
+
+    fn blocks(&self) -> std::ops::Range<usize> {
+        self.first..self.first + self.region.len().div_ceil(BLOCK)
+    }
 }
 
 /// The parts of a container, with checksums of all of it in the last ones: the same bytes as [`crate::write_file`]
@@ -54,8 +93,10 @@ pub struct Parts {
     blocks: Vec<u64>,
     at: u64,
     table: Vec<u8>,
-    /// What was handed out where it lies, as bytes of the container.
-    in_place: Vec<(u64, u64)>,
+    /// What was handed out where it lies and was not given back, by its first block.
+    lent: BTreeMap<usize, Region>,
+    /// Whether something that was given back had changed.
+    is_changed: bool,
 }
 
 impl std::fmt::Debug for Parts {
@@ -72,7 +113,8 @@ impl Parts {
     pub fn new(metadata: Vec<(String, String)>, items: Vec<Item>) -> Result<Self, Error> {
         let (layout, covered) = with_checksums(metadata, items)?;
         let header = digest::checksum(&layout.header);
-        Ok(Self { layout, covered, header, blocks: Vec::new(), at: 0, table: Vec::new(), in_place: Vec::new() })
+        let (blocks, table, lent) = (Vec::new(), Vec::new(), BTreeMap::new());
+        Ok(Self { layout, covered, header, blocks, at: 0, table, lent, is_changed: false })
     }
 
     /// All bytes of the container.
@@ -126,32 +168,40 @@ impl Parts {
         }
         let is_last = self.at + region.len() as u64 == start + self.covered;
         let len = if is_last { region.len() } else { region.len() / BLOCK * BLOCK };
-        let region = region.slice(0, len);
-        self.blocks.extend(checksums(region));
-        self.in_place.push((self.at, self.at + len as u64));
+        let lent = Lent { region: region.slice(0, len), first: self.blocks.len() };
+        self.blocks.extend(checksums(lent.region));
+        self.lent.insert(lent.first, lent.region);
         self.at += len as u64;
-        Ok(Part::InPlace(region.address(), len))
+        Ok(Part::InPlace(lent))
     }
 
-    /// Whether all memory that was handed out where it lies has the bytes that were checksummed, still. To be asked when
-    /// everything was handed out.
+    /// The checksums that the blocks of `lent` had when it was handed out.
+    #[must_use]
+    pub fn expected(&self, lent: &Lent) -> Vec<u64> {
+        if self.table.is_empty() {
+            return self.blocks[lent.blocks()].to_vec();
+        }
+        // The blocks have moved there.
+        let words = self.table.get(TableHead::LEN..).unwrap_or_default().as_chunks::<8>().0;
+        words[lent.blocks()].iter().map(|word| u64::from_le_bytes(*word)).collect()
+    }
+
+    /// Takes back what nobody reads any more, and whether it had its checksums then ([`Lent::has`]).
+    pub fn give_back(&mut self, lent: &Lent, is_same: bool) {
+        self.lent.remove(&lent.first);
+        self.is_changed |= !is_same;
+    }
+
+    /// Whether all memory that was handed out where it lies had the bytes that were checksummed when it was given back, or
+    /// has them still.
     ///
     /// # Safety
     /// As for [`Parts::fill`].
     #[must_use]
     pub unsafe fn is_unchanged(&self) -> bool {
-        let start = self.layout.header.len() as u64;
-        let table = self.table.get(TableHead::LEN..).unwrap_or_default().as_chunks::<8>().0;
-        self.in_place.iter().all(|&(from, to)| {
-            let first = usize::try_from((from - start) / FILE_BLOCK_SIZE).unwrap_or(usize::MAX);
-            let mut expected = table.iter().skip(first).map(|word| u64::from_le_bytes(*word));
-            let mut is_same = true;
-            self.layout.content.visit(from, to, |region| {
-                is_same = checksums(region).all(|found| expected.next() == Some(found));
-                is_same
-            });
-            is_same
-        })
+        let still_lent = self.lent.iter().map(|(&first, &region)| Lent { region, first });
+        // SAFETY: the caller's promise.
+        !self.is_changed && still_lent.into_iter().all(|lent| unsafe { lent.has(&self.expected(&lent)) })
     }
 
     /// Fills `part` with the next bytes, as far as there are some, and says how many there were. Its length is a multiple
@@ -244,21 +294,27 @@ mod tests {
         lengths.iter().map(|&len| (0..=250).cycle().skip(len % 251).take(len).collect()).collect()
     }
 
-    fn handed_out(parts: &mut Parts, most: usize) -> (Vec<u8>, usize) {
-        let (mut buffer, mut all, mut in_place) = (vec![0; most], Vec::new(), 0);
-        while (all.len() as u64) < parts.len() {
+    fn handed_out(parts: &mut Parts, most: usize) -> (Vec<u8>, Vec<Lent>) {
+        let (mut buffer, mut all, mut lent) = (vec![0; most], Vec::new(), Vec::new());
+        while parts.at < parts.len() {
             // SAFETY: the memory of the items is there.
             match unsafe { parts.next(&mut buffer) }.unwrap() {
                 Part::Copied(len) => all.extend_from_slice(&buffer[..len]),
-                Part::InPlace(address, len) => {
-                    let start = std::ptr::with_exposed_provenance(address);
+                Part::InPlace(part) => {
+                    let start = std::ptr::with_exposed_provenance(part.address());
                     // SAFETY: what was handed out, of memory that is there.
-                    all.extend_from_slice(unsafe { std::slice::from_raw_parts(start, len) });
-                    in_place += len;
+                    all.extend_from_slice(unsafe { std::slice::from_raw_parts(start, part.len()) });
+                    lent.push(part);
                 }
             }
         }
-        (all, in_place)
+        (all, lent)
+    }
+
+    fn give_back(parts: &mut Parts, lent: &Lent) {
+        // SAFETY: as above.
+        let is_same = unsafe { lent.has(&parts.expected(lent)) };
+        parts.give_back(lent, is_same);
     }
 
     #[test]
@@ -279,12 +335,14 @@ mod tests {
             let len = unsafe { copied.fill(&mut expected) }.unwrap();
             for most in [512, MIB, 2 * MIB, 8 * MIB] {
                 let mut parts = Parts::new(Vec::new(), items(&memory)).unwrap();
-                let (all, in_place) = handed_out(&mut parts, most);
+                let (all, lent) = handed_out(&mut parts, most);
                 assert!(all == expected[..len], "{lengths:?}, {most}");
                 if most != MIB {
                     let is_large = lengths.iter().any(|&len| len >= MIB);
-                    assert_eq!(in_place > 0, most > MIB && is_large, "{lengths:?}, {most}");
+                    assert_eq!(!lent.is_empty(), most > MIB && is_large, "{lengths:?}, {most}");
                 }
+                // Half of it is given back before the end is known, which makes no difference.
+                lent.iter().step_by(2).for_each(|one| give_back(&mut parts, one));
                 // SAFETY: as above.
                 assert!(unsafe { parts.is_unchanged() });
             }
@@ -300,6 +358,35 @@ mod tests {
             memory[item][at] ^= 1;
             // What was copied may change. SAFETY: the memory is there.
             assert_eq!(unsafe { parts.is_unchanged() }, item == 1, "{item}, {at}");
+        }
+    }
+
+    #[test]
+    fn a_change_is_found_when_it_is_given_back_and_not_after_that() {
+        let mut memory = filled(&[2 << 20, 2 << 20]);
+        for (is_before, all_out) in [(true, false), (true, true), (false, false), (false, true)] {
+            let mut parts = Parts::new(Vec::new(), items(&memory)).unwrap();
+            let (mut buffer, mut lent) = (vec![0; 8 << 20], Vec::new());
+            while lent.is_empty() {
+                // SAFETY: the memory of the items is there.
+                if let Part::InPlace(part) = unsafe { parts.next(&mut buffer) }.unwrap() {
+                    lent.push(part);
+                }
+            }
+            if all_out {
+                handed_out(&mut parts, 8 << 20);
+            }
+            if !is_before {
+                give_back(&mut parts, &lent[0]);
+            }
+            memory[0][1 << 20] ^= 1;
+            if is_before {
+                give_back(&mut parts, &lent[0]);
+                memory[0][1 << 20] ^= 1;
+            }
+            handed_out(&mut parts, 8 << 20);
+            // SAFETY: as above.
+            assert_eq!(unsafe { parts.is_unchanged() }, !is_before, "{is_before}, {all_out}");
         }
     }
 }
