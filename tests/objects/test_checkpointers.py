@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 
 from child import Child
 from stores import objects
-from tensorferry.checkpointing import AsyncCheckpointer, SyncCheckpointer, latest_checkpoint
+from tensorferry.checkpointing import AsyncCheckpointer, SyncCheckpointer, latest_checkpoint, ranks
 from tensorferry.errors import IncompleteCheckpoint
 
 pytestmark = pytest.mark.process
@@ -43,6 +45,25 @@ def test_an_async_checkpointer_keeps_the_last_ones(server):
         assert checkpointer.latest(server.place) == f"{server.place}/step-4"
         assert checkpointer.load(latest_checkpoint(server.place))["step"] == 4
     finally:
+        checkpointer.close()
+
+
+@pytest.mark.timeout(30)
+def test_a_trainer_does_not_wait_for_a_store_that_stalls(gateway, server, monkeypatch):
+    answers = threading.Event()
+    monkeypatch.setattr(ranks, "_ASK_S", 0.5)
+    # Not for ever: the server of the test has a thread for each request.
+    gateway.act = lambda *_: answers.wait(25) and None
+    checkpointer = AsyncCheckpointer()
+    try:
+        staged, written = checkpointer.save(f"{server.place}/step-1", state(1), step=1)
+        staged.result(10)
+        assert not answers.is_set()
+        answers.set()
+        written.result(20)
+        assert checkpointer.load(latest_checkpoint(server.place))["step"] == 1
+    finally:
+        answers.set()
         checkpointer.close()
 
 

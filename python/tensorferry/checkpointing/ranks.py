@@ -14,6 +14,9 @@ from ..storage.folder_save import SaveId
 from ..storage.places import AnyPlace
 from ..storage.series import KnownSaves
 
+#: Seconds that a store may take to say which checkpoints lie beside a new one: trainers stand still meanwhile.
+_ASK_S = 5.0
+
 
 class Ranks:
     """The processes that save together.
@@ -45,7 +48,7 @@ class Ranks:
         self.rank = _validate.integer("rank", rank, 0, self.world_size - 1)
         self._agree = _validate.function("agree", agree)
         self._group = group
-        self._saves = KnownSaves()
+        self._saves = KnownSaves(_ASK_S)
         if self.world_size > 1 and agree is None and not (started and dist.get_world_size(group) == self.world_size):
             raise InvalidArgument(
                 f"{self.world_size} ranks have to agree on each save: initialise torch.distributed with as many, or "
@@ -55,7 +58,8 @@ class Ranks:
     def new_save(self, step: int | None, folder: AnyPlace, known: Iterable[int] = ()) -> SaveId:
         """Returns the id of a new save into ``folder``, after agreeing on it with all other ranks.
 
-        It begins after the saves that rank 0 finds in the folder and in the folders of its series.
+        It begins after the saves that rank 0 finds in the folder and in the folders of its series; where a store does
+        not tell of them within seconds, by the clock.
 
         Args:
             step: the number that the caller gave the state

@@ -60,11 +60,14 @@ class KnownSaves:
 
     It reads each index of a series once, and looks at every save whether another one has taken its place. So a new save
     costs a look for an index in its folder and, if that is of a series, in each of the series' folders. A store is
-    asked for all of them at once, with one deadline, and for nothing more after a question that it does not answer: the
-    trainer waits meanwhile.
+    asked for all of them at once, with one deadline, and for nothing more after a question that it does not answer.
+
+    Args:
+        patience: seconds that a store may take, if somebody waits for the answer; ``None`` for those of the place
     """
 
-    def __init__(self) -> None:
+    def __init__(self, patience: float | None = None) -> None:
+        self._patience = patience
         #: By folder, inode and time of the index that was read.
         self._seen: dict[AnyPlace, tuple[object, ...]] = {}
         self._newest = 0
@@ -76,7 +79,7 @@ class KnownSaves:
         all saves of this process.
         """
         if isinstance(folder, ObjectPlace):
-            self._newest = max([*self._in_store(folder.begun()), self._newest])
+            self._newest = max([*self._in_store(folder.begun(self._patience)), self._newest])
             return [self._newest]
         beginnings = commits.beginnings(folder / INDEX)
         series = _series(folder)
@@ -104,7 +107,7 @@ class KnownSaves:
                     found.append(commits.files_of(index).began)
                 self._seen[index.parent] = version
         except TensorferryError as e:
-            logger.debug("it is not known when the saves beside %s began: %s", folder, e)
+            logger.info("it is not known when the saves beside %s began: %s", folder, e)
         return found
 
     def add(self, began: int) -> None:

@@ -83,9 +83,14 @@ class ObjectPlace:
         _ = place.store  # which checks the options
         return place
 
-    def begun(self) -> ObjectPlace:
-        """Returns the same place in an operation that begins now, with one deadline for all its requests."""
-        return ObjectPlace(self.url, self.options, self.timeout, Deadline(self.timeout))
+    def begun(self, at_most: float | None = None) -> ObjectPlace:
+        """Returns the same place in an operation that begins now, with one deadline for all its requests.
+
+        Args:
+            at_most: seconds that the operation may take, if the place has more
+        """
+        seconds = self.timeout if at_most is None else min(at_most, self.timeout)
+        return ObjectPlace(self.url, self.options, seconds, Deadline(seconds))
 
     def end(self) -> None:
         """Ends all requests of the operation that has begun here, also those that are under way in other threads."""

@@ -70,9 +70,7 @@ def upload(
     alive = writers.Alive(writer_of(place.name))
     # To a private copy nobody else writes.
     private = container.private
-    parts = Parts(
-        rows=container.rows, control=list(container.control), metadata=container.metadata, private=private
-    )
+    parts = Parts(rows=container.rows, control=list(container.control), metadata=container.metadata, private=private)
     size = part_bytes(parts.nbytes)
     source = _PartSource(parts, size, container.owner)
     at_a_time = threads or _AT_A_TIME
