@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 from processes import end
 
+from forked import Popen
+
 pytest.importorskip("torchft")
 
 HERE = Path(__file__).parent
@@ -73,7 +75,7 @@ def lost_torchfts_race(failure: dict[str, str]) -> bool:
 
 
 def run_in_child(tests: list[str], directory: Path, transport: str, seconds: int) -> tuple[int | None, str, dict]:
-    """Run tests in a fresh interpreter; returns its status (None: timed out), output and swap report."""
+    """Run tests in a process of their own; returns its status (None: timed out), output and swap report."""
     report = directory / "swap.json"
     report.unlink(missing_ok=True)
     log = directory / "pytest.log"
@@ -89,7 +91,7 @@ def run_in_child(tests: list[str], directory: Path, transport: str, seconds: int
         "NO_PROXY": "*",
     }
     with log.open("wb") as output:
-        child = subprocess.Popen(
+        child = Popen(
             [*command, *tests],
             cwd=directory,
             env=env,
