@@ -15,7 +15,7 @@ from ..memory.layout import side_by_side
 from ..memory.tensors import address, no_rows, scratch
 from ..net.options import ServerOptions
 from ..storage.container import Container
-from ..storage.slices import SliceTuple
+from ..storage.slices import AHEAD, SliceTuple
 from . import shards
 from .loading import ChunkPart, Loading
 
@@ -26,8 +26,6 @@ _BATCH = 16 << 20
 _WINDOW = 256 << 20
 #: Lanes that a source serves, unless it has more receivers.
 _LANES = 4
-#: Bytes requested along with the header of a publication.
-_AHEAD = 64 << 10
 #: What makes two ranks' shards the same one: key, place, shape of the whole, dtype.
 ShardId: TypeAlias = tuple[str, shards.Box, tuple[int, ...], str]
 
@@ -294,7 +292,7 @@ class _Fetching:
         """Fetches, in the thread; keeps the error, if there is one, for :meth:`result`."""
         try:
             report = _fetch_slices(
-                orders, timeout=seconds, lanes=lanes, same_host=options.same_host, ahead=_AHEAD, secret=options.secret
+                orders, timeout=seconds, lanes=lanes, same_host=options.same_host, ahead=AHEAD, secret=options.secret
             )
             self._bytes = report.bytes
         except Exception as e:

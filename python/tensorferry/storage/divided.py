@@ -13,7 +13,7 @@ from typing import Any
 from .._native import Readiness, Secret, Server, Table, _fetch_slices
 from ..errors import TensorferryError
 from .container import Container
-from .slices import SliceTuple, nbytes_of
+from .slices import AHEAD, SliceTuple, nbytes_of
 from .source import Progress, Source
 
 logger = logging.getLogger("tensorferry")
@@ -29,8 +29,6 @@ MOST = 16
 _PATIENCE_S, _TIMES = 10.0, 3.0
 #: Seconds without a byte for the others after which they are taken to need no more, and how often that is looked at.
 _QUIET_S, _LOOK_S = 1.0, 0.02
-#: Bytes requested along with the header of what another rank serves.
-_AHEAD = 64 << 10
 
 
 @dataclass(frozen=True)
@@ -270,7 +268,7 @@ class _Fetching:
             # A thread that has not said yet that it lives is not waited for by end().
             if self._stops:
                 raise _Stopped
-            report = _fetch_slices(self._orders, ahead=_AHEAD, progress=self._note, **self._options)
+            report = _fetch_slices(self._orders, ahead=AHEAD, progress=self._note, **self._options)
             self._bytes = report.wanted
         except BaseException as e:  # A panic, too: what has not come must not be taken for read.
             self._failed = e

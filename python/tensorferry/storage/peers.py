@@ -12,15 +12,13 @@ from .._native import Arena, Remote, Secret, Server, _check_machine_has, _fetch_
 from ..errors import ProtocolError
 from ..net.metadata import is_encrypted
 from . import reserved
-from .slices import SliceTuple
+from .slices import AHEAD, SliceTuple
 from .source import Progress
 
 logger = logging.getLogger("tensorferry")
 
 #: The first word of a publication's metadata; its step and the URLs of the ranks follow.
 SCHEME = "tensorferry-dcp/1"
-#: Bytes requested along with a header. A reader of slices does not need most of what follows the header.
-_AHEAD = 64 << 10
 
 
 def publication_metadata(step: int, urls: Sequence[str]) -> str:
@@ -175,7 +173,7 @@ class PeerSource:
             timeout=self._seconds_left(),
             lanes=self._lanes,
             same_host=self._same_host,
-            ahead=_AHEAD,
+            ahead=AHEAD,
             secret=self._secret,
             progress=progress,
             relay=self._relay,

@@ -6,6 +6,9 @@ import math
 from collections.abc import Iterable
 from typing import TypeAlias
 
+#: Bytes requested along with a container's header. Who reads slices does not need most of what follows it.
+AHEAD = 64 << 10
+
 #: ``(entry, dtype, nbytes, start, run, address, repeats)``, as the native module takes it: of the ``entry`` with this
 #: dtype and length, runs of ``run`` bytes, the first one from byte ``start`` to memory ``address``; ``repeats`` is as
 #: :func:`runs` returns it.
