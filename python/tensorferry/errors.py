@@ -104,7 +104,7 @@ class TornCheckpoint(CorruptCheckpoint):
     """The source changed its state while serving it; no one moment was found at which all received bytes were valid.
 
     The source has to call ``disallow_checkpoint()`` before it changes the state, or to serve a private copy
-    (``snapshot="copy"``). A save to an object store raises it, too, if the state was changed meanwhile.
+    (``snapshot="copy"``).
     """
 
 

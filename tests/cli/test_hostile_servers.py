@@ -97,6 +97,7 @@ def test_a_redirect_leads_nowhere(run: Callable[..., Any], honest: str, tmp_path
         assert elsewhere.requests == 0
 
 
+@pytest.mark.waits
 def test_a_wrong_step_is_refused_with_those_that_are_served(
     run: Callable[..., Any], publish: Any, tmp_path: Path
 ) -> None:

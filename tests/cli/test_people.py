@@ -96,6 +96,7 @@ class TestDoctor:
         monkeypatch.setenv("TENSORFERRY_PORT", "1024-65535")
         assert self.found(run)[1]["ports"]["verdict"] == "warn"
 
+    @pytest.mark.waits
     def test_a_peer_that_has_never_published_is_worth_a_warning(self, run, open_transport):
         transport = open_transport(interface="127.0.0.1", same_host=False)
         _, found = self.found(run, transport.metadata(), "--timeout", "2")
@@ -103,6 +104,7 @@ class TestDoctor:
         assert found["peer"]["verdict"] == "warn"
         assert "so this is normal there" in found["peer"]["remedy"]
 
+    @pytest.mark.waits
     def test_the_way_to_a_peer(self, run, source, monkeypatch):
         monkeypatch.setattr(addresses, "interface_speed", lambda _: ("eth0", 1e15))
         status, lines, _ = run("doctor", "--quick", source.metadata(), "--no-same-host")

@@ -233,6 +233,7 @@ def test_metadata_that_is_none(metadata: str, status: int, run: Callable[..., An
     assert "\x1b" not in done.err
 
 
+@pytest.mark.waits
 def test_a_wrong_step_is_refused_and_leaves_nothing(run: Callable[..., Any], publish: Any, tmp_path: Path) -> None:
     metadata = publish(make_state())
     assert run("pull", metadata, "-o", tmp_path / "a", "--step", "6").status == 11

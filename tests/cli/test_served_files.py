@@ -109,6 +109,7 @@ def published() -> Iterator[Callable[[Path], str]]:
         server.shutdown(1.0)
 
 
+@pytest.mark.waits
 @pytest.mark.parametrize(
     ("change", "form", "route"),
     [

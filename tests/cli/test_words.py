@@ -181,6 +181,7 @@ def test_other_programs_words_for_help_and_version(run: Callable[..., Any]) -> N
     assert run("help", "pull").out == run("pull", "--help").out != ""
 
 
+@pytest.mark.waits
 def test_completion_is_printed_and_nothing_is_installed(
     run: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -281,6 +281,7 @@ def test_nothing_is_published_before_it_is_copied(device: StandIn, writer: ours.
     assert_equal(load(ours.PeerReader(writer.metadata())), weights())
 
 
+@pytest.mark.waits
 def test_a_copy_that_fails_ends_the_save_and_leaves_what_was_published(
     device: StandIn, writer: ours.PeerWriter
 ) -> None:

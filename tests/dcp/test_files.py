@@ -106,6 +106,7 @@ def test_a_save_into_the_same_folder_replaces_the_one_before(tmp_path, save):
         dcp.save({"x": torch.ones(1)}, storage_writer=FileWriter(tmp_path, overwrite=False))
 
 
+@pytest.mark.waits
 def test_large_files_go_past_the_page_cache_unless_they_shall_not(tmp_path):
     state = {"large": torch.arange(17 << 20, dtype=torch.int32), "small": torch.arange(5)}
     for cached in (False, True, None):

@@ -147,6 +147,7 @@ def test_nothing_is_there_before_a_save_after_it_is_withdrawn_or_where_torch_can
                 writer.folder()
 
 
+@pytest.mark.waits
 def test_fsspec_asks_for_little_more_than_is_read(monkeypatch):
     http = pytest.importorskip("fsspec.implementations.http")
     asked, real = [], http.HTTPFile.async_fetch_range

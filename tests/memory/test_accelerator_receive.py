@@ -359,6 +359,7 @@ def test_a_receive_that_fails_leaves_old_and_verified_bytes(
     assert len(target._bounce._pool._kept) == 1
 
 
+@pytest.mark.waits
 @pytest.mark.parametrize("same_host", [False, True])
 def test_a_copy_that_fails_ends_the_receive(
     same_host: bool, device: StandIn, open_target: Callable[..., Any], source: Any

@@ -241,6 +241,7 @@ def test_a_copy_that_fails_before_the_first_byte_is_sent_is_reported_to_both_sid
             received.result(10)
 
 
+@pytest.mark.waits
 @pytest.mark.parametrize("same_host", [False, True])
 def test_a_copy_that_fails_is_reported_to_both_sides(
     same_host: bool, device: StandIn, source: Any, open_transport: Callable[..., Any]

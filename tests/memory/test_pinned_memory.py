@@ -324,6 +324,7 @@ def test_memory_that_cannot_be_locked_is_kept_as_it_is(
     assert len([record for record in caplog.records if "cannot pin" in record.message]) == 1
 
 
+@pytest.mark.waits
 def test_the_transport_may_go_before_what_it_received(device: StandIn, open_transport: Callable[..., Any]) -> None:
     source, target = open_transport(), open_transport(reuse_bytes=64 * MIB)
     source.send_checkpoint([1], 1, state_of(5), TIMEOUT)

@@ -156,6 +156,7 @@ WRONG = {
 }
 
 
+@pytest.mark.waits
 @pytest.mark.parametrize("url", WRONG)
 @pytest.mark.parametrize(
     "verb", [["pull", "URL", "-o", "x.safetensors"], ["inspect", "URL"], ["doctor", "URL"], ["top", "URL", "--once"]]

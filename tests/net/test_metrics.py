@@ -82,6 +82,7 @@ def failures(transport):
     return {s.labels["error"]: s.value for s in scraped(transport)["tensorferry_receive_failures"].samples}
 
 
+@pytest.mark.waits
 def test_failed_receives_are_counted_by_the_classes_of_the_error_reference(open_transport):
     class OfTheUser(Exception):
         pass

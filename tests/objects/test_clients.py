@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 from stores import environment, objects
@@ -40,6 +43,7 @@ def test_options_that_differ_make_clients_of_their_own(made):
     assert len(made) == 2 + client._KEPT
 
 
+@pytest.mark.waits
 def test_a_missing_object_of_a_batch_leaves_no_others(server, monkeypatch):
     for name, value in environment(server.url).items():
         monkeypatch.setenv(name, value)
@@ -64,3 +68,38 @@ def test_a_missing_object_of_a_batch_leaves_no_others(server, monkeypatch):
     monkeypatch.setattr(place.client, "obstore", Strict)
     (folder / "a").remove(["a", "missing", "b", "c"])
     assert not objects(server.url, server.prefix)
+
+
+_EXITS = """
+import asyncio, gc, sys, threading, time
+from tensorferry.storage.places import any_place
+
+wake = asyncio.SelectorEventLoop._write_to_self
+
+def slowly(loop):
+    # A thread of the client wakes the loop, and needs the interpreter again when that has ended.
+    wake(loop)
+    if threading.current_thread().name.startswith("Dummy"):
+        time.sleep(0.3)
+
+class Last:
+    # It is collected when the interpreter is being finalized.
+    def __init__(self):
+        self.me = self
+
+    def __del__(self):
+        time.sleep(0.6)
+
+asyncio.SelectorEventLoop._write_to_self = slowly
+gc.disable()
+Last()
+print(any_place(sys.argv[1]).is_file())
+"""
+
+
+@pytest.mark.waits
+def test_a_process_that_ends_right_after_a_request_ends_as_it_should(server):
+    done = subprocess.run(
+        [sys.executable, "-c", _EXITS, f"{server.place}/nothing"], capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stdout) == (0, "False\n"), done.stderr

@@ -72,6 +72,7 @@ def test_a_save_whose_commit_got_no_answer_leaves_a_checkpoint_that_loads(gatewa
     assert len(objects(server.url, server.prefix)) == 2
 
 
+@pytest.mark.waits
 @pytest.mark.parametrize("answer", [FORBIDDEN, "short"])
 def test_a_later_checkpoint_whose_index_cannot_be_read_stays(gateway, server, answer):
     place = place_of(server)

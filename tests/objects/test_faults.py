@@ -54,6 +54,7 @@ def load(value, place, seconds=30.0):
     return all(torch.equal(into[name], tensor) for name, tensor in value.items())
 
 
+@pytest.mark.waits
 def test_slow_down_is_asked_again(gateway, server):
     gateway.act = lambda number, *_: SLOW_DOWN if number % 3 == 0 and number < 40 else None
     save(state(1), server.place)
@@ -75,6 +76,7 @@ def test_a_store_may_ask_for_patience_for_seconds(gateway, server):
     assert load(state(1), server.place)
 
 
+@pytest.mark.waits
 def test_lost_connections_are_made_again(gateway, server):
     gateway.act = lambda number, method, _: "break" if number % 4 == 1 and method in ("GET", "HEAD") else None
     save(state(2), server.place)

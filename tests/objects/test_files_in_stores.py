@@ -102,6 +102,7 @@ def test_messages_name_the_url(server):
         load_file(f"{server.place}/nothing")
 
 
+@pytest.mark.waits
 def test_a_refusal_is_told(gateway, saved):
     gateway.act = lambda _, __, path: FORBIDDEN if "/rank" in path else None
     with pytest.raises(StoreRefused, match="does not permit"):

@@ -46,6 +46,7 @@ def conditions(store):
     return [{name: headers[name] for name in names if name in headers} for headers in puts]
 
 
+@pytest.mark.waits
 def test_what_is_saved_in_parts_is_loaded_and_replaced(store):
     for seed in (1, 2):
         torch.manual_seed(seed)
@@ -71,6 +72,7 @@ def test_the_index_is_written_under_a_condition(store):
     assert second != first
 
 
+@pytest.mark.waits
 @pytest.mark.parametrize("is_first", [True, False], ids=["where nothing is", "where a checkpoint is"])
 def test_a_save_that_commits_between_the_look_and_the_write_stays(store, monkeypatch, is_first):
     if not is_first:
@@ -104,6 +106,7 @@ def test_a_changed_byte_is_found(store, capsys):
     assert "damaged: payload bytes" in capsys.readouterr().out
 
 
+@pytest.mark.waits
 def test_a_series_of_checkpoints_keeps_the_last_ones(store):
     checkpointer = SyncCheckpointer(keep_last=2)
     for step in range(4):

@@ -45,6 +45,7 @@ class Counted:
         return self.__dict__.copy()
 
 
+@pytest.mark.waits
 @pytest.mark.beyond_torchft
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("trust", [True, False])
@@ -267,6 +268,7 @@ def test_an_object_that_lies_about_its_class_is_an_object(answer: Any, open_tran
     assert send_and_receive(sender, receiver, state)["o"] == "a lie"
 
 
+@pytest.mark.waits
 @pytest.mark.beyond_torchft
 def test_sending_again_and_again_leaves_nothing_behind(meshes: Meshes) -> None:
     whole = torch.arange(90.0)

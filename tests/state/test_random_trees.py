@@ -111,6 +111,7 @@ def trees(draw: Any) -> Any:
     return draw(st.recursive(leaf, containers, max_leaves=12))
 
 
+@pytest.mark.waits
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("num_chunks", [0, 3])
 def test_random_trees_come_back_as_they_were(num_chunks: int, open_transport: Callable[..., Any], ours: bool) -> None:

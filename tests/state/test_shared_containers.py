@@ -40,6 +40,7 @@ def doubled(kind: str, levels: int, inner: Any = None) -> dict[str, Any]:
     return {"top": state}
 
 
+@pytest.mark.waits
 @pytest.mark.parametrize("native", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_state_that_doubles_at_every_level_is_refused(kind: str, native: bool) -> None:

@@ -131,6 +131,7 @@ def test_reset_is_a_reset(ask):
         ask(Reset(at=1000), wanted=1 << 30)
 
 
+@pytest.mark.waits
 def test_half_open_is_silent_and_stays_open(ask):
     started = time.monotonic()
     assert ask(HalfOpen(at=1000), wait=1) == HEAD + BODY[:1000]
@@ -159,6 +160,7 @@ def test_an_answer_in_place_of_the_sources(ask, source):
     assert source.asked == []
 
 
+@pytest.mark.waits
 def test_an_answer_that_ends_closes_or_not(ask):
     assert ask(Answer(data=b"one"), wanted=1 << 30) == b"one"
     started = time.monotonic()

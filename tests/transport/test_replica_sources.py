@@ -115,6 +115,7 @@ def test_a_store_that_does_not_answer_holds_nobody_up(job, caplog):
         assert sent(replicas[1]) > 0
 
 
+@pytest.mark.waits
 def test_a_store_that_cannot_be_reached_is_logged(job, caplog):
     caplog.set_level(logging.WARNING, "tensorferry")
     replicas = job(2)

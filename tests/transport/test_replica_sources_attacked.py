@@ -55,6 +55,7 @@ def port(replica):
     return replica.transport.metadata().split("/")[2].rpartition(":")[2]
 
 
+@pytest.mark.waits
 @pytest.mark.parametrize("dying", [0, 1], ids=["the assigned one", "another one"])
 def test_a_replica_that_dies_while_it_sends_is_done_without(store, make, dying):
     healthy = [make(0, max_bandwidth=SLOW), make(1, max_bandwidth=SLOW), make(2, max_bandwidth=SLOW)]
@@ -144,6 +145,7 @@ def test_a_replica_that_serves_another_step_is_left_out(store, make):
     assert senders(replicas[-1]) == {port(replicas[0])}
 
 
+@pytest.mark.waits
 def test_a_replica_that_announces_and_never_sends_is_not_waited_for(store, make):
     replicas = [make(0), make(1), make(2, None)]
     about = common(store, replicas)
@@ -202,6 +204,7 @@ def test_a_hostile_key_fails_no_heal(store, make, found, caplog):
     assert "a source in the job's store is left out" in caplog.text
 
 
+@pytest.mark.waits
 def test_a_store_that_dies_between_quorum_and_heal_fails_no_heal(make, caplog, monkeypatch):
     caplog.set_level(logging.WARNING, "tensorferry")
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -281,6 +284,7 @@ def test_a_heal_right_after_a_heal_gets_the_state_of_its_own_step(store, make):
     assert torch.equal(state["w"], replicas[0].state["w"])
 
 
+@pytest.mark.waits
 @pytest.mark.parametrize("withdrawing", [0, 1], ids=["the assigned one", "another one"])
 def test_a_replica_that_withdraws_and_trains_on_mixes_nothing(store, make, withdrawing):
     replicas = [make(0, max_bandwidth=SLOW, snapshot="copy"), make(1, max_bandwidth=SLOW, snapshot="copy")]
@@ -301,6 +305,7 @@ def test_a_replica_that_withdraws_and_trains_on_mixes_nothing(store, make, withd
     assert gone.is_set()
 
 
+@pytest.mark.waits
 def test_borrowed_memory_is_not_changed_under_a_receive_from_many(store, make):
     replicas = [make(0, max_bandwidth=SLOW), make(1, max_bandwidth=SLOW)]
     before = replicas[0].state["w"].clone()

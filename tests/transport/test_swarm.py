@@ -291,6 +291,7 @@ def test_what_takes_no_part_says_nothing(
     assert healing.last_report.relays == 0
 
 
+@pytest.mark.waits
 @pytest.mark.parametrize("options", [{"tls": True}, {"secret": "at least sixteen bytes"}], ids=["TLS", "a secret"])
 def test_guarded_members_take_part(options: dict[str, Any], open_transport: Any) -> None:
     seen: list[float] = []
@@ -303,6 +304,7 @@ def test_guarded_members_take_part(options: dict[str, Any], open_transport: Any)
     assert 1 in seen
 
 
+@pytest.mark.waits
 def test_a_receive_takes_part_unasked_where_the_source_is_slow_and_only_there(open_transport: Any) -> None:
     unasked = {name: value for name, value in OPTIONS.items() if name != "relay"}
     for bandwidth, expected in [(SLOW, 1), (None, 0)]:

@@ -118,6 +118,7 @@ ANSWERS = {
 }
 
 
+@pytest.mark.waits
 @pytest.mark.parametrize("how", ANSWERS)
 def test_what_a_hostile_tracker_says_does_not_hold_up_a_receive(how: str, open_transport: Any) -> None:
     source, healing = open_transport(max_bandwidth=SLOW, **OPTIONS), open_transport(**OPTIONS)
@@ -129,6 +130,7 @@ def test_what_a_hostile_tracker_says_does_not_hold_up_a_receive(how: str, open_t
     assert torch.equal(received["w"], values["w"])
 
 
+@pytest.mark.waits
 @pytest.mark.parametrize("how", ["huge", "short", "other"])
 def test_digests_that_a_man_in_the_middle_has_changed_do_no_harm(how: str, open_transport: Any) -> None:
     changes: dict[str, Callable[[bytes], bytes]] = {
@@ -146,6 +148,7 @@ def test_digests_that_a_man_in_the_middle_has_changed_do_no_harm(how: str, open_
     assert torch.equal(received["w"], values["w"])
 
 
+@pytest.mark.waits
 def test_a_tracker_leads_nobody_to_what_is_no_relay(open_transport: Any) -> None:
     source, healing = open_transport(max_bandwidth=SLOW, **OPTIONS), open_transport(**OPTIONS)
     values = {"w": torch.arange(BLOCKS * MIB // 8)}

@@ -2,7 +2,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test that cannot go on should panic")]
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use crate::common::{BLOCK, PATIENCE, Rig, STEP, lanes};
@@ -17,23 +17,25 @@ const SECRET: &[u8] = b"of all that is shared here, this alone stays unsaid";
 
 /// Memory of a trainer in which every byte is the number of the current moment. It outlives the server it is lent to.
 struct Lent {
-    memory: Vec<AtomicU8>,
+    len: usize,
+    memory: Vec<AtomicU64>,
 }
 
 impl Lent {
     fn new(len: usize) -> Self {
-        Self { memory: std::iter::repeat_with(|| AtomicU8::new(0)).take(len).collect() }
+        Self { len, memory: std::iter::repeat_with(|| AtomicU64::new(0)).take(len.div_ceil(8)).collect() }
     }
 
     fn publication(&self) -> Publication {
         // SAFETY: the tests keep `self` until their server is gone.
-        let memory = unsafe { Memory::borrowed(self.memory.as_ptr() as usize, self.memory.len()) };
-        let item = Item::new("w", Dtype::U8, &[self.memory.len() as u64], memory);
+        let memory = unsafe { Memory::borrowed(self.memory.as_ptr() as usize, self.len) };
+        let item = Item::new("w", Dtype::U8, &[self.len as u64], memory);
         Publication::new(Vec::new(), vec![item], Stability::Borrowed, Box::new(())).unwrap()
     }
 
     fn change(&self, moment: u8) {
-        self.memory.iter().for_each(|byte| byte.store(moment, Ordering::Relaxed));
+        let eight = u64::from_ne_bytes([moment; 8]);
+        self.memory.iter().for_each(|word| word.store(eight, Ordering::Relaxed));
     }
 }
 
@@ -66,6 +68,8 @@ fn during<T>(
         stall: Duration::from_secs(5),
         ..lanes(2)
     };
+    // Short enough that no block is sent unchanged for long; an endless change takes the processor from other tests.
+    let pause = Duration::from_micros(200 + len as u64 / 4096);
     let result = std::thread::scope(|scope| {
         let changing = scope.spawn(|| {
             let mut moment = 0;
@@ -80,7 +84,7 @@ fn during<T>(
                         Change::Always => {}
                     }
                 }
-                std::thread::sleep(Duration::from_micros(200));
+                std::thread::sleep(pause);
             }
             moment
         });

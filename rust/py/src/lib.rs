@@ -71,9 +71,7 @@ mod _native {
     #[pymodule_export]
     use crate::machine::{available_memory, check_machine_has, memory_limit};
     #[pymodule_export]
-    use crate::memory::{
-        PyArena, PyFilePages, PyHostView, PyLent, PyPart, PySharedBuffer, checksum_memory, copy_memory,
-    };
+    use crate::memory::{PyArena, PyFilePages, PyHostView, PyPart, PySharedBuffer, checksum_memory, copy_memory};
     #[pymodule_export]
     use crate::read_state::PyRows;
     #[pymodule_export]

@@ -184,7 +184,7 @@ def loop() -> asyncio.AbstractEventLoop:
         ForkedProcess: requests were made before this process was forked
     """
     # Slow to load, with all of TLS, for those who never come here.
-    import asyncio
+    from .loop import new_loop
 
     global _loop
     with _lock.held():
@@ -194,7 +194,7 @@ def loop() -> asyncio.AbstractEventLoop:
                 "start it with spawn or forkserver"
             )
         if _loop is None:
-            running = asyncio.new_event_loop()
+            running = new_loop()
             threading.Thread(target=running.run_forever, name="tensorferry-objects", daemon=True).start()
             _loop = os.getpid(), running
         return _loop[1]

@@ -1,4 +1,8 @@
-"""Uploads a container in parts, several at a time: large tensors from where they lie, others by memory for parts."""
+"""Uploads a container in parts, several at a time, each from a copy of its own that is checksummed.
+
+A request that was given up, or that the store has answered before it read all of it, may be read by the client for a
+while yet. It reads the copy: the tensors are the caller's again when :func:`upload` has returned or raised.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..._native import HostView, Lent, Parts
-from ...errors import SourceChanged, SystemRefused, TensorferryError, TornCheckpoint
+from ..._native import HostView, Parts
+from ...errors import SourceChanged, SystemRefused, TensorferryError
 from ..container import Container
 from ..names import writer_of
 from ..source import Progress
@@ -63,16 +67,13 @@ def upload(
         progress: called now and then with the number of bytes that were read and the number of all bytes
 
     Raises:
-        TornCheckpoint: the state was changed meanwhile
         TensorferryError: the store does not answer in time, or refuses; the message names the object and the part
         Exception: what ``progress`` raises
     """
     alive = writers.Alive(writer_of(place.name))
-    # To a private copy nobody else writes.
-    private = container.private
-    parts = Parts(rows=container.rows, control=list(container.control), metadata=container.metadata, private=private)
+    parts = Parts(rows=container.rows, control=list(container.control), metadata=container.metadata)
     size = part_bytes(parts.nbytes)
-    source = _PartSource(parts, size, container.owner)
+    source = _PartSource(parts, size)
     at_a_time = threads or _AT_A_TIME
 
     def report() -> None:
@@ -86,8 +87,6 @@ def upload(
             put_elsewhere(place, source, parts.nbytes, size, at_a_time, report)
         else:
             put_parts(place, source, parts.nbytes, size, at_a_time, report)
-        if not parts.is_unchanged():
-            raise TornCheckpoint(f"{place}: torn: the state was changed while it was saved")
         report()
     except BaseException:
         # At once: who catches the error may keep it, and all that its traceback holds.
@@ -179,10 +178,10 @@ def upload_file(place: ObjectPlace, path: Path) -> int:
 
 
 class _PartSource:
-    """Yields the bytes of a container where they lie, or in memory that is used again once the client has sent it."""
+    """Yields the bytes of a container in memory that is used again once the client has let go of it."""
 
-    def __init__(self, parts: Parts, size: int, owner: Any) -> None:
-        self._parts, self._size, self._owner = parts, min(size, -(-parts.nbytes // 512) * 512), owner
+    def __init__(self, parts: Parts, size: int) -> None:
+        self._parts, self._size = parts, min(size, -(-parts.nbytes // 512) * 512)
         self._free: collections.deque[_Memory] = collections.deque()
         self._is_over = False
         self._reading = threading.Lock()
@@ -191,7 +190,7 @@ class _PartSource:
     def __iter__(self) -> _PartSource:
         return self
 
-    def __next__(self) -> HostView | Lent:
+    def __next__(self) -> HostView:
         with self._reading:
             if self._is_over or self.read >= self._parts.nbytes:
                 raise StopIteration
@@ -199,16 +198,12 @@ class _PartSource:
                 memory = self._free.pop()
             except IndexError:
                 memory = _Memory(self._size)
-            part = self._parts.next(memory.address, self._size, self._owner)
-            if isinstance(part, int):
-                self.read += part
-                return HostView(_Lease(memory, self._free), memory.address, part)
-            self._free.append(memory)
-            self.read += len(part)
-            return part
+            nbytes = self._parts.fill(memory.address, self._size)
+            self.read += nbytes
+            return HostView(_Lease(memory, self._free), memory.address, nbytes)
 
     def stop(self) -> None:
-        """When this returns, no more of the state is handed out. A cancelled request may read it for a moment."""
+        """When this returns, nothing reads the state any more."""
         with self._reading:
             self._is_over = True
 

@@ -29,11 +29,10 @@ mod write;
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use tensorferry_wire::digest::FILE_BLOCK_SIZE;
 
 pub use self::options::{DIRECT_FROM, FileOptions, FileReport};
 pub use self::origin::Ranges;
-pub use self::parts::{Lent, Part, Parts};
+pub use self::parts::Parts;
 pub use self::place::rename_new;
 pub use self::read::Container;
 pub use self::seal::seal_file;
@@ -49,9 +48,6 @@ const CHUNK: u64 = 4 << 20;
 /// Bytes that are copied and checksummed in one go on their way from or to the page cache: they stay in the cache of a
 /// core.
 const PIECE: usize = 256 << 10;
-/// Bytes that one checksum of a file is about.
-#[allow(clippy::cast_possible_truncation, reason = "512")]
-const BLOCK: usize = FILE_BLOCK_SIZE as usize;
 
 /// Has several threads read the blocks that `plan` wants, a chunk at a time; says how many bytes that took. Each thread
 /// makes its own reader with `start`, and calls it with the first block of a chunk and the one behind its last.

@@ -33,11 +33,6 @@ impl Region {
         self.len
     }
 
-    /// Where it begins.
-    pub(crate) fn address(self) -> usize {
-        self.ptr.expose_provenance()
-    }
-
     /// A part of this region; `start <= end <= len` is checked.
     pub(crate) fn slice(self, start: usize, end: usize) -> Self {
         assert!(start <= end && end <= self.len, "slice {start}..{end} of a region of {} bytes", self.len);

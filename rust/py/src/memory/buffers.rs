@@ -10,10 +10,9 @@ use pyo3::buffer::PyBuffer;
 use pyo3::exceptions::PyBufferError;
 use pyo3::ffi;
 use pyo3::prelude::*;
-use tensorferry_core::{FilePages, Lent, SharedBuffer, Stored};
+use tensorferry_core::{FilePages, SharedBuffer, Stored};
 
 use crate::errors;
-use crate::fetch::parts::PyParts;
 use crate::fetch::stored::PyStored;
 
 /// The bytes of `buffer`, to be filled.
@@ -166,46 +165,6 @@ impl PyHostView {
         // SAFETY: Python's part of the contract: address and length are those of the memory of `owner`, which lives as
         // long as `slf`, of which the filled view takes a reference.
         unsafe { expose(slf.as_any(), (memory.address, memory.nbytes), false, view, flags) }
-    }
-}
-
-/// A part of a container that was handed out where it lies, as a buffer. When nobody reads it any more, it is compared with
-/// what it held, if it is to be.
-#[pyclass(name = "Lent", module = "tensorferry._native", frozen)]
-pub(crate) struct PyLent {
-    lent: Lent,
-    parts: Py<PyParts>,
-    /// Keeps the memory of the rows.
-    _owner: Py<PyAny>,
-}
-
-impl PyLent {
-    pub(crate) fn new(lent: Lent, parts: Py<PyParts>, owner: Py<PyAny>) -> Self {
-        Self { lent, parts, _owner: owner }
-    }
-}
-
-#[pymethods]
-impl PyLent {
-    fn __len__(&self) -> usize {
-        self.lent.len()
-    }
-
-    /// # Safety
-    /// Called by the interpreter, which passes a valid `view`.
-    #[allow(clippy::needless_pass_by_value, reason = "what the interpreter calls takes its arguments by value")]
-    unsafe fn __getbuffer__(slf: Bound<'_, Self>, view: *mut ffi::Py_buffer, flags: c_int) -> PyResult<()> {
-        let lent = &slf.get().lent;
-        // SAFETY: Python's part of the contract: the memory is that of rows which `owner` holds, and lives as long as
-        // `slf`, of which the filled view takes a reference.
-        unsafe { expose(slf.as_any(), (lent.address(), lent.len()), true, view, flags) }
-    }
-}
-
-impl Drop for PyLent {
-    fn drop(&mut self) {
-        let (parts, lent) = (self.parts.get(), &self.lent);
-        Python::attach(|py| py.detach(|| parts.give_back(lent)));
     }
 }
 
