@@ -16,7 +16,10 @@ from tensorferry.dcp import FileReader, FileWriter, PeerReader, PeerWriter, inde
 from tensorferry.pickles.allowlist import Allowed
 from tensorferry.storage import reserved
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning", "ignore::FutureWarning")
+# The writer of torch 2.8 warns of its own storages.
+pytestmark = pytest.mark.filterwarnings(
+    *("ignore:torch.distributed is:UserWarning", "ignore:TypedStorage is:UserWarning", "ignore::FutureWarning")
+)
 
 STATE = {
     "plain": torch.arange(24.0).reshape(2, 3, 4),

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     import pytest
 
 #: A test with fewer cases keeps all of them.
-MANY = 10
+MANY = 6
 
 
 def keep_every_nth(config: pytest.Config, items: list[pytest.Item], nth: int) -> None:

@@ -28,6 +28,7 @@ WAYS = (
     *(subprocess.Popen, subprocess.run, subprocess.call, subprocess.check_call, subprocess.check_output),
     *(os.fork, os.posix_spawn, os.system, multiprocessing.get_context, multiprocessing.Process),
 )
+_WAYS = set(map(id, WAYS))
 EVENTS = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system"}
 
 
@@ -49,7 +50,7 @@ class Reader:
         if isinstance(value, partial):
             value = value.func
         value = inspect.unwrap(value) if callable(value) else value
-        if any(value is way for way in WAYS):
+        if id(value) in _WAYS:
             return True
         if not isinstance(value, (FunctionType, type)) or not self._is_ours(value):
             return False
