@@ -40,7 +40,7 @@ class _Archive:
         self._reader = torch._C.PyTorchFileReader(source)
         self._source = source
         self._stand_in, self._mapped = stand_in, mapped
-        self._read = 0
+        self._read = self._longest = 0
 
     def check_records(self) -> None:
         """Checks that all records together are no longer than the archive.
@@ -84,6 +84,7 @@ class _Archive:
                 raise ProtocolError(f"its record {record.filename[:200]} is compressed, {_PACKED}")
         if sum(record.file_size for record in records) > self._length():
             raise ProtocolError(f"its records are longer than the file, {_PACKED}")
+        self._longest = max((record.file_size for record in records), default=0)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._reader, name)
@@ -110,7 +111,11 @@ class _Archive:
     def _size(self, name: str) -> int:
         # Versions of torch without it read the record to say how long it is.
         known = getattr(self._reader, "get_record_size", None)
-        return int(known(name)) if known is not None else len(self._reader.get_record(name))
+        if known is not None:
+            return int(known(name))
+        # Torch copies it once. No record is longer than the longest one that the directory tells of.
+        _check_machine_has(2 * self._longest, "a record of an archive")
+        return len(self._reader.get_record(name))
 
 
 def unpickled(data: bytes, fqn: str, allowed: Allowed) -> Any:

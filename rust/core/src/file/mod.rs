@@ -29,7 +29,6 @@ mod write;
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-
 pub use self::options::{DIRECT_FROM, FileOptions, FileReport};
 pub use self::origin::Ranges;
 pub use self::parts::Parts;
