@@ -228,6 +228,29 @@ def test_an_index_whose_answer_was_lost_counts(gateway, server):
     assert load(state(10), server.place)
 
 
+def test_an_upload_whose_last_answer_was_lost_counts(gateway, server):
+    lost = []
+
+    def act(_, method, path):
+        if method == "POST" and "uploadId=" in path:
+            lost.append(path)
+            # The upload is over then, and stores differ in what they say to who ends it again.
+            return "lose" if len(lost) == 1 else (404, b"<Error><Code>NoSuchUpload</Code></Error>")
+        return None
+
+    gateway.act = act
+    save(state(20), server.place)
+    assert len(lost) == 2
+    assert load(state(20), server.place)
+
+
+def test_an_upload_that_the_store_does_not_know_has_failed(gateway, server):
+    answer = 404, b"<Error><Code>NoSuchUpload</Code></Error>"
+    gateway.act = lambda _, method, path: answer if method == "POST" and "uploadId=" in path else None
+    with pytest.raises(IncompleteCheckpoint, match="there is no such object"):
+        save(state(21), server.place)
+
+
 @pytest.mark.parametrize("key", ["NotImplemented", "status 501"])
 def test_a_refusal_is_no_store_without_conditions(gateway, server, key, caplog):
     """Whatever words are in the key and in the answer: only the status counts."""

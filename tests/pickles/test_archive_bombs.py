@@ -63,9 +63,11 @@ def test_a_pickle_that_is_compressed_is_not_unpacked(tmp_path: Path) -> None:
     assert len(bomb) < MIB // 8
     path = tmp_path / "bomb.pt"
     path.write_bytes(bomb)
-    with pytest.raises(ProtocolError, match=r"its records have \d+ bytes and the file \d+: they are compressed"):
+    with pytest.raises(
+        ProtocolError, match=r"its records have \d+ bytes and the file \d+: they are compressed|data.pkl is compressed"
+    ):
         load_file(path, Allowed())
-    with pytest.raises(ProtocolError, match="they are compressed"):
+    with pytest.raises(ProtocolError, match=r"they are compressed|data.pkl is compressed"):
         unpickled(bomb, "an object", Allowed())
     with pytest.raises(ProtocolError, match="is compressed"):
         mapped_states.state_of_archive(path)
@@ -74,7 +76,7 @@ def test_a_pickle_that_is_compressed_is_not_unpacked(tmp_path: Path) -> None:
 def test_records_that_lie_in_each_other_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "overlapping.pt"
     path.write_bytes(overlapping(20))
-    with pytest.raises(ProtocolError, match="its records have"):
+    with pytest.raises(ProtocolError, match=r"its records (have|are longer)"):
         load_file(path, Allowed())
     with pytest.raises(ProtocolError, match="its records are longer than the file"):
         mapped_states.state_of_archive(path)

@@ -176,6 +176,10 @@ class Gateway:
                     upstream.request(self.command, self.path, body, dict(self.headers.items()))
                     answer = upstream.getresponse()
                     data, headers = answer.read(), dict(answer.headers.items())
+                if action == "lose":
+                    self.close_connection = True
+                    self.connection.shutdown(socket.SHUT_RDWR)
+                    return
                 self._answer(answer.status, headers, action(data) if callable(action) else data)
 
             def _answer(self, status: int, headers: dict[str, str], data: bytes) -> None:

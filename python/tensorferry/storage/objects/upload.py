@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ..._native import HostView, Parts
-from ...errors import SourceChanged, SystemRefused, TensorferryError
+from ...errors import IncompleteCheckpoint, SourceChanged, SystemRefused, TensorferryError
 from ..container import Container
 from ..names import writer_of
 from ..source import Progress
@@ -145,7 +145,12 @@ def _put(
         )
 
     with ending(calls):
-        calls.finish(calls.begin(put), str(place), "writing it", report)
+        try:
+            calls.finish(calls.begin(put), str(place), "writing it", report)
+        except IncompleteCheckpoint:
+            # Who ends an upload again, since the answer was lost, may hear that there is none.
+            if nbytes <= size or not place.is_file() or place.stat().st_size != nbytes:
+                raise
 
 
 def upload_file(place: ObjectPlace, path: Path) -> int:
