@@ -214,10 +214,12 @@ class _PartSource:
 
 
 class _Memory:
-    """Memory for one part, whose pages are taken when they are used."""
+    """Memory for one part, whose pages are taken when they are used: large ones, if the kernel has them."""
 
     def __init__(self, nbytes: int) -> None:
-        self._pages = mmap.mmap(-1, nbytes)
+        self._pages = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with contextlib.suppress(OSError):
+            self._pages.madvise(mmap.MADV_HUGEPAGE)
         self._held = ctypes.c_char.from_buffer(self._pages)
         self.address = ctypes.addressof(self._held)
 
