@@ -13,6 +13,8 @@ use tensorferry_core::{
 use tensorferry_wire::container::MANIFEST_ENTRY;
 use tensorferry_wire::dtype::Dtype;
 
+/// Of a receive on a machine that is busy with others: bytes come several times, and each time is too late.
+const LONG: Duration = Duration::from_secs(60);
 const SECRET: &[u8] = b"of all that is shared here, this alone stays unsaid";
 
 /// Memory of a trainer in which every byte is the number of the current moment. It outlives the server it is lent to.
@@ -66,7 +68,8 @@ fn during<T>(
         progress: Arc::clone(&progress),
         secret: config.secret.clone(),
         stall: Duration::from_secs(5),
-        ..lanes(2)
+        lanes: Some(2),
+        ..FetchOptions::within(LONG)
     };
     // Short enough that no block is sent unchanged for long; an endless change takes the processor from other tests.
     let pause = Duration::from_micros(200 + len as u64 / 4096);
@@ -161,7 +164,7 @@ fn a_state_that_is_never_at_rest_fails_and_the_error_says_what_to_do() {
                 // Small states may be read between two changes, or in the middle of one.
                 Ok(arrived) => assert!(are_of_one_moment(arrived.arena().bytes(0, len)), "{what}"),
             }
-            assert!(started.elapsed() < PATIENCE, "{what}");
+            assert!(started.elapsed() < LONG, "{what}");
         }
     }
 }
