@@ -14,7 +14,7 @@ use tensorferry_wire::container::MANIFEST_ENTRY;
 use tensorferry_wire::dtype::Dtype;
 
 /// Of a receive on a machine that is busy with others: bytes come several times, and each time is too late.
-const LONG: Duration = Duration::from_secs(60);
+const LONG: Duration = Duration::from_mins(1);
 const SECRET: &[u8] = b"of all that is shared here, this alone stays unsaid";
 
 /// Memory of a trainer in which every byte is the number of the current moment. It outlives the server it is lent to.
