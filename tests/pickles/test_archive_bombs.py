@@ -16,6 +16,8 @@ from tensorferry.pickles.allowlist import Allowed
 from tensorferry.pickles.torch_archives import load_file, unpickled
 
 MIB = 1 << 20
+#: Other versions of torch have to read a record to know its length: there, the archive's directory is asked.
+KNOWS_LENGTHS = hasattr(torch._C.PyTorchFileReader, "get_record_size")
 STATE = {"w": torch.arange(64, dtype=torch.float32)}
 
 
@@ -63,11 +65,10 @@ def test_a_pickle_that_is_compressed_is_not_unpacked(tmp_path: Path) -> None:
     assert len(bomb) < MIB // 8
     path = tmp_path / "bomb.pt"
     path.write_bytes(bomb)
-    with pytest.raises(
-        ProtocolError, match=r"its records have \d+ bytes and the file \d+: they are compressed|data.pkl is compressed"
-    ):
+    lengths = r"its records have \d+ bytes and the file \d+: they are compressed"
+    with pytest.raises(ProtocolError, match=lengths if KNOWS_LENGTHS else r"data\.pkl is compressed"):
         load_file(path, Allowed())
-    with pytest.raises(ProtocolError, match=r"they are compressed|data.pkl is compressed"):
+    with pytest.raises(ProtocolError, match="they are compressed" if KNOWS_LENGTHS else r"data\.pkl is compressed"):
         unpickled(bomb, "an object", Allowed())
     with pytest.raises(ProtocolError, match="is compressed"):
         mapped_states.state_of_archive(path)
@@ -76,7 +77,7 @@ def test_a_pickle_that_is_compressed_is_not_unpacked(tmp_path: Path) -> None:
 def test_records_that_lie_in_each_other_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "overlapping.pt"
     path.write_bytes(overlapping(20))
-    with pytest.raises(ProtocolError, match=r"its records (have|are longer)"):
+    with pytest.raises(ProtocolError, match="its records have" if KNOWS_LENGTHS else "its records are longer"):
         load_file(path, Allowed())
     with pytest.raises(ProtocolError, match="its records are longer than the file"):
         mapped_states.state_of_archive(path)

@@ -15,6 +15,7 @@ use tensorferry_wire::dtype::Dtype;
 
 /// Of a receive on a machine that is busy with others: bytes come several times, and each time is too late.
 const LONG: Duration = Duration::from_mins(1);
+
 const SECRET: &[u8] = b"of all that is shared here, this alone stays unsaid";
 
 /// Memory of a trainer in which every byte is the number of the current moment. It outlives the server it is lent to.
@@ -68,8 +69,8 @@ fn during<T>(
         progress: Arc::clone(&progress),
         secret: config.secret.clone(),
         stall: Duration::from_secs(5),
-        lanes: Some(2),
-        ..FetchOptions::within(LONG)
+        timeout: LONG,
+        ..lanes(2)
     };
     // Short enough that no block is sent unchanged for long; an endless change takes the processor from other tests.
     let pause = Duration::from_micros(200 + len as u64 / 4096);

@@ -120,8 +120,11 @@ def put_parts(
     """
     try:
         _put(place, parts, nbytes, size, at_a_time, report)
-    except BaseException:
+    except BaseException as e:
         if nbytes > size:
+            # Who ends an upload again, since the answer was lost, may hear that there is none.
+            if isinstance(e, IncompleteCheckpoint) and _is_there(place, nbytes):
+                return
             with contextlib.suppress(TensorferryError):
                 uploads.abort(place.parent, [one for one in uploads.listed(place.parent) if one.name == place.name])
         raise
@@ -145,12 +148,15 @@ def _put(
         )
 
     with ending(calls):
-        try:
-            calls.finish(calls.begin(put), str(place), "writing it", report)
-        except IncompleteCheckpoint:
-            # Who ends an upload again, since the answer was lost, may hear that there is none.
-            if nbytes <= size or not place.is_file() or place.stat().st_size != nbytes:
-                raise
+        calls.finish(calls.begin(put), str(place), "writing it", report)
+
+
+def _is_there(place: ObjectPlace, nbytes: int) -> bool:
+    """Whether an object of a name that nobody else has is there, with all of its bytes."""
+    try:
+        return place.stat().st_size == nbytes
+    except TensorferryError:
+        return False
 
 
 def upload_file(place: ObjectPlace, path: Path) -> int:
