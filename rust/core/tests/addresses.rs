@@ -10,7 +10,7 @@ use tensorferry_core::{
     Cancel, Destination, ErrorKind, FetchOptions, Get, Rail, Remote, Secret, ServerConfig, Stability,
 };
 
-use crate::common::{BLOCK, Rig, STEP, State, eventually};
+use crate::common::{BLOCK, Rig, STEP, State, eventually, port_at_every_address};
 
 /// Far longer than any of these receives takes.
 const DEADLINE: Duration = Duration::from_mins(1);
@@ -24,7 +24,8 @@ fn loopback(last: u8) -> IpAddr {
 /// Listens at address `bind` alone; the URL prefers `card`, has 127.0.0.1 as host, and names 127.0.0.1 to 127.0.0.4.
 fn source(bind: u8, card: u8, config: ServerConfig) -> Rig {
     let rails = (1..=4).map(|last| Rail { address: loopback(last), mbit: 0 }).collect();
-    Rig::configured(&ServerConfig { bind: Some(loopback(bind)), card: Some(loopback(card)), rails, ..config })
+    let ports = port_at_every_address();
+    Rig::configured(&ServerConfig { bind: Some(loopback(bind)), card: Some(loopback(card)), rails, ports, ..config })
 }
 
 fn publish(rig: &Rig, state: &State) {

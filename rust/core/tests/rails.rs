@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use tensorferry_core::{ErrorKind, FetchOptions, Rail, Remote, Report, ServerConfig, Stability};
 
-use crate::common::{BLOCK, PATIENCE, Rig, STEP, State};
+use crate::common::{BLOCK, PATIENCE, Rig, STEP, State, port_at_every_address};
 
 const BLOCKS: usize = 48;
 
@@ -24,6 +24,7 @@ fn rails(addresses: &[u8]) -> Vec<Rail> {
 fn serving(bind: Option<u8>, addresses: &[u8], state: &State) -> Rig {
     let rig = Rig::configured(&ServerConfig {
         bind: bind.map(loopback),
+        ports: port_at_every_address(),
         rails: rails(addresses),
         // So that every lane has a turn.
         max_bandwidth: Some(400 << 20),
@@ -35,6 +36,22 @@ fn serving(bind: Option<u8>, addresses: &[u8], state: &State) -> Rig {
 
 fn options() -> FetchOptions {
     FetchOptions { same_host: false, ..FetchOptions::within(PATIENCE) }
+}
+
+/// Receives `state` from `urls` until as much as `least` came from each of the addresses `expected` and from no other; at
+/// most five times, since an address that a busy machine keeps waiting is left out, or one more is tried.
+fn receive_by(state: &State, urls: &[&str], expected: &[u8], least: usize) -> Report {
+    let mut found = Vec::new();
+    for _ in 0..5 {
+        let report = state.fetch(urls, options()).unwrap().report().clone();
+        found = shares(&report);
+        if found.iter().map(|(address, _)| *address).eq(expected.iter().copied())
+            && found.iter().all(|(_, bytes)| *bytes >= least as u64)
+        {
+            return report;
+        }
+    }
+    panic!("{found:?}, not {expected:?} in any of five receives");
 }
 
 /// Bytes by the last number of the source's address.
@@ -61,10 +78,7 @@ fn impostor(rig: &Rig, last: u8, each: impl Fn(TcpStream) + Send + 'static) -> A
 fn every_address_brings_a_share() {
     let state = State::of(&[BLOCKS * BLOCK, 5, BLOCK], 3);
     let rig = serving(None, &[1, 2, 3], &state);
-    let report = state.fetch(&[&rig.url()], options()).unwrap().report().clone();
-    let shares = shares(&report);
-    assert_eq!(shares.iter().map(|(last, _)| *last).collect::<Vec<_>>(), [1, 2, 3], "{shares:?}");
-    assert!(shares.iter().all(|(_, bytes)| *bytes >= BLOCK as u64), "{shares:?}");
+    let report = receive_by(&state, &[&rig.url()], &[1, 2, 3], BLOCK);
     assert_eq!(report.routes.len(), 3);
     assert!(report.lanes >= 3);
 }
@@ -153,6 +167,7 @@ fn a_source_that_is_gone_is_an_error_in_time() {
 fn with_card(bind: Option<u8>, card: u8, state: &State) -> Rig {
     let rig = Rig::configured(&ServerConfig {
         bind: bind.map(loopback),
+        ports: port_at_every_address(),
         card: Some(loopback(card)),
         ..ServerConfig::default()
     });
@@ -165,8 +180,7 @@ fn a_receive_begins_by_the_card_that_the_url_names() {
     let state = State::of(&[12 * BLOCK], 3);
     let rig = with_card(None, 3, &state);
     assert!(rig.url().contains("~127.0.0.3/checkpoint/"), "{}", rig.url());
-    let report = state.fetch(&[&rig.url()], options()).unwrap().report().clone();
-    assert_eq!(shares(&report).iter().map(|(last, _)| *last).collect::<Vec<_>>(), [3]);
+    receive_by(&state, &[&rig.url()], &[3], 1);
 }
 
 #[test]
@@ -195,10 +209,7 @@ fn without_the_card_the_host_is_taken() {
 fn every_source_of_several_brings_by_each_of_its_addresses() {
     let state = State::of(&[BLOCKS * BLOCK, 5, BLOCK], 3);
     let (one, other) = (serving(None, &[1, 2], &state), serving(None, &[1, 3], &state));
-    let report = state.fetch(&[&one.url(), &other.url()], options()).unwrap().report().clone();
-    let shares = shares(&report);
-    assert_eq!(shares.iter().map(|(last, _)| *last).collect::<Vec<_>>(), [1, 2, 3], "{shares:?}");
-    assert!(shares.iter().all(|(_, bytes)| *bytes >= BLOCK as u64), "{shares:?}");
+    receive_by(&state, &[&one.url(), &other.url()], &[1, 2, 3], BLOCK);
 }
 
 /// Passes on what is said between the address `last` and the server of `rig`. Of the answers on each connection, all but the
@@ -240,6 +251,7 @@ fn another_source_brings_by_its_other_addresses_before_its_first_range_is_throug
     let limited = |bind: u8, addresses: &[u8]| {
         let rig = Rig::configured(&ServerConfig {
             bind: Some(loopback(bind)),
+            ports: port_at_every_address(),
             rails: rails(addresses),
             // So that there is something left for the other source.
             max_bandwidth: Some(64 << 20),
@@ -277,6 +289,7 @@ fn a_server_listens_on_the_addresses_that_are_named_and_on_no_other() {
     let rig = Rig::configured(&ServerConfig {
         bind: Some(loopback(1)),
         also: vec![loopback(2)],
+        ports: port_at_every_address(),
         metrics_ports: Some(0..=0),
         ..ServerConfig::default()
     });

@@ -124,8 +124,8 @@ impl Store {
     /// Puts `publication` in the place of the one that is served, opens the gate, and wakes the requests that wait.
     fn replace_current(&self, step: i64, publication: Publication) {
         let mut state = self.state();
-        let old = state.current.replace(Arc::new(publication));
-        let gone = old.map(|old| state.retire(old));
+        let gone = state.take_current(|_| true).map(|old| state.retire(old));
+        state.current = Some(Arc::new(publication));
         state.step = Some(step);
         state.allowed = true;
         let lingers = !state.lingering.is_empty();
@@ -193,11 +193,10 @@ impl Store {
     fn close_gate(&self) -> Vec<Arc<Publication>> {
         let mut state = self.state();
         state.allowed = false;
-        let gone = match state.current.take() {
+        let gone = match state.take_current(|_| true) {
             Some(current) if current.stability() == Stability::Borrowed => {
                 let step = state.step;
                 current.note_wanted_back();
-                state.remember(&current);
                 state.draining.push(Former { step, publication: current });
                 None
             }
@@ -230,9 +229,9 @@ impl Store {
     pub fn abandon(&self, filling: Readiness) {
         let is_it = |publication: &Arc<Publication>| publication.is_filled_by(&filling);
         let mut state = self.state();
-        let current = state.current.take_if(|current| is_it(current));
+        let current = state.take_current(is_it);
         state.allowed &= current.is_none();
-        let gone: Vec<_> = state.retired().filter(is_it).chain(current).collect();
+        let gone: Vec<_> = state.retired().filter(is_it).collect();
         state.lingering.retain(|former| !is_it(&former.publication));
         drop(state);
         // Requests that wait for bytes of it fail now.
@@ -248,11 +247,10 @@ impl Store {
         let mut state = self.state();
         state.closed = true;
         state.allowed = false;
-        let current = state.current.take();
-        let lingering = std::mem::take(&mut state.lingering);
-        let lingering = lingering.into_iter().map(|former| former.publication);
-        let all: Vec<_> = current.into_iter().chain(lingering).chain(state.retired()).collect();
+        let gone = (state.take_current(|_| true), std::mem::take(&mut state.lingering));
+        let all: Vec<_> = state.retired().collect();
         drop(state);
+        drop(gone);
         self.changed.notify_waiters();
         for publication in all {
             publication.close();
@@ -329,16 +327,18 @@ impl StoreState {
         self.retired.iter().filter_map(Weak::upgrade)
     }
 
-    /// Remembers a publication that is not served any more for as long as it has readers.
-    fn remember(&mut self, publication: &Arc<Publication>) {
+    /// Takes back what is served, if `is_it` says so. The store remembers it for as long as it exists, so that whoever
+    /// withdraws, abandons or closes at the same time waits for its readers as well.
+    fn take_current(&mut self, is_it: impl FnOnce(&Arc<Publication>) -> bool) -> Option<Arc<Publication>> {
+        let current = self.current.take_if(|current| is_it(current))?;
         self.retired.retain(|p| p.strong_count() > 0);
-        self.retired.push(Arc::downgrade(publication));
+        self.retired.push(Arc::downgrade(&current));
+        Some(current)
     }
 
-    /// Takes no new transfer for `publication`, but remembers it for as long as it has some. Returns what the caller
-    /// must drop outside the lock, since dropping may run foreign code.
+    /// Takes no new transfer for `publication`, which was [taken back](Self::take_current). Returns what the caller must
+    /// drop outside the lock, since dropping may run foreign code.
     fn retire(&mut self, publication: Arc<Publication>) -> Vec<Arc<Publication>> {
-        self.remember(&publication);
         let in_use = publication.idle_for().is_none_or(|idle| idle < LINGER);
         if publication.stability() == Stability::Borrowed || !publication.was_read() || !in_use {
             publication.close();
@@ -352,5 +352,66 @@ impl StoreState {
             publication.cut();
         }
         gone
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::AtomicBool;
+    use std::thread;
+
+    use tensorferry_wire::dtype::Dtype;
+
+    use super::super::Lease;
+    use super::*;
+    use crate::payload::Item;
+
+    /// A store that serves borrowed memory which is being filled, a lease on it, and what fills it.
+    fn read_store() -> (Store, Arc<Lease>, Readiness) {
+        let store = Store::new(Algorithm::Crc64).unwrap();
+        let items = vec![Item::bytes("w", Dtype::U8, &[1], vec![7].into())];
+        let (publication, filling) =
+            Publication::with_readiness(Vec::new(), items, Stability::Borrowed, Box::new(())).unwrap();
+        store.publish(1, publication);
+        let current = store.state().current.clone().unwrap();
+        (store, Lease::take(&current, &Arc::default(), true).unwrap(), filling)
+    }
+
+    #[test]
+    fn memory_has_no_reader_when_a_withdrawal_returns_while_others_take_it_back() {
+        let ways: [fn(&Store, &mut Option<Readiness>); 4] = [
+            |store, _| store.close(),
+            |store, filling| store.abandon(filling.take().unwrap()),
+            |store, _| _ = store.withdraw(Duration::ZERO),
+            |store, _| while !store.withdraw_unread() {},
+        ];
+        for (first, way) in ways.into_iter().enumerate() {
+            for (second, other) in ways.into_iter().enumerate() {
+                if first == second {
+                    continue;
+                }
+                let (store, lease, filling) = read_store();
+                let (mut filling, mut none) = if second == 1 { (None, Some(filling)) } else { (Some(filling), None) };
+                let is_left = AtomicBool::new(false);
+                thread::scope(|scope| {
+                    scope.spawn(|| way(&store, &mut filling));
+                    while store.state().current.is_some() {
+                        thread::yield_now();
+                    }
+                    let ended = scope.spawn(|| {
+                        other(&store, &mut none);
+                        assert!(
+                            is_left.load(Ordering::SeqCst),
+                            "{second} returned before the reader left, after {first}"
+                        );
+                    });
+                    // A slow machine can hide a return that is too early, and cannot make one.
+                    thread::sleep(Duration::from_millis(50));
+                    is_left.store(true, Ordering::SeqCst);
+                    drop(lease);
+                    ended.join().unwrap();
+                });
+            }
+        }
     }
 }

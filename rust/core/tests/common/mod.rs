@@ -6,7 +6,10 @@ pub(crate) mod faults;
 pub(crate) mod local;
 pub(crate) mod raw;
 
+use std::net::{Ipv4Addr, TcpListener};
+use std::ops::RangeInclusive;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
@@ -133,6 +136,19 @@ impl State {
         let arrived = remote.fetch(Destination::Fresh)?;
         self.check(&header, &arrived);
         Ok(arrived)
+    }
+}
+
+/// A port that is free at every address, and is not one of those that the system picks for connections.
+pub(crate) fn port_at_every_address() -> RangeInclusive<u16> {
+    static TAKEN: AtomicU32 = AtomicU32::new(0);
+    loop {
+        // Test binaries that run at the same time begin far from each other.
+        let number = std::process::id().wrapping_mul(97).wrapping_add(TAKEN.fetch_add(1, Ordering::Relaxed));
+        let port = 10_000 + u16::try_from(number % 20_000).unwrap();
+        if TcpListener::bind((Ipv4Addr::UNSPECIFIED, port)).is_ok() {
+            return port..=port;
+        }
     }
 }
 
