@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import threading
+import time
+from datetime import timedelta
 
 import pytest
 import torch
 
 from child import Child
 from stores import objects
-from tensorferry.checkpointing import AsyncCheckpointer, SyncCheckpointer, latest_checkpoint, ranks
-from tensorferry.errors import IncompleteCheckpoint
+from tensorferry.checkpointing import AsyncCheckpointer, CheckpointReader, SyncCheckpointer, latest_checkpoint, ranks
+from tensorferry.errors import FetchTimeout, IncompleteCheckpoint
 
 pytestmark = pytest.mark.process
 
@@ -64,6 +66,33 @@ def test_a_trainer_does_not_wait_for_a_store_that_stalls(gateway, server, monkey
         assert checkpointer.load(latest_checkpoint(server.place))["step"] == 1
     finally:
         answers.set()
+        checkpointer.close()
+
+
+@pytest.mark.waits
+@pytest.mark.parametrize(
+    "search",
+    [
+        lambda place: SyncCheckpointer(patience=1).load(place),
+        lambda place: SyncCheckpointer(patience=1).latest(place),
+        lambda place: CheckpointReader(timeout=timedelta(seconds=1)).read(place),
+        lambda place: latest_checkpoint(place, timeout=timedelta(seconds=1)),
+    ],
+    ids=["load", "latest", "CheckpointReader", "latest_checkpoint"],
+)
+def test_no_search_waits_longer_than_it_may(gateway, server, search):
+    gateway.act = lambda *_: "stall"
+    began = time.monotonic()
+    with pytest.raises(FetchTimeout, match="not over within 1 s"):
+        search(server.place)
+    assert time.monotonic() - began < 20
+
+
+def test_loads_with_an_asynchronous_checkpointer_have_its_patience():
+    checkpointer = AsyncCheckpointer(patience=1)
+    try:
+        assert checkpointer._timeout == timedelta(seconds=1)
+    finally:
         checkpointer.close()
 
 

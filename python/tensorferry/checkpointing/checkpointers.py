@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
+from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, overload
 
@@ -69,10 +70,14 @@ class _Checkpointer(Checkpointer):  # type: ignore[misc]  # mypy does not follow
             allowed=self._allowed,
             prefer=prefer,
             save_id=save_id,
+            timeout=self._timeout,
         )
         if save_id is not None:
             self._agreed = None
         return state
+
+    #: How long the requests of a load, or of the search for the newest checkpoint, may take in an object store.
+    _timeout: timedelta | None = None
 
     #: The save that the ranks have agreed to load next, and its folder: another rank may have it in memory only.
     _agreed: tuple[AnyPlace, str] | None = None
@@ -93,7 +98,7 @@ class _Checkpointer(Checkpointer):  # type: ignore[misc]  # mypy does not follow
             InvalidArgument: ``path`` does not name a folder of this machine
         """
         keeper = self._keeper if isinstance(self._keeper, LoadingKeeper) else None
-        self._agreed = find_latest(any_place(path), self._ranks, keeper)
+        self._agreed = find_latest(any_place(path, timeout=self._timeout), self._ranks, keeper)
         return None if self._agreed is None else str(self._agreed[0])
 
     def _agreed_save(self, path: str | os.PathLike[str]) -> str | None:
@@ -122,7 +127,8 @@ class SyncCheckpointer(_Checkpointer):
         keep_last: how many checkpoints stay of those that lie beside each other in folders whose names differ in
             numbers only, such as ``step-100`` and ``step-200``: the oldest others are removed after each commit.
             ``None`` keeps all
-        patience: seconds without a sign of life of another rank after which a save has failed
+        patience: seconds without a sign of life of another rank after which a save has failed; in an object store, all
+            requests of a save, a load or :meth:`latest` may take as long together
         keeper: keeps the states in memory, too, as for :class:`AsyncCheckpointer`: a save then copies the state, as
             there, and waits until it is written. It goes without ``writer``, ``commit_hook`` and ``barrier``
         safe_globals: classes and functions that pickled objects may name in a load, besides the default list
@@ -155,6 +161,7 @@ class SyncCheckpointer(_Checkpointer):
         self._allowed = Allowed(safe_globals, trust_pickle)
         self._reader = reader
         options = Options(threads=threads, cached=cached, keep_last=keep_last, patience=patience)
+        self._timeout = timedelta(seconds=options.patience)
         self._keeper = _connected(keeper)
         self._writer: Any = writer
         if self._keeper is not None:
@@ -280,6 +287,7 @@ class AsyncCheckpointer(_Checkpointer):
         self._ranks = Ranks(rank, world_size, agree, process_group)
         self._allowed = Allowed(safe_globals, trust_pickle)
         options = Options(threads=threads, cached=cached, keep_last=keep_last, patience=patience)
+        self._timeout = timedelta(seconds=options.patience)
         self._keeper = _connected(keeper)
         self._saver = Saver(self._ranks, options, SharedStager(memory_limit, ACCELERATOR, self._allowed), self._keeper)
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,12 @@ logger = logging.getLogger("tensorferry")
 _ATTEMPTS = 5
 
 
-def latest_checkpoint(root: str | os.PathLike[str]) -> str | None:
+def latest_checkpoint(
+    root: str | os.PathLike[str],
+    *,
+    store_options: Mapping[str, Any] | None = None,
+    timeout: timedelta | None = None,
+) -> str | None:
     """Returns the path of the newest complete checkpoint directly below ``root``, or ``None`` if there is none.
 
     The newest is the one whose save began last, as its index says; times of files and step numbers do not matter. A
@@ -32,11 +38,16 @@ def latest_checkpoint(root: str | os.PathLike[str]) -> str | None:
     is missing, and a folder of another program, does not count. If there are checkpoints of other formats alone, a
     warning names them.
 
+    Args:
+        root: the folder, or a place in an object store
+        store_options: as for ``tensorferry.dcp.FileReader``
+        timeout: likewise
+
     Raises:
         SystemRefused: ``root`` exists and cannot be listed
         TensorferryError: a store does not answer, or refuses
     """
-    place = place_as_given(root, "root")
+    place = place_as_given(root, "root", store_options=store_options, timeout=timeout)
     if complete := complete_checkpoints(place):
         return str(complete[-1][0])
     other_formats.log_passed_over(place)

@@ -66,6 +66,7 @@ def read(
     prefer: Prefer | None = None,
     threads: int | None = None,
     save_id: str | None = None,
+    timeout: timedelta | None = None,
 ) -> tuple[Any, list[str]]:
     """Loads a checkpoint.
 
@@ -84,6 +85,7 @@ def read(
         prefer: returns the state that a keeper has of this checkpoint and rank, which is used instead of the file
         threads: threads that read; ``None`` chooses by the number of cores
         save_id: the save that all ranks have agreed to load; no other one is loaded from the folder
+        timeout: how long all requests to an object store may take together; ``None`` is 10 minutes
 
     Returns:
         The state, ``state_dict`` itself if it was given; and the paths in ``state_dict`` that the checkpoint lacks,
@@ -102,7 +104,7 @@ def read(
         InvalidArgument: ``map_location`` cannot be used
     """
     loading = _StateLoad(state_dict, map_location, strict, rank, world_size, allowed or Allowed(), threads, save_id)
-    place = any_place(path)
+    place = any_place(path, timeout=timeout)
     found = None if prefer is None else _from_keeper(prefer, str(place), rank, world_size, loading)
     return found or loading.run(begun(place))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from datetime import timedelta
 from typing import Any
 
 from ..pickles.allowlist import Allowed
@@ -26,6 +27,7 @@ class CheckpointReader(_TorchReader):  # type: ignore[misc]  # mypy does not fol
         threads: threads that read; ``None`` chooses by the number of cores
         safe_globals: classes and functions that pickled objects may name, besides the default list
         trust_pickle: lets them name anything
+        timeout: how long all requests of a load to an object store may take together, 10 minutes by default
 
     Raises:
         InvalidArgument: an argument cannot be used; the message names it
@@ -38,6 +40,7 @@ class CheckpointReader(_TorchReader):  # type: ignore[misc]  # mypy does not fol
         threads: int | None = None,
         safe_globals: Iterable[Any] = (),
         trust_pickle: bool = False,
+        timeout: timedelta | None = None,
     ) -> None:
         if rank_info is None:
             ranks = Ranks(None, None, None, None)
@@ -47,6 +50,7 @@ class CheckpointReader(_TorchReader):  # type: ignore[misc]  # mypy does not fol
         self._rank_info = rank_info
         self._threads = threads
         self._allowed = Allowed(safe_globals, trust_pickle)
+        self._timeout = timeout
 
     def read(
         self,
@@ -81,4 +85,5 @@ class CheckpointReader(_TorchReader):  # type: ignore[misc]  # mypy does not fol
             world_size=self._world_size,
             allowed=self._allowed,
             threads=self._threads,
+            timeout=self._timeout,
         )
