@@ -113,6 +113,25 @@ def test_one_writer_in_two_saves_at_once_writes_two_files(tmp_path):
     assert list(tmp_path.glob("rank*")) != [written]
 
 
+class Shrinking(dcp.DefaultSavePlanner):
+    """Another thread gives a tensor another shape once the save is planned."""
+
+    def resolve_data(self, write_item):
+        return super().resolve_data(write_item).resize_(10)
+
+
+@pytest.mark.parametrize("make", [FileWriter, lambda _: PeerWriter()], ids=["files", "peers"])
+def test_a_tensor_of_another_shape_than_planned_is_not_committed(make, tmp_path):
+    save(tmp_path, 1)
+    writer, planner = make(tmp_path), Shrinking()
+    state = {"a": torch.full((1000,), 2.0)}
+    error = fails(lambda: dcp.save(state, storage_writer=writer, planner=planner, no_dist=True))
+    assert isinstance(error, tensorferry.UnsupportedLeaf)
+    assert "a cannot be saved (ValueError: its shape was (1000,) when the save was planned, and is (10,)" in str(error)
+    getattr(writer, "shutdown", lambda: None)()
+    assert loaded(tmp_path) == 1
+
+
 @pytest.mark.parametrize("make", [FileWriter, lambda _: PeerWriter()], ids=["files", "peers"])
 def test_tensors_without_memory_are_refused_by_name(make, tmp_path):
     freed = torch.zeros(8)

@@ -34,18 +34,24 @@ def fail_without_numpy() -> None:
 
 
 def noted(read: F) -> F:
-    """Decorates ``read_metadata`` of a reader: torch keeps of its errors only the text.
+    """Decorates ``read_metadata`` of a :class:`SliceReader`: torch keeps of its errors only the text.
 
-    It is the first that torch calls in a load, so it also says what the ranks lack to agree.
+    It is the first that torch calls in a load, so it also says what the ranks lack to agree. When it has failed, torch
+    calls it once more, for an index of this rank alone: that fails at once where there can be none.
     """
 
     @functools.wraps(read)
-    def noting_errors(*args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("rank") is None:  # Otherwise it is called a second time, for an index of this rank alone.
+    def noting_errors(self: Any, *args: Any, **kwargs: Any) -> Any:
+        load = self._load
+        if kwargs.get("rank") is None:
+            load.failed = None
             fail_without_numpy()
+        elif load.failed is not None and not isinstance(load.failed, self._absent):
+            raise load.failed
         try:
-            return read(*args, **kwargs)
+            return read(self, *args, **kwargs)
         except TensorferryError as e:
+            load.failed = e
             errors = _noted.get()
             if errors is not None:
                 errors.append(e)

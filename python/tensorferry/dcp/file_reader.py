@@ -68,6 +68,8 @@ class FileReader(InFolder, SliceReader):
         InvalidArgument: an argument cannot be used; the message names it
     """
 
+    _absent = (IncompleteCheckpoint,)
+
     def __init__(
         self,
         path: str | os.PathLike[str],
@@ -93,7 +95,8 @@ class FileReader(InFolder, SliceReader):
         """Begins a new load, from the folder ``checkpoint_id`` if it is given."""
         self._loading.check()
         self._load.checkpoint = path = self._next(checkpoint_id)
-        self._load.metadata, self._path = None, path
+        self._load.metadata = self._load.failed = None
+        self._path = path
 
     @noted
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.futures import Future
 
 from .. import _validate
-from ..errors import InvalidArgument, SystemRefused, TensorferryError
+from ..errors import InvalidArgument, SystemRefused
 from ..net.options import ServerOptions, wants_relay, wants_same_host
 from ..net.secret import shared_secret
 from ..net.serve import relaying
@@ -104,31 +104,23 @@ class PeerReader(SliceReader):
             ProtocolError: states of ranks contradict each other, or the metadata lacks some of the ranks
             TensorferryError: as for ``HTTPTransport.recv_checkpoint``
         """
-        del args
-        if kwargs.get("rank") is not None and self._load.failed is not None:
-            # torch calls this a second time for an index of this rank alone. There is none, and a second wait would be
-            # in vain.
-            raise self._load.failed
-        try:
-            step, urls = self._publication()
-            allowed = self._load.allowed = self._allowed.until(Deadline(self._seconds))
-            source = PeerSource(
-                step,
-                urls,
-                timeout=self._seconds,
-                lanes=self._lanes,
-                same_host=self._same_host,
-                secret=self._secret,
-            )
-            if source.serves_states:
-                states = States(source, allowed)
-                self._read_from(source, states.values)
-                metadata = states.metadata()
-            else:
-                metadata = self._open(source, "the publication")
-        except TensorferryError as e:
-            self._load.failed = e
-            raise
+        del args, kwargs
+        step, urls = self._publication()
+        allowed = self._load.allowed = self._allowed.until(Deadline(self._seconds))
+        source = PeerSource(
+            step,
+            urls,
+            timeout=self._seconds,
+            lanes=self._lanes,
+            same_host=self._same_host,
+            secret=self._secret,
+        )
+        if source.serves_states:
+            states = States(source, allowed)
+            self._read_from(source, states.values)
+            metadata = states.metadata()
+        else:
+            metadata = self._open(source, "the publication")
         return index.described(metadata)
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:

@@ -86,6 +86,9 @@ class SliceReader(StorageReader):  # type: ignore[misc]  # mypy does not follow 
         report: what the last load read, without the index; of several at once, the one that began last
     """
 
+    #: The errors of ``read_metadata`` after which there may still be an index of the rank alone.
+    _absent: tuple[type[Exception], ...] = ()
+
     def __init__(self, allowed: Allowed, counts: Iterable[str], progress: Progress | None) -> None:
         super().__init__()
         self._allowed = allowed

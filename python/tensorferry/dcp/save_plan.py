@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from typing import Any, TypeAlias
 
 import torch
@@ -101,6 +102,9 @@ class PlanSnapshot:
             torch.save(tensor.detach(), file)
             self._append_bytes(item, reserved.pickled_tensor(number), file.getvalue(), PICKLED_TENSOR)
             return
+        if item.tensor_data is not None and memory.numel() != math.prod(item.tensor_data.chunk.sizes):
+            planned = tuple(item.tensor_data.chunk.sizes)
+            raise ValueError(f"its shape was {planned} when the save was planned, and is {tuple(tensor.shape)} now")
         dtype = DTYPE_NAMES.get(memory.dtype)
         shape = tuple(memory.shape) if dtype else (memory.nbytes,)
         owner: torch.Tensor | Piece = memory
