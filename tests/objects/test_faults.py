@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import re
@@ -22,6 +23,7 @@ from tensorferry.errors import (
     FetchTimeout,
     IncompleteCheckpoint,
     StoreRefused,
+    SystemRefused,
     TensorferryError,
 )
 from tensorferry.storage.objects import client as making
@@ -101,6 +103,58 @@ def test_a_store_that_stalls_ends_the_save_in_time(gateway, server):
         save(state(5), server.place, 3)
     gateway.act = lambda *_: None
     assert load(state(4), server.place)
+
+
+@pytest.mark.waits
+def test_an_index_that_did_not_come_is_not_waited_for_once_more(gateway, server):
+    """torch asks for an index of the rank alone when the one of all cannot be read."""
+    gateway.act = lambda *_: "stall"
+    reader_ = FileReader(server.place, timeout=timedelta(seconds=1))
+    with pytest.raises(FetchTimeout) as first:
+        reader_.read_metadata()
+    asked = len(gateway.seen)
+    with pytest.raises(FetchTimeout) as second:
+        reader_.read_metadata(rank=0)
+    assert second.value is first.value
+    assert len(gateway.seen) == asked
+
+
+def out_of_memory(*_, **__):
+    raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+
+@pytest.mark.usefixtures("gateway")
+def test_without_memory_for_a_part_a_save_says_so(server, monkeypatch):
+    save(state(4), server.place)
+    with monkeypatch.context() as little:
+        little.setattr(upload.mmap, "mmap", out_of_memory)
+        with pytest.raises(SystemRefused, match=r"rank00000.*Cannot allocate memory"):
+            save(state(5), server.place)
+    assert load(state(4), server.place)
+    save(state(5), server.place)
+    assert load(state(5), server.place)
+    assert not uploads(server.url, server.prefix)
+
+
+def test_without_a_thread_for_requests_a_save_says_so(server, monkeypatch):
+    def refuse(_):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(making, "_loop", None)
+    with monkeypatch.context() as none:
+        none.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(SystemRefused, match="can't start new thread"):
+            save(state(4), server.place)
+    save(state(4), server.place)
+
+
+def test_a_package_that_cannot_be_loaded_is_not_a_missing_one(monkeypatch):
+    def fail(name):
+        raise ImportError(f"{name}: failed to map segment from shared object")
+
+    monkeypatch.setattr(making.importlib, "import_module", fail)
+    with pytest.raises(SystemRefused, match="cannot be loaded: obstore: failed to map"):
+        making.obstore()
 
 
 @pytest.mark.waits

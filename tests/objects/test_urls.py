@@ -40,6 +40,7 @@ def test_the_parts_of_a_url(text, root, key):
         ("s3://bucket/a/../b", "no dots"),
         ("s3://bucket/a//b", "empty names"),
         ("s3://bucket/a\nb", "control"),
+        ("s3://bucket/a\ud800b", "surrogate"),
     ],
 )
 def test_a_url_that_is_refused(text, why):

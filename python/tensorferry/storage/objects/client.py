@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from ..._fork import ForkSafeLock
-from ...errors import ForkedProcess, InvalidArgument
+from ...errors import ForkedProcess, InvalidArgument, SystemRefused
 from . import settings
 from .url import without_secrets
 
@@ -46,11 +46,14 @@ def obstore() -> Any:
 
     Raises:
         InvalidArgument: it is not installed
+        SystemRefused: it cannot be loaded, for lack of memory
     """
     try:
         return importlib.import_module("obstore")
-    except ImportError as e:
+    except ModuleNotFoundError as e:
         raise InvalidArgument(_MISSING) from e
+    except (ImportError, MemoryError) as e:
+        raise SystemRefused(f"the package obstore cannot be loaded: {e}") from e
 
 
 def is_installed() -> bool:
@@ -182,6 +185,7 @@ def loop() -> asyncio.AbstractEventLoop:
 
     Raises:
         ForkedProcess: requests were made before this process was forked
+        SystemRefused: the system refuses a thread, or memory for it
     """
     # Slow to load, with all of TLS, for those who never come here.
     from .loop import new_loop
@@ -194,7 +198,10 @@ def loop() -> asyncio.AbstractEventLoop:
                 "start it with spawn or forkserver"
             )
         if _loop is None:
-            running = new_loop()
-            threading.Thread(target=running.run_forever, name="tensorferry-objects", daemon=True).start()
+            try:
+                running = new_loop()
+                threading.Thread(target=running.run_forever, name="tensorferry-objects", daemon=True).start()
+            except (RuntimeError, MemoryError, OSError) as e:
+                raise SystemRefused(f"no thread for requests to object stores can be started: {e}") from e
             _loop = os.getpid(), running
         return _loop[1]

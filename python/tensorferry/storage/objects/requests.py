@@ -8,6 +8,7 @@ said is told without its URL, which may hold what is secret.
 from __future__ import annotations
 
 import contextlib
+import errno
 import re
 import threading
 import time
@@ -21,6 +22,7 @@ from ...errors import (
     IncompleteCheckpoint,
     SourceChanged,
     StoreRefused,
+    SystemRefused,
     TensorferryError,
     TransferCancelled,
 )
@@ -43,6 +45,9 @@ _BUILTIN: dict[type[BaseException], str] = {
     PermissionError: "PermissionDeniedError",
     NotImplementedError: "NotImplementedError",
 }
+#: What is refused by the system of this machine, and how Python says that it can start no thread.
+_OF_SYSTEM = frozenset({errno.ENOMEM, errno.EMFILE, errno.ENFILE})
+_NO_THREAD = "can't start new thread"
 _NO_BUCKET = re.compile(r"\b(?:NoSuchBucket|ContainerNotFound|The specified bucket does not exist)\b")
 _PART = re.compile(r"[?&](?:partNumber|partnumber)=(\d{1,6})|[?&]blockid=")
 _STATUS = re.compile(r"\b(?:status|status code|Server returned [a-z -]*error[a-z ]*)\W{1,3}(\d{3})\b")
@@ -217,6 +222,8 @@ def translated(error: Exception, name: str, what: str, deadline: Deadline) -> Ex
         if deadline.left() > 0:
             return FetchTimeout(f"{name}: {what}: the store has sent nothing for too long")
         return FetchTimeout(f"{name}: {what} was not over within {deadline.seconds:g} s")
+    if isinstance(error, MemoryError) or getattr(error, "errno", None) in _OF_SYSTEM or str(error) == _NO_THREAD:
+        return SystemRefused(f"{name}: {what}: {error or 'there is no memory'}")
     kind = next((c.__name__ for c in type(error).__mro__ if c.__module__.startswith("obstore")), None)
     kind = _BUILTIN.get(type(error), kind)
     if kind is None:

@@ -76,9 +76,16 @@ def parsed(text: str, name: str = "path") -> StoreUrl:
         raise InvalidArgument(f"{shown}: {name} names no bucket")
     key = key.strip("/")
     parts = key.split("/") if key else []
-    if any(part in ("", ".", "..") or any(ord(c) < 32 or ord(c) == 127 for c in part) for part in parts):
-        raise InvalidArgument(f"{shown!r}: {name} must have no empty names, no dots alone, and no control characters")
+    if any(part in ("", ".", "..") or any(_is_no_text(c) for c in part) for part in parts):
+        raise InvalidArgument(
+            f"{shown!r}: {name} must have no empty names, no dots alone, no control characters, and no halves of "
+            "surrogate pairs"
+        )
     return StoreUrl(f"{scheme}://{host}", key)
+
+
+def _is_no_text(character: str) -> bool:
+    return ord(character) < 32 or ord(character) == 127 or 0xD800 <= ord(character) < 0xE000
 
 
 def without_secrets(text: str) -> str:
