@@ -202,6 +202,6 @@ def loop() -> asyncio.AbstractEventLoop:
                 running = new_loop()
                 threading.Thread(target=running.run_forever, name="tensorferry-objects", daemon=True).start()
             except (RuntimeError, MemoryError, OSError) as e:
-                raise SystemRefused(f"no thread for requests to object stores can be started: {e}") from e
+                raise SystemRefused(f"cannot start a thread for requests to object stores: {e}") from e
             _loop = os.getpid(), running
         return _loop[1]
