@@ -123,6 +123,7 @@ def out_of_memory(*_, **__):
     raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 
 
+@pytest.mark.waits
 @pytest.mark.usefixtures("gateway")
 def test_without_memory_for_a_part_a_save_says_so(server, monkeypatch):
     save(state(4), server.place)
@@ -193,6 +194,7 @@ def test_a_changed_byte_is_found(gateway, server):
         load(state(6), server.place)
 
 
+@pytest.mark.waits
 def test_an_answer_that_is_too_long_is_refused(gateway, server):
     save(state(6), server.place)
     gateway.act = lambda _, method, path: (
@@ -266,6 +268,7 @@ def test_a_failed_save_leaves_no_parts(gateway, server):
     assert not objects(server.url, server.prefix)
 
 
+@pytest.mark.waits
 def test_an_index_whose_answer_was_lost_counts(gateway, server):
     lost = []
 
@@ -282,6 +285,7 @@ def test_an_index_whose_answer_was_lost_counts(gateway, server):
     assert load(state(10), server.place)
 
 
+@pytest.mark.waits
 def test_an_upload_whose_last_answer_was_lost_counts(gateway, server):
     lost = []
 
@@ -317,6 +321,7 @@ def test_a_refusal_is_no_store_without_conditions(gateway, server, key, caplog):
     assert "no conditional writes" not in caplog.text
 
 
+@pytest.mark.waits
 def test_a_store_without_conditions_is_told_and_used(gateway, server, caplog, monkeypatch):
     monkeypatch.setattr(commit, "_warned", set())
     refused = []

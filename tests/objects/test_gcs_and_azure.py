@@ -63,6 +63,7 @@ def test_what_is_saved_in_parts_is_loaded_and_replaced(store):
     assert not store.begun
 
 
+@pytest.mark.waits
 def test_the_index_is_written_under_a_condition(store):
     for _ in range(2):
         save({"w": torch.ones(3)}, store.place)
@@ -118,6 +119,7 @@ def test_a_series_of_checkpoints_keeps_the_last_ones(store):
     assert checkpointer.load(newest)["w"].unique().item() == 3
 
 
+@pytest.mark.waits
 def test_a_copy_to_and_from_a_folder(store, tmp_path, capsys):
     save({"w": torch.ones(4000)}, store.place)
     assert main(["copy", store.place, str(tmp_path / "here")]) == 0

@@ -74,6 +74,7 @@ def test_a_large_state_goes_in_parts(any_server, monkeypatch):
     assert reader.report["wanted"] <= reader.report["bytes"] <= 1.05 * reader.report["wanted"]
 
 
+@pytest.mark.waits
 def test_parts_are_copies_in_memory_that_is_used_again(server, monkeypatch):
     monkeypatch.setattr(upload, "PART", 5 << 20)
     made, sent = [], []
@@ -104,6 +105,7 @@ def address_of(part):
     return ctypes.addressof(ctypes.c_char.from_buffer(part))
 
 
+@pytest.mark.waits
 @pytest.mark.parametrize("back", [False, True], ids=["changed", "changed and changed back"])
 def test_a_tensor_that_changes_while_it_is_sent_does_no_harm(gateway, server, back, monkeypatch):
     monkeypatch.setattr(upload, "PART", 5 << 20)

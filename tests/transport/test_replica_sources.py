@@ -36,6 +36,7 @@ def job():
         each.transport.shutdown(wait=False)
 
 
+@pytest.mark.waits
 @pytest.mark.parametrize(
     "options", [{}, {"secret": "a secret of the job"}, {"tls": True}], ids=["plain", "secret", "tls"]
 )
