@@ -132,6 +132,29 @@ def test_a_tensor_of_another_shape_than_planned_is_not_committed(make, tmp_path)
     assert loaded(tmp_path) == 1
 
 
+@pytest.mark.parametrize("happens", ["freed", "given other memory"])
+def test_a_tensor_that_goes_during_a_save_is_saved_as_it_was(happens, tmp_path):
+    # The allocator gives memory of this size back to the system.
+    state = {"a": torch.full((1 << 22,), 2.0), "b": torch.zeros(1)}
+
+    class Letting(dcp.DefaultSavePlanner):
+        def resolve_data(self, write_item):
+            found = super().resolve_data(write_item)
+            if write_item.index.fqn == "b":
+                if happens == "freed":
+                    self.state_dict.pop("a")
+                else:
+                    state["a"].data = torch.zeros(1 << 22)
+                state.pop("a")
+            return found
+
+    writer = FileWriter(tmp_path)
+    dcp.save(state, storage_writer=writer, planner=Letting(), no_dist=True)
+    loaded = {"a": torch.zeros(1 << 22)}
+    dcp.load(loaded, storage_reader=FileReader(tmp_path), no_dist=True)
+    assert bool((loaded["a"] == 2).all())
+
+
 @pytest.mark.parametrize("make", [FileWriter, lambda _: PeerWriter()], ids=["files", "peers"])
 def test_tensors_without_memory_are_refused_by_name(make, tmp_path):
     freed = torch.zeros(8)
