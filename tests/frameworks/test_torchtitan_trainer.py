@@ -14,6 +14,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(270)]
 missing = [
     name for name in ("torchtitan", "torchdata", "tokenizers", "spmd_types") if importlib.util.find_spec(name) is None
 ]
+staging = importlib.import_module("torch.distributed.checkpoint.staging")
+if not hasattr(staging, "StagingOptions"):
+    missing.append("the torch that torchtitan asks for")
 if missing:
     pytest.skip(f"not installed: {', '.join(missing)}", allow_module_level=True)
 

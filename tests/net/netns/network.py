@@ -63,7 +63,9 @@ class Agent:
     def lines(self) -> Iterator[dict[str, Any]]:
         """Yields the process's answers until it closes its output."""
         for line in self.process.stdout:
-            yield json.loads(line)
+            # Gloo of torch 2.8 writes to stdout too.
+            if not line.startswith("[Gloo]"):
+                yield json.loads(line)
 
     def next(self) -> dict[str, Any]:
         return next(self.lines())
