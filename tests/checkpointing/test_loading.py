@@ -40,7 +40,10 @@ from tensorferry.errors import (
 from tensorferry.memory.accelerator import ACCELERATOR
 from tensorferry.memory.bounce import BounceBuffers
 from tensorferry.memory.staging import HostStager
+from tensorferry.memory.tensors import Unread
 from tensorferry.pickles.allowlist import Allowed
+from tensorferry.pickles.globals.kinds import Refused
+from tensorferry.pickles.limits import Limits
 from tensorferry.state import load
 from tensorferry.state.manifest import Manifest
 from tensorferry.state.snapshot import StateSnapshot
@@ -134,6 +137,49 @@ def test_odd_tensors_are_filled_in_place(writer, layout, tmp_path):
         assert loaded[name] is given[name], name
         assert torch.equal(_plain(loaded[name]), _plain(value)), name
         assert loaded[name].requires_grad == (name == "parameter")
+
+
+BUILT_OF_VALUES = {
+    "coo": lambda: torch.sparse_coo_tensor([[2], [1]], [5.0], (3, 3), check_invariants=False).coalesce(),
+    "csr": lambda: torch.tensor([[0.0, 0.0, 0.0], [0.0, 0.0, 0.0], [0.0, 5.0, 0.0]]).to_sparse_csr(),
+    "jagged": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("writer", ["ours", "torch"])
+@pytest.mark.parametrize("kind", BUILT_OF_VALUES)
+def test_what_is_built_of_values_is_not_built_of_those_that_were_not_read(kind, writer, tmp_path):
+    """Indices of zero would be valid here, and memory that nobody has written to is mostly zero."""
+    value = BUILT_OF_VALUES[kind]()
+    state = {"value": value, "other": torch.ones(3)}
+    if writer == "ours":
+        save_state(tmp_path / "c", state)
+    else:
+        (tmp_path / "c").mkdir()
+        torch.save(state, tmp_path / "c" / "checkpoint_0.pt")
+    # Targets of compressed layouts have to have as many elements as what is saved.
+    elsewhere = torch.zeros(3, 3)
+    elsewhere[0, 0] = kind != "coo"
+    target = elsewhere.to_sparse(layout=value.layout) if kind != "jagged" else None
+    for asked in ({"value": target}, {"value": None}, {"value": None, "other": torch.zeros(3)}):
+        loaded, missing = CheckpointReader().read(str(tmp_path / "c"), asked)
+        assert missing == []
+        assert loaded["value"].layout == value.layout
+        if kind == "jagged":
+            assert [one.tolist() for one in loaded["value"].unbind()] == [[1, 1], [1, 1, 1]]
+        else:
+            assert torch.equal(loaded["value"].to_dense(), value.to_dense())
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_values_that_were_not_read_are_not_looked_at():
+    unread = torch.zeros(2, 1, dtype=torch.int64).set_(Unread(16), 0, (2, 1))
+    limits = Limits(100)
+    with pytest.raises(Refused, match="values, which are not read"):
+        limits.private_copy(unread)
+    unread.untyped_storage().is_read = True
+    assert limits.private_copy(unread).shape == (2, 1)
 
 
 def _plain(value: torch.Tensor) -> torch.Tensor:

@@ -31,7 +31,7 @@ from ..errors import (
 )
 from ..memory.accelerator import ACCELERATOR
 from ..memory.bounce import BounceBuffers
-from ..memory.tensors import storage_key
+from ..memory.tensors import Unread, storage_key
 from ..pickles import torch_archives
 from ..pickles.allowlist import Allowed
 from ..state import part, tree
@@ -312,5 +312,5 @@ def _here(storage: torch.UntypedStorage, _: str) -> torch.UntypedStorage:
 
 
 def _untouched(nbytes: int) -> torch.Tensor:
-    """Returns memory to which nothing is written: it takes no pages."""
-    return torch.empty(0, dtype=torch.uint8, device="cpu").set_(torch.UntypedStorage(nbytes))
+    """Returns memory in place of a record that is not read."""
+    return torch.empty(0, dtype=torch.uint8, device="cpu").set_(Unread(nbytes))

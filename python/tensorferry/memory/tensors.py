@@ -206,6 +206,16 @@ def parameter(value: Tensor, requires_grad: bool) -> Parameter:
     return Parameter(value, requires_grad=requires_grad)
 
 
+class Unread(torch.UntypedStorage):  # type: ignore[misc]  # mypy does not follow torch
+    """Memory in place of bytes that are not read, which takes no pages until it is written to.
+
+    What it holds is anything, so nothing may be built of its values: ``pickles/limits.py`` sees to that.
+    """
+
+    #: Whether the bytes have been read into it since.
+    is_read = False
+
+
 def dense(value: Tensor) -> Tensor | None:
     """Returns ``value`` with contiguous elements: detached if it has them, else a copy on the same device.
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..memory.tensors import Unread
 from .globals.kinds import require
 
 if TYPE_CHECKING:
@@ -109,11 +110,18 @@ class Limits:
 
         The copy has the layout of ``tensor`` in a copy of the whole storage, unless ``tensor`` is only a small part of
         it. Such copies may share memory with each other. The same tensor always gets the same copy.
+
+        Raises:
+            Refused: the values of ``tensor`` have not been read; see also :meth:`count_tensor`
         """
         if id(tensor) in self._owned:
             return self._owned[id(tensor)][1]
         self.count_tensor(tensor, tensor.itemsize)
         memory = tensor.untyped_storage()
+        require(
+            memory.is_read if isinstance(memory, Unread) and tensor.numel() else True,
+            "an object that is built of values, which are not read",
+        )
         if memory.nbytes() > _OWN_WHOLE * tensor.numel() * tensor.itemsize:
             copy = tensor.detach().clone()
         else:

@@ -11,7 +11,7 @@ import torch
 
 from .._native import Arena, Entries, Table
 from ..errors import ProtocolError
-from ..memory.tensors import DTYPES, over, parameter, storage_key, storage_over
+from ..memory.tensors import DTYPES, Unread, over, parameter, storage_key, storage_over
 from ..pickles.allowlist import Allowed
 from . import pickling, tree
 from .in_place import InPlaceTargets
@@ -228,7 +228,7 @@ class StandIns:
         """Returns what stands in for a plain tensor."""
         if number not in self._made:
             builder, i = self._builder, self._builder.plain[number]
-            storage = torch.UntypedStorage(builder.size(i))
+            storage = Unread(builder.size(i))
             value = torch.empty(0, dtype=DTYPES[builder.dtypes[i]], device="cpu").set_(storage, 0, builder.shapes[i])
             self._made[number] = value
             self._leaf_of[storage_key(value.untyped_storage())] = number
@@ -242,7 +242,7 @@ class StandIns:
         """
         if k not in self._storages:
             nbytes, _, number = self._builder.storage(k)
-            storage = torch.UntypedStorage(nbytes) if number is None else self.leaf(number).untyped_storage()
+            storage = Unread(nbytes) if number is None else self.leaf(number).untyped_storage()
             self._storages[k] = storage
             self._number_of[storage_key(storage)] = k
         return self._storages[k]
