@@ -126,7 +126,9 @@ class Limits:
             copy = tensor.detach().clone()
         else:
             if memory._cdata not in self._copied:
-                self._copied[memory._cdata] = memory.clone()
+                self._copied[memory._cdata] = cloned = memory.clone()
+                if isinstance(cloned, Unread):
+                    cloned.is_read = True
             whole = self._copied[memory._cdata]
             copy = torch.empty(0, dtype=tensor.dtype)
             copy.set_(whole, tensor.storage_offset(), tensor.size(), tensor.stride())

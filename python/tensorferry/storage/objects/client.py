@@ -24,8 +24,10 @@ STALL_S = 60.0
 #: Seconds that a store may take to accept a connection.
 _CONNECT_S = 10.0
 #: How often a request is made again, and the first and the longest pause before that, in seconds. A pause is any time
-#: between the first one and so many times the one before, so that on average it is twice as long as that.
-_RETRIES, _FIRST_PAUSE_S, _LONGEST_PAUSE_S, _TIMES = 8, 0.1, 10.0, 4
+#: between the first one and so many times the one before. All of them together are half a minute; one time in 10,000,
+#: four seconds. With 8 retries from 0.1 s on, four times as long each, that was one time in 20, and a store that asked
+#: for patience that long ended the save.
+_RETRIES, _FIRST_PAUSE_S, _LONGEST_PAUSE_S, _TIMES = 9, 0.3, 10.0, 3
 #: How many clients of one bucket are kept.
 _KEPT = 8
 #: Keys of ``store_options`` that are not those of a store.
