@@ -74,15 +74,16 @@ def go_on(kept, phase, folder, metadata):
     from tensorferry.dcp import PeerWriter
 
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    if phase == "publish":
-        kept["writer"] = PeerWriter(SHORT, interface="127.0.0.1")
-    if phase == "load two-stage":
-        # Two groups, where there are ranks enough.
-        groups = [torch.distributed.new_group(members) for members in (range(world // 2), range(world // 2, world))]
-        group = torch.distributed.group.WORLD if world == 2 else groups[rank >= world // 2]
-        replicas = {name: tensor(name, 0, 1, ROWS, replica_id=rank) for name in ("w", "v")}
 
     def run():
+        # It may befall a rank here, too.
+        if phase == "publish":
+            kept["writer"] = PeerWriter(SHORT, interface="127.0.0.1")
+        if phase == "load two-stage":
+            # Two groups, where there are ranks enough.
+            groups = [torch.distributed.new_group(members) for members in (range(world // 2), range(world // 2, world))]
+            group = torch.distributed.group.WORLD if world == 2 else groups[rank >= world // 2]
+            replicas = {name: tensor(name, 0, 1, ROWS, replica_id=rank) for name in ("w", "v")}
         count = 1
         while True:
             count += 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import concurrent.futures
 import errno
 import logging
 import os
@@ -28,6 +30,7 @@ from tensorferry.errors import (
 )
 from tensorferry.storage.objects import client as making
 from tensorferry.storage.objects import commit, reader, upload
+from tensorferry.storage.objects.requests import Calls, Deadline
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 QUICKLY = {"max_retries": 1}
@@ -147,6 +150,22 @@ def test_without_a_thread_for_requests_a_save_says_so(server, monkeypatch):
         with pytest.raises(SystemRefused, match="can't start new thread"):
             save(state(4), server.place)
     save(state(4), server.place)
+
+
+def test_an_exit_waits_for_what_was_cancelled_just_before():
+    calls = Calls(Deadline(30))
+    future = calls.begin(lambda: asyncio.sleep(20))
+    before = time.monotonic()
+    assert making.loop().cancelled < before
+    calls.cancel()
+    assert making.loop().cancelled >= before
+    with pytest.raises(concurrent.futures.CancelledError):
+        future.result(10)
+    late = Calls(Deadline(0.05)).begin(lambda: asyncio.sleep(20))
+    before = time.monotonic()
+    with pytest.raises(TimeoutError):
+        late.result(10)
+    assert making.loop().cancelled >= before
 
 
 def test_a_package_that_cannot_be_loaded_is_not_a_missing_one(monkeypatch):

@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import os
 import threading
+import time
 from collections.abc import Mapping
 from datetime import timedelta
 from types import MappingProxyType
@@ -18,6 +19,8 @@ from .url import without_secrets
 
 if TYPE_CHECKING:
     import asyncio
+
+    from .loop import Loop
 
 #: Seconds that one request may take, its body included, before it counts as stalled and is made again.
 STALL_S = 60.0
@@ -40,7 +43,7 @@ _ENDPOINTS = ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT", "GOOGLE_BASE_URL")
 
 _lock = ForkSafeLock()
 _stores: dict[tuple[Any, ...], tuple[Any, Mapping[str, Any]]] = {}
-_loop: tuple[int, asyncio.AbstractEventLoop] | None = None
+_loop: tuple[int, Loop] | None = None
 
 
 def obstore() -> Any:
@@ -180,6 +183,12 @@ def _frozen(value: Any) -> Any:
     if isinstance(value, str | int | float | bool | bytes | timedelta | type(None)):
         return repr(value)
     return f"{type(value).__qualname__} at {id(value)}"
+
+
+def note_cancelled() -> None:
+    """Notes that a request was cancelled: an exit waits until the client's threads are through with it."""
+    if _loop is not None and _loop[0] == os.getpid():
+        _loop[1].cancelled = time.monotonic()
 
 
 def loop() -> asyncio.AbstractEventLoop:

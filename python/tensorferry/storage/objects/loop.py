@@ -13,18 +13,22 @@ from typing import Any
 
 #: Seconds that an exit waits for a thread that is handing over a result, and for others to be let go by.
 _MOST_S, _MOMENT_S = 1.0, 0.02
+#: Seconds in which the client's threads, which cannot be seen, are through with a request that was cancelled.
+_CANCELLED_S = 0.5
 
 
-class _Loop(asyncio.SelectorEventLoop):
-    """Knows the threads that are handing something over."""
+class Loop(asyncio.SelectorEventLoop):
+    """Knows the threads that are handing something over, and when a request was cancelled last."""
 
     def __init__(self) -> None:
         super().__init__()
         self.handing_over: set[int] = set()
+        self.cancelled = -_CANCELLED_S
 
     def call_soon_threadsafe(  # type: ignore[override]  # The types of its arguments are the caller's business.
         self, callback: Callable[..., object], *args: Any, context: Context | None = None
     ) -> asyncio.Handle:
+        """Does what that of all loops does."""
         self.handing_over.add(thread := threading.get_ident())
         try:
             return super().call_soon_threadsafe(callback, *args, context=context)
@@ -32,20 +36,20 @@ class _Loop(asyncio.SelectorEventLoop):
             self.handing_over.discard(thread)
 
 
-def new_loop() -> asyncio.AbstractEventLoop:
+def new_loop() -> Loop:
     """Makes a loop. The interpreter does not begin to exit while a thread of the client hands a result to it.
 
     Such a thread wakes the loop and then needs the interpreter once more. Before Python 3.14, a thread that was not
     started by Python, and comes to an interpreter which is being finalized, ends the process with a signal.
     """
-    loop, process = _Loop(), os.getpid()
+    loop, process = Loop(), os.getpid()
 
     def wait() -> None:
         if os.getpid() == process:
             until = time.monotonic() + _MOST_S
             while loop.handing_over and time.monotonic() < until:
                 time.sleep(0.001)
-            time.sleep(_MOMENT_S)
+            time.sleep(max(_MOMENT_S, loop.cancelled + _CANCELLED_S - time.monotonic()))
 
     atexit.register(wait)
     return loop

@@ -134,16 +134,20 @@ class Calls:
         """
         import asyncio
 
-        left = self.deadline.left()
+        left, loop = self.deadline.left(), client.loop()
 
         async def within() -> _T:
-            async with asyncio.timeout(left):
-                return await make()
+            try:
+                async with asyncio.timeout(left):
+                    return await make()
+            except (asyncio.CancelledError, TimeoutError):
+                client.note_cancelled()
+                raise
 
         with self._lock:
             if self._is_cancelled:
                 raise TransferCancelled("the operation was cancelled")
-            future = asyncio.run_coroutine_threadsafe(within(), client.loop())
+            future = asyncio.run_coroutine_threadsafe(within(), loop)
             self._running.add(future)
         future.add_done_callback(self._forget)
         return future
@@ -191,7 +195,7 @@ class Calls:
                 if self.deadline.is_long_past and not future.done():
                     raise TimeoutError
         except BaseException as e:
-            future.cancel()
+            _cancel(future)
             if isinstance(e, CancelledError):
                 raise TransferCancelled(f"{name}: {what} was cancelled") from None
             if isinstance(e, TensorferryError) or not isinstance(e, Exception):
@@ -206,7 +210,12 @@ class Calls:
             self._is_cancelled = True
             running = list(self._running)
         for future in running:
-            future.cancel()
+            _cancel(future)
+
+
+def _cancel(future: concurrent.futures.Future[Any]) -> None:
+    if future.cancel():
+        client.note_cancelled()
 
 
 def translated(error: Exception, name: str, what: str, deadline: Deadline) -> Exception | None:
