@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from torch.distributed.device_mesh import DeviceMesh
 
 from child import run_forked
 from tensorferry.cli import exits
@@ -16,7 +18,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.beyond_torchft]
+pytestmark = [
+    pytest.mark.timeout(300),
+    pytest.mark.beyond_torchft,
+    pytest.mark.skipif(
+        "_rank" not in inspect.signature(DeviceMesh.__init__).parameters,
+        reason="this torch makes no mesh of a rank without the other ones",
+    ),
+]
 
 #: Rank 0 of a job of two, without the other one. Before ``_KEEPS_HASH``, pickles had the hashes that torch keeps.
 RUN = """
