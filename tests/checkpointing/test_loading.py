@@ -42,7 +42,6 @@ from tensorferry.memory.bounce import BounceBuffers
 from tensorferry.memory.staging import HostStager
 from tensorferry.memory.tensors import Unread
 from tensorferry.pickles.allowlist import Allowed
-from tensorferry.pickles.globals.kinds import Refused
 from tensorferry.pickles.limits import Limits
 from tensorferry.state import build, load
 from tensorferry.state.manifest import Manifest
@@ -183,7 +182,7 @@ def test_what_is_built_of_values_is_not_built_of_those_that_were_not_read(kind, 
 def test_values_that_were_not_read_are_not_looked_at():
     unread = torch.zeros(2, 1, dtype=torch.int64).set_(Unread(16), 0, (2, 1))
     limits = Limits(100)
-    with pytest.raises(Refused, match="values, which are not read"):
+    with pytest.raises(ProtocolError, match="values, which are not read"):
         limits.private_copy(unread)
     unread.untyped_storage().is_read = True
     private = limits.private_copy(unread)

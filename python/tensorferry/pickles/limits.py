@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..errors import ProtocolError
 from ..memory.tensors import Unread
 from .globals.kinds import require
 
@@ -112,16 +113,16 @@ class Limits:
         it. Such copies may share memory with each other. The same tensor always gets the same copy.
 
         Raises:
-            Refused: the values of ``tensor`` have not been read; see also :meth:`count_tensor`
+            ProtocolError: the values of ``tensor`` have not been read
+            Refused: as for :meth:`count_tensor`
         """
         if id(tensor) in self._owned:
             return self._owned[id(tensor)][1]
         self.count_tensor(tensor, tensor.itemsize)
         memory = tensor.untyped_storage()
-        require(
-            memory.is_read if isinstance(memory, Unread) and tensor.numel() else True,
-            "an object that is built of values, which are not read",
-        )
+        if isinstance(memory, Unread) and not memory.is_read and tensor.numel():
+            # Nothing is wrong with the pickle: it is built again when its values are there.
+            raise ProtocolError("an object is built of values, which are not read")
         if memory.nbytes() > _OWN_WHOLE * tensor.numel() * tensor.itemsize:
             copy = tensor.detach().clone()
         else:
