@@ -77,7 +77,7 @@ class _Checkpointer(Checkpointer):  # type: ignore[misc]  # mypy does not follow
         return state
 
     #: How long the requests of a load, or of the search for the newest checkpoint, may take in an object store.
-    _timeout: timedelta | None = None
+    _timeout: timedelta
 
     #: The save that the ranks have agreed to load next, and its folder: another rank may have it in memory only.
     _agreed: tuple[AnyPlace, str] | None = None

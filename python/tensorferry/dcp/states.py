@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.metadata import (
 from .._gc import gc_paused
 from .._native import Remote
 from ..errors import FetchTimeout, InvalidArgument, ProtocolError, TensorferryError, UnsafePickle
-from ..memory.tensors import Unread, is_spread, why_not_writable
+from ..memory.tensors import is_spread, why_not_writable
 from ..pickles.allowlist import Allowed
 from ..state import tree
 from ..state.build import StandIns
@@ -257,10 +257,7 @@ class _State:
         ]
         if slices:
             read({self.name: slices})
-        filled = [stand_ins.leaf(n).untyped_storage() for n in stand_ins.leaves]
-        for storage in [*filled, *map(stand_ins.storage, stand_ins.storages)]:
-            if isinstance(storage, Unread):
-                storage.is_read = True
+        stand_ins.note_read()
 
 
 def _spread(

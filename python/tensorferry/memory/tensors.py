@@ -215,6 +215,10 @@ class Unread(torch.UntypedStorage):  # type: ignore[misc]  # mypy does not follo
     #: Whether the bytes have been read into it since.
     is_read = False
 
+    def clone(self) -> torch.UntypedStorage:
+        """Returns a copy, which is memory like any other."""
+        return torch.UntypedStorage(self.nbytes()).copy_(self)
+
 
 def dense(value: Tensor) -> Tensor | None:
     """Returns ``value`` with contiguous elements: detached if it has them, else a copy on the same device.

@@ -127,9 +127,7 @@ class Limits:
             copy = tensor.detach().clone()
         else:
             if memory._cdata not in self._copied:
-                self._copied[memory._cdata] = cloned = memory.clone()
-                if isinstance(cloned, Unread):
-                    cloned.is_read = True
+                self._copied[memory._cdata] = memory.clone()
             whole = self._copied[memory._cdata]
             copy = torch.empty(0, dtype=tensor.dtype)
             copy.set_(whole, tensor.storage_offset(), tensor.size(), tensor.stride())

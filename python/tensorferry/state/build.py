@@ -251,6 +251,13 @@ class StandIns:
         """Returns the number of the storage for which ``storage`` stands in, ``None`` if it is none of these."""
         return self._number_of.get(storage_key(storage))
 
+    def note_read(self) -> None:
+        """Notes that the bytes of what is read are in the memory that stands in for them."""
+        leaves = [self.leaf(number).untyped_storage() for number in self.leaves]
+        for storage in [*leaves, *map(self.storage, self.storages)]:
+            if isinstance(storage, Unread):
+                storage.is_read = True
+
     def among(self, leaves: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Returns ``leaves`` with stand-ins for those that were not read."""
         return _Leaves(leaves, self, len(self._builder.plain))
