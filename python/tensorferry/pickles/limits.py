@@ -122,7 +122,7 @@ class Limits:
         memory = tensor.untyped_storage()
         if isinstance(memory, Unread) and not memory.is_read and tensor.numel():
             # Nothing is wrong with the pickle: it is built again when its values are there.
-            raise ProtocolError("an object is built of values, which are not read")
+            raise ProtocolError("the pickle builds an object of values that have not been read")
         if memory.nbytes() > _OWN_WHOLE * tensor.numel() * tensor.itemsize:
             copy = tensor.detach().clone()
         else:
