@@ -9,6 +9,7 @@ import logging
 import os
 import re
 import signal
+import socket
 import threading
 import time
 from datetime import timedelta
@@ -31,6 +32,7 @@ from tensorferry.errors import (
 from tensorferry.storage.objects import client as making
 from tensorferry.storage.objects import commit, reader, upload
 from tensorferry.storage.objects.requests import Calls, Deadline
+from tensorferry.storage.objects.second import Pace
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 QUICKLY = {"max_retries": 1}
@@ -152,20 +154,41 @@ def test_without_a_thread_for_requests_a_save_says_so(server, monkeypatch):
     save(state(4), server.place)
 
 
-def test_an_exit_waits_for_what_was_cancelled_just_before():
+def cancelled_by_its_caller(slow, listener):
     calls = Calls(Deadline(30))
-    future = calls.begin(lambda: asyncio.sleep(20))
-    before = time.monotonic()
-    assert making.loop().cancelled < before
+    future = calls.begin(slow)
+    listener.accept()[0].close()
     calls.cancel()
-    assert making.loop().cancelled >= before
     with pytest.raises(concurrent.futures.CancelledError):
         future.result(10)
-    late = Calls(Deadline(0.05)).begin(lambda: asyncio.sleep(20))
-    before = time.monotonic()
+
+
+def cancelled_by_its_deadline(slow, _):
     with pytest.raises(TimeoutError):
-        late.result(10)
-    assert making.loop().cancelled >= before
+        Calls(Deadline(0.2)).begin(slow).result(10)
+
+
+def cancelled_by_a_faster_one(slow, _):
+    async def quick():
+        return 1
+
+    pace, made = Pace(), iter([quick] * 40 + [slow, quick])
+    results = [Calls(Deadline(30)).begin(lambda: pace.read(lambda: next(made)())).result(10) for _ in range(41)]
+    assert results == [1] * 41
+
+
+@pytest.mark.parametrize("cancel", [cancelled_by_its_caller, cancelled_by_its_deadline, cancelled_by_a_faster_one])
+def test_an_exit_waits_for_what_was_cancelled_just_before(cancel):
+    """However a request of the client's own library ends before its time."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        endpoint = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        store = making.store("s3://bucket", {"endpoint": endpoint, "skip_signature": True}, 30)
+        before = time.monotonic()
+        assert making.loop().cancelled < before
+        cancel(lambda: store.get_async("object"), listener)
+        # What a caller cancels is cancelled in the loop.
+        asyncio.run_coroutine_threadsafe(asyncio.sleep(0), making.loop()).result(10)
+        assert making.loop().cancelled >= before
 
 
 def test_a_package_that_cannot_be_loaded_is_not_a_missing_one(monkeypatch):

@@ -6,7 +6,6 @@ import importlib
 import importlib.util
 import os
 import threading
-import time
 from collections.abc import Mapping
 from datetime import timedelta
 from types import MappingProxyType
@@ -183,12 +182,6 @@ def _frozen(value: Any) -> Any:
     if isinstance(value, str | int | float | bool | bytes | timedelta | type(None)):
         return repr(value)
     return f"{type(value).__qualname__} at {id(value)}"
-
-
-def note_cancelled() -> None:
-    """Notes that a request was cancelled: an exit waits until the client's threads are through with it."""
-    if _loop is not None and _loop[0] == os.getpid():
-        _loop[1].cancelled = time.monotonic()
 
 
 def loop() -> asyncio.AbstractEventLoop:

@@ -9,12 +9,22 @@ import threading
 import time
 from collections.abc import Callable
 from contextvars import Context
-from typing import Any
+from typing import Any, cast
 
 #: Seconds that an exit waits for a thread that is handing over a result, and for others to be let go by.
 _MOST_S, _MOMENT_S = 1.0, 0.02
 #: Seconds in which the client's threads, which cannot be seen, are through with a request that was cancelled.
 _CANCELLED_S = 0.5
+
+
+class _Result(asyncio.Future[Any]):
+    """What a request will bring."""
+
+    def cancel(self, msg: Any = None) -> bool:
+        """Cancels the request, whoever asks for it: a caller, a deadline, or a second request that was faster."""
+        if is_cancelled := super().cancel(msg):
+            cast(Loop, self.get_loop()).cancelled = time.monotonic()
+        return is_cancelled
 
 
 class Loop(asyncio.SelectorEventLoop):
@@ -24,6 +34,10 @@ class Loop(asyncio.SelectorEventLoop):
         super().__init__()
         self.handing_over: set[int] = set()
         self.cancelled = -_CANCELLED_S
+
+    def create_future(self) -> asyncio.Future[Any]:
+        """Makes what a request, or one of :mod:`asyncio` that waits for several, will bring."""
+        return _Result(loop=self)
 
     def call_soon_threadsafe(  # type: ignore[override]  # The types of its arguments are the caller's business.
         self, callback: Callable[..., object], *args: Any, context: Context | None = None
@@ -49,7 +63,12 @@ def new_loop() -> Loop:
             until = time.monotonic() + _MOST_S
             while loop.handing_over and time.monotonic() < until:
                 time.sleep(0.001)
-            time.sleep(max(_MOMENT_S, loop.cancelled + _CANCELLED_S - time.monotonic()))
+            is_through = threading.Event()
+            # What a caller has cancelled is cancelled in the loop, a little later.
+            loop.call_soon_threadsafe(is_through.set)
+            is_through.wait(_MOST_S)
+            time.sleep(_MOMENT_S)
+            time.sleep(max(0, loop.cancelled + _CANCELLED_S - time.monotonic()))
 
     atexit.register(wait)
     return loop

@@ -137,12 +137,8 @@ class Calls:
         left, loop = self.deadline.left(), client.loop()
 
         async def within() -> _T:
-            try:
-                async with asyncio.timeout(left):
-                    return await make()
-            except (asyncio.CancelledError, TimeoutError):
-                client.note_cancelled()
-                raise
+            async with asyncio.timeout(left):
+                return await make()
 
         with self._lock:
             if self._is_cancelled:
@@ -195,7 +191,7 @@ class Calls:
                 if self.deadline.is_long_past and not future.done():
                     raise TimeoutError
         except BaseException as e:
-            _cancel(future)
+            future.cancel()
             if isinstance(e, CancelledError):
                 raise TransferCancelled(f"{name}: {what} was cancelled") from None
             if isinstance(e, TensorferryError) or not isinstance(e, Exception):
@@ -210,12 +206,7 @@ class Calls:
             self._is_cancelled = True
             running = list(self._running)
         for future in running:
-            _cancel(future)
-
-
-def _cancel(future: concurrent.futures.Future[Any]) -> None:
-    if future.cancel():
-        client.note_cancelled()
+            future.cancel()
 
 
 def translated(error: Exception, name: str, what: str, deadline: Deadline) -> Exception | None:
