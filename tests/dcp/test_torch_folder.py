@@ -212,6 +212,8 @@ def test_damage_is_named(tmp_path):
         (tmp_path / "empty/.metadata").write_bytes(content)
         with pytest.raises((tensorferry.ProtocolError, tensorferry.UnsafePickle)):
             FileReader(tmp_path / "empty").read_metadata()
+        with pytest.raises(tensorferry.ProtocolError, match="cannot be read"):
+            FileReader(tmp_path / "empty", trust_pickle=True).read_metadata()
 
 
 def test_a_record_that_is_shorter_than_its_pickle_says_is_not_read_beyond(tmp_path):

@@ -93,25 +93,29 @@ class Order:
 def perform(
     order: Order,
     container: Callable[[], Container],
-    written: Callable[[], None] = lambda: None,
+    on_written: Callable[[], None] = lambda: None,
     *,
     leaves_folder: bool = False,
 ) -> Stored:
-    """Writes a state, commits it with the other ranks, and removes older checkpoints as the order says.
+    """Writes this rank's state, commits it with the other ranks, and removes older checkpoints as the order says.
+
+    On a full disk, what killed saves have left is removed, and the save fails all the same.
 
     Args:
         order: what is to be saved where
-        container: returns the state
-        written: called when the file of this rank is written, before the commit
+        container: called to get the state
+        on_written: called when the file of this rank is written, before the commit
         leaves_folder: whether a folder that the save has made stays if a hook or the state makes it fail, as torch's
             writer leaves it; after a refusal of the system it goes
 
     Returns:
-        How much was written.
+        The file that was written: its length, the bytes that went past the page cache, and its header's checksum.
 
     Raises:
-        TensorferryError: the save has failed, and nothing of it can be loaded
+        TensorferryError: the save has failed. What was written is removed, now or by a later save; but if the system
+            refuses what comes after the new index, the checkpoint is complete, and can be loaded
         OSError: likewise
+        Exception: whatever ``container`` or ``on_written`` raises; likewise
     """
     options = order.options
     in_series = options.keep_last is not None and order.save.rank == 0
@@ -120,7 +124,7 @@ def perform(
     try:
         with making_room(order.path, in_series=in_series):
             file = save.write(container(), options.threads, options.cached)
-            written()
+            on_written()
             save.commit()
     except BaseException as e:
         reason = f"{type(e).__name__}: {e}"

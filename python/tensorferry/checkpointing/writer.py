@@ -179,7 +179,13 @@ class Writer:
             )
 
     def _running_child(self) -> _Child:
-        """Returns the process that takes orders; starts one if there is none."""
+        """Returns the process that takes orders; starts one if there is none. The caller holds the lock.
+
+        One that takes no more is left to finish what it has, and is forgotten once it has ended.
+
+        Raises:
+            SystemRefused: no process can be started
+        """
         if self._child is None or not self._child.takes:
             self._all = [child for child in self._all if not child.ended]
             self._child = _Child(self._lost)

@@ -105,7 +105,7 @@ class PeerReader(SliceReader):
             TensorferryError: as for ``HTTPTransport.recv_checkpoint``
         """
         del args, kwargs
-        step, urls = self._publication()
+        step, urls = self._step_and_urls()
         allowed = self._load.allowed = self._allowed.until(Deadline(self._seconds))
         source = PeerSource(
             step,
@@ -167,11 +167,11 @@ class PeerReader(SliceReader):
             finally:
                 source.share((), None)
 
-    def _publication(self) -> tuple[int, list[str]]:
-        """Returns the step and the URLs in the metadata.
+    def _step_and_urls(self) -> tuple[int, list[str]]:
+        """Returns the step and the URLs in the metadata of the load, or else in that of the constructor.
 
         Raises:
-            InvalidArgument: it is not such a string
+            InvalidArgument: the metadata is not what ``metadata()`` of a :class:`PeerWriter` returns
         """
         string = self._load.checkpoint or self._string
         found = parse_publication(string or "")

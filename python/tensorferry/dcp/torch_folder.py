@@ -121,16 +121,16 @@ def decode(data: bytes, where: str, allowed: Allowed) -> Metadata:
         allowed: the result of :func:`with_stand_ins`
 
     Returns:
-        The metadata; its ``storage_data`` maps each chunk and object to an :class:`EntryRef`, with the offset in its
-        file as the name of the entry.
+        The metadata; its ``storage_data`` maps each chunk and object to an :class:`EntryRef`, whose
+        entry's name is the offset in the file.
 
     Raises:
-        ProtocolError: ``data`` is not such an index, or contradicts itself
+        ProtocolError: ``data`` is not such an index, contradicts itself, or has paths that must not be followed
         UnsafePickle: it names something that is not allowed
         InvalidArgument: the files were transformed by extensions of torch's writer
     """
-    found = unpickler_class(allowed, lambda _: where)(io.BytesIO(data)).load()
     try:
+        found = unpickler_class(allowed, lambda _: where)(io.BytesIO(data)).load()
         state = {_string(fqn): _checked_metadata(fqn, value) for fqn, value in found.state_dict_metadata.items()}
         refs: dict[MetadataIndex, EntryRef] = {}
         for key, info in found.storage_data.items():

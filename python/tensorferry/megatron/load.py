@@ -295,12 +295,14 @@ class LoadStrategy(OfRanks, LoadShardedStrategy):
             raise CheckpointingException(str(e)) from e
 
     def remove_sharded_tensors(self, checkpoint_dir: str | Path, key_prefix: str) -> None:
-        """Removes the tensors and objects whose keys begin with ``key_prefix``; one rank calls it.
+        """Removes the tensors and objects whose keys begin with ``key_prefix`` from the index; one rank calls it.
 
-        A file goes when nothing in it is left.
+        A file goes when the index names nothing in it any more; in others the bytes stay. What torch's planner has
+        stored in the index goes.
 
         Raises:
-            CheckpointingException: the checkpoint cannot be read or written
+            CheckpointingException: the checkpoint is of another format, cannot be read or written, or a save replaces
+                it again and again
         """
         try:
             self.check_folder(checkpoint_dir)

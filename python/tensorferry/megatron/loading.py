@@ -93,7 +93,17 @@ class Loading:
         self.objects = {key: _object_item(key) for key in sorted(wanted)}
 
     def _add(self, number: int, shard: ShardedTensor, metadata: Any) -> None:
-        """Adds a tensor leaf, and the parts of stored chunks that it needs; ``metadata`` is torch's of the tensor."""
+        """Adds the tensor leaf ``number``, and the parts of stored chunks that it needs.
+
+        Args:
+            number: the leaf's number
+            shard: the leaf
+            metadata: torch's, of the stored tensor
+
+        Raises:
+            CheckpointingException: an object has this key, the global shapes differ, or the chunks do not cover the
+                shard
+        """
         shards.check(shard)
         if not isinstance(metadata, TensorStorageMetadata):
             raise CheckpointingException(f"{shard.key}: the checkpoint has an object of this key, and not a tensor")

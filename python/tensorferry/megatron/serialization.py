@@ -312,10 +312,13 @@ def load_content_metadata(
 
 
 def remove_sharded_tensors(checkpoint_dir: str | Path, key_prefix: str) -> None:
-    """Removes the tensors and objects whose keys begin with ``key_prefix``; one rank calls it.
+    """Removes the tensors and objects whose keys begin with ``key_prefix`` from the index; one rank calls it.
+
+    A file goes when the index names nothing in it any more; in others the bytes stay.
 
     Raises:
-        CheckpointingException: the checkpoint cannot be read or written
+        CheckpointingException: the checkpoint is of another format, cannot be read or written, or a save replaces it
+            again and again
     """
     load_strategy().remove_sharded_tensors(checkpoint_dir, key_prefix)
 

@@ -227,7 +227,7 @@ class Together:
                 looks.append(self._asking.ask(self._check_broken))
 
         try:
-            self._until(has_ended, look)
+            self._wait_until(has_ended, look)
         finally:
             # The thread is quiet when nothing is waited for, unless the store does not answer.
             for one in looks:
@@ -235,8 +235,11 @@ class Together:
                     one.exception(_ANSWER)
         work.wait()
 
-    def _until(self, is_there: Callable[[], bool], look: Callable[[], None], deadline: float = math.inf) -> bool:
-        """Waits for something, and looks now and then at something else; returns whether it is there."""
+    def _wait_until(self, is_there: Callable[[], bool], look: Callable[[], None], deadline: float = math.inf) -> bool:
+        """Waits until ``is_there`` is true; returns false once the time ``deadline`` is past.
+
+        Meanwhile ``look`` is called every few moments. What either raises ends the wait.
+        """
         began = looked = time.monotonic()
         # One look at a time: while a store waits by itself, other threads of the process cannot use it.
         while not is_there():
@@ -371,7 +374,7 @@ class Together:
                 raise _Broken("this rank has left")
             return bool(store.check([key]))
 
-        return self._until(is_there, self._check_broken, deadline)
+        return self._wait_until(is_there, self._check_broken, deadline)
 
     def _check_broken(self) -> None:
         """Raises _Broken if a rank has said that this group is broken, or the larger one."""

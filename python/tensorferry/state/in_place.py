@@ -179,10 +179,19 @@ class InPlaceTargets:
         self._accelerator.check(self._accelerator.holding(late))
 
     def fill(self, state: Any, there: str = AT_SOURCE) -> Any:
-        """Copies the tensors of a received ``state`` into ours; returns it with our tensors in place of its own.
+        """Copies the tensors of a received ``state`` into ours, and sets ``fit``.
+
+        Args:
+            state: the received state; it is not changed
+            there: where it is from, for messages: ``AT_SOURCE`` or ``IN_FILE``
+
+        Returns:
+            A new state of the same structure, with our tensors where they have a counterpart in ``state``, and the
+            leaves of ``state`` elsewhere.
 
         Raises:
-            StateMismatch: as for :meth:`assign`
+            StateMismatch: the states do not fit, as for :meth:`assign`, and nothing was overwritten; or torch cannot
+                copy a tensor, and others may have new values
         """
         self._there = there
         flat = tree.flatten(state)

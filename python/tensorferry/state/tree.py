@@ -204,7 +204,11 @@ def is_namedtuple(kind: type) -> bool:
 
 
 def unique_names(paths: list[str]) -> list[str]:
-    """Returns the key paths as entry names of a container: valid text without NUL, unique, and not reserved."""
+    """Returns the key paths as entry names of a container, in order: valid text without NUL, unique, not reserved.
+
+    What is no valid text is escaped with backslashes. A reserved name gets a ``~`` in front, an empty one becomes
+    ``root``, and one that is taken gets ``~2``, ``~3`` and so on behind it.
+    """
     joined = "".join(paths)
     if not _is_text(joined) or "\0" in joined:
         paths = [_as_text(p).replace("\0", "\\x00") for p in paths]

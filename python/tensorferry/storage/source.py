@@ -157,7 +157,16 @@ class FolderSource:
         ]
 
     def _read_file(self, name: str, slices: list[SliceTuple], progress: Progress | None) -> dict[str, int]:
-        """Reads slices of one file."""
+        """Reads slices of the file ``name`` to where they belong, and verifies them.
+
+        Returns:
+            As :meth:`read`.
+
+        Raises:
+            IncompleteCheckpoint: the file is not there
+            SourceChanged: it is not there because a save has replaced the checkpoint
+            Exception: otherwise as :meth:`read`
+        """
         path = self._index.parent / name
         if isinstance(path, Path) and not path.is_file():
             raise self._missing(name)

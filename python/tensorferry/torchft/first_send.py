@@ -60,7 +60,7 @@ def _send(shelf: Shelf, snapshot: SnapshotMode, refusals: RefusalWarnings) -> No
 
 
 def _example() -> dict[str, Any]:
-    """Returns a state like one of torchft's Manager, with a module, an optimizer and a view of a tensor."""
+    """Returns a small state like those that torchft's Manager sends: a module's, with a view, and an optimizer's."""
     memory = torch.zeros(8, device="cpu")
     weight = torch.nn.Parameter(torch.zeros(2, 2, device="cpu"))
     module = OrderedDict(weight=weight, bias=torch.zeros(2, device="cpu"), tail=memory[4:])

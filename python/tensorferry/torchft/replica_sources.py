@@ -143,7 +143,7 @@ class ReplicaSources:
 
         def besides() -> list[str]:
             try:
-                return _own_transports(answer.result(max(until - time.monotonic(), 0.0)))
+                return _valid_sources(answer.result(max(until - time.monotonic(), 0.0)))
             except Exception as e:
                 reason = "the job's store has not answered" if isinstance(e, TimeoutError) else e
                 logger.warning("this replica heals from the source that torchft assigned alone: %s", reason)
@@ -208,13 +208,15 @@ def _delete(announced: _Announced) -> None:
         store.delete_key(where.place)
 
 
-def _own_transports(found: list[str]) -> list[str]:
-    """Returns those of ``found`` that are the metadata of a tensorferry transport, and logs the others."""
+def _valid_sources(found: list[str]) -> list[str]:
+    """Returns those of ``found`` that can be the metadata of a tensorferry transport, and logs the others."""
     sources = []
     for metadata in found:
         matched = _METADATA.fullmatch(metadata)
         if matched is not None and int(matched[1]) < 1 << 16:
             sources.append(metadata)
         else:
-            logger.warning("a source in the job's store is left out: %.*r is no metadata", _SHOWN, metadata)
+            logger.warning(
+                "a source in the job's store is left out: %.*r is not the metadata of a transport", _SHOWN, metadata
+            )
     return sources

@@ -458,7 +458,7 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
             raise TransportClosed("this HTTPTransport was shut down and can neither send nor receive: make a new one")
 
     def _warn_of_misses(self, fit: InPlace | None) -> None:
-        """Warns once if no tensor came in place: the live state then has another structure than the source's."""
+        """Logs once if no tensor came in place: the live state then has another structure than the source's."""
         if fit is None or fit.matched or not fit.offered or self._warned_of_misses:
             return
         self._warned_of_misses = True

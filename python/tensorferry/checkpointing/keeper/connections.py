@@ -172,7 +172,10 @@ class Connections:
         return bool(silent)
 
     def _serve(self, client: Client, events: int) -> None:
-        """Sends and reads what the client's socket is ready for, a few messages at a time."""
+        """Sends what is queued, and handles a few of the client's messages, as far as its socket is ready.
+
+        Raises nothing: a client whose connection or message is broken is cast out, which is logged.
+        """
         if not client.is_open:
             return
         try:

@@ -69,9 +69,10 @@ class _Side:
         return [[(leaf.path, leaf.part) for leaf in listing.leaves if leaf.part] for _, listing in self.listings]
 
     def put_together(self) -> None:
-        """Lists the leaves of all ranks as those of one state, with whole tensors in place of their parts.
+        """Replaces the listings of all ranks by one of the whole state, with whole tensors in place of their parts.
 
-        Of what several ranks have besides, the first rank's is taken.
+        All values are read for it. Of what several ranks have besides, the first rank's is taken. A single listing
+        without parts stays.
         """
         if len(self.listings) == 1 and not (self.place.kind is CheckpointKind.CHECKPOINT and any(self.parts())):
             return

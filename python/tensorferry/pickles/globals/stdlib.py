@@ -182,7 +182,7 @@ def _timezone(cls: Any) -> Kind:
     def make_timezone(_: Unpickler, offset: Any, *name: Any) -> Any:
         require(
             type(offset) is datetime.timedelta and len(name) < 2 and all_are(str, *name),
-            "a time zone without an offset",
+            "a time zone that is not an offset and a name",
         )
         return datetime.timezone(offset, *name)
 
@@ -255,6 +255,7 @@ def _string_io(cls: Any) -> Kind:
         require(type(state) is tuple and len(state) == 4, "a StringIO that is not text and a position")
         text, newline, position, attributes = state
         require(type(text) is str and type(position) is int and not attributes, "a StringIO whose content is not text")
+        # Further behind, the first write would fill what is between: any amount of memory.
         require(
             newline in (None, "", "\n", "\r", "\r\n") and 0 <= position <= len(text),
             "a StringIO with an invalid newline or position",

@@ -294,14 +294,15 @@ def without_urls(text: str) -> str:
     return re.sub(r"[a-zA-Z][a-zA-Z0-9+.-]{0,20}://[^\s\"'<>)]*", "the store", text)
 
 
-def results_of(running: Sequence[concurrent.futures.Future[_T]], end: Callable[[], object]) -> list[_T]:
-    """Waits for reads in several threads; returns their results.
+def results_of(running: Sequence[concurrent.futures.Future[_T]], cancel: Callable[[], object]) -> list[_T]:
+    """Waits for reads in several threads; returns their results, in the order of ``running``.
 
-    The one that fails first ends the rest, and its error is raised: others may stand still until the deadline.
+    Once one has failed, its error is raised: others may stand still until the deadline. Reads that have not begun are
+    cancelled then, and those under way are not waited for. Likewise if the wait is interrupted.
 
     Args:
         running: the reads
-        end: ends the requests of all
+        cancel: ends the requests of all
     """
     from concurrent.futures import FIRST_EXCEPTION, wait
 
@@ -314,7 +315,7 @@ def results_of(running: Sequence[concurrent.futures.Future[_T]], end: Callable[[
     except BaseException:
         for one in running:
             one.cancel()
-        end()
+        cancel()
         raise
 
 

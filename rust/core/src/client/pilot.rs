@@ -90,27 +90,28 @@ impl Transfer<'_> {
         self.queue.wake();
     }
 
-    /// Fetches from `relay` what it has, until the other lanes are through or it fails.
+    /// Fetches from `relay` what it has, until nothing is left to fetch or it fails; without the source, until it has
+    /// failed a few times. Then it is set aside: for good if its bytes were wrong, else until the tracker names it again.
     fn run_relay(&self, swarm: &Swarm<'_>, relay: &NewRelay) {
         let source = &relay.source;
         self.received.note_relay(self.sources.len() + relay.number, source.url.authority());
         let index = self.watch.relay_lane(relay.lane);
-        let (mut lied, mut failures) = (false, 0);
+        let (mut was_corrupt, mut failures) = (false, 0);
         while let Err(error) = self.fetch_from(swarm, relay, index) {
             let slow = self.watch.end(index);
-            lied = error.kind() == ErrorKind::Corrupt;
+            was_corrupt = error.kind() == ErrorKind::Corrupt;
             failures += 1;
             // It may leave when it likes, and a connection that is cut at the end is no trouble.
-            if (slow.is_some() || error.kind() == ErrorKind::Corrupt) && !swarm.limits.cancel.is_cancelled() {
+            if (slow.is_some() || was_corrupt) && !swarm.limits.cancel.is_cancelled() {
                 self.received.note_trouble(source.url.authority(), &error);
             }
             // Without the source, nobody names it again.
-            let goes_on = !lied && failures < MOST_FAILURES && swarm.receiver().is_free();
+            let goes_on = !was_corrupt && failures < MOST_FAILURES && swarm.receiver().is_free();
             if !goes_on || !swarm.limits.pause(PAUSE, || self.queue.is_over()) {
                 break;
             }
         }
-        swarm.set_aside(relay, lied);
+        swarm.set_aside(relay, was_corrupt);
         self.queue.wake();
     }
 

@@ -141,8 +141,8 @@ impl Output {
         }
     }
 
-    /// Writes whole `pages` at `at` past the cache; returns whether that was done. A file system that cannot do it says
-    /// so with the first write, or when the file is opened.
+    /// Writes whole `pages`, aligned as such, at `at` past the cache, and counts them; returns whether that was done. A
+    /// file system that cannot do it says so with the first write, or when the file is opened; it is not asked again.
     fn write_directly(&self, pages: &[u8], at: u64) -> io::Result<bool> {
         let Some(direct) = self.direct.as_ref().filter(|_| !self.refused.load(Ordering::Relaxed)) else {
             return Ok(false);

@@ -145,7 +145,8 @@ mod fold {
         _mm512_ternarylogic_epi64::<XOR>(first, second, next)
     }
 
-    /// The checksums of the four blocks of `group`, which is also copied to `copy`.
+    /// The CRC-64/NVME of each of the four blocks of `group`, which is also copied to `copy`: past the cache, so that a
+    /// fence has to follow before others read it.
     #[target_feature(enable = "avx512f,avx512bw,vpclmulqdq")]
     fn four(group: &[u8; GROUP], copy: Option<&mut [Line; GROUP / 64]>) -> [u64; 4] {
         let mut copy = copy;

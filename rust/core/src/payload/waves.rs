@@ -97,18 +97,21 @@ impl Waves {
         self.waiting.is_empty()
     }
 
-    /// The plan of the next wave, and the runs of it that pass through the memory at `address`; `None` after the last
-    /// one.
+    /// Takes the next wave from the list: its plan, and the runs of it that pass through the memory at `address`; `None`
+    /// after the last one.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Invalid`] when two destinations overlap.
     ///
     /// # Safety
     /// `address` must be that of writable memory of as many bytes as were named at the beginning, which nobody else
     /// uses until the plan is gone.
     pub(crate) unsafe fn next(&mut self, address: usize) -> Result<Option<(Plan, Vec<StagedRun>)>, Error> {
-        let Some((first, last)) = self.waiting.pop_front() else { return Ok(None) };
-        let (start, end) = (first * BLOCK_SIZE, (last * BLOCK_SIZE).min(self.payload_len));
+        let Some((first_block, end_block)) = self.waiting.pop_front() else { return Ok(None) };
+        let (start, end) = (first_block * BLOCK_SIZE, (end_block * BLOCK_SIZE).min(self.payload_len));
         let index = self.extents.partition_point(|extent| extent.start + extent.len <= start);
-        let standing = self.extents[index..].iter().take_while(|extent| extent.start < end);
-        let mut extents: Vec<_> = standing.filter_map(|extent| extent.within(start, end)).collect();
+        let direct = self.extents[index..].iter().take_while(|extent| extent.start < end);
+        let mut extents: Vec<_> = direct.filter_map(|extent| extent.within(start, end)).collect();
         let mut parts = Vec::new();
         let mut at = 0;
         let index = self.passing.partition_point(|passing| passing.end <= start);

@@ -124,11 +124,12 @@ impl std::fmt::Debug for Publication {
 }
 
 impl Publication {
-    /// Lays `items` out as one container. `owner` keeps the memory of the items alive and is dropped with the
-    /// publication.
+    /// Lays `items` out as one container; no byte of them is copied. `owner` keeps the memory of the items alive and is
+    /// dropped with the publication.
     ///
     /// # Errors
-    /// [`ErrorKind::Invalid`] when the items make no valid container: a name twice, a length that does not fit.
+    /// [`ErrorKind::Invalid`] when items and metadata make no valid container: two items of one name, a length that
+    /// does not fit.
     pub fn new(
         metadata: Vec<(String, String)>,
         items: Vec<Item>,

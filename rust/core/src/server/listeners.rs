@@ -84,7 +84,7 @@ pub(super) fn listen_same_host(name: &same_host::Name) -> io::Result<CloseOnFork
     CloseOnFork::make(|| tokio::net::UnixListener::from_std(name.listen()?))
 }
 
-/// Accepts connections from the network until the server stops. Every connection gets a task.
+/// Accepts connections from the network until the server stops. Each gets a task, or is closed if there is no slot.
 pub(super) async fn accept_network(
     listener: Listener,
     shared: Arc<Shared>,

@@ -196,7 +196,9 @@ impl Handout {
         }
     }
 
-    /// The number of `member`, which has just asked for the blocks in `need`; `None` if there is no room for it.
+    /// The number of `member`, which has just asked for the blocks in `need`; `None` if there is no room for a new one.
+    /// What a known one was granted before is over, unless it is just coming; a block of it that is needed no more has
+    /// come, and its time counts for the pace.
     fn admit(&mut self, now: Duration, member: &Member, need: &[(u64, u64)]) -> Option<u32> {
         if let Some(known) = self.members.iter_mut().find(|known| known.member == *member) {
             known.asked = now;

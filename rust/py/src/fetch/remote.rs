@@ -184,17 +184,18 @@ impl PyRemote {
         self.with(py, |remote| Ok(remote.address().map(|address| address.to_string())))
     }
 
-    /// Receives by the address `there` alone for about `length` seconds, and drops what comes. Returns the number of
-    /// bytes, the seconds it took, and the address here.
+    /// Receives by the address `there` alone for about `duration` seconds, again and again, and drops what comes without
+    /// a check. Returns the number of bytes, the seconds it took, and the address here. The checkpoint can be fetched
+    /// afterwards, but not meanwhile, nor after a signal has interrupted this.
     ///
     /// # Errors
-    /// As `fetch`; `InvalidArgument` for what is no address.
-    fn measure(&self, py: Python<'_>, there: &str, length: f64) -> PyResult<(u64, f64, String)> {
+    /// As `fetch`; `InvalidArgument` for what is no address, and after a fetch.
+    fn measure(&self, py: Python<'_>, there: &str, duration: f64) -> PyResult<(u64, f64, String)> {
         let address = there.parse().map_err(|_| errors::invalid(py, format!("{there:?} is not an address")))?;
-        let length = seconds(py, length)?;
+        let duration = seconds(py, duration)?;
         let (remote, _) = self.take(py)?;
         let (remote, rate) = runtime::run(py, &self.cancel, None, move || {
-            let rate = remote.measure(address, length);
+            let rate = remote.measure(address, duration);
             Ok((remote, rate))
         })?;
         *self.remote.lock().unwrap_or_else(PoisonError::into_inner) = Some(remote);

@@ -52,7 +52,8 @@ impl Getter {
         Ok(Self::new(classes, found, function, Fallback::Attribute(name.clone().unbind())))
     }
 
-    /// The method `name` of objects of `classes`; `example` is one of them.
+    /// The method `name`, without arguments, of objects of `classes`. If they have it in common and it is written in C,
+    /// its function is called directly. The function is found with `example`, one of the objects, which is not changed.
     pub(crate) fn method(
         classes: &[&Bound<'_, PyType>],
         name: &Bound<'_, PyString>,

@@ -65,8 +65,9 @@ impl Rows {
         Ok(number)
     }
 
-    /// The rows as items to publish, and behind them `control`, name and bytes of each. To be called without the
-    /// interpreter, for which a peer's training loop would have to wait long.
+    /// The rows as items to publish, and behind them `control`, name and bytes of each. Nothing is copied: whoever
+    /// publishes the items keeps the rows' memory alive. To be called without the interpreter if there are many rows,
+    /// since other threads of the process would have to wait long.
     pub(crate) fn items(&self, control: Vec<(String, Vec<u8>)>) -> Vec<Item> {
         let columns = self.columns();
         let mut items = Vec::with_capacity(columns.ends.len() + control.len());
