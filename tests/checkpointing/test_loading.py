@@ -25,6 +25,7 @@ from tensorferry._native import Stored
 from tensorferry.checkpointing import (
     CheckpointReader,
     SyncCheckpointer,
+    latest_checkpoint,
     load_file,
     loading,
     torch_parts,
@@ -182,7 +183,7 @@ def test_what_is_built_of_values_is_not_built_of_those_that_were_not_read(kind, 
 def test_values_that_were_not_read_are_not_looked_at():
     unread = torch.zeros(2, 1, dtype=torch.int64).set_(Unread(16), 0, (2, 1))
     limits = Limits(100)
-    with pytest.raises(ProtocolError, match="values, which are not read"):
+    with pytest.raises(ProtocolError, match="values that have not been read"):
         limits.private_copy(unread)
     unread.untyped_storage().is_read = True
     private = limits.private_copy(unread)
@@ -219,6 +220,13 @@ def test_what_does_not_fit_is_named_and_nothing_is_overwritten(writer, asked, na
     assert named in str(raised.value)
     assert isinstance(raised.value, RuntimeError)
     assert not any(value.any() for value in asked.values() if isinstance(value, torch.Tensor))
+
+
+@pytest.mark.parametrize("path", [5, None, b"bytes", "", "a\0b", "http://host/x", Path("s3://bucket/x")])
+def test_what_is_no_path_is_refused_as_such(path):
+    for function, name in ((load_file, "path"), (latest_checkpoint, "root")):
+        with pytest.raises(InvalidArgument, match=rf"{name} must be|is not a path|{name} .* was a URL"):
+            function(path)
 
 
 @pytest.mark.parametrize("writer", ["ours", "torch"])

@@ -143,7 +143,7 @@ def test_path_and_state_are_understood_in_either_order_and_by_name(make, tmp_pat
         {"path": "", "state_dict": state},
         {"path": 5, "state_dict": {}},
     ):
-        with pytest.raises(InvalidArgument, match="path must be the path of a folder"):
+        with pytest.raises(InvalidArgument, match="path must be the path of a file or folder"):
             checkpointer.save(**wrong)
     for count in (0, 1, 3):
         with pytest.raises(TypeError, match="takes a path and a state"):

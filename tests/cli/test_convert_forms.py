@@ -54,6 +54,17 @@ def test_every_form_becomes_every_other(
     assert sorted(os.listdir(tmp_path)) == sorted([*readers, "dcp", "torch-dcp"])
 
 
+@pytest.mark.parametrize("to", ["tensorferry", "torch", "safetensors", "checkpoint", "dcp"])
+def test_an_output_may_have_the_longest_name(
+    to: str, forms: dict[str, Path], run: Callable[..., Any], tmp_path: Path
+) -> None:
+    for name in ("y" * 255, ".new"):
+        done = run("convert", forms["file"], tmp_path / name, "--to", to, "--drop-objects")
+        assert done.status == 0, done.err
+        assert run("inspect", tmp_path / name).status == 0
+    assert len(os.listdir(tmp_path)) == 2
+
+
 def test_safetensors_for_other_programs(forms: dict[str, Path], run: Callable[..., Any], tmp_path: Path) -> None:
     safetensors = pytest.importorskip("safetensors.torch")
     out = tmp_path / "a.safetensors"

@@ -558,7 +558,7 @@ def test_a_path_in_bytes_is_refused(tmp_path):
 
     for path in (os.fsencode(tmp_path), InBytes()):
         for door in (FileReader, FileWriter):
-            with pytest.raises(tensorferry.InvalidArgument, match="path must be the path of a folder"):
+            with pytest.raises(tensorferry.InvalidArgument, match="path must be the path of a file or folder"):
                 door(path)
 
 

@@ -195,6 +195,23 @@ def published():
     transport.shutdown()
 
 
+def test_a_bucket_is_a_folder_and_no_file(server, published, tmp_path, monkeypatch, capsys):
+    torch.save(state(2), tmp_path / "a.pt")
+    with Gateway(server.url) as between:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", between.url)
+        for verb in (["copy"], ["convert", "--to", "tensorferry"], ["convert", "--to", "torch"]):
+            assert run([*verb, str(tmp_path / "a.pt"), "s3://bucket"]) == 2
+            assert "s3://bucket is a bucket: name the object" in capsys.readouterr().err
+        assert run(["pull", published, "--output", "s3://bucket"]) == 2
+        assert "s3://bucket is a bucket: name the object" in capsys.readouterr().err
+        assert not list(between.seen)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
+    client(server.url).create_bucket(Bucket="alone")
+    assert run(["convert", str(tmp_path / "a.pt"), "s3://alone", "--to", "checkpoint"]) == 0
+    assert run(["diff", "s3://alone", str(tmp_path / "a.pt")]) == 0
+    capsys.readouterr()
+
+
 def test_pull_into_a_store(server, tmp_path, monkeypatch, capsys, published):
     """Nothing is left in the folders of this machine, and nothing is replaced in the store."""
     monkeypatch.chdir(tmp_path)

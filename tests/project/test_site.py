@@ -60,6 +60,13 @@ class Page(HTMLParser):
         self.text += data
 
 
+def test_every_page_is_in_the_navigation() -> None:
+    pages = {str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")}
+    lines = (ROOT / "mkdocs.yml").read_text().splitlines()
+    # Or left out on purpose, which is written with a slash in front.
+    assert pages == {line.split()[-1].removeprefix("/") for line in lines if line.endswith(".md")}
+
+
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, Page]:
     folder = tmp_path_factory.mktemp("site") / "built"

@@ -32,7 +32,7 @@ from ..memory.tensors import DTYPES, is_spread
 from ..state.snapshot import StateSnapshot
 from ..storage.folder import Index, missing_files, read_index
 from ..storage.folder_save import FolderSave, SaveId
-from ..storage.pending import pending
+from ..storage.pending import pending, stem
 from ..storage.reserved import is_reserved
 from . import mapped_states, numbers, parts, whole_states
 from .leaves.torch_leaves import values_of
@@ -119,7 +119,7 @@ class Conversion:
         match to:
             case "tensorferry":
                 snapshot = StateSnapshot(state, HostStager(ACCELERATOR), "borrow")
-                snapshot.container().write(partial, partial=partial.with_name(f"{partial.name}.new"))
+                snapshot.container().write(partial, partial=partial.with_name(f".{stem(partial)}.new"))
             case "safetensors":
                 facts["dropped"] = write_safetensors(values, partial, drop=self._drop)
             case "torch":

@@ -94,7 +94,7 @@ def _upload(place: Place, target: ObjectPlace, *, verify: bool) -> int:
     assert isinstance(source, Path)
     if place.kind not in _FILES:
         return upload_folder(source, target, _files_of(place), _check_container if verify else unchecked)
-    refuse_taken(target)
+    refuse_taken(target, file=True)
     if verify and place.kind is CheckpointKind.CONTAINER:
         _check(source, source)
     return upload_new(target, source)

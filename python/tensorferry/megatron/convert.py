@@ -128,7 +128,7 @@ def _output(target: AnyPlace) -> Iterator[Path]:
             yield folder
         return
     assert isinstance(target, ObjectPlace)
-    with scratch_folder(target) as written:
+    with scratch_folder(target, file=False) as written:
         yield written
         names = sorted(os.listdir(written), key=lambda name: (name in (INDEX, marker.NAME), name))
         upload_folder(written, target.begun(), names)

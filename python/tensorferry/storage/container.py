@@ -112,7 +112,7 @@ class Container:
         """Writes the container to the file or object ``path``, which appears only when all of it is there.
 
         Args:
-            path: the file; an existing one is replaced
+            path: the file or object; one that is there is replaced, without a condition
             partial: the name of the file while it is being written; an object needs none
             threads: threads that write, or parts of an object that are uploaded at a time; ``None`` chooses by the
                 number of cores

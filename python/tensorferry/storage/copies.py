@@ -1,4 +1,4 @@
-"""Copies of whole checkpoints between folders and object stores: the same files, byte for byte, the index last."""
+"""Copies of files and whole checkpoints between folders and object stores: byte for byte, the index last."""
 
 from __future__ import annotations
 
@@ -29,27 +29,33 @@ def unchecked(path: Path, name: AnyPlace) -> None:
     del path, name
 
 
-def refuse_taken(target: AnyPlace) -> None:
+def refuse_taken(target: AnyPlace, *, file: bool) -> None:
     """Refuses a place in a store where anything is: an object, or objects below it; of other places it knows nothing.
 
+    Args:
+        target: the place
+        file: whether one object is to be written there: then it must not be the bucket itself
+
     Raises:
-        InvalidArgument: something is there
+        InvalidArgument: something is there, or it is a bucket
         TensorferryError: the store does not answer, or refuses
     """
+    if file:
+        _require_name(target)
     if isinstance(target, ObjectPlace) and ((target.key and target.is_file()) or target.is_dir()):
         raise _taken(target)
 
 
 @contextlib.contextmanager
-def scratch_folder(target: AnyPlace) -> Iterator[Path]:
+def scratch_folder(target: AnyPlace, *, file: bool) -> Iterator[Path]:
     """Yields a folder for temporary files, in which what is then copied to ``target`` is made.
 
-    The copy refuses a place where something is as well; here it is refused before the work.
+    The copy refuses such places as well; here they are refused before the work.
 
     Raises:
         InvalidArgument, TensorferryError: as for :func:`refuse_taken`
     """
-    refuse_taken(target)
+    refuse_taken(target, file=file)
     with tempfile.TemporaryDirectory(prefix="tensorferry-") as folder:
         yield Path(folder)
 
@@ -58,9 +64,10 @@ def upload_new(target: ObjectPlace, source: Path) -> int:
     """Uploads a file to where nothing is; returns its length.
 
     Raises:
-        InvalidArgument: something is there
+        InvalidArgument: something is there, or it is a bucket
         TensorferryError: the file cannot be read, or the store does not answer, or refuses
     """
+    _require_name(target)
     with _refusing(target):
         return upload_file(target, source)
 
@@ -78,7 +85,7 @@ def upload_folder(source: Path, target: ObjectPlace, names: Sequence[str], check
         InvalidArgument: something is there
         TensorferryError: a file cannot be read, or the store does not answer, or refuses
     """
-    refuse_taken(target)
+    refuse_taken(target, file=False)
     total = 0
     try:
         for name in names[:-1]:
@@ -112,6 +119,11 @@ def download_folder(source: ObjectPlace, target: Path, names: Sequence[str], che
         check(target / name, source / name)
     sync_folder(target)
     return total
+
+
+def _require_name(target: AnyPlace) -> None:
+    if isinstance(target, ObjectPlace) and not target.key:
+        raise InvalidArgument(f"{target} is a bucket: name the object to write, as in {target}/state.safetensors")
 
 
 @contextlib.contextmanager

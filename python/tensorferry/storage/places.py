@@ -37,16 +37,7 @@ def place_of(path: Any, name: str = "path") -> Path:
         InvalidArgument: it does not name a file or folder of this machine
         SystemRefused: it is relative, and the current folder is gone
     """
-    text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
-    if not isinstance(text, str) or not text or not _is_file_name(text):
-        raise InvalidArgument(f"{name} must be the path of a folder, not {_validate.brief(path)}")
-    refuse_url(text, name)
-    if "://" in text:
-        shown = without_secrets(text)
-        raise InvalidArgument(
-            f"{_validate.brief(shown)} is not a folder of this machine: checkpoints are written to file systems and "
-            "object stores (s3://, gs://, az://)"
-        )
+    text = _checked(path, name)
     above, last = os.path.split(text.rstrip("/") or "/")
     try:
         if last in ("", ".", ".."):
@@ -57,14 +48,31 @@ def place_of(path: Any, name: str = "path") -> Path:
 
 
 def local_path(path: Any, name: str = "path") -> Path:
-    """Returns ``path`` as a path, as it is; for what takes no URL of a store, and would make a folder called ``s3:``.
+    """Returns ``path`` as a path, as it is: relative or not.
 
     Raises:
-        InvalidArgument: it is the URL of a place in an object store
+        InvalidArgument: it does not name a file or folder of this machine
     """
-    found = Path(path)
-    refuse_url(path, name)
-    return found
+    return Path(_checked(path, name))
+
+
+def _checked(path: Any, name: str) -> str:
+    """Returns the text of a path.
+
+    Raises:
+        InvalidArgument: it does not name a file or folder of this machine
+    """
+    text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
+    if not isinstance(text, str) or not text or not _is_file_name(text):
+        raise InvalidArgument(f"{name} must be the path of a file or folder, not {_validate.brief(path)}")
+    refuse_url(text, name)
+    if "://" in text:
+        shown = without_secrets(text)
+        raise InvalidArgument(
+            f"{_validate.brief(shown)} is not a path of this machine: checkpoints lie in file systems and object "
+            "stores (s3://, gs://, az://)"
+        )
+    return text
 
 
 def refuse_url(path: Any, name: str = "path") -> None:

@@ -1,4 +1,4 @@
-"""Small files that are written whole or not at all and read whole up to a length; folders that are made and synced."""
+"""Small files that are written and read whole; what is at a place; folders that are made and synced."""
 
 from __future__ import annotations
 

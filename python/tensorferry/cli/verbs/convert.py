@@ -138,8 +138,8 @@ def _to_store(
     from ...storage.copies import scratch_folder
     from .. import copying, places
 
-    with scratch_folder(output) as folder:
-        written = folder / "converted" / output.name
+    with scratch_folder(output, file=to in _WRITTEN) as folder:
+        written = folder / "converted" / (output.name or "checkpoint")
         written.parent.mkdir()
         format_, told = _converted(place.text, written, to, only, rank, step, **how)
         copying.copy(places.find(str(written)), output, verify=False)

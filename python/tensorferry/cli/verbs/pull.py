@@ -76,7 +76,7 @@ def pull(
             from ...storage.copies import scratch_folder
 
             there = any_place(given, name)
-            target = stack.enter_context(scratch_folder(there)) / (there.name or "pulled")
+            target = stack.enter_context(scratch_folder(there, file=into_folder is None)) / (there.name or "pulled")
         elif given is not None:
             target = local_path(given, name)
         # Receives from several sources relay nothing.

@@ -61,7 +61,7 @@ def upload(
     """Uploads a container; the object is there when all of it is, and not before.
 
     Args:
-        place: the object, whose name nobody else has
+        place: the object; the caller has chosen a name that nobody else has, as one that is there is replaced
         container: what is uploaded
         threads: how many parts are under way at a time; ``None`` chooses
         progress: called now and then with the number of bytes that were read and the number of all bytes
