@@ -152,7 +152,7 @@ def test_a_transport_stays_in_its_process(open_transport: Callable[..., Any]) ->
         ("path", lambda: FileWriter(None)),  # type: ignore[arg-type]
         ("path", lambda: FileReader(5)),  # type: ignore[arg-type]
         ("path", lambda: FileReader("")),
-        ("not a folder", lambda: FileWriter("http://bucket/run")),
+        ("not a path", lambda: FileWriter("http://bucket/run")),
         ("threads", lambda: FileWriter("x", threads=0)),
         ("threads", lambda: FileReader("x", threads="2")),  # type: ignore[arg-type]
         ("overwrite", lambda: FileWriter("x", overwrite=None)),  # type: ignore[arg-type]
