@@ -53,6 +53,13 @@ def test_one_address_of_each_card_is_named() -> None:
     ]
 
 
+def test_a_card_without_a_link_is_not_named(host: Path) -> None:
+    (host / "eth0" / "operstate").write_text("up\n")
+    (host / "eth1" / "operstate").write_text("down\n")
+    (host / "bond0" / "operstate").write_text("unknown\n")
+    assert [address for address, _ in advertised_rails(None, [])] == ["10.0.0.7", "10.0.2.7", "10.0.3.7"]
+
+
 def test_one_choice_means_one_address(monkeypatch: pytest.MonkeyPatch) -> None:
     assert advertised_rails("10.0.1.7", []) == []
     assert advertised_rails("node-7", []) == []

@@ -94,7 +94,8 @@ def array(draw: random.Random, classes: bool, swapped: bool) -> Any:
         return np.ma.MaskedArray(made, mask=np.zeros(made.shape, bool))
     if how == "class" and classes:
         return made.view(Array)
-    if how == "scalar" and made.size and not dtype.hasobject:
+    # Numpy pickles a scalar of type "q" as one of type "l".
+    if how == "scalar" and made.size and not dtype.hasobject and dtype.char not in "qQ":
         return made.reshape(-1)[0]
     if how == "read only":
         made.flags.writeable = False

@@ -109,7 +109,7 @@ def address_of_own(wanted: str) -> str | None:
 
 
 def interfaces() -> list[tuple[str, str]]:
-    """Returns name and address of each interface that is up, loopback included.
+    """Returns name and address of each interface that has one, loopback included, whether it is up or not.
 
     Raises:
         SystemRefused: the system does not list them

@@ -13,6 +13,14 @@ _NODES = Path("/sys/devices/system/node")
 _FAR = 1000
 
 
+def is_down(interface: str) -> bool:
+    """Whether the system says that an interface is switched off, or has no link."""
+    try:
+        return (_INTERFACES / interface / "operstate").read_text().strip() in ("down", "lowerlayerdown", "notpresent")
+    except OSError:
+        return False
+
+
 def is_internal(interface: str) -> bool:
     """Whether an interface leads to containers or processes of this host alone, or is a part of another one.
 

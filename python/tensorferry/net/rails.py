@@ -8,7 +8,7 @@ import logging
 from .._native import Seat
 from ..errors import InvalidArgument, SystemRefused
 from .addresses import address_of_own, interfaces, link_speed, wanted_addresses
-from .cards import cards_below, distance, is_internal
+from .cards import cards_below, distance, is_down, is_internal
 
 logger = logging.getLogger("tensorferry")
 
@@ -98,7 +98,7 @@ def _usable_addresses() -> list[tuple[str, int]]:
             address = ipaddress.ip_address(text)
         except ValueError:
             continue
-        if address.is_loopback or address.is_link_local or is_internal(name):
+        if address.is_loopback or address.is_link_local or is_internal(name) or is_down(name):
             continue
         if name not in best or address.version < best[name].version:
             best[name] = address

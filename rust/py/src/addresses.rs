@@ -20,7 +20,7 @@ pub(crate) fn resolve(py: Python<'_>, name: &str, timeout: f64) -> PyResult<Vec<
     Ok(found.iter().map(ToString::to_string).collect())
 }
 
-/// Name and address of each network interface that is up, loopback included.
+/// Name and address of each network interface that has one, loopback included, whether it is up or not.
 #[pyfunction]
 #[pyo3(name = "_interfaces")]
 pub(crate) fn interfaces() -> PyResult<Vec<(String, String)>> {

@@ -37,7 +37,8 @@ const PATIENCE: Duration = Duration::from_secs(1);
 const STALL: Duration = Duration::from_secs(2);
 /// How often in a row a rail may fail before it is left alone for a while.
 const MAX_FAILURES: u32 = 4;
-/// For how long, the first time; twice as long each time after that, up to a limit.
+/// For how long a slow rail is left alone the first time; twice as long each time after that, up to a limit. A rail that
+/// has failed so often is left alone that long at once.
 const LEFT_ALONE: Duration = Duration::from_secs(2);
 const MOST_DOUBLINGS: u32 = 3;
 /// A link this many times slower than the fastest one would only hold up the end.

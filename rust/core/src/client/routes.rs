@@ -59,7 +59,7 @@ pub(super) struct Route {
 /// The addresses of interfaces that are up; neither loopback nor link-local.
 pub(super) fn own_addresses() -> Vec<OwnAddress> {
     let found = if_addrs::get_if_addrs().unwrap_or_default();
-    let usable = found.iter().filter(|own| !own.is_loopback() && !own.is_link_local());
+    let usable = found.iter().filter(|own| own.is_oper_up() && !own.is_loopback() && !own.is_link_local());
     let prefix = |own: &if_addrs::Interface| match &own.addr {
         if_addrs::IfAddr::V4(v4) => v4.netmask.to_bits().leading_ones(),
         if_addrs::IfAddr::V6(v6) => v6.netmask.to_bits().leading_ones(),
