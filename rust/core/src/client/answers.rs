@@ -11,7 +11,8 @@ use super::connection::{Connection, Head};
 use crate::error::{Error, ErrorKind};
 use crate::trust::secret;
 
-/// The digests of `runs` of blocks of `block_size` bytes of the checkpoint `key`, and the head they came with.
+/// The digests of `runs` of blocks of `block_size` bytes of the checkpoint `key`, and the head they came with. That the
+/// table is of the header and the payload at hand is for the caller to check.
 pub(super) fn read_digests(
     connection: &mut Connection,
     key: &str,
@@ -41,7 +42,8 @@ pub(super) fn read_digests(
     Ok((table, head))
 }
 
-/// The long digests of all `blocks` blocks of the checkpoint `key`, which are those of one moment.
+/// The long digests of all `blocks` blocks of the checkpoint `key`, which are those of one moment. That the table is of
+/// the header and the payload at hand is for the caller to check.
 pub(super) fn read_long_digests(
     connection: &mut Connection,
     key: &str,

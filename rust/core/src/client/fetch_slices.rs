@@ -12,7 +12,7 @@ use super::{FetchOptions, Remote, Report};
 use crate::error::{Error, ErrorKind};
 use crate::payload::Slice;
 
-/// Sources that are fetched from at the same time, at most.
+/// Requests that are fetched at the same time, at most.
 const MAX_SOURCES: usize = 16;
 
 /// A request for slices of one container: its sources, its step, and the slices.
@@ -29,8 +29,8 @@ pub struct SliceRequest {
     pub is_shared: bool,
 }
 
-/// Fetches what `requests` ask for, several sources at a time; the lanes are divided among them. The first failure ends
-/// everything, by `options.cancel`.
+/// Fetches what `requests` ask for, several at a time; the lanes are divided among them. The first failure ends
+/// everything, by `options.cancel`, which is then cancelled for good.
 ///
 /// ```
 /// use std::time::Duration;
@@ -56,7 +56,8 @@ pub struct SliceRequest {
 /// ```
 ///
 /// # Errors
-/// As [`Remote::open`] and [`Remote::fetch_slices`].
+/// As [`Remote::open`] and [`Remote::fetch_slices`]; [`ErrorKind::System`] when a thread cannot be started. After an
+/// error the slices may hold some of the new bytes.
 pub fn fetch_slices(requests: Vec<SliceRequest>, options: &FetchOptions) -> Result<Report, Error> {
     let started = Instant::now();
     let deadline = started.checked_add(options.timeout);

@@ -47,9 +47,10 @@ impl Get {
     /// it, body included, must be there within `timeout`.
     ///
     /// # Errors
-    /// [`ErrorKind::Invalid`] when `url` is none; [`ErrorKind::Unproven`] when the server shows another certificate than
-    /// the URL names; [`ErrorKind::Connect`], [`ErrorKind::Timeout`], [`ErrorKind::Protocol`],
-    /// [`ErrorKind::Cancelled`].
+    /// [`ErrorKind::Invalid`] when `url` is none, `path` begins with a slash or holds a space, a control character or
+    /// one beyond ASCII, or `timeout` is too long; [`ErrorKind::Unproven`] when the server shows another certificate
+    /// than the URL names; [`ErrorKind::Connect`], [`ErrorKind::Timeout`], [`ErrorKind::Protocol`],
+    /// [`ErrorKind::Cancelled`]; [`ErrorKind::System`] when there is no socket or thread for it.
     pub fn open(url: &str, path: &str, timeout: Duration, cancel: &Cancel) -> Result<Self, Error> {
         let started = Instant::now();
         let url = Arc::new(SourceUrl::parse(url)?);
@@ -90,8 +91,8 @@ impl Get {
     /// the connection.
     ///
     /// # Errors
-    /// [`ErrorKind::Timeout`] at the deadline, [`ErrorKind::Connect`] when the connection breaks before the end of a body
-    /// with a Content-Length, [`ErrorKind::Cancelled`].
+    /// [`ErrorKind::Timeout`] at the deadline, [`ErrorKind::Connect`] when the connection breaks, or is closed before
+    /// the end of a body with a Content-Length, [`ErrorKind::Cancelled`].
     pub fn read(&mut self, into: &mut [u8]) -> Result<usize, Error> {
         self.connection.read_some(&self.head, into)
     }

@@ -197,8 +197,9 @@ impl Transfer<'_> {
         connection.filter(Connection::is_reusable)
     }
 
-    /// What a lane to a source fetches next: anything, or in a swarm, what is left to the source. Starts lanes to relays
-    /// that the tracker names.
+    /// What a lane to a source fetches next: anything, or in a swarm, what is left to the source. `None` when all is
+    /// done or has failed; in a swarm it fails here when the deadline has passed. Starts lanes to relays that the
+    /// tracker names, and ends `connection` where the source is to go.
     pub(super) fn take<'scope>(
         &'scope self,
         scope: &'scope Scope<'scope, '_>,

@@ -32,7 +32,7 @@ pub(super) struct BlockLedger {
     same_host: AtomicBool,
     /// All bytes of the receive so far, for a thread that reports progress.
     progress: Arc<AtomicU64>,
-    /// The addresses at both ends of each connection that bytes came over.
+    /// The addresses at both ends of each connection that bytes came over, and how many.
     routes: Mutex<BTreeMap<(IpAddr, IpAddr), u64>>,
     /// The relays that blocks come from, whose numbers begin behind those of the sources.
     relays: Mutex<BTreeMap<usize, String>>,
@@ -41,7 +41,8 @@ pub(super) struct BlockLedger {
 }
 
 impl BlockLedger {
-    /// For the blocks in `runs`, which are ascending. Fails when there are too many for this machine to count.
+    /// For the blocks in `wanted`, whose runs are ascending. Fails when there are too many for this machine to count,
+    /// or no memory for them.
     pub(super) fn new(wanted: &[(u64, u64)], progress: Arc<AtomicU64>) -> Result<Self, Error> {
         let (mut runs, mut blocks) = (Vec::with_capacity(wanted.len()), 0_usize);
         for &(first, end) in wanted {
@@ -113,10 +114,12 @@ impl BlockLedger {
         Some(half(&self.high)? << 64 | half(&self.digests)?)
     }
 
+    /// The short checksum of `block`, 0 while it has not come; `None` if it is in none of the runs.
     pub(super) fn digest(&self, block: u64) -> Option<u64> {
         self.digests.get(self.index_of(block)?).map(|d| d.load(Ordering::Relaxed))
     }
 
+    /// The number of the source or relay that `block` came from; 0 while it has not come.
     pub(super) fn source_of(&self, block: u64) -> usize {
         self.index_of(block).and_then(|i| self.sources.get(i)).map_or(0, |o| o.load(Ordering::Relaxed))
     }

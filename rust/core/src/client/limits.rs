@@ -14,8 +14,8 @@ const LEAST_PACE: u64 = 1 << 10;
 
 /// The longest that a source's Retry-After delays another request: it may be free again long before.
 const LONGEST_RETRY: Duration = Duration::from_secs(10);
-/// The pause before the first repetition of a request that a source has refused with Retry-After, whatever that says; it
-/// doubles each time.
+/// The least pause before the first repetition of a request that a source has refused with Retry-After, whatever that
+/// says; it doubles each time, five times at most.
 const SHORTEST_RETRY: Duration = Duration::from_millis(250);
 
 /// How long to wait before a request is repeated that has failed `failures` times, 1 or more, the last time with `error`:
@@ -60,7 +60,7 @@ pub(crate) struct Limits {
 }
 
 impl Limits {
-    /// Time left, or the error that it is over.
+    /// Time left, or the error that it is over or that the transfer was cancelled.
     pub(crate) fn left(&self) -> Result<Duration, Error> {
         if self.cancel.is_cancelled() {
             return Err(Error::new(ErrorKind::Cancelled, "the transfer was cancelled"));
@@ -85,7 +85,8 @@ impl Limits {
         Self { deadline, ..self.clone() }
     }
 
-    /// Sleeps for `length`, or until `over` holds; says whether there is time left after it.
+    /// Sleeps for `length`, in steps of 20 ms, or until `over` holds or the operation must end; says whether it may go
+    /// on.
     pub(crate) fn pause(&self, length: Duration, over: impl Fn() -> bool) -> bool {
         let step = Duration::from_millis(20);
         let mut slept = Duration::ZERO;

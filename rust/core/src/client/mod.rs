@@ -88,14 +88,17 @@ pub struct FetchOptions {
     /// The one deadline of the whole receive, from [`Remote::open`] on. Retries, handshakes and name lookups are within
     /// it.
     pub timeout: Duration,
-    /// No byte on a connection for this long means it is stuck, and its range goes to another lane.
+    /// No byte on a connection for this long, or next to nothing, means it is stuck, and its range goes to another
+    /// lane.
     pub stall: Duration,
-    /// Connections; `None` chooses by the number of cores.
+    /// Connections, of which more than 64 count as 64; `None` chooses by the number of cores, the delay of the network,
+    /// and how much there is to fetch.
     pub lanes: Option<usize>,
     /// How many bytes the first request asks for, header included: a container that is not longer arrives in one
     /// answer.
     pub ahead: u64,
-    /// Most bytes of the header and the control entries together: an announcement of more is refused before they come.
+    /// Most bytes of the header and of the whole blocks up to the last control entry together: an announcement of more
+    /// is refused before they come. A container that comes whole in the first answer is held to it by its header alone.
     pub most_described: u64,
     /// Whether to fetch through shared memory when the source runs on this machine as the same user.
     pub same_host: bool,
@@ -104,13 +107,14 @@ pub struct FetchOptions {
     pub secret: Option<Secret>,
     /// Where memory for what arrives comes from, and goes back to.
     pub pool: Option<Arc<ArenaPool>>,
-    /// Counts the bytes of payload as they arrive, for another thread to look at.
+    /// Counts the bytes of payload as they arrive, for another thread to look at: bytes that come again count again,
+    /// and so do those that [`Remote::resume`] finds in their places.
     pub progress: Arc<AtomicU64>,
     /// Ends the transfer from another thread.
     pub cancel: Cancel,
     /// A server of this process that serves on what is received, while it is: the receive then takes part in a swarm, if
-    /// its source, which must be the only one, has a tracker. Where a secret is shared, that server must have it. `None` fetches from the sources
-    /// alone.
+    /// its source, which must be the only one, has a tracker. Where a secret is shared, that server must have it, and
+    /// where the source encrypts, that server must, too. `None` fetches from the sources alone.
     pub relay: Option<Arc<dyn RelayHost>>,
     /// Takes part in the swarm from the beginning, however fast the source is. Without it, a receive does so once it has
     /// shown to be slow, since others are of no help before.
@@ -156,7 +160,7 @@ impl Arrived {
         &self.arena
     }
 
-    /// For each entry of the header, where it starts in the arena.
+    /// For each entry of the header, where it starts in the arena; `None` if it is not in it.
     #[must_use]
     pub fn offsets(&self) -> &[Option<u64>] {
         &self.offsets
@@ -168,7 +172,7 @@ impl Arrived {
         &self.report
     }
 
-    /// The arena and the offsets of the entries in it.
+    /// The arena, the offsets of the entries in it, and the report.
     #[must_use]
     pub fn into_parts(self) -> (Arena, Vec<Option<u64>>, Report) {
         (self.arena, self.offsets, self.report)

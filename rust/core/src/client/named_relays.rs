@@ -10,8 +10,8 @@ use tensorferry_wire::swarm::is_relay_path;
 
 use super::Source;
 
-/// Relays that one receive tries in all, and how often the same one, as long as it does not lie: a relay that was slow, or
-/// frozen, may be the only one that has a block when the source is gone.
+/// How often one receive tries relays in all, and how often the same one, as long as it does not lie, which counts as
+/// that many tries: a relay that was slow, or frozen, may be the only one that has a block when the source is gone.
 const MOST_TRIED: usize = 256;
 const MOST_TIMES: usize = 3;
 
@@ -27,7 +27,8 @@ pub(super) struct NamedRelays {
 
 impl NamedRelays {
     /// The relay at `url`, which `source` names whom we have reached at the address `there`, and a lane for it of at most
-    /// `most`, if it is new and may be asked.
+    /// `most`, if it is not fetched from, was not tried too often, and may be asked. One that may not be asked counts
+    /// as tried.
     pub(super) fn begin(
         &mut self,
         url: &str,

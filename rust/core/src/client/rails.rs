@@ -77,7 +77,8 @@ struct Learned {
 }
 
 impl Rails {
-    /// Notes the `rails` that a source has named, which was reached by the route `first`.
+    /// Notes the `rails` that a source has named, which was reached by the route `first`, unless it has named some
+    /// before.
     pub(super) fn learn(&self, rails: &[Rail], first: (IpAddr, IpAddr)) {
         let fastest = rails.iter().map(|rail| rail.mbit).max().unwrap_or(0);
         let is_usable = |rail: &Rail| {

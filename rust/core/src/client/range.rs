@@ -39,7 +39,8 @@ impl Drop for Coming<'_> {
 
 impl Transfer<'_> {
     /// Lane `index` fetches `range` from the source or relay of number `origin`, moving its beginning past each block that is
-    /// complete. `known` is called once the source has shown that it serves the snapshot, before the first byte of the range.
+    /// complete. `known` is called once the source has shown that it serves the snapshot, before the first byte of the
+    /// range; not at all where nothing of it is missing. Of more than [`MAX_RUNS`] runs the rest stays in `range`.
     pub(super) fn fetch_range(
         &self,
         index: usize,
@@ -52,8 +53,8 @@ impl Transfer<'_> {
         self.fetch_runs(index, from, connection, (range, sink), known)
     }
 
-    /// Fetches the runs of `range` that are missing by one request, over `connection` or a new one, and moves
-    /// `range.at` along.
+    /// Fetches the first [`MAX_RUNS`] runs of `range` that are missing by one request, over `connection` or a new one,
+    /// and moves `range.at` along.
     fn fetch_runs(
         &self,
         index: usize,

@@ -94,7 +94,7 @@ impl<'p> OpenRelay<'p> {
         let relaying = || {
             // SAFETY: the relay is gone before the plan, as the lifetime says, and reads a block only once its bit is
             // set: `Transfer` does so when the block is complete, and nobody writes to it again while the relay exists
-            // (`Remote::settle` ends it first).
+            // (`Remote::settle`, `settle_in_swarm` and `settle_with_source` end it first).
             let payload = unsafe { self.plan.readable(&Bytes::copy_from_slice(prefix)) }?;
             let relayed = Relayed {
                 step: self.step,

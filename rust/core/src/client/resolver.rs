@@ -52,7 +52,8 @@ static UNDER_WAY: Mutex<(u32, Vec<Arc<NameLookup>>)> = Mutex::new((0, Vec::new()
 ///
 /// # Errors
 /// [`ErrorKind::Timeout`] when no name server answers within `timeout`, [`ErrorKind::Connect`] when the name is
-/// unknown, [`ErrorKind::Cancelled`].
+/// unknown, [`ErrorKind::Cancelled`], [`ErrorKind::Invalid`] when `timeout` is too long, [`ErrorKind::System`] when no
+/// thread can be started for the lookup.
 pub fn resolve(name: &str, timeout: Duration, cancel: &Cancel) -> Result<Vec<IpAddr>, Error> {
     let started = Instant::now();
     let deadline = started

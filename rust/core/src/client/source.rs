@@ -112,7 +112,8 @@ impl Source {
         self.connect_same_host(limits).map_or_else(|| self.connect_network(limits), Ok)
     }
 
-    /// A new connection over the socket of this machine, unless that is out of use or does not work.
+    /// A new connection over the socket of this machine; `None` if that is out of use, or does not work, which puts it
+    /// out of use.
     pub(super) fn connect_same_host(&self, limits: &Limits) -> Option<Connection> {
         let connection = Connection::open_same_host(&self.url, self.same_host()?, limits).ok();
         if connection.is_none() {
@@ -128,7 +129,8 @@ impl Source {
     }
 
     /// Does `work` over `connection` or, without one, over a new one, and returns both. A silent address makes room for
-    /// another one of the source's, and is waited for longer when it is its turn again, up to the limit.
+    /// another one of the source's, at which `work` is done from its beginning, and is waited for longer when it is its
+    /// turn again, up to the limit.
     pub(super) fn ask<R>(
         &self,
         mut connection: Option<Connection>,

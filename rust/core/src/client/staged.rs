@@ -40,7 +40,9 @@ impl Remote {
     ///
     /// # Errors
     /// [`ErrorKind::Invalid`] when there are several sources: what a wave brought must not be taken back because
-    /// sources turn out to differ. [`ErrorKind::System`] when there is no memory.
+    /// sources turn out to differ; when there are not as many destinations as entries; when `passing` names an entry
+    /// that there is not, or one twice; and when `most` is less than one MiB. [`ErrorKind::System`] when there is no
+    /// memory.
     pub fn staged(mut self, destination: Destination, passing: &[usize], most: u64) -> Result<StagedFetch, Error> {
         let started = Instant::now();
         if self.has_several_sources() {
@@ -67,7 +69,8 @@ impl StagedFetch {
     /// `None` once all bytes have arrived as they were at one moment: blocks that the source changed are fetched again.
     ///
     /// # Errors
-    /// As [`Remote::fetch`].
+    /// As [`Remote::fetch`]. The receive is over then: neither this nor [`StagedFetch::finish`] must be called any
+    /// more, since runs of the wave that failed might never be handed out.
     ///
     /// # Safety
     /// `address` must be that of writable memory of as many bytes as were named when the receive began, which nobody
@@ -100,10 +103,12 @@ impl StagedFetch {
         Ok(())
     }
 
-    /// Ends the receive after the last wave; returns the entries that were received directly into their place.
+    /// Ends the receive once [`StagedFetch::fetch`] has returned `None`; returns the entries that were received
+    /// directly into their place.
     ///
     /// # Errors
-    /// [`ErrorKind::Invalid`] when there are waves that were not fetched.
+    /// [`ErrorKind::Invalid`] when it has not: there are waves that were not fetched, or all of them were not compared
+    /// yet.
     pub fn finish(self) -> Result<Arrived, Error> {
         if !self.waves.is_empty() || !self.settled {
             return Err(Error::new(ErrorKind::Invalid, "there are waves that were not fetched"));

@@ -8,7 +8,8 @@
 //! on a narrow link one connection may starve for seconds. A lane is therefore not judged by time alone, but when one as
 //! fast as the average would have brought some MiB meanwhile ([`EVIDENCE`]).
 //!
-//! A range is taken away once: if the next lane is as slow, the source is, and nothing would be gained.
+//! A range is taken away once: if the next lane is as slow, the source is, and nothing would be gained. Only lanes to
+//! relays and to other addresses of a source lose as many as need be.
 
 use std::collections::HashSet;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
@@ -48,7 +49,8 @@ pub(super) struct StragglerMonitor {
     /// Bytes of all lanes.
     total: AtomicU64,
     pace: Mutex<Pace>,
-    /// Ends of ranges that were taken from a slow lane. Once is enough: if the next lane is as slow, it is the source.
+    /// Ends of ranges that were taken from a slow lane to a source. Once is enough: if the next lane is as slow, it is
+    /// the source.
     taken: Mutex<HashSet<u64>>,
 }
 
@@ -164,7 +166,7 @@ impl StragglerMonitor {
         }
     }
 
-    /// Whether lane `index` was told to give its range back.
+    /// Whether lane `index` was told to give its range back; says so once.
     pub(super) fn was_recalled(&self, index: usize) -> bool {
         self.lanes[index].recalled.swap(false, Ordering::Relaxed)
     }
@@ -205,7 +207,8 @@ impl StragglerMonitor {
     }
 
     /// Shuts down the connections of lanes that get nothing and, unless `silent_only`, of those far slower than the
-    /// average: their ranges go back into the queue. A range that comes from a source is cut only once.
+    /// average: their ranges go back into the queue. A range that comes from a source by the address of its URL is cut
+    /// only once.
     fn cut(&self, silent_only: bool) {
         let lanes = (self.to_sources + self.rails.load(Ordering::Relaxed)).max(1) as u64;
         let (total, at) = (self.total.load(Ordering::Relaxed), self.started.elapsed());
@@ -222,7 +225,7 @@ impl StragglerMonitor {
             let silent = on_rails && quiet >= SILENT && bytes_at(average, quiet) >= EVIDENCE_OF_SILENCE;
             if (slow || silent)
                 && let Some(socket) = socket.upgrade()
-                // From a relay as often as need be: it is not asked again, and the source is still there.
+                // From a relay or a rail as often as need be: that is left alone then, and the source is still there.
                 && (index >= self.to_sources || self.taken.lock().unwrap_or_else(PoisonError::into_inner).insert(*end))
             {
                 lane.cut.store(true, Ordering::Relaxed);

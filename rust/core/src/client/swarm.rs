@@ -139,7 +139,8 @@ impl<'a> Swarm<'a> {
         }))
     }
 
-    /// Whether this should take part from now on, `bytes` having come.
+    /// Whether this should take part from now on, `bytes` having come. If so, others reach its relay from then on; if
+    /// they cannot, it takes no part any more.
     pub(super) fn is_worth_joining(&self, bytes: u64) -> bool {
         if self.is_hidden.load(Ordering::Relaxed) {
             return false;

@@ -120,7 +120,7 @@ impl Targets {
         self.all(&state).len() + usize::from(state.host.is_none()) > 1
     }
 
-    /// Whether there is one that has not failed.
+    /// Whether there is one that has not failed, a host that was not looked up counting as one.
     pub(super) fn has_untried(&self) -> bool {
         let state = self.state();
         let is_untried = |address: &SocketAddr| {

@@ -153,8 +153,8 @@ impl Handout {
         self.members.len()
     }
 
-    /// Answers `member`, which needs the blocks in `need` at the time `now`, with at most `most` of them. Times count
-    /// from any moment that stays the same.
+    /// Answers `member`, which needs the blocks in `need` at the time `now`, with at most `most` of them; with all of
+    /// them where there is no other member, or no place for it. Times count from any moment that stays the same.
     ///
     /// What it was granted before and names again, it has not begun to fetch, and may go to another one.
     pub(crate) fn ask(&mut self, now: Duration, member: &Member, need: &[(u64, u64)], most: u64) -> Told<'_> {
@@ -246,8 +246,8 @@ impl Handout {
         }
     }
 
-    /// The blocks of `need` to hand out, ascending: those that never were, or else those that nobody can be expected to
-    /// pass on.
+    /// The blocks of `need` to hand out, in its order: all where there is no other member; else those that never were,
+    /// or where there are none of these, those that nobody can be expected to pass on.
     fn grant(&mut self, now: Duration, to: u32, need: &[(u64, u64)], most: u64) -> Vec<(u64, u64)> {
         let blocks = self.given.blocks();
         let need = || need.iter().map(|&(first, end)| (first, end.min(blocks))).filter(|run| run.0 < run.1);
@@ -285,7 +285,8 @@ impl Handout {
     }
 
     /// Whether a block that was handed out before may be so again: the member that has it is gone, or is slow to pass it
-    /// on, or is the one that asks.
+    /// on, or is the one that asks, or is in another zone than the source and the one that asks is not. To a member
+    /// that `gives_way`, once it was handed out long enough ago.
     fn is_due(&self, now: Duration, to: u32, block: u64, gives_way: bool) -> bool {
         let Some((holder, age)) = self.given.holder(now, block) else { return false };
         if gives_way {

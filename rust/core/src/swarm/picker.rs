@@ -7,7 +7,7 @@ use tensorferry_wire::swarm::Nearness;
 
 use super::BlockSet;
 
-/// Ranges that are looked at for one pick: of more, these are a fair sample.
+/// Ranges of which the relay has something that are compared for one pick: of more, these are a fair sample.
 const LOOKS: usize = 1024;
 
 /// The blocks that relays have, as they have said themselves.
@@ -62,7 +62,7 @@ impl Picker {
         self.nearness.get(relay).copied().unwrap_or_default()
     }
 
-    /// Whether there are relays in other zones.
+    /// Whether there are, or were, relays in other zones.
     pub(crate) fn has_far_relays(&self) -> bool {
         self.nearness.contains(&Nearness::Far)
     }

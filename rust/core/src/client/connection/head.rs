@@ -99,8 +99,8 @@ impl Head {
     }
 
     /// Reads the headers of this protocol. A `Content-Length` that is no number or contradicts another one is an error, and
-    /// so is any `Transfer-Encoding`. All other headers that are malformed count as absent or empty; of several with one
-    /// name, the last counts.
+    /// so is any `Transfer-Encoding`. A `Retry-After` that is no number says one second; all other headers that are
+    /// malformed count as absent or empty. Of several with one name, the last counts, but any `Connection: close` does.
     fn from_response(response: &httparse::Response<'_, '_>) -> Result<Self, &'static str> {
         let mut head = Self {
             status: response.code.unwrap_or(0),

@@ -7,7 +7,8 @@ use super::Connection;
 use crate::client::limits::Limits;
 
 impl Connection {
-    /// The same connection with other limits.
+    /// The same connection with other limits, and not in a hurry. Their cancellation must be the one it was made with,
+    /// which alone knows its socket.
     pub(crate) fn within(self, limits: &Limits) -> Self {
         Self { limits: limits.clone(), hurry: None, ..self }
     }

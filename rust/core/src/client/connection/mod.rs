@@ -136,9 +136,10 @@ impl Connection {
         self.reusable && self.remaining == 0
     }
 
-    /// Sends one GET for `path` and reads the head of the answer, on a new connection where the last answer ended this
-    /// one. `path` is below the source's prefix unless it begins with a slash. `patience` is how long the answer may
-    /// take to begin: a source that has nothing to serve yet keeps the request waiting.
+    /// Sends one GET for `path` and reads the head of the answer, on a new connection where this one cannot be used
+    /// again: the last answer ended it, or was not read to its end. `path` is below the source's prefix unless it
+    /// begins with a slash. `patience` is how long the answer may take to begin: a source that has nothing to serve yet
+    /// keeps the request waiting.
     pub(crate) fn get(
         &mut self,
         path: &str,
@@ -167,11 +168,11 @@ impl Connection {
         self.send(path, None, if_match)
     }
 
-    /// Sends a GET; over a new connection where the last answer has ended this one.
+    /// Sends a GET; over a new connection where this one cannot be used again.
     fn send(&mut self, path: &str, range: Option<(u64, u64)>, if_match: Option<&str>) -> Result<(), Error> {
         use std::fmt::Write as _;
         if !self.is_reusable() {
-            // The last answer announced that it ends the connection.
+            // The last answer announced that it ends the connection, or was not read to its end.
             *self = match self.at {
                 Some(pair) => Self::open_at(&self.url, pair, &self.limits)?,
                 None => Self::open(&self.url, &self.limits)?,
@@ -299,7 +300,8 @@ impl Connection {
         }
     }
 
-    /// Receives into the first of `parts`, or into as many as it takes.
+    /// Receives into the first of `parts`, or into as many as it takes. Next to nothing for the stall limit is a
+    /// time-out.
     fn receive(&mut self, parts: &mut [IoSliceMut<'_>]) -> Result<usize, Error> {
         let got = self.receive_anything(parts)?;
         if self.stall_detector.is_stuck(got, self.stall()) {
@@ -313,7 +315,8 @@ impl Connection {
         self.receive_or_end(parts)?.ok_or_else(|| self.ended_early())
     }
 
-    /// Receives into `parts`, however little comes; `None` if the source has closed the connection.
+    /// Receives into `parts`, however little comes: nothing where a signal interrupted it. `None` if the source has
+    /// closed the connection.
     fn receive_or_end(&mut self, parts: &mut [IoSliceMut<'_>]) -> Result<Option<usize>, Error> {
         let got = match &mut self.tls {
             None => (&mut &*self.stream).read_vectored(parts),

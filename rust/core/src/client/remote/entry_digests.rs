@@ -15,7 +15,7 @@ use crate::payload::Slice;
 
 impl Remote {
     /// CRC-64/NVME of the bytes of each entry, in the order of the header; `None` if the source's digests are keyed with
-    /// a secret, which cannot be joined.
+    /// a secret, which cannot be joined. They are of one moment only if the source does not change its state meanwhile.
     ///
     /// # Errors
     /// As [`Remote::fetch`].

@@ -27,7 +27,7 @@ const PATIENCE: Duration = Duration::from_secs(2);
 pub struct RailRate {
     /// The address here that its connections had.
     pub here: IpAddr,
-    /// Bytes of payload. They are the source's, and are not verified.
+    /// Bytes of the container. They are the source's, and are not verified.
     pub bytes: u64,
     /// The time from the first request to the last byte.
     pub elapsed: Duration,
@@ -68,7 +68,7 @@ impl Remote {
         Ok(RailRate { here, bytes: bytes.into_inner(), elapsed: started.elapsed() })
     }
 
-    /// Receives the payload, again and again, until `length` is over.
+    /// Receives the container, again and again, until `length` is over.
     fn receive_for(&self, mut connection: Connection, length: Duration, bytes: &AtomicU64) -> Result<(), Error> {
         let (path, etag) = (format!("{}.safetensors", self.key), self.etag());
         let end = self.payload_start + self.header.payload_len();

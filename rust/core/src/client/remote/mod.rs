@@ -3,8 +3,8 @@
 //! [`Remote::open`] (module `open`) asks the sources in turn until one answers and reads header and reserved entries
 //! (`first_fetch`). A fetch lays out the memory, makes a plan of it, finds what an interrupted one has left (`resume`),
 //! lets lanes bring what is missing (`transfer`), and compares the checksums with those of the source until all match at
-//! one moment (`verify`). Who has sent what is counted then (`senders`). The digests of their entries show in what two sources differ (`entry_digests`), and
-//! a rail by itself how fast it is (`measure`).
+//! one moment (`verify`). Who has sent what is counted then (`senders`). The digests of their entries show in what two
+//! sources differ (`entry_digests`), and a rail by itself how fast it is (`measure`).
 
 mod entry_digests;
 mod first_fetch;
@@ -111,14 +111,15 @@ impl Remote {
     /// # Errors
     /// As [`Remote::open`]; also [`ErrorKind::Corrupt`] when bytes do not match their checksum time and again,
     /// [`ErrorKind::Torn`] when the source keeps changing what it serves, [`ErrorKind::Changed`] when the source moved
-    /// on, [`ErrorKind::System`] when there is no memory. Memory given as destination may then hold some of the new
-    /// bytes.
+    /// on, [`ErrorKind::Invalid`] when there are not as many destinations as entries, [`ErrorKind::System`] when there
+    /// is no memory. Memory given as destination may then hold some of the new bytes.
     pub fn fetch(self, destination: Destination) -> Result<Arrived, Error> {
         self.fetch_missing(destination, false)
     }
 
     /// As [`Remote::fetch`], into memory that may hold some of the bytes already, from a receive that was interrupted:
-    /// blocks in it that match the source's digests are not fetched. [`Report::bytes`] does not count them.
+    /// blocks in it that match the source's digests are not fetched. [`Report::bytes`] does not count them. Memory
+    /// given as destination is read, so it has to be initialised.
     ///
     /// # Errors
     /// As [`Remote::fetch`].
@@ -179,7 +180,7 @@ impl Remote {
         usize::try_from(self.payload_start).ok()
     }
 
-    /// The beginning of a receive of entries.
+    /// The report of a receive of entries that begins; what came with the header counts as progress from here on.
     pub(super) fn begin(&self) -> Report {
         self.progress.fetch_add(self.prefix.len() as u64, Ordering::Relaxed);
         self.report()
@@ -227,6 +228,7 @@ impl Remote {
     ///
     /// # Errors
     /// As [`Remote::fetch`]; [`ErrorKind::Protocol`] when the container has other entries than the slices speak of.
+    /// After an error the slices may hold some of the new bytes.
     pub fn fetch_slices(mut self, slices: &[Slice]) -> Result<Report, Error> {
         let started = Instant::now();
         let mut report = self.report();

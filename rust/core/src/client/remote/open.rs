@@ -62,11 +62,15 @@ impl Remote {
     /// ```
     ///
     /// # Errors
+    /// [`ErrorKind::Invalid`] when `urls` is empty or holds what is no address, or the timeout is too long;
     /// [`ErrorKind::Timeout`] at the deadline; [`ErrorKind::Connect`] when no source can be reached;
     /// [`ErrorKind::Changed`] when what the source had begun to send is gone and nothing takes its place;
     /// [`ErrorKind::Status`] when it refuses, 400 for a step it does not serve; [`ErrorKind::Foreign`] when it is
-    /// another program's server; [`ErrorKind::Unproven`] when it does not know the secret; [`ErrorKind::Protocol`] when
-    /// what it says is not valid.
+    /// another program's server; [`ErrorKind::Unproven`] when it does not know the secret, or shows another certificate
+    /// than its URL names; [`ErrorKind::Protocol`] when what it says is not valid, or more than
+    /// [`FetchOptions::most_described`]; [`ErrorKind::Corrupt`] and [`ErrorKind::Torn`] when the header or the reserved
+    /// entries do not match their checksums time and again; [`ErrorKind::Cancelled`]; [`ErrorKind::System`] when there
+    /// is no memory, socket or thread for it.
     pub fn open(urls: &[&str], step: impl Into<Option<i64>>, options: FetchOptions) -> Result<Self, Error> {
         let step = step.into();
         let started = Instant::now();

@@ -15,7 +15,7 @@ use crate::payload::Plan;
 
 impl Remote {
     /// `missing` without the blocks whose bytes are at their destinations already, as the source's digests show. These
-    /// are noted in `received`.
+    /// are noted in `received`, and count as progress.
     pub(super) fn without_present(
         &mut self,
         plan: &Plan,

@@ -45,7 +45,8 @@ pub(in crate::client) struct PlannedFetch<'a> {
 
 impl Remote {
     /// Fetches the missing blocks of `fetches`, and again those that do not match their digests, until all held blocks
-    /// match at one moment: the digests of all are requested after the last byte has arrived.
+    /// match at one moment: the digests of all are requested after the last byte has arrived, or in a swarm are those
+    /// that the source has proven. Where no block is missing, nothing is compared.
     pub(in crate::client) fn transfer(
         &mut self,
         fetches: &[PlannedFetch<'_>],

@@ -1,7 +1,8 @@
 //! A simulator: members with links of their own rates run the code of this room against one another.
 //!
-//! Bytes flow like water: a link's rate is shared evenly by what uses it, and what one cannot use by the others. Time goes in ticks, a fraction of what a block
-//! takes on the fastest link. A copy is the time that all blocks take on a link of rate 1, and the unit of every result.
+//! Bytes flow like water: a link's rate is shared evenly by what uses it, and what one cannot use by the others. Time
+//! goes in ticks, a fraction of what a block takes on a link of rate 1. A copy is the time that all blocks take on such
+//! a link, and the unit of every result.
 
 mod talk;
 mod trials;

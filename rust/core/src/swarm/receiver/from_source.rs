@@ -11,9 +11,10 @@ use super::standing::Independence;
 use super::{FIRST_HEARTBEAT, FromSource, Question, Receiver, Rule};
 use crate::swarm::picker::Picker;
 
-/// Without a new byte for so long, the receiver fetches from the source whatever it lacks, whether or not there are relays.
+/// With no or next to no new bytes for so long, the receiver fetches from the source whatever it lacks, whether or not
+/// there are relays. It is half as long each time after that.
 pub(crate) const STARVED: Duration = Duration::from_secs(5);
-/// The same where the source is to go, or is gone.
+/// The same where the source is to go, or is gone: without a new byte, and each time.
 const STARVED_FREE: Duration = Duration::from_secs(10);
 /// The same as [`STARVED`] where no relay is left.
 const STARVED_ALONE: Duration = Duration::from_millis(500);
@@ -172,7 +173,7 @@ impl Receiver {
         std::mem::take(&mut self.took)
     }
 
-    /// Whether no byte has come for so long that the source is asked for whatever is lacking.
+    /// Whether no byte, or too few, has come for so long that the source is asked for whatever is lacking.
     pub(super) fn is_starved(&self, now: Duration) -> bool {
         let patience = match (self.relays, self.rule) {
             (0, _) => STARVED_ALONE,

@@ -1,9 +1,10 @@
 //! What a receiver does next: fetch from the source or a relay, ask the tracker, or wait.
 //!
 //! The source is spared: only blocks that it has granted are fetched from it, and grants are asked for blocks that no
-//! relay offers. A receiver that gets nothing that way is not bound by it. So no relay and no tracker holds up a receive
-//! for longer than [`from_source::STARVED`] without a byte. It begins as if there were no swarm, and takes part once that
-//! is worth it (`joining`); where there are no others, the tracker grants it everything.
+//! relay offers. A receiver that gets nothing that way, or next to nothing, is not bound by it. So no relay and no
+//! tracker holds up a receive for longer than [`from_source::STARVED`], or where the source is to go, twice that. It
+//! begins as if there were no swarm, and takes part once that is worth it (`joining`); where there are no others, the
+//! tracker grants it everything.
 
 mod from_relays;
 mod from_source;

@@ -71,8 +71,9 @@ impl Receiver {
         goes_on
     }
 
-    /// The tracker does not answer, or nothing that makes sense. Without the digests, the source must be there, and is
-    /// asked for everything; with them, it may be gone.
+    /// The tracker does not answer, or nothing that makes sense. Without the digests, or without relays, the source
+    /// must be there, and is asked for everything; with them, it may be gone, and counts as that after
+    /// [`MOST_UNANSWERED`] times.
     pub(crate) fn note_no_tracker(&mut self, now: Duration) {
         (self.phase, self.asking) = (Phase::Member, false);
         if !self.has_table || self.relays == 0 {
