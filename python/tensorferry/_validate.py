@@ -102,7 +102,7 @@ def items(name: str, value: Iterable[Any]) -> list[Any]:
     """Returns the items of the iterable ``value`` as a list.
 
     Raises:
-        InvalidArgument: ``value`` is not iterable, or is a string or ``bytes``
+        InvalidArgument: ``value`` is not iterable, or is a string, ``bytes`` or a class
     """
     if isinstance(value, (str, bytes)) or not isinstance(value, Iterable) or isinstance(value, type):
         raise InvalidArgument(f"{name} must be a list or another iterable, not {brief(value)}")

@@ -89,11 +89,11 @@ class WrongStep(SourceRefused):
 
 
 class SourceChanged(TensorferryError, RuntimeError):
-    """The source replaced or withdrew the snapshot while it was being fetched."""
+    """The source replaced or withdrew the snapshot, or a save the checkpoint, while it was being read."""
 
 
 class ProtocolError(TensorferryError, ValueError):
-    """The data that the source sent is not valid."""
+    """The data that the source sent, or that a file holds, is not valid."""
 
 
 class CorruptCheckpoint(TensorferryError, ValueError):
@@ -118,7 +118,10 @@ class StateMismatch(TensorferryError, ValueError, RuntimeError):
 
 
 class UnprovenSource(TensorferryError, _Unwrapped, PermissionError):
-    """The source cannot prove its identity: it does not know the shared secret, or shows another certificate."""
+    """The source cannot prove its identity, or does not encrypt although the receiver asks for TLS.
+
+    It does not know the shared secret, or shows another certificate than its metadata names.
+    """
 
 
 class UnsupportedLeaf(TensorferryError, TypeError):
@@ -126,15 +129,15 @@ class UnsupportedLeaf(TensorferryError, TypeError):
 
 
 class UnsafePickle(TensorferryError, pickle.UnpicklingError):
-    """The source's pickle needs something that is not on the allow-list."""
+    """The pickle of a source or a file needs something that is not on the allow-list."""
 
 
 class ForkedProcess(TensorferryError, RuntimeError):
-    """A transport was used in a process forked from the one that made it."""
+    """A transport, or another object that belongs to its process, was used in one forked from that."""
 
 
 class TransportClosed(TensorferryError, RuntimeError):
-    """A transport or writer was used after its ``shutdown``."""
+    """A transport, a writer or a checkpointer was used after its ``shutdown`` or ``close``."""
 
 
 class HalfReceived(TensorferryError, RuntimeError):
@@ -142,7 +145,10 @@ class HalfReceived(TensorferryError, RuntimeError):
 
 
 class IncompleteCheckpoint(TensorferryError, FileNotFoundError):
-    """The folder holds no checkpoint, or only what an interrupted save has left."""
+    """The folder holds no checkpoint, or only what an interrupted save has left; or a save was overtaken by another.
+
+    That one began later and has finished first, or has removed a file of this one.
+    """
 
 
 class WriterLost(TensorferryError, RuntimeError):

@@ -44,7 +44,9 @@ class FileReader(InFolder, SliceReader):
 
     Each rank reads the slices that its plan needs, directly into its tensors where possible, and verifies the checksums
     of all blocks that it reads. A checkpoint of torch's own is read as torch reads it, whole chunks without checksums,
-    but for pickles, which are read with the allow-list.
+    but for pickles, which are read with the allow-list; one thread reads it, and calls ``progress`` after each file.
+
+    Loads in several threads at once do not affect each other; all calls of one load are made in one thread.
 
     Args:
         path: the folder, or the URL of a place in an object store; the ``checkpoint_id`` of a load overrides it
@@ -66,6 +68,7 @@ class FileReader(InFolder, SliceReader):
 
     Raises:
         InvalidArgument: an argument cannot be used; the message names it
+        SystemRefused: ``path`` is relative, and the current folder is gone
     """
 
     _absent = (IncompleteCheckpoint,)
@@ -92,7 +95,12 @@ class FileReader(InFolder, SliceReader):
         self.known: Any = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begins a new load, from the folder ``checkpoint_id`` if it is given."""
+        """Begins a new load, from the folder ``checkpoint_id`` if it is given; later loads read from there, too.
+
+        Raises:
+            InvalidArgument: ``checkpoint_id`` cannot be used, or this thread is in the middle of a read
+            SystemRefused: ``checkpoint_id`` is relative, and the current folder is gone
+        """
         self._loading.check()
         self._load.checkpoint = path = self._next(checkpoint_id)
         self._load.metadata = self._load.failed = None
@@ -100,14 +108,19 @@ class FileReader(InFolder, SliceReader):
 
     @noted
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Reads the index.
+        """Reads the index: that of all ranks, or where there is none, that of the rank ``rank`` if it is given.
+
+        ``known``, an earlier reader's attribute of that name, takes the place of the file's content.
 
         Raises:
             IncompleteCheckpoint: there is no index, for example because the save was interrupted
             CorruptCheckpoint: the index does not match its checksums
             ProtocolError: the file is not an index of this version
-            UnsafePickle: torch's index names something that is not on the allow-list
-            InvalidArgument: torch's own writer has saved into the same folder since
+            UnsafePickle: torch's index, or a planner's data in ours, names something that is not on the allow-list
+            InvalidArgument: torch's own writer has saved into the same folder since, its extensions have transformed
+                the files, or this thread is in the middle of a read
+            SystemRefused: the index cannot be read
+            TensorferryError: the store does not answer in time, or refuses
         """
         del args
         rank, known = kwargs.get("rank"), kwargs.get("known")
@@ -139,7 +152,10 @@ class FileReader(InFolder, SliceReader):
         return index.described(metadata, folder if isinstance(folder, os.PathLike) else str(folder))
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Adds the digest of this rank's index to the plan, for the coordinator, and with a store what it needs."""
+        """Adds the digest of this rank's index to the plan, for the coordinator, and with a store what it needs.
+
+        For the latter it starts a server, which ends with :meth:`read_data`, or when the time for the load is over.
+        """
         digest = self._load.digest
         if digest is None:
             return plan

@@ -49,7 +49,7 @@ def _threads_of_torch(threads: int | None, theirs: dict[str, Any]) -> int | None
     """Returns the number of threads that the arguments of a writer ask for, of which ``theirs`` are torch's.
 
     Raises:
-        InvalidArgument: one of torch's cannot be followed
+        InvalidArgument: one of torch's cannot be followed, or both ``threads`` and ``thread_count`` are given
         TypeError: one is not torch's either
     """
     changes_nothing = {"single_file_per_rank": True, "cache_staged_state_dict": False, "_extensions": None}
@@ -96,7 +96,10 @@ class RankFile:
 
         Raises:
             UnsupportedLeaf: an item cannot be written; the message names it
+            InvalidArgument: a graph is being captured on a device that holds an item
             SystemRefused: the system refuses, for example because the disk is full
+            TensorferryError: the store does not answer in time, or refuses
+            Exception: what ``progress`` raises, or the device when a copy fails
         """
         with _gc.gc_paused():
             snapshot = PlanSnapshot(plan, planner, HostStager(ACCELERATOR), copy=False)
@@ -122,6 +125,8 @@ class FileWriter(InFolder, StorageWriter):  # type: ignore[misc]  # mypy does no
     ``index.safetensors`` last. After it comes a ``.metadata``, a file for which tools look; it has a sentence for
     torch's reader. A folder may be saved into repeatedly: the old checkpoint stays whole until the index of the new one
     replaces the old index, in one step, and is removed afterwards.
+
+    Saves in several threads at once do not affect each other; all calls of one save are made in one thread.
 
     Args:
         path: the folder, or the URL of a place in an object store, such as ``s3://bucket/run/step-1000``; the
@@ -153,6 +158,8 @@ class FileWriter(InFolder, StorageWriter):  # type: ignore[misc]  # mypy does no
 
     Raises:
         InvalidArgument: an argument cannot be used; the message names it
+        TypeError: one of ``theirs`` is not an argument of torch's writer
+        SystemRefused: ``path`` is relative, and the current folder is gone
     """
 
     def __init__(
@@ -190,14 +197,23 @@ class FileWriter(InFolder, StorageWriter):  # type: ignore[misc]  # mypy does no
         self._running = RunningSaves()
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begins a new save, into the folder ``checkpoint_id`` if it is given."""
+        """Begins a new save, into the folder ``checkpoint_id`` if it is given; later saves go there, too.
+
+        Raises:
+            InvalidArgument: ``checkpoint_id`` cannot be used, or this thread is writing the file of a save
+            SystemRefused: ``checkpoint_id`` is relative, and the current folder is gone
+        """
         self._running.calls.check()
         self._running.path = path = self._next(checkpoint_id)
         self._running.id = new_save_id(path)
         self._path = path
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Creates the record of this save, from the rank and role that torch passes."""
+        """Creates the record of this save, from the rank and role that torch passes.
+
+        Raises:
+            InvalidArgument: this thread is writing the file of another save with this writer
+        """
         del args
         self._running.calls.check()
         coordinated = kwargs.get("use_collectives", True)
@@ -213,10 +229,16 @@ class FileWriter(InFolder, StorageWriter):  # type: ignore[misc]  # mypy does no
         self._running.path = self._running.id = None
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Creates the folder.
+        """Creates the folder, and records what the save will replace in it.
+
+        A marker whose index is gone is removed: see :meth:`SaveRecord.begin`.
+
+        Returns:
+            ``plan``, unchanged.
 
         Raises:
             SystemRefused: the folder cannot be created or listed
+            TensorferryError: the store does not answer, or refuses
             InvalidArgument: the folder has a checkpoint and ``overwrite`` is ``False``, or it has one with an index for
                 all ranks while this save has no coordinator
         """
@@ -252,11 +274,15 @@ class FileWriter(InFolder, StorageWriter):  # type: ignore[misc]  # mypy does no
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Writes this rank's file; none if the plan has no items.
 
+        If that fails, a folder that this save has made is removed, unless something is in it.
+
         Raises:
-            InvalidArgument: the coordinator saves with another class, or another save with this writer was made in the
-                middle of this one
+            InvalidArgument: the coordinator saves with another class, another save with this writer was made in the
+                middle of this one, or a graph is being captured on a device that holds an item
             UnsupportedLeaf: an item cannot be written; the message names it
             SystemRefused: the system refuses, for example because the disk is full
+            TensorferryError: the store does not answer in time, or refuses
+            Exception: what ``progress`` raises, or the device when a copy fails
         """
         # A planner that caches plans may give one out that was planned for another writer, in an earlier save.
         if plan.storage_data is not None and not getattr(planner, "_enable_plan_caching", False):
@@ -293,6 +319,9 @@ class FileWriter(InFolder, StorageWriter):  # type: ignore[misc]  # mypy does no
         """The save that has begun in this thread goes on, after another process has written: see :meth:`rank_file`.
 
         In a store, the commit has a deadline of its own.
+
+        Raises:
+            InvalidArgument: the save has ended already
         """
         self._running.ongoing().go_on()
 
@@ -302,7 +331,12 @@ class FileWriter(InFolder, StorageWriter):  # type: ignore[misc]  # mypy does no
         Raises:
             IncompleteCheckpoint: a save that began later has finished before this one, or a file of this save was
                 removed meanwhile
-            SystemRefused: the index cannot be written, or the marker beside it
+            InvalidArgument: the save has ended already, the planner's metadata names what no rank has written, or a key
+                is not a string
+            SystemRefused: the index cannot be written, or another process keeps the folder locked; or the marker beside
+                the index cannot be written: then the checkpoint is complete, and what it replaces stays
+            TensorferryError: the store does not answer in time, or refuses
+            Exception: what pickling the planner's data raises
         """
         save = self._running.ongoing()
         stored = {result.index: result.storage_data for of_rank in results for result in of_rank}
@@ -321,7 +355,7 @@ class FileWriter(InFolder, StorageWriter):  # type: ignore[misc]  # mypy does no
         save.is_over = True
 
     def storage_meta(self) -> StorageMeta:
-        """Returns the folder of the checkpoint, as torch's ``StorageMeta``."""
+        """Returns the folder of the checkpoint, and after :meth:`reset` the save's id, as torch's ``StorageMeta``."""
         return StorageMeta(checkpoint_id=_id_of(self._running.path or self._path), save_id=self._running.id)
 
 

@@ -86,6 +86,7 @@ def encode(metadata: Metadata, stored: dict[MetadataIndex, EntryRef]) -> bytes:
     Raises:
         InvalidArgument: the planner's metadata refers to something that no rank has written, or has a key that is not a
             string
+        Exception: what pickling the planner's data raises
     """
     containers = sorted({ref.container for ref in stored.values()})
     number = {container: i for i, container in enumerate(containers)}
@@ -196,6 +197,7 @@ def decode(text: bytes, where: str, allowed: Allowed) -> Metadata:
     Raises:
         ProtocolError: ``text`` is not an index, is of another version, or contradicts itself
         UnsafePickle: the planner's data names something that is not allowed
+        FetchTimeout: the deadline of ``allowed``, if it has one, passed while the planner's data was unpickled
     """
     try:
         index = json.loads(text)
@@ -278,7 +280,7 @@ def set_strides(properties: TensorProperties, size: torch.Size, strides: Any) ->
     """Sets the strides of a tensor in its ``properties``, in versions of torch that record them; ``None`` if unknown.
 
     Raises:
-        ValueError: no tensor of this shape has such strides
+        ValueError: they are not as many as the dimensions, or one cannot be a stride
     """
     if not _HAS_STRIDES or strides is None:
         return

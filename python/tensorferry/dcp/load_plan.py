@@ -105,15 +105,18 @@ class Reading:
         self._devices: set[torch.device] = set()
 
     def run(self, plan: LoadPlan) -> None:
-        """Reads all items of ``plan`` into their targets.
+        """Reads all items of ``plan`` into their targets. If it fails, some of them may have new values.
 
         Raises:
-            StateMismatch: a target has another shape than the plan says, or cannot be written to
+            StateMismatch: a target has another shape than the plan says, or cannot be written to; no target is
+                overwritten then
             CorruptCheckpoint: bytes do not match their checksums
             ProtocolError: plan, index and containers contradict each other, or an object is damaged
             UnsafePickle: an object needs something that is not on the allow-list
             SystemRefused: the index announces an object that is larger than the memory of this machine
             InvalidArgument: a graph is being captured on a device that is to be written to
+            FetchTimeout: the deadline of ``allowed``, if it has one, passed while objects were unpickled
+            Exception: what ``read``, ``values``, ``progress`` or the planner raises
         """
         # Not during the last fetch, which is the only one unless much passes through temporary memory.
         with _gc.gc_paused():

@@ -29,7 +29,7 @@ _OLDER_NS = 4_000_000_000
 
 
 def is_marker(path: AnyPlace) -> bool:
-    """Whether the file at ``path`` is a marker, and not an index of torch's."""
+    """Whether the file at ``path`` is a marker, and not an index of torch's; no if it cannot be read."""
     if isinstance(path, ObjectPlace):
         try:
             return path.opened().begins_with(_BEGINS)

@@ -89,7 +89,11 @@ class PeerReader(SliceReader):
         self._relay = wants_relay(relay)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begins a new load, from the metadata ``checkpoint_id`` if it is given."""
+        """Begins a new load, from the metadata ``checkpoint_id`` if it is given; later loads take that, too.
+
+        Raises:
+            InvalidArgument: this thread is in the middle of a read
+        """
         self._loading.check()
         self._load.checkpoint = string = str(checkpoint_id) if checkpoint_id else self._string
         self._string = string
@@ -97,10 +101,10 @@ class PeerReader(SliceReader):
 
     @noted
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Fetches the index.
+        """Fetches the index, or makes one of the states that the ranks serve.
 
         Raises:
-            InvalidArgument: there is no metadata, or it is not such a string
+            InvalidArgument: there is no metadata, or it is not such a string; or this thread is in the middle of a read
             ProtocolError: states of ranks contradict each other, or the metadata lacks some of the ranks
             TensorferryError: as for ``HTTPTransport.recv_checkpoint``
         """

@@ -174,7 +174,11 @@ class PeerWriter(StorageWriter):  # type: ignore[misc]  # mypy does not follow t
         withdraw(self._server, self._timeout)
 
     def shutdown(self) -> None:
-        """Stops the server and all transfers."""
+        """Stops the server and all transfers; afterwards, saves with this writer raise ``TransportClosed``.
+
+        Raises:
+            ForkedProcess: this process was forked from the one that made the writer
+        """
         self._is_closed = True
         self._snapshot = None
         self._saved = False
@@ -196,7 +200,11 @@ class PeerWriter(StorageWriter):  # type: ignore[misc]  # mypy does not follow t
         """Does nothing: a publication has no name."""
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Begins a save."""
+        """Begins a save; until it has succeeded, :meth:`metadata` and :meth:`folder` raise.
+
+        Raises:
+            InvalidArgument: this thread is taking the snapshot of another save with this writer
+        """
         del args
         self._saving.check()
         if kwargs.get("use_collectives", True):
@@ -232,8 +240,10 @@ class PeerWriter(StorageWriter):  # type: ignore[misc]  # mypy does not follow t
 
         Raises:
             UnsupportedLeaf: an item cannot be sent; the message names it
-            InvalidArgument: the planner reuses a plan that was made for another writer, or another save with this
-                writer was made in the middle of this one
+            InvalidArgument: the planner reuses a plan that was made for another writer, another save with this
+                writer was made in the middle of this one, or a graph is being captured on a device that holds an item
+            SystemRefused: there is no memory for a copy
+            Exception: whatever the device raises when a copy fails
         """
         urls = plan.storage_data
         if not isinstance(urls, list) or self._url not in urls:
@@ -251,7 +261,14 @@ class PeerWriter(StorageWriter):  # type: ignore[misc]  # mypy does not follow t
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Publishes the index along with the coordinator's part."""
+        """Publishes the index along with the coordinator's part, in place of what was published before.
+
+        Raises:
+            InvalidArgument: the planner's metadata names what no rank has written, a key is not a string, or another
+                save or :meth:`withdraw` was made in the middle of this save; nothing is published then
+            TransportClosed: the writer was shut down meanwhile
+            Exception: what pickling the planner's data raises
+        """
         entries = [(result.index, result.storage_data) for of_rank in results for result in of_rank]
         stored = dict(entries)
         metadata.storage_data = stored

@@ -20,6 +20,8 @@ def rewritten(data: bytes, fqn: str, allowed: Allowed) -> bytes:
 
     Raises:
         UnsafePickle, ProtocolError: as for :func:`torch_archives.unpickled`
+        SystemRefused: the object announces more than this machine has memory for
+        FetchTimeout: the deadline of ``allowed``, if it has one, has passed
     """
     if allowed.trusts:
         return data
@@ -27,7 +29,11 @@ def rewritten(data: bytes, fqn: str, allowed: Allowed) -> bytes:
 
 
 def saved(value: Any, fqn: str) -> bytes:
-    """Returns ``value`` as ``torch.save`` of this process writes it, for a planner."""
+    """Returns ``value`` as ``torch.save`` of this process writes it, for a planner.
+
+    Raises:
+        ProtocolError: torch cannot save it; the message begins with ``fqn``
+    """
     file = io.BytesIO()
     try:
         torch.save(value, file)

@@ -106,7 +106,11 @@ class SliceReader(StorageReader):  # type: ignore[misc]  # mypy does not follow 
         self._load, self._loading = Load(), _loading()
 
     def _read_from(self, source: Source, values: Values | None = None) -> None:
-        """Begins to read from ``source``; for ``values`` see :class:`Load`."""
+        """Begins to read from ``source``, with a new ``report``; for ``values`` see :class:`Load`.
+
+        Raises:
+            InvalidArgument: this thread is in the middle of a read
+        """
         self._loading.check()
         self.report = self._load.report = dict.fromkeys(self.report, 0)
         self._load.source, self._load.values = source, values
@@ -115,6 +119,7 @@ class SliceReader(StorageReader):  # type: ignore[misc]  # mypy does not follow 
         """Begins to read from ``source``; returns its index, still encoded.
 
         Raises:
+            InvalidArgument: this thread is in the middle of a read
             TensorferryError: as for :meth:`Source.read_index`
         """
         self._read_from(source)
@@ -142,16 +147,22 @@ class SliceReader(StorageReader):  # type: ignore[misc]  # mypy does not follow 
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Reads all items of ``plan`` into their targets.
+        """Reads all items of ``plan`` into their targets. If it fails, some of them may have new values.
 
         Raises:
             CorruptCheckpoint: a block of a file does not match its checksum; file, tensor and block are named
-            StateMismatch: a target has another shape than the plan says, or cannot be written to
+            StateMismatch: a target has another shape than the plan says, or cannot be written to; no target is
+                overwritten then
             UnsafePickle: an object needs something that is not on the allow-list
+            ProtocolError: plan, index and containers contradict each other, or an object is damaged
+            SystemRefused: a file cannot be read, or the index announces more than this machine has memory for
+            IncompleteCheckpoint: a file is gone
+            SourceChanged: a save has replaced the checkpoint meanwhile
             InvalidArgument: a graph is being captured on a device that is to be written to; or another load with this
                 reader has begun in the middle of this one, in the same thread
-            TensorferryError: with peers, as for ``HTTPTransport.recv_checkpoint``
-            Exception: what ``progress`` raises
+            TensorferryError: with peers, as for ``HTTPTransport.recv_checkpoint``; the store does not answer in time,
+                or refuses
+            Exception: what ``progress`` or the planner raises
         """
         load = self._load
         assert load.metadata is not None

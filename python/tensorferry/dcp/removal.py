@@ -16,8 +16,8 @@ from .save_plan import ABOUT
 def remove_keys(folder: AnyPlace, prefix: str, allowed: Allowed) -> None:
     """Replaces the index by one without the keys that begin with ``prefix``, and removes files that it needs no more.
 
-    It may be called while saves into the folder run: what they commit stays, and loses these keys only if it was
-    committed before the removal.
+    What torch's planner has stored in the index goes, too. It may be called while saves into the folder run: what they
+    commit stays, and loses these keys only if it was committed before the removal.
 
     Args:
         folder: the checkpoint
@@ -25,6 +25,7 @@ def remove_keys(folder: AnyPlace, prefix: str, allowed: Allowed) -> None:
         allowed: the globals that the planner's data in the index may name
 
     Raises:
+        SourceChanged: saves have replaced the index again and again
         TensorferryError: the index cannot be read or written
     """
 

@@ -80,7 +80,16 @@ class SaveRecord:
         self._of_torch: list[str] = []
 
     def begin(self, names: set[str]) -> None:
-        """Records which files of the folder the new index will replace; ``names`` are all its files but the marker."""
+        """Records when the save begins, and which files of the folder the new index will replace.
+
+        A marker without the index to which it belongs is removed.
+
+        Args:
+            names: all files of the folder but the marker
+
+        Raises:
+            TensorferryError: the system does not say what is in the folder, or the store does not answer
+        """
         self.began = commits.begin_after(commits.beginnings(self.index, *self._rank_indexes()))
         if self.coordinated and not is_file(self.path / INDEX) and marker.is_marker(self.path / TORCH_INDEX):
             # Somebody has removed the index; if this save were killed, tools would take the folder for a checkpoint.
@@ -128,7 +137,8 @@ class SaveRecord:
         Those are torch's, whose index the file replaces, and those of ranks that were not coordinated.
 
         Raises:
-            SystemRefused: the file cannot be written
+            SystemRefused: the file cannot be written; nothing is removed then
+            TensorferryError: the store does not answer, or refuses
         """
         # Tools do not look for checkpoints without an index of all ranks.
         theirs = self.path / TORCH_INDEX

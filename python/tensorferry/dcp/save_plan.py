@@ -46,6 +46,8 @@ class PlanSnapshot:
     Raises:
         UnsupportedLeaf: an item cannot be written; the message names it
         InvalidArgument: a graph is being captured on a device that holds an item
+        SystemRefused: there is no memory for a copy
+        Exception: whatever the device raises when a copy fails
     """
 
     def __init__(self, plan: SavePlan, planner: SavePlanner, stager: HostStager, copy: bool) -> None:
@@ -93,7 +95,13 @@ class PlanSnapshot:
     def _append_tensor(
         self, item: WriteItem, tensor: torch.Tensor, number: int, copy: bool, pieces: list[tuple[int, Piece]]
     ) -> None:
-        """Adds an entry of a tensor's elements; if they are to be copied, adds them to ``pieces``."""
+        """Adds an entry of a tensor's elements, or of its pickle if these do not describe it.
+
+        Elements that are to be copied are added to ``pieces``.
+
+        Raises:
+            ValueError: the tensor has no memory, or another shape than when the save was planned
+        """
         if tensor.device.type != "meta" and (why := without_memory(tensor)) is not None:
             raise ValueError(why)
         memory = dense(tensor)

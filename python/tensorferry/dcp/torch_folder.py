@@ -211,6 +211,7 @@ class TorchFolderSource:
         Raises:
             ProtocolError: it is longer than any index
             SystemRefused: it cannot be read
+            TensorferryError: the store does not answer in time, or refuses
         """
         try:
             data = read_whole(self._index, INDEX_BYTES)
@@ -239,6 +240,8 @@ class TorchFolderSource:
             IncompleteCheckpoint: a file is gone
             CorruptCheckpoint: a file is shorter than the index says
             SystemRefused: a file cannot be read
+            TensorferryError: the store does not answer in time, or refuses
+            Exception: what ``progress`` raises
         """
         read = 0
         parts = None if progress is None else Parts(progress, sum(map(nbytes_of, slices.values())))

@@ -135,6 +135,9 @@ class Installation:
 
         When the last one of the process has ended, everything is put back as it was, except what somebody else has
         replaced meanwhile; that is logged.
+
+        Raises:
+            InvalidArgument: this thread is in the middle of :func:`install` or of this method
         """
         with _lock.held():
             if self not in _current:
@@ -180,7 +183,8 @@ def install(
         one is in force, in any thread, changes nothing, and holds what is there until it is undone, too.
 
     Raises:
-        InvalidArgument: an argument cannot be used; the message names it
+        InvalidArgument: an argument cannot be used; the message names it. Or this thread is in the middle of another
+            ``install`` or of an ``undo()``
     """
     _validate.boolean("files", files)
     _validate.boolean("transport", transport)

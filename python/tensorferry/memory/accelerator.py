@@ -83,7 +83,7 @@ class Accelerator:
         return None if device.type == "cpu" else device
 
     def holding(self, tensors: Iterable[torch.Tensor]) -> list[torch.device]:
-        """Returns the devices on which ``tensors`` lie; DTensors and others without a storage are allowed."""
+        """Returns the accelerators on which ``tensors`` lie; DTensors and others without a storage are allowed."""
         # A subclass may raise anything when it is asked through __torch_function__.
         with torch._C.DisableTorchFunctionSubclass():
             found = {getattr(tensor, "_local_tensor", tensor).device for tensor in tensors}
@@ -264,6 +264,9 @@ class Streams:
 
         That is the work on the calling thread's stream and on the default stream, see
         :meth:`Accelerator.wait_for_pending`.
+
+        Raises:
+            InvalidArgument: a graph is being captured on the calling thread's stream of one of them
         """
         streams = {}
         for device in dict.fromkeys(devices):

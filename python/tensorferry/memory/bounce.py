@@ -49,6 +49,8 @@ class BounceBuffers:
             targets: for each entry the accelerator tensor that takes its bytes and fills its own storage
 
         Raises:
+            InvalidArgument: a graph is being captured on a device that is to be written to
+            SystemRefused: there is no memory for the slots
             Exception: any error of a receive, or whatever the device raises; some tensors may hold new bytes then
         """
         accelerator, size = self.accelerator, self.size(targets)

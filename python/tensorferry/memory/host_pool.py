@@ -108,7 +108,11 @@ class HostPool:
         self._is_open = True
 
     def take(self, nbytes: int) -> Buffer:
-        """Returns a buffer of at least ``nbytes`` bytes; it goes back to the pool when its last reference is gone."""
+        """Returns a buffer of at least ``nbytes`` bytes; it goes back to the pool when its last reference is gone.
+
+        Raises:
+            SystemRefused: as for :meth:`HostMemory.make`
+        """
         with self._lock:
             kept = [self._kept.popleft() for _ in range(len(self._kept))]
             fitting = [t for t in kept if nbytes <= t.nbytes <= nbytes * _SLACK + (1 << 20)]

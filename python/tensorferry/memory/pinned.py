@@ -68,7 +68,11 @@ class _Pinned(mmap.mmap):
 
     @classmethod
     def of(cls, nbytes: int) -> _Pinned:
-        """Maps ``nbytes`` bytes, which forked children do not inherit, and page-locks them."""
+        """Maps ``nbytes`` bytes, which forked children do not inherit, and page-locks them.
+
+        Raises:
+            RuntimeError: the system refuses to map them; :class:`_Refused` if the runtime does not lock them
+        """
         try:
             memory = cls(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             # Not inherited by forked children, like memory that CUDA allocates: with copy-on-write, one side's pages

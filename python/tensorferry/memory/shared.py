@@ -42,10 +42,12 @@ class Budget:
             return list(self._made)
 
     def make(self, nbytes: int) -> _LockedBuffer:
-        """Returns ``nbytes`` bytes of new memory, whose pages are there already.
+        """Returns ``nbytes`` bytes of new memory, whose pages are there already. One thread at a time calls it.
 
         Raises:
             NoRoom: the limit would be exceeded, or the machine does not have so much available
+            SystemRefused: the system refuses
+            InvalidArgument: this thread is in the middle of another call
         """
         held = self.held
         if self._limit is not None and held + nbytes > self._limit:
@@ -65,7 +67,7 @@ class Budget:
         return memory
 
     def find(self, address: int) -> SharedBuffer:
-        """Returns the memory that starts at ``address``."""
+        """Returns the memory that starts at ``address``, which somebody keeps alive."""
         return next(memory for memory in self._existing() if memory.address == address)
 
 

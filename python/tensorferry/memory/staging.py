@@ -123,16 +123,25 @@ class HostStager:
         self._streams = Streams(accelerator)
 
     def copy(self, pieces: Sequence[Piece]) -> None:
-        """Copies the bytes of ``pieces``; when it returns, all copies are complete."""
+        """Copies the bytes of ``pieces``; when it returns, all copies are complete.
+
+        Raises:
+            InvalidArgument, SystemRefused: as for :meth:`begin`
+            Exception: whatever the device raises when a copy fails
+        """
         staging = self.begin(pieces)
         staging.run([(0, piece) for piece in staging.pending])
 
     def begin(self, pieces: Sequence[Piece]) -> Staging:
-        """Assigns every piece its place in host memory, and copies those whose storage lies in host memory.
+        """Assigns every piece with bytes its place in host memory, and copies those whose storage lies in host memory.
 
         Returns:
             The copies of the pieces on accelerators, still to be run. They will hold the bytes as of this call,
             including the effect of the work that is queued on the calling thread's stream and on the default stream.
+
+        Raises:
+            InvalidArgument: a graph is being captured on a device that holds a piece
+            SystemRefused: there is no memory for the copies
         """
         if not pieces:
             return Staging(self.accelerator, {}, [])
@@ -164,6 +173,9 @@ class HostStager:
 
         Returns:
             The buffer; ``None`` if they have no bytes.
+
+        Raises:
+            SystemRefused: there is no memory for the copy
         """
         nbytes = rows.copied_size(without)
         if not nbytes:

@@ -151,7 +151,7 @@ def without_memory(value: Tensor) -> str | None:
 
 
 def why_not_writable(value: Tensor) -> str | None:
-    """Returns why values cannot be written to ``value``; ``None`` if they can."""
+    """Returns why values cannot be written to ``value``; ``None`` if they can, or if that is unknown."""
     if (why := without_memory(value)) is not None:
         return why
     local = getattr(value, "_local_tensor", value)

@@ -27,7 +27,7 @@ logger = logging.getLogger("tensorferry")
 
 #: How many sources a receive uses at most, besides the assigned one: each of them costs a connection and a header.
 _MOST_SOURCES = 8
-#: How long a healing replica waits, from the quorum on, for other replicas to write into the store. The healthy ones
+#: How long a healing replica that has reached the store waits for other replicas to write into it. The healthy ones
 #: write when they get the same quorum, so only those that run something else let it wait.
 _PATIENCE = timedelta(milliseconds=250)
 #: How long a healing replica waits for the store itself, from the quorum on.

@@ -222,8 +222,10 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
         Raises:
             UnsupportedLeaf: a leaf cannot be sent; the message names its path, and what was served before is still
                 served
-            InvalidArgument: the step is not a signed 64-bit integer, or the state is on an accelerator while a graph is
-                being captured on its current stream
+            InvalidArgument: the step is not a signed 64-bit integer, the state is on an accelerator while a graph is
+                being captured on its current stream, or this thread is in the middle of another ``send_checkpoint``
+            SystemRefused: there is no memory for a copy; what was served before is still served
+            ForkedProcess: this process was forked from the one that made the transport
             HalfReceived: a receive into the live state has failed midway, and none has been complete since
             TransportClosed: after :meth:`shutdown`
             Exception: whatever torch raises when a copy off the accelerator fails; then nothing is served any more, and
@@ -257,13 +259,18 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
         Returns:
             The state, with its tensors on the CPU or, with ``state_dict=``, in the receiver's own tensors. If the
             receive fails, some of these may hold new values already; on an accelerator only verified bytes. Until
-            another receive is complete, ``send_checkpoint`` and ``disallow_checkpoint`` then raise ``HalfReceived``. A
-            state that is returned is the source's state at one moment.
+            another receive is complete, or :meth:`accept_live_state` is called, ``send_checkpoint`` then raises
+            ``HalfReceived``, and so does ``disallow_checkpoint`` from its second call on. A state that is returned is
+            the source's state at one moment.
 
         Raises:
             FetchTimeout: the deadline passed, or the source sent nothing for too long
             ConnectError: the source cannot be reached, or the connection to it was lost
             WrongStep: the source serves another step
+            SourceRefused: the source answered with another HTTP error, such as 404 where the metadata is out of date
+            ProtocolError: what the source sent is not valid, or not a state
+            SystemRefused: the source announced more than this machine has memory for, or the system refuses memory, a
+                socket or a thread
             CorruptCheckpoint: bytes did not match their checksums
             TornCheckpoint: the source kept changing its state while serving it
             SourceChanged: the source withdrew the state before all of it was received
@@ -272,13 +279,15 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
                 names, or, if this transport has ``tls=True``, does not encrypt
             StateMismatch: the live state's tensors differ in dtype or shape, cannot be written to, or share memory that
                 the source's tensors do not share; or ``strict`` is set and one side has tensors that the other one
-                lacks. Nothing was overwritten then. Or a tensor was given other memory during the receive; then some
-                tensors were overwritten.
+                lacks. Nothing was overwritten then. Or a tensor is of another kind than the source's, was given other
+                memory during the receive, or torch cannot copy the values into it; then some tensors may have been
+                overwritten.
             UnsafePickle: the state holds objects that are not on the allow-list
             InvalidArgument: the metadata names no source, an argument has a wrong type, ``state_dict`` returns
                 something that cannot hold tensors, or the live state is on an accelerator while a graph is being
                 captured on its current stream
             TransportClosed: after :meth:`shutdown`
+            Exception: what ``state_dict`` or ``progress`` raises
         """
         del src_rank
         self._server.check_process()
@@ -374,6 +383,7 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
         Raises:
             InvalidArgument: the step is not a signed 64-bit integer
             TransportClosed: after :meth:`shutdown`
+            ForkedProcess: this process was forked from the one that made the transport
         """
         step = _validate.step_number(step)
         self._check_open()
@@ -418,7 +428,10 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
         still be called.
 
         Args:
-            wait: wait until the port is closed
+            wait: wait until the port is closed, for at most five seconds
+
+        Raises:
+            ForkedProcess: this process was forked from the one that made the transport
         """
         self._is_closed = True
         self._server.shutdown(5.0 if wait else 0.0)
