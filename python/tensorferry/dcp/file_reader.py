@@ -63,8 +63,9 @@ class FileReader(InFolder, SliceReader):
             default yes; docs/guides/object-stores.md says more.
 
     Attributes:
-        report: what the last load read, without the index: ``bytes`` of files or objects, ``relayed``, those that other
-            ranks have given instead, and ``wanted``, the bytes that the plan asked for
+        report: what the last load read, of several at once the one that began last, without the index: ``bytes`` of
+            files or objects, ``relayed``, those that other ranks have given instead, and ``wanted``, the bytes that the
+            plan asked for
 
     Raises:
         InvalidArgument: an argument cannot be used; the message names it

@@ -126,7 +126,8 @@ class FileWriter(InFolder, StorageWriter):  # type: ignore[misc]  # mypy does no
     torch's reader. A folder may be saved into repeatedly: the old checkpoint stays whole until the index of the new one
     replaces the old index, in one step, and is removed afterwards.
 
-    Saves in several threads at once do not affect each other; all calls of one save are made in one thread.
+    Saves in several threads at once share :attr:`report`, and otherwise do not affect each other; all calls of one save
+    are made in one thread.
 
     Args:
         path: the folder, or the URL of a place in an object store, such as ``s3://bucket/run/step-1000``; the
