@@ -11,7 +11,8 @@ use crate::runtime;
 /// The addresses of the host called `name`, looked up within `timeout` seconds, as text.
 ///
 /// # Errors
-/// `FetchTimeout` when no name server answers in time, `ConnectError` when the name is unknown.
+/// `FetchTimeout` when no name server answers in time, `ConnectError` when the name is unknown, `SystemRefused` when
+/// the system gives no thread for the lookup.
 #[pyfunction]
 #[pyo3(name = "_resolve", signature = (name, *, timeout))]
 pub(crate) fn resolve(py: Python<'_>, name: &str, timeout: f64) -> PyResult<Vec<String>> {
@@ -20,7 +21,11 @@ pub(crate) fn resolve(py: Python<'_>, name: &str, timeout: f64) -> PyResult<Vec<
     Ok(found.iter().map(ToString::to_string).collect())
 }
 
-/// Name and address of each network interface that has one, loopback included, whether it is up or not.
+/// Name and address of each network interface that has one, loopback included, up or not; one with several occurs as
+/// often.
+///
+/// # Errors
+/// `OSError` when the system does not list them.
 #[pyfunction]
 #[pyo3(name = "_interfaces")]
 pub(crate) fn interfaces() -> PyResult<Vec<(String, String)>> {
@@ -36,7 +41,7 @@ pub(crate) struct PySeat(pub(crate) Seat);
 #[pymethods]
 impl PySeat {
     /// Takes a seat at the least used of `cards`, the first of these if several are used as little; returns its index
-    /// and the seat. `None` if the system gives none.
+    /// and the seat. `None` if there are no cards, all seats are taken, or the system gives none.
     #[staticmethod]
     #[allow(clippy::needless_pass_by_value, reason = "from Python")]
     fn take(cards: Vec<String>) -> Option<(usize, Self)> {

@@ -10,12 +10,13 @@
 //!
 //! Rules that hold in every file:
 //!
-//! * **The interpreter.** Nothing that may block runs while it is held. `runtime::run` is the only way to wait; it also
-//!   looks for signals on the main thread.
+//! * **The interpreter.** Nothing that may block for long runs while it is held. What waits for a peer, a file or a
+//!   store does so in `runtime::run` or `runtime::run_until`, which also look for signals on the main thread; a plain
+//!   `detach` does not.
 //! * **Errors.** Engine errors become exceptions in `errors`, and nowhere else. No panic crosses into Python on
 //!   purpose.
 //! * **Forks.** Objects that own threads or sockets note the process they were made in, and raise `ForkedProcess`
-//!   elsewhere.
+//!   elsewhere. There, `close` does nothing, and neither do the methods of `Receive`.
 //! * **Unsafe code** is in `memory`, whole.
 //!
 //! The Python-visible names and signatures are in `python/tensorferry/_native.pyi`, which a test compares with this

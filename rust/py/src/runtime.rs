@@ -3,9 +3,9 @@
 //! The runtime starts on first use and ends in an exit handler. A forked child finds it without threads, forgets it,
 //! and starts its own when it needs one.
 //!
-//! [`run`] is how every blocking call is made. Python handles signals on the main thread alone, and only while it runs
-//! Python code, so there the work moves to a second thread and the main thread looks for signals in between. On other
-//! threads the work runs where it is called.
+//! [`run`] and [`run_until`] are how calls that wait for others are made. Python handles signals on the main thread
+//! alone, and only while it runs Python code, so there the work moves to a second thread and the main thread looks for
+//! signals in between. On other threads the work runs where it is called.
 
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
@@ -104,10 +104,11 @@ pub(crate) type OnTick<'a> = dyn Fn(Python<'_>) -> PyResult<()> + 'a;
 ///
 /// On the main thread a signal whose handler raises ends it: the work is cancelled and waited for, and the handler's
 /// exception (`KeyboardInterrupt`, mostly) is raised. An exception of `watch`, which is called now and then, does the
-/// same.
+/// same on any thread. `cancel` stays cancelled.
 ///
 /// # Errors
-/// The error of `work` as an exception, or the exception of a signal handler or of `watch`.
+/// The error of `work` as an exception, or the exception of a signal handler or of `watch`. `RuntimeError` when the
+/// system gives no thread, or `work` panics on one.
 pub(crate) fn run<T: Send>(
     py: Python<'_>,
     cancel: &Cancel,
@@ -117,7 +118,11 @@ pub(crate) fn run<T: Send>(
     run_until(py, || cancel.cancel(), watch, work)
 }
 
-/// Runs `work` as [`run`] does; where it has to end early, `cancel` is called, which must make it end.
+/// Runs `work` as [`run`] does; where it has to end early, `cancel` is called without the interpreter and must make it
+/// end.
+///
+/// # Errors
+/// As [`run`].
 pub(crate) fn run_until<T: Send>(
     py: Python<'_>,
     cancel: impl Fn() + Send + Sync,

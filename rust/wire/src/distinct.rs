@@ -1,7 +1,8 @@
 //! Finds a text that occurs twice among many that must differ: the names of entries, the keys of an object.
 //!
-//! A peer chooses these texts, and there may be a million of them. [`Distinct`] takes 20 bytes at most for each and
-//! compares only texts whose hashes are equal, so a hostile choice can neither cost more memory nor make it slow.
+//! A peer chooses these texts, and there may be a million of them. [`Distinct`] takes 20 bytes at most for each that it
+//! has room for and compares only texts whose hashes are equal, so a hostile choice cannot make it slow. Texts that are
+//! equal cost more while they are compared: each is read once more.
 //!
 //! ```
 //! use tensorferry_wire::distinct::Distinct;

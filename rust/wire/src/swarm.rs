@@ -15,8 +15,9 @@
 //! peer http://10.0.0.7:4000/0f../checkpoint/                 a member that relays
 //! ```
 //!
-//! Both are read with bounds on every number, since any member may have written them. Lines and keys that are not known
-//! are ignored, so that later versions may add some.
+//! Both are read with bounds on the length and the number of everything, since any member may have written them. That
+//! the blocks of a query are blocks of the payload, and what a pause may be, is up to the reader. Lines and keys that
+//! are not known are ignored, so that later versions may add some.
 
 use std::fmt::Write as _;
 
@@ -143,7 +144,8 @@ pub struct Place {
 }
 
 impl Ask {
-    /// The query of the request. Of `need`, the first [`MAX_RUNS`] runs are stated.
+    /// The query of the request. Of `need`, `took` and `coming` the first [`MAX_RUNS`] runs are stated, and a zone if
+    /// it can be the name of one.
     #[must_use]
     pub fn query(&self) -> String {
         let mut query = format!("port={}&token={}", self.relay.port, self.relay.token);

@@ -1,7 +1,7 @@
 //! `HttpAnswer`: the answer to one GET, for counters and for states in other formats.
 //!
-//! It is the only way in which the package asks anybody anything that is no container: no module of it opens a connection
-//! by another client.
+//! It is the only way in which the package asks a server of HTTP anything that is no container. Object stores alone are
+//! asked by another client, obstore.
 
 use std::sync::{Mutex, PoisonError};
 
@@ -26,7 +26,10 @@ pub(crate) struct PyAnswer {
 }
 
 impl PyAnswer {
-    /// Runs `read` with the answer, without the interpreter; an error once it was closed.
+    /// Runs `read` with the answer, without the interpreter.
+    ///
+    /// # Errors
+    /// As [`runtime::run`]; `InvalidArgument` once it was closed, `ForkedProcess` in a forked child.
     fn with<T: Send>(&self, py: Python<'_>, read: impl FnOnce(&mut Get) -> Result<T, Error> + Send) -> PyResult<T> {
         self.process.check(py)?;
         runtime::run(py, &self.cancel, None, || {
@@ -92,7 +95,8 @@ impl PyAnswer {
     /// how many; 0, or fewer with `whole`, at the end.
     ///
     /// # Errors
-    /// As `read`; `BufferError` if the buffer cannot be written to.
+    /// As `read`; `BufferError` if the buffer cannot be written to or is not in one piece. After any other error some
+    /// of it may be filled.
     #[allow(clippy::needless_pass_by_value, reason = "the buffer is released when this returns")]
     fn readinto(&self, py: Python<'_>, mut buffer: PyBuffer<u8>, whole: bool) -> PyResult<usize> {
         let into = writable(&mut buffer)?;
@@ -111,7 +115,7 @@ impl PyAnswer {
         })
     }
 
-    /// Ends the connection.
+    /// Ends the connection, and a read that is under way. Does nothing in a forked child.
     fn close(&self, py: Python<'_>) {
         // In a forked child it is the parent's.
         if self.process.check(py).is_ok() {

@@ -95,6 +95,9 @@ impl PyEntries {
     }
 
     /// Bytes of the entry of this number.
+    ///
+    /// # Errors
+    /// `IndexError` when there is none.
     fn size(&self, number: usize) -> PyResult<u64> {
         let entry = self.header.entries().get(number).ok_or_else(|| PyIndexError::new_err("there is no such entry"))?;
         Ok(entry.end - entry.start)

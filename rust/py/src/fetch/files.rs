@@ -12,7 +12,7 @@ use crate::fetch::progress::{ProgressReporter, run_reporting};
 use crate::rows::PyTable;
 use crate::runtime;
 
-/// A file that was written, locked for as long as this lives.
+/// A file that was written, locked for as long as this lives, where the file system has locks.
 #[pyclass(name = "Written", module = "tensorferry._native", frozen)]
 pub(crate) struct PyWritten(Written);
 
@@ -38,12 +38,14 @@ impl PyWritten {
 }
 
 /// Writes `rows` and then `control`, name and bytes of each, as a container with checksums to `path`. Until it is
-/// complete it is called `partial`, a name in the same folder that must be free. The caller holds the memory of the
-/// rows. `progress` is called with the bytes of payload that are written and those in all.
+/// complete it is called `partial`, a name in the same folder that must be free; what is at `path` then is replaced.
+/// The caller holds the memory of the rows. `progress` is called with the bytes of payload that are written and those
+/// in all.
 ///
 /// # Errors
-/// `InvalidArgument` when the rows make no valid container, `SystemRefused` when the system does; nothing is left
-/// behind. And whatever `progress` raises.
+/// `InvalidArgument` when the rows make no valid container, `SystemRefused` when the system refuses, or `partial` is
+/// not free; nothing is left behind. And whatever `progress` raises: its last call is made when the file is at `path`,
+/// where it stays then.
 #[pyfunction]
 #[pyo3(name = "_write_file", signature = (path, *, partial, rows, control, metadata, threads = None, cached = None,
                                           progress = None))]
@@ -73,8 +75,9 @@ pub(crate) fn write_file(
 /// The bytes of the entries called `names` of the container at `path`, verified; `None` for those it does not have.
 ///
 /// # Errors
-/// `CorruptCheckpoint` when a block does not match its checksum, `ProtocolError` when it is no container with
-/// checksums.
+/// `CorruptCheckpoint` when a block or the header does not match its checksum or the file is cut short, `ProtocolError`
+/// when it is no container with checksums, `SystemRefused` when it cannot be read. And whatever the reader of a place
+/// raises.
 #[pyfunction]
 #[pyo3(name = "_file_entries")]
 #[allow(clippy::needless_pass_by_value, reason = "what the interpreter calls takes its arguments by value")]
@@ -95,7 +98,7 @@ pub(crate) fn file_entries<'py>(
 /// The checksum of the header of the container at `path`.
 ///
 /// # Errors
-/// `CorruptCheckpoint` when the header does not match it, `ProtocolError` when it is no container with checksums.
+/// As `_file_entries`; no block of the payload is read.
 #[pyfunction]
 #[pyo3(name = "_file_header")]
 pub(crate) fn file_header(path: &Bound<'_, PyAny>) -> PyResult<u64> {
@@ -103,10 +106,12 @@ pub(crate) fn file_header(path: &Bound<'_, PyAny>) -> PyResult<u64> {
     place.run(path.py(), &Cancel::new(), None, || Ok(place.open()?.with_checksums()?.checksum()))
 }
 
-/// The damaged parts of the container at `path`, as runs of payload bytes; `None` for a file without checksums.
+/// The damaged parts of the container at `path`, as ascending runs of payload bytes, first and end of each; `None` for
+/// a file without checksums. All of it is read.
 ///
 /// # Errors
-/// `CorruptCheckpoint` when its header is damaged, `ProtocolError` when it is no container.
+/// `CorruptCheckpoint` when its header is damaged or it is cut short, `ProtocolError` when it is no container,
+/// `SystemRefused` when it cannot be read. And whatever the reader of a place raises.
 #[pyfunction]
 #[pyo3(name = "_file_damage")]
 pub(crate) fn file_damage(path: &Bound<'_, PyAny>) -> PyResult<Option<Vec<(u64, u64)>>> {
@@ -120,7 +125,8 @@ pub(crate) fn file_damage(path: &Bound<'_, PyAny>) -> PyResult<Option<Vec<(u64, 
 /// CRC-64/NVME of the bytes of each entry of the container at `path`, in the order of its header.
 ///
 /// # Errors
-/// `CorruptCheckpoint` when a block that was read for it is damaged, `ProtocolError` when it is no container.
+/// As `_file_damage`; `CorruptCheckpoint` also when a block in which an entry begins or ends is damaged. The blocks
+/// between are not read if they have checksums.
 #[pyfunction]
 #[pyo3(name = "_file_entry_digests")]
 pub(crate) fn file_entry_digests(path: &Bound<'_, PyAny>) -> PyResult<Vec<u64>> {
@@ -144,7 +150,7 @@ pub(crate) fn rename_new(py: Python<'_>, path: PathBuf, target: PathBuf) -> i32 
 /// and brings the file to the disk. Returns the checksum of its header.
 ///
 /// # Errors
-/// `InvalidArgument` when it has no room for them, `SystemRefused` when the system refuses.
+/// `InvalidArgument` when it is no container with room for them, `SystemRefused` when the system refuses.
 #[pyfunction]
 #[pyo3(name = "_seal_file")]
 pub(crate) fn seal_file(py: Python<'_>, path: PathBuf) -> PyResult<u64> {

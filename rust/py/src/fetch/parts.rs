@@ -51,7 +51,8 @@ impl PyParts {
         self.header
     }
 
-    /// Copies the next bytes to `address`, at most `nbytes`, a multiple of 512; returns how many there were.
+    /// Copies the next bytes to `address`, at most `nbytes`, a multiple of 512; returns how many there were, 0 at the
+    /// end. The caller holds the `nbytes` bytes there, which nobody else uses meanwhile, and the memory of the rows.
     ///
     /// # Errors
     /// `InvalidArgument` for another length.

@@ -35,7 +35,10 @@ impl Place {
         Ok(Self::Ranges(PyRanges { name: name.into(), len, shared }))
     }
 
-    /// Opens the container; without checksums it is opened, too.
+    /// Opens the container; without checksums it is opened, too. Called without the interpreter, in [`Self::run`].
+    ///
+    /// # Errors
+    /// As [`Container::open_any`].
     pub(crate) fn open(&self) -> Result<Container, Error> {
         match self {
             Self::Path(path) => Container::open_any(path),

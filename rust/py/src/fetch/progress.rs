@@ -23,16 +23,17 @@ impl ProgressReporter {
     /// # Errors
     /// The exception that `progress` raised.
     pub(crate) fn report(&self, py: Python<'_>) -> PyResult<()> {
-        // Bytes that had to be fetched again count once.
+        // Bytes that had to be fetched again must not make it more than all.
         let received = self.received.load(Ordering::Relaxed).min(self.total);
         self.progress.as_ref().map_or(Ok(()), |call| call.call1(py, (received, self.total)).map(drop))
     }
 }
 
-/// Runs `work`, which reads at `place` if there is one, as [`Place::run`] does, and has `reporter` report while it runs and at its end.
+/// Runs `work`, which reads at `place` if there is one, as [`Place::run`] does, and has `reporter` report while it runs
+/// and once it has succeeded.
 ///
 /// # Errors
-/// As [`Place::run`]; an exception of the callback ends the work.
+/// As [`Place::run`]. An exception of the callback ends the work, unless that had succeeded.
 pub(super) fn run_reporting<T: Send>(
     py: Python<'_>,
     place: Option<&Place>,

@@ -179,6 +179,9 @@ impl PyRemote {
     }
 
     /// The address of the source by which it was opened; `None` if that did not go over the network.
+    ///
+    /// # Errors
+    /// As `step`.
     #[getter]
     fn address(&self, py: Python<'_>) -> PyResult<Option<String>> {
         self.with(py, |remote| Ok(remote.address().map(|address| address.to_string())))
@@ -204,19 +207,28 @@ impl PyRemote {
     }
 
     /// The manifest as JSON text, with `null` for its tree; `None` for a container tensorferry did not write.
+    ///
+    /// # Errors
+    /// As `step`.
     #[getter]
     fn manifest<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyBytes>>> {
         self.with_manifest(py, |json, tree| without_tree(py, json, tree))
     }
 
     /// The tree as JSON text, `None` for a container tensorferry did not write.
+    ///
+    /// # Errors
+    /// As `step`.
     #[getter]
     fn tree<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyString>>> {
         let tree = self.with_manifest(py, |json, tree| PyString::from_bytes(py, &json[tree]))?;
         tree.transpose()
     }
 
-    /// The pickle of everything other than plain tensors.
+    /// The pickle of everything other than plain tensors, `None` if there is none.
+    ///
+    /// # Errors
+    /// As `step`.
     #[getter]
     fn pickle<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyBytes>>> {
         self.with(py, |remote| Ok(remote.reserved(container::PICKLE_ENTRY).map(|b| PyBytes::new(py, b))))
@@ -226,11 +238,13 @@ impl PyRemote {
     /// returned with a report.
     ///
     /// `addresses` has one item for each entry of the header. The caller holds the memory behind them until this
-    /// returns; after an exception it may hold some of the new bytes. With `resume`, blocks that are there already, as
-    /// the source's digests show, are not fetched.
+    /// returns, and the sizes fit; after an exception it may hold some of the new bytes. With `resume`, blocks that are
+    /// there already, as the source's digests show, are not fetched. The checkpoint counts as fetched after an
+    /// exception, too.
     ///
     /// # Errors
-    /// The engine's errors as exceptions, and whatever `progress` or a signal handler raises.
+    /// The engine's errors as exceptions, `InvalidArgument` once it was fetched, `ForkedProcess` in a forked child, and
+    /// whatever `progress` or a signal handler raises.
     #[pyo3(signature = (addresses = None, *, resume = false))]
     fn fetch(
         &self,
@@ -260,10 +274,13 @@ impl PyRemote {
     }
 
     /// Begins a receive like `fetch`, in which the entries numbered in `staged` come through a buffer of `most` bytes
-    /// that is given to each call of `StagedFetch.fetch`.
+    /// that is given to each call of `StagedFetch.fetch`. The caller holds the memory behind `addresses` until the last
+    /// wave has come. This counts as the fetch, after an exception, too.
     ///
     /// # Errors
-    /// `InvalidArgument` with several sources, or a buffer of less than 1 MiB.
+    /// `InvalidArgument` with several sources, for a buffer of less than 1 MiB, for entries that there are not or that
+    /// are named twice, and once it was fetched; `SystemRefused` when there is no memory; `ForkedProcess` in a forked
+    /// child.
     fn staged(
         &self,
         py: Python<'_>,
@@ -284,6 +301,7 @@ impl PyRemote {
 
     /// Ends every connection of this receive, also of its waves. A source would wait at a withdrawal for one that is
     /// open, and an exception keeps this object, and so the connections, for as long as somebody keeps its traceback.
+    /// What is under way fails, and the checkpoint counts as fetched. Does nothing in a forked child.
     fn close(&self, py: Python<'_>) {
         // In a forked child they are the parent's.
         if self.process.check(py).is_ok() {

@@ -46,11 +46,14 @@ fn total_len(slices: &[Slice]) -> u64 {
 
 /// Reads slices of the container at `path` into their places, verified. With `header`, only if that is the checksum of
 /// its header. Returns the bytes read and the bytes wanted. `progress` is called with the bytes of `parts` that are here
-/// and those in all; what is read around them counts until the second is reached.
+/// and those in all; what is read around them counts until the second is reached. The caller holds the memory of all
+/// places, which do not overlap, until this returns.
 ///
 /// # Errors
-/// `CorruptCheckpoint` when a block, or the header, is not what was written; the memory may hold anything then. And
-/// whatever `progress` raises.
+/// `CorruptCheckpoint` when a block, or the header, is not what was written; `ProtocolError` when it is no container
+/// with checksums, or has other entries than `parts` speak of; `InvalidArgument` for an unknown dtype; `SystemRefused`
+/// when it cannot be read. And whatever `progress`, or the reader of a place, raises. The memory may hold anything
+/// then.
 #[pyfunction]
 #[pyo3(name = "_read_file", signature = (path, parts, *, threads = None, header = None, progress = None))]
 pub(crate) fn read_file<'py>(
@@ -82,11 +85,12 @@ pub(crate) fn read_file<'py>(
 /// Those at the places in `shared`, other processes fetch at the same time: they and this one bring them to each other,
 /// this one by its server `relay`.
 ///
-/// `ahead` is how many bytes the first request to each source asks for, header included. `progress` is as for
-/// `_read_file`.
+/// `ahead` is how many bytes the first request to each source asks for, header included. `progress`, and what the
+/// caller holds, are as for `_read_file`.
 ///
 /// # Errors
-/// The first error of any source, as an exception; the others are cancelled. And whatever `progress` raises.
+/// The first error of any source, as an exception; the others are cancelled. `InvalidArgument` for an unknown dtype,
+/// `ForkedProcess` for a `relay` of another process. And whatever `progress` raises. The memory may hold anything then.
 #[pyfunction]
 #[pyo3(name = "_fetch_slices", signature = (orders, *, timeout, lanes = None, same_host = false, ahead = None,
                                             secret = None, progress = None, relay = None,

@@ -68,10 +68,13 @@ impl PyStagedFetch {
 #[pymethods]
 impl PyStagedFetch {
     /// Brings the next wave to `address`: `(entry, first byte, bytes, offset from the address)` for each run of an
-    /// entry's bytes that is there now, verified. `None` when everything has come.
+    /// entry's bytes that is there now, verified. `None` when everything has come. A run may come again in a later
+    /// wave, if the source has changed it. The caller holds the `most` bytes at `address`, which nobody else uses,
+    /// until this returns.
     ///
     /// # Errors
-    /// The engine's errors as exceptions, and whatever `progress` or a signal handler raises; the receive is over then.
+    /// The engine's errors as exceptions, `InvalidArgument` when the receive is over, `ForkedProcess` in a forked
+    /// child, and whatever `progress` or a signal handler raises; the receive is over then.
     fn fetch(&self, py: Python<'_>, address: usize) -> PyResult<Option<Vec<Run>>> {
         let mut waves = self.take(py)?;
         let notify = |py: Python<'_>| self.reporter.report(py);
@@ -85,10 +88,12 @@ impl PyStagedFetch {
         Ok(parts.map(|parts| parts.into_iter().map(fields).collect()))
     }
 
-    /// After the last wave: the arena and the report that `Remote.fetch` would have returned.
+    /// After the last wave: the arena and the report that `fetch` would have returned. Of a `Stored`, the report has no
+    /// time of fetching. The receive is over, after an exception, too.
     ///
     /// # Errors
-    /// `InvalidArgument` when there are waves that were not fetched.
+    /// `InvalidArgument` when there are waves that were not fetched, or the receive is over; `ForkedProcess` in a
+    /// forked child; whatever `progress` raises.
     fn finish(&self, py: Python<'_>) -> PyResult<(PyArena, PyReport)> {
         let finished = self.take(py)?.finish(&self.header).map_err(|e| errors::to_py(py, &e))?;
         self.reporter.report(py)?;

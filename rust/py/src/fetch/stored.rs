@@ -70,8 +70,9 @@ impl PyStored {
     /// only if that is the checksum of its header. Without `checksums` the file may be one that has none.
     ///
     /// # Errors
-    /// `CorruptCheckpoint` when a block does not match its checksum or the file is cut short, `ProtocolError` when it is
-    /// no container or its manifest is not valid, `SystemRefused` when it cannot be read.
+    /// `CorruptCheckpoint` when a block does not match its checksum, the file is cut short or its header has another
+    /// checksum than `header`, `ProtocolError` when it is no container, has no `checksums` or its manifest is not
+    /// valid, `SystemRefused` when it cannot be read. And whatever the reader of a place, or a signal handler, raises.
     #[staticmethod]
     #[pyo3(signature = (path, *, threads = None, header = None, checksums = true))]
     fn open(
@@ -126,7 +127,7 @@ impl PyStored {
         self.manifest_and_tree().map(|(json, tree)| PyString::from_bytes(py, &json[tree])).transpose()
     }
 
-    /// The pickle of everything other than plain tensors.
+    /// The pickle of everything other than plain tensors, `None` if there is none.
     #[getter]
     fn pickle<'py>(&self, py: Python<'py>) -> Option<Bound<'py, PyBytes>> {
         self.stored.reserved(container::PICKLE_ENTRY).map(|bytes| PyBytes::new(py, bytes))
@@ -151,7 +152,8 @@ impl PyStored {
         Some(PyBytes::new(py, &bytes))
     }
 
-    /// Leaves the entries of these numbers out of every later fetch: they are neither read nor given memory.
+    /// Leaves the entries of these numbers out of every later fetch, in place of those that were left out before: they
+    /// are neither read nor given memory. Numbers of entries that there are not make the fetch raise.
     fn leave_out(&self, numbers: Vec<usize>) {
         *self.without.lock().unwrap_or_else(PoisonError::into_inner) = numbers;
     }
@@ -160,10 +162,13 @@ impl PyStored {
     /// returned with a report.
     ///
     /// `addresses` has one item for each entry of the header. The caller holds the memory behind them until this
-    /// returns; after an exception it may hold some of the new bytes.
+    /// returns, and the sizes fit; after an exception it may hold some of the new bytes. Nothing is verified unless
+    /// `is_verified`. Of the report, `bytes` (what was read, more than was wanted for the most part), `wanted` and the
+    /// time of fetching are set.
     ///
     /// # Errors
-    /// The engine's errors as exceptions, and whatever a signal handler raises.
+    /// The engine's errors as exceptions, and whatever the reader of a place or a signal handler raises. After a signal
+    /// handler has raised, every later fetch raises `TransferCancelled`.
     #[pyo3(signature = (addresses = None))]
     fn fetch(&self, py: Python<'_>, addresses: Option<Vec<Option<usize>>>) -> PyResult<(PyArena, PyReport)> {
         let destination = addresses.map_or(Destination::Fresh, given);
@@ -178,10 +183,12 @@ impl PyStored {
     }
 
     /// Begins a fetch like `fetch`, in which the entries numbered in `staged` come through a buffer of `most` bytes
-    /// that is given to each call of `StagedFetch.fetch`.
+    /// that is given to each call of `StagedFetch.fetch`. The caller holds the memory behind `addresses` until the last
+    /// wave has come.
     ///
     /// # Errors
-    /// `InvalidArgument` for a buffer of less than 1 MiB.
+    /// `InvalidArgument` for a buffer of less than 1 MiB, and for entries that there are not or that are named twice;
+    /// `SystemRefused` when there is no memory.
     fn staged(
         &self,
         py: Python<'_>,

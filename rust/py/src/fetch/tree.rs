@@ -25,15 +25,16 @@ const SHARED_KEYS: usize = 256;
 /// hundred thousand with one hash.
 const KEYS_BELOW: u64 = 1 << 53;
 
-/// The state whose tree is the JSON text `tree`, which `tensorferry_wire::manifest` has checked.
+/// The state whose tree is the JSON text `tree`, which `tensorferry_wire::manifest` has checked, or this process has
+/// made. The caller has compared the lengths of `leaves` and `objects` with what the manifest says.
 ///
 /// A leaf `n >= 0` stands for `leaves[n]`, a negative one for `objects[-n - 1]`. `take`, if there is one, is called
 /// with each leaf in the order of the text and returns what takes its place. `defaultdict` is called with an object
 /// that is to be the factory of a `defaultdict`, and returns an empty one or raises.
 ///
 /// # Errors
-/// `ProtocolError` for a tree that is malformed or has something that cannot be made; whatever `take` raises.
-///
+/// `ProtocolError` for a tree that is malformed or has something that cannot be made; whatever `take` raises;
+/// `IndexError` for a leaf or an object that the lists do not have.
 #[pyfunction]
 #[pyo3(name = "_unflatten", signature = (tree, leaves, objects, take = None, defaultdict = None))]
 pub(crate) fn unflatten<'py>(

@@ -56,8 +56,9 @@ impl PyArena {
 
     /// Tensors over the plain entries, each with a storage of its own; `tensor` is torch's class.
     ///
-    /// `None` stands for an entry that is not in the arena, is empty, or cannot be made without Python; the indices of
-    /// those entries are returned as well. Other threads of the interpreter get a turn after every `YIELD_INTERVAL` tensors.
+    /// `None` stands for an entry that is not in the arena, is empty, or cannot be made without Python; the places of
+    /// `None` in the list are returned as well. Other threads of the interpreter get a turn after every
+    /// `YIELD_INTERVAL` tensors.
     fn tensors<'py>(&self, tensor: &Bound<'py, PyType>) -> PyResult<(Bound<'py, PyList>, Vec<usize>)> {
         let py = tensor.py();
         let exchange = Exchange::of(tensor);

@@ -111,15 +111,17 @@ impl PyFilePages {
         self.pages.descriptor().as_raw_fd()
     }
 
-    /// Whether what was read so far is what the file had when it was mapped. A file that was shortened, and one that
-    /// the disk fails to read, has zeros there.
+    /// Whether what was read so far is what the file had when it was mapped, as far as its length and its time tell. A
+    /// file that was shortened, and one that the disk fails to read, has zeros there. Of a file that is filled: whether
+    /// it has kept its length, and what was written has reached it.
     #[getter]
     fn is_unchanged(&self, py: Python<'_>) -> bool {
         py.detach(|| self.pages.is_unchanged())
     }
 
     /// Has the pages served with the checksums of `stored`, which was opened in the same file: what receivers got is
-    /// compared with them, so that a change is noticed whatever the file's time says. Nothing changes if it has none.
+    /// compared with them, so that a change is noticed whatever the file's time says. Nothing changes if it has none,
+    /// and from the second call on.
     fn compare_with(&self, stored: &PyStored) {
         if stored.stored.is_verified() {
             let _ = self.stored.set(Arc::clone(&stored.stored));
@@ -152,6 +154,7 @@ pub(crate) struct PyHostView {
 
 #[pymethods]
 impl PyHostView {
+    /// The `nbytes` bytes of host memory at `address`, which `owner` keeps where they are.
     #[new]
     fn new(owner: Py<PyAny>, address: usize, nbytes: usize) -> Self {
         Self { address, nbytes, _owner: owner }
@@ -194,7 +197,8 @@ impl PySharedBuffer {
     /// The memory behind the descriptor `fd` of another process, to be read. The descriptor stays the caller's.
     ///
     /// # Errors
-    /// `ProtocolError` unless it is one of memory that cannot shrink, `SystemRefused` when the system refuses.
+    /// `ProtocolError` unless it is one of memory that cannot shrink, `SystemRefused` when the system refuses to map
+    /// it, `OSError` when it is not open, `InvalidArgument` for a negative number.
     #[staticmethod]
     fn open(py: Python<'_>, fd: i32) -> PyResult<Self> {
         if fd < 0 {

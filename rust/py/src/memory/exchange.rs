@@ -73,7 +73,8 @@ impl Exchange {
     }
 
     /// A tensor over `entry`, whose memory is at an address that is held, with a storage of its own that holds just its
-    /// bytes. `None` if it is empty or torch refuses.
+    /// bytes. `None` if it is empty, has a dtype that is not in `DLPACK` or more than eight dimensions, or torch
+    /// refuses.
     pub(super) fn over<'py>(&self, py: Python<'py>, memory: (usize, Hold), entry: &Entry) -> Option<Bound<'py, PyAny>> {
         let (address, hold) = memory;
         let (_, code, bits) = DLPACK.into_iter().find(|known| known.0 == entry.dtype)?;

@@ -1,6 +1,6 @@
 //! All unsafe code of the binding: memory that Python owns and Rust reads or fills, and the other way round.
 //!
-//! Three contracts meet here, and each `SAFETY` comment says which one it relies on:
+//! Four contracts meet here, and each `SAFETY` comment says which one it relies on:
 //!
 //! * **Python to Rust.** The Python package passes addresses and lengths that it read off tensors. It keeps the
 //!   tensors, or their storages, alive: through the `owner` of a publication, or by holding them for the length of a
@@ -58,7 +58,8 @@ pub(crate) fn copy(transfers: &[Transfer], threads: usize) {
     unsafe { copy_all(transfers, threads) }
 }
 
-/// CRC-64/NVME of `nbytes` bytes at `address`, which the caller holds; other threads of the interpreter run meanwhile.
+/// CRC-64/NVME of `nbytes` bytes at `address`, which the caller holds and nobody writes to; other threads of the
+/// interpreter run meanwhile.
 #[pyfunction]
 #[pyo3(name = "_checksum")]
 pub(crate) fn checksum_memory(py: Python<'_>, address: usize, nbytes: usize) -> u64 {
@@ -96,7 +97,8 @@ pub(crate) fn pool_with_allocator(limit: usize, make: Py<PyAny>) -> Arc<ArenaPoo
 /// Destinations inside tensors of the receiver, by address; sizes were compared with the header in Python.
 pub(crate) fn given(addresses: Vec<Option<usize>>) -> Destination {
     // SAFETY: Python's part of the contract: the addresses are those of contiguous tensors whose byte size equals the
-    // entry's, no memory occurs twice, and the caller holds the tensors for the length of the call.
+    // entry's, no memory occurs twice, and the caller holds the tensors for the length of the call, or until the last
+    // wave has come.
     unsafe { Destination::given(addresses) }
 }
 
@@ -125,7 +127,10 @@ pub(crate) fn slice(
     unsafe { Slice::new(entry, kind, part, address, repeats) }
 }
 
-/// Copies the next bytes of `parts` to `address`, in memory of `nbytes` bytes.
+/// Copies the next bytes of `parts` to `address`, in memory of `nbytes` bytes; says how many there were.
+///
+/// # Errors
+/// As [`Parts::fill`].
 pub(crate) fn fill_part(parts: &mut Parts, address: usize, nbytes: usize) -> Result<usize, Error> {
     if nbytes == 0 {
         return Ok(0);

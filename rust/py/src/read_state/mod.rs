@@ -151,7 +151,9 @@ impl PyRows {
     /// The text of a node, for `value` at this path and depth; `container` and `other` are what [`Walk`] describes.
     ///
     /// # Errors
-    /// `RuntimeError` when a dict changed meanwhile, and whatever `container` and `other` raise.
+    /// `RuntimeError` when a dict changed meanwhile, `UnsupportedLeaf` when too much of the state is there again and
+    /// again because several containers hold the same one, and whatever `container` and `other` raise. The rows are of
+    /// no use then.
     fn node(
         &self,
         value: &Bound<'_, PyAny>,
@@ -210,7 +212,10 @@ impl PyRows {
         Ok(text)
     }
 
-    /// The number of a leaf: of an earlier one if it is the same object.
+    /// The number of a leaf: of an earlier one if it is the same object. `other` is as for `node`.
+    ///
+    /// # Errors
+    /// Whatever `other` raises.
     fn leaf(&self, value: &Bound<'_, PyAny>, path: &str, other: &Bound<'_, PyAny>) -> PyResult<i64> {
         self.number(value, self.kind(value)?, [path, ""], other)
     }
@@ -256,8 +261,8 @@ impl PyRows {
         self.leaf_number(value)
     }
 
-    /// Forgets which objects are leaves, and releases them. To be called before the state may change: an address may
-    /// then belong to another object.
+    /// Forgets which objects are leaves, and releases them; the rows stay, and so do their owners. To be called before
+    /// the state may change: an address may then belong to another object.
     fn forget(&self, py: Python<'_>) -> PyResult<()> {
         let memory = self.rows.memory.bind(py);
         memory.del_slice(0, memory.len())?;

@@ -105,7 +105,8 @@ pub(crate) fn add_pieces<'py>(rows: &Bound<'py, PyRows>) -> PyResult<(Bound<'py,
     Ok((PyBytes::new(py, text.as_bytes()), elsewhere))
 }
 
-/// As JSON, `[object, path, dtype, shape]` for each view, and between them `others`, each with the number of its object.
+/// As JSON, `[object, path, dtype, shape]` for each view, and between them `others`, each the number of its object and
+/// its JSON text, in the order of the numbers.
 #[pyfunction]
 #[pyo3(name = "_describe_objects")]
 pub(crate) fn describe_objects<'py>(

@@ -78,7 +78,7 @@ impl Specs {
     /// has too many that differ.
     ///
     /// # Errors
-    /// Whatever comparing placements raises.
+    /// Whatever comparing placements raises, and `TypeError` for an attribute whose name is no text.
     pub(crate) fn fingerprint(
         &self,
         spec: &Bound<'_, PyAny>,

@@ -92,7 +92,7 @@ impl Views {
         self.all.get(self.all.binary_search_by(|view| leaf.cmp(&view.leaf)).ok()?)
     }
 
-    /// The storage with the identity `key`, and whether it had been met before.
+    /// The place of the storage with the identity `key`, which `make` makes if it is met for the first time.
     pub(crate) fn store(&mut self, key: usize, make: impl FnOnce() -> ReachedStorage) -> usize {
         *self.by_key.entry(key).or_insert_with(|| {
             self.stores.push(make());

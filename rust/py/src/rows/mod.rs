@@ -3,7 +3,8 @@
 //! Invariants:
 //!
 //! * row `i` of every column is about the same tensor;
-//! * `owners[i]` keeps the memory of row `i`, whatever becomes of the tensor it was read from.
+//! * `owners[i]` keeps the memory of row `i`, whatever becomes of the tensor it was read from; not of a row that
+//!   [`PyTable`]'s `place` has moved, whose memory the caller keeps.
 
 pub(crate) mod columns;
 mod owned;
@@ -89,19 +90,26 @@ impl PyTable {
     }
 
     /// Bytes of row `row`.
+    ///
+    /// # Errors
+    /// `IndexError` when there is none.
     fn size(&self, row: usize) -> PyResult<usize> {
         self.0.columns().sizes.get(row).copied().ok_or_else(|| PyIndexError::new_err("there is no such row"))
     }
 
     /// Where the memory of row `row` starts.
+    ///
+    /// # Errors
+    /// `IndexError` when there is none.
     fn address(&self, row: usize) -> PyResult<usize> {
         self.0.columns().addresses.get(row).copied().ok_or_else(|| PyIndexError::new_err("there is no such row"))
     }
 
-    /// Adds a row as given and returns its number. `owner` keeps its memory; by default `memory` does.
+    /// Adds a row as given and returns its number. `owner` keeps its memory, the `nbytes` bytes at `address`; by
+    /// default `memory` does. Whether shape and size fit is checked when the rows are published or written.
     ///
     /// # Errors
-    /// `ValueError` for a dtype that no container has.
+    /// `ValueError` for a dtype that no container has, `OverflowError` for more than 255 dimensions.
     #[allow(clippy::too_many_arguments, clippy::needless_pass_by_value, reason = "what Python calls takes values")]
     #[pyo3(signature = (memory, name, dtype, shape, address, nbytes, flag, owner = None))]
     fn append(
@@ -119,7 +127,10 @@ impl PyTable {
         self.0.push([name, ""], &row, memory, owner.unwrap_or(memory))
     }
 
-    /// Notes that row `row` was copied to `address`.
+    /// Notes that row `row` was copied to `address`. Its owner stays: the caller keeps the memory there.
+    ///
+    /// # Errors
+    /// `IndexError` when there is no such row.
     fn place(&self, row: usize, address: usize) -> PyResult<()> {
         let mut columns = self.0.columns();
         let place = columns.addresses.get_mut(row).ok_or_else(|| PyIndexError::new_err("there is no such row"))?;
@@ -137,7 +148,7 @@ impl PyTable {
     /// notes that they are there. `buffer`, which has the `nbytes` bytes there, becomes their owner.
     ///
     /// # Errors
-    /// `ValueError` when they are more bytes than that.
+    /// `ValueError` when they are more bytes than that; nothing is copied then.
     #[pyo3(signature = (buffer, address, nbytes, without, *, threads))]
     #[allow(clippy::needless_pass_by_value, reason = "what Python calls takes values")]
     fn copy_into(

@@ -44,6 +44,9 @@ impl Rows {
     }
 
     /// Adds a row that was read from `memory` and whose bytes `owner` keeps; returns its number.
+    ///
+    /// # Errors
+    /// `OverflowError` for more than 255 dimensions.
     pub(crate) fn push(
         &self,
         name: [&str; 2],

@@ -17,9 +17,9 @@ const DCP_LIST: &str = "dcp/";
 pub(crate) struct PythonFrontend;
 
 impl Frontend for PythonFrontend {
-    /// The name of the body behind `path`: `full`, `metadata` and the index of a chunk are torchft's, the index read as
-    /// Python's `int()` reads it; `dcp/{file}` is a file of a distributed checkpoint, and `dcp` or `dcp/` the list of its
-    /// files.
+    /// The name of the body behind `path`: `full`, `metadata` and the index of a chunk are torchft's, the index in
+    /// ASCII digits with or without a sign; `dcp/{file}` is a file of a distributed checkpoint, and `dcp` or `dcp/` the
+    /// list of its files.
     fn alternate(&self, path: &str) -> Option<String> {
         match path.split_once('/') {
             Some((DCP, file)) if !file.contains('/') => Some(path.to_owned()),

@@ -49,16 +49,18 @@ impl PyServer {
 
 #[pymethods]
 impl PyServer {
-    /// Listens on the address `bind` (on all if there is none) and those in `also`, on the first free one of `ports` (first and last of
-    /// them; 0 is any), and starts to serve; the gate is closed. On one of `metrics_ports` counters alone are served, to
-    /// everybody. `patience` seconds is how long a request waits for the gate, `max_bandwidth` the limit in bytes per
-    /// second. `tls` encrypts, with `certificate` or else with one of its own. With `swarm`, receivers are told of one
-    /// another, so that they send each other what is published. `rails` are the addresses that receivers may use besides
-    /// the one in the URL, each with the speed of its link in Mbit/s, 0 if not known; `card` is the one by which they
-    /// begin, and `seat` says that it is used; `zone` names the zone in which this process runs.
+    /// Listens on the address `bind` and those in `also` (on all if there are none), on the first free one of `ports`
+    /// (first and last of them; 0 is any), and starts to serve; the gate is closed. On one of `metrics_ports` counters
+    /// and the status page alone are served, unencrypted and to everybody. `patience` seconds is how long a request
+    /// waits for the gate, `max_bandwidth` the limit in bytes per second. `tls` encrypts, with `certificate` or else
+    /// with one of its own. With `swarm`, receivers are told of one another, so that they send each other what is
+    /// published. `rails` are the addresses that receivers may use besides the one in the URL, each with the speed of
+    /// its link in Mbit/s, 0 if not known; `card` is the one by which they begin, and `seat` says that it is used;
+    /// `zone` names the zone in which this process runs.
     ///
     /// # Errors
-    /// `InvalidArgument` for an address that cannot be parsed, `SystemRefused` when it cannot be listened on.
+    /// `InvalidArgument` for an address that cannot be parsed or a `patience` that is no length of time,
+    /// `SystemRefused` when the address cannot be listened on or the system gives no threads.
     #[new]
     #[pyo3(signature = (*, patience, bind = None, also = Vec::new(), ports = (0, 0), metrics_ports = None, same_host = true,
                         max_bandwidth = None, secret = None, tls = false, certificate = None,
@@ -124,21 +126,24 @@ impl PyServer {
         Ok(self.server(py)?.url(host))
     }
 
-    /// The URL of the port on which counters alone are served, for those who reach this machine as `host`; `None` if
-    /// there is no such port.
+    /// The URL of the counters on their own port, for those who reach this machine as `host`; `None` if there is no such
+    /// port.
     fn metrics_url(&self, py: Python<'_>, host: &str) -> PyResult<Option<String>> {
         Ok(self.server(py)?.metrics_url(host))
     }
 
-    /// Publishes `rows` and then `control`, name and bytes of each, as `step`, and opens the gate.
+    /// Publishes `rows` and then `control`, name and bytes of each, as `step`, and opens the gate. What was served
+    /// before is replaced: transfers that have begun go on reading it, so memory that is to change must be withdrawn
+    /// first.
     ///
     /// `owner` keeps the memory of all rows alive and is released when nobody reads it any more. `private` says that
-    /// nothing writes to that memory. `alternate` renders other formats: called with a name, it returns a list of
-    /// parts, the URL of a server that has the body, or `None`. Unless the memory is `filled`, the producer's handle is
-    /// returned. `pages` are those of files in which rows lie: once one of them has changed, receivers get no checksums.
+    /// nothing writes to that memory. `alternate` renders other formats: called with a name on a thread of the server,
+    /// it returns a list that keeps the memory of its parts, the URL of a server that has the body, or `None`; what it
+    /// raises is the text of the refusal. Unless the memory is `filled`, the producer's handle is returned. `pages` are
+    /// those of files in which rows lie: once one of them has changed, receivers get no checksums.
     ///
     /// # Errors
-    /// `InvalidArgument` when the rows make no valid container.
+    /// `InvalidArgument` when the rows make no valid container; nothing changes then.
     #[pyo3(signature = (step, *, rows, control, metadata, owner, private, alternate = None, filled = true,
                         pages = Vec::new()))]
     #[allow(clippy::too_many_arguments, reason = "keywords in Python")]
@@ -163,15 +168,19 @@ impl PyServer {
     /// Makes room for a further checkpoint below a path of its own: a random one, or `name`.
     ///
     /// # Errors
-    /// `InvalidArgument` for a name that is taken or is none.
+    /// `InvalidArgument` for a name that is taken or is none, `SystemRefused` when the system gives no random numbers.
     #[pyo3(signature = (name = None))]
     fn shelf(&self, py: Python<'_>, name: Option<&str>) -> PyResult<PyShelf> {
         let made = self.server(py)?.shelf(name).map_err(|e| errors::to_py(py, &e))?;
         Ok(PyShelf::new(made))
     }
 
-    /// Withdraws the publication of `filling`, whose memory cannot be completed, or is needed for something else. When
-    /// this returns, it is not read any more.
+    /// Withdraws the publication of `filling`, whose memory cannot be completed, or is needed for something else;
+    /// readers are cut off. When this returns, it is not read any more. It must be one of the server itself: of one on
+    /// a shelf, only what is not final yet fails.
+    ///
+    /// # Errors
+    /// `InvalidArgument` when it was finished or abandoned before.
     fn abandon(&self, py: Python<'_>, filling: &PyReadiness) -> PyResult<()> {
         let (server, filling) = (self.server(py)?, filling.take(py)?);
         py.detach(|| server.store().abandon(filling));
@@ -188,8 +197,9 @@ impl PyServer {
         Ok(PyReceive::new(self.server(py)?.begin_receive(step)))
     }
 
-    /// Puts what the process says of itself onto counters and status page: a title, sentences, tables (heading, heads,
-    /// rows of cells) and series (name, whether it counts, help, rows of labels and value).
+    /// Puts what the process says of itself onto counters and status page, in place of what it said before: a title,
+    /// sentences, tables (heading, heads, rows of cells) and series (name, whether it counts, help, rows of labels and
+    /// value).
     fn show(
         &self,
         py: Python<'_>,
@@ -213,9 +223,14 @@ impl PyServer {
         Ok(())
     }
 
-    /// Closes the gate and withdraws what is served; returns how many readers had to be cut off after `patience`
-    /// seconds. A signal whose handler raises cuts them off at once. When this returns, borrowed memory is not read any
-    /// more.
+    /// Closes the gate and withdraws what is served. Readers of borrowed memory are waited for; returns how many had to
+    /// be cut off, after `patience` seconds or because they took nothing for a while. A signal whose handler raises
+    /// cuts them off at once. When this returns or such a handler has raised, borrowed memory is not read any more; a
+    /// private copy may be, by receives that have begun.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for a `patience` that is no length of time: nothing is withdrawn then. And whatever a signal
+    /// handler raises.
     fn withdraw(&self, py: Python<'_>, patience: f64) -> PyResult<usize> {
         let (server, patience) = (self.server(py)?, seconds(py, patience)?);
         // A trainer withdraws in every step, and hardly ever is anything read: nothing is to be waited for then.
@@ -231,7 +246,7 @@ impl PyServer {
         })
     }
 
-    /// The step that is, or was last, served.
+    /// The step that is, or was last, served or allowed; `None` before.
     #[getter]
     fn step(&self, py: Python<'_>) -> PyResult<Option<i64>> {
         Ok(self.server(py)?.store().step())
@@ -249,7 +264,12 @@ impl PyServer {
         Ok(self.server(py)?.bytes_served())
     }
 
-    /// Ends all transfers and waits for at most `patience` seconds until the port is free. A signal ends only the wait.
+    /// Ends all transfers and waits for at most `patience` seconds until the port is free, which it may not be after
+    /// that. A signal whose handler raises ends only the wait.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for a `patience` that is no length of time: nothing is ended then. And whatever a signal
+    /// handler raises.
     fn shutdown(&self, py: Python<'_>, patience: f64) -> PyResult<()> {
         let (server, patience) = (self.server(py)?, seconds(py, patience)?);
         // Everything is ended at once; a signal ends only the wait for the port.

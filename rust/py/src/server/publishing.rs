@@ -55,7 +55,8 @@ pub(super) fn publish(py: Python<'_>, store: &Store, given: Published<'_, '_>) -
     .map_err(|e: Error| errors::to_py(py, &e))
 }
 
-/// A part of a rendered body: `bytes`, which are copied, or `(address, nbytes)`, borrowed from the list's owner.
+/// A part of a rendered body: `bytes`, which are copied, or `(address, nbytes)`, memory that the list of the parts
+/// keeps.
 fn memory(part: &Bound<'_, PyAny>) -> PyResult<Memory> {
     if let Ok(bytes) = part.cast::<PyBytes>() {
         return Ok(Bytes::copy_from_slice(bytes.as_bytes()).into());

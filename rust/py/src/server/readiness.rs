@@ -10,7 +10,8 @@ use tensorferry_core::Readiness;
 
 use crate::errors;
 
-/// Producer handle of a publication that is still being written. Empty after `finish`, or when it was abandoned.
+/// Producer handle of a publication that is still being written. Empty after `finish`, or when it was abandoned. If it
+/// is dropped before, readers that come to bytes which are not final fail.
 #[pyclass(name = "Readiness", module = "tensorferry._native", frozen)]
 pub(crate) struct PyReadiness(Mutex<Option<Readiness>>);
 
@@ -40,8 +41,9 @@ impl PyReadiness {
         self.filling().as_ref().map_or_else(Vec::new, |filling| filling.starts().to_vec())
     }
 
-    /// Declares the first `nbytes` bytes of the payload final. Returns whether the publication still exists: where it
-    /// does not, nothing more needs to be copied.
+    /// Declares the first `nbytes` bytes of the payload final: they must not be written to any more, and a lower number
+    /// later changes nothing. Returns whether the publication still exists: where it does not, nothing more needs to be
+    /// copied. `False`, too, once it is empty.
     fn ready(&self, nbytes: u64) -> bool {
         self.filling().as_ref().is_some_and(|filling| {
             filling.raise(nbytes);
@@ -50,6 +52,9 @@ impl PyReadiness {
     }
 
     /// Declares all of the payload final.
+    ///
+    /// # Errors
+    /// `InvalidArgument` when it was finished or abandoned before.
     fn finish(&self, py: Python<'_>) -> PyResult<()> {
         self.take(py)?.finish();
         Ok(())

@@ -9,7 +9,8 @@ use crate::fetch::remote::PyRemote;
 use crate::report::{PyReport, seconds};
 use crate::runtime::Process;
 
-/// A receive of this process, for the counters of its server.
+/// A receive of this process, for the counters of its server. One that is dropped before `end` counts as failed. In a
+/// forked child its methods record nothing.
 #[pyclass(name = "Receive", module = "tensorferry._native", frozen)]
 pub(crate) struct PyReceive {
     process: Process,
@@ -50,6 +51,9 @@ impl PyReceive {
 
     /// Records that the receive has ended after `took` seconds in all: with `report`, as `Remote.fetch` returns it, or
     /// without one with an error of the class `failed`, which counters show as `counted_as`. Further calls do nothing.
+    ///
+    /// # Errors
+    /// `InvalidArgument` when `took` is no length of time; the receive has not ended then.
     #[pyo3(signature = (took, report = None, failed = "", counted_as = "other"))]
     fn end(
         &self,

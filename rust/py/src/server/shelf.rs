@@ -13,7 +13,8 @@ use crate::report::seconds;
 use crate::rows::PyTable;
 use crate::runtime::Process;
 
-/// A further store of a server, with a URL of its own.
+/// A further store of a server, with a URL of its own. Every method but `close` raises `InvalidArgument` once it was
+/// closed, and `ForkedProcess` in a forked child.
 #[pyclass(name = "Shelf", module = "tensorferry._native", frozen)]
 pub(crate) struct PyShelf {
     process: Process,
@@ -69,7 +70,12 @@ impl PyShelf {
         publish(py, inner.store(), given)
     }
 
-    /// Takes no new receives of what lies here; those that have begun finish from a private copy.
+    /// Takes no new receives of what lies here; those that have begun finish from a private copy. Borrowed memory is
+    /// withdrawn as by `Server.withdraw`, and the number of readers that were cut off is returned, but no signal ends
+    /// the wait.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for a `patience` that is no length of time: nothing is withdrawn then.
     fn withdraw(&self, py: Python<'_>, patience: f64) -> PyResult<usize> {
         let (inner, patience) = (self.shelf(py)?, seconds(py, patience)?);
         Ok(match py.detach(|| inner.store().withdraw(patience)) {
@@ -84,7 +90,8 @@ impl PyShelf {
         Ok(self.shelf(py)?.store().active())
     }
 
-    /// Ends all transfers of what lies here, and releases it.
+    /// Ends all transfers of what lies here, and releases it; while another thread is in a method, not before that is
+    /// over. Does nothing the second time, and in a forked child.
     fn close(&self, py: Python<'_>) {
         if self.process.check(py).is_ok() {
             let inner = self.take();

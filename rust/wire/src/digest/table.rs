@@ -74,8 +74,8 @@ impl DigestTable {
     /// Reads a table whose checksums must be of `wanted` and whose blocks must have `block_size` bytes.
     ///
     /// # Errors
-    /// The first check that fails; [`DigestError::Length`] also for bytes too few to hold a table. Nothing is allocated
-    /// for checksums before the table was found to be whole.
+    /// The first check that fails; [`DigestError::Length`] also for bytes that begin as a table and are too few to hold
+    /// one. Nothing is allocated for checksums before the table was found to be whole.
     pub fn decode_with_block_size(bytes: &[u8], wanted: &Algorithm, block_size: u64) -> Result<Self, DigestError> {
         let (header, payload_len, blocks) = LAYOUT.decode(bytes, wanted, block_size, |count, of| count <= of)?;
         let blocks = blocks.iter().map(|block| u64::from_le_bytes(*block)).collect();

@@ -18,7 +18,8 @@ pub enum ManifestError {
     /// The JSON is followed by something other than padding.
     #[error("manifest goes on after its JSON at byte {at}")]
     AfterJson { at: usize },
-    /// Arrays and objects are nested more than [`MAX_DEPTH`] deep.
+    /// Arrays and objects of the tree are nested more than [`MAX_DEPTH`] deep; in a field that is not known, this is
+    /// [`ManifestError::Json`].
     #[error("manifest is nested more than 256 deep at byte {at}")]
     TooDeep { at: usize },
     /// A top-level field occurs twice.
