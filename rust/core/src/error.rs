@@ -1,10 +1,11 @@
 //! The one error type of the engine.
 //!
 //! An [`Error`] is opaque: callers see its [`ErrorKind`], which groups errors by what can be done about them, and a
-//! message that names the source, the file or the argument concerned. Every public function of the crate returns this
-//! type, so that the binding needs a single conversion.
+//! message that names the source, the file or the argument concerned. Public functions of the crate that can fail
+//! return this type, so that the binding needs a single conversion; [`crate::rename_new`] alone returns the system's
+//! own error.
 //!
-//! Invariants, kept by the constructors here:
+//! Invariants, which whoever makes an error keeps:
 //!
 //! * a message never holds the shared secret or the random part of a path;
 //! * a message states the fact in the engine's words. What a user can do about it depends on the program around the

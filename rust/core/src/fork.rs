@@ -108,7 +108,8 @@ fn install() -> io::Result<()> {
 
 /// Does `work` while no thread forks: a lock that `work` takes and releases is free in every child.
 ///
-/// `work` must not fork, must not block for long, and must not make a socket of the engine, which takes the same lock.
+/// `work` must not fork, must not block for long, and must neither make nor drop a socket of the engine, which takes
+/// the same lock.
 pub fn without_fork<R>(work: impl FnOnce() -> R) -> R {
     let _locked = Locked::new();
     work()
@@ -119,8 +120,8 @@ pub fn without_fork<R>(work: impl FnOnce() -> R) -> R {
 pub(crate) struct CloseOnFork<S: AsRawFd>(ManuallyDrop<S>);
 
 impl<S: AsRawFd> CloseOnFork<S> {
-    /// The socket that `make` opens. No fork falls between its opening and its entry in the table, so `make` must not
-    /// block.
+    /// The socket that `make` opens. No fork falls between its opening and its entry in the table, since both happen
+    /// under the lock: `make` must not block, and must neither make nor drop another [`CloseOnFork`].
     pub(crate) fn make(make: impl FnOnce() -> io::Result<S>) -> io::Result<Self> {
         match Self::poll_make(|| Poll::Ready(make())) {
             Poll::Ready(socket) => socket,

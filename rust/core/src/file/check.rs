@@ -23,7 +23,8 @@ impl Container {
     /// read.
     ///
     /// # Errors
-    /// [`ErrorKind::System`] when it cannot be read, [`ErrorKind::Cancelled`].
+    /// [`crate::ErrorKind::System`] when it cannot be read or there is no memory, [`crate::ErrorKind::Cancelled`], and
+    /// those of [`crate::Ranges::get`].
     pub fn damaged(&self, options: &FileOptions) -> Result<Vec<(u64, u64)>, Error> {
         if !self.has_checksums() {
             return Ok(Vec::new());
@@ -75,10 +76,12 @@ impl Container {
 
     /// CRC-64/NVME of the bytes of each entry, in the order of the header.
     ///
-    /// Of a file with checksums, the blocks that an entry fills are not read: what is returned is what was written.
+    /// Of a file with checksums, the blocks that an entry fills are not read: what is returned is what was written. The
+    /// entry of the checksums itself is read.
     ///
     /// # Errors
-    /// As [`Container::damaged`]; [`ErrorKind::Corrupt`] when a block in which an entry begins or ends is damaged.
+    /// As [`Container::damaged`]; [`crate::ErrorKind::Corrupt`] when a block in which an entry begins or ends is
+    /// damaged.
     pub fn entry_digests(&self, options: &FileOptions) -> Result<Vec<u64>, Error> {
         let entries = self.header.entries();
         let digests: Mutex<Vec<u64>> = Mutex::new(vec![0; entries.len()]);

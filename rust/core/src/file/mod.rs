@@ -2,13 +2,13 @@
 //!
 //! A file is written from memory by several threads under a temporary name, with a checksum for every block of 512
 //! bytes, and put in its place by a rename. It is read slice by slice, or whole like a checkpoint of a server
-//! ([`Stored`]), and no block is used unverified. A file can be checked without keeping its bytes (`check`), and one that
-//! a receive has filled gets its checksums afterwards ([`seal_file`]). Of files that a server publishes, [`ServedFiles`]
-//! tells what they were.
+//! ([`Stored`]), and no block that has a checksum is used unverified. A file can be checked without keeping its bytes
+//! (`check`), and one that a receive has filled gets its checksums afterwards ([`seal_file`]). Of files that a server
+//! publishes, [`ServedFiles`] tells what they were.
 //!
 //! Invariants:
 //!
-//! * a file under its final name is complete and on the disk;
+//! * a file that [`write_file`] renames to its final name is complete and on the disk;
 //! * a file that is being written is locked, so that others can tell it from one whose writer was killed;
 //! * what is checksummed is what is written: bytes are copied first, so a change of the memory in between does no harm.
 
@@ -49,7 +49,8 @@ const CHUNK: u64 = 4 << 20;
 const PIECE: usize = 256 << 10;
 
 /// Has several threads read the blocks that `plan` wants, a chunk at a time; says how many bytes that took. Each thread
-/// makes its own reader with `start`, and calls it with the first block of a chunk and the one behind its last.
+/// makes its own reader with `start`, and calls it with the first block of a chunk and the one behind its last. The
+/// first error of any thread, or the cancellation, ends it.
 fn by_chunks<R>(plan: &Plan, options: &FileOptions, start: impl Fn() -> Result<R, Error> + Sync) -> Result<u64, Error>
 where
     R: FnMut(u64, u64) -> Result<u64, Error>,

@@ -14,14 +14,16 @@ pub const DIRECT_FROM: u64 = 64 << 20;
 /// How a file is written or read. The defaults choose the number of threads, and how large files are written.
 #[derive(Clone, Debug, Default)]
 pub struct FileOptions {
-    /// Threads; `None` chooses by the number of cores.
+    /// Threads: 1 to 64, whatever is asked for. `None` takes as many as there are cores, but 2 to 8, and always 8 for a
+    /// container that is read through [`crate::Ranges`].
     pub threads: Option<usize>,
     /// Ends it from another thread.
     pub cancel: Cancel,
     /// Whether a file of [`DIRECT_FROM`] or more is written through the page cache. By default it is, for its next
     /// reader, as long as it is small beside the available memory and that memory is no slower than a disk.
     pub cached: Option<bool>,
-    /// Counts the bytes of payload as they are written, or read in blocks, for another thread to look at.
+    /// Counts the bytes of payload as they are written, or those of whole blocks as they are read, with checksums that
+    /// are read beside them, for another thread to look at.
     pub progress: Arc<AtomicU64>,
 }
 
@@ -45,9 +47,10 @@ impl FileOptions {
 /// How many bytes were written or read.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct FileReport {
-    /// Bytes of the file that were written or read, header and checksums included.
+    /// Bytes of the file that were written or read, checksums included, and the header, but where [`crate::Stored`] has
+    /// read that before.
     pub bytes: u64,
-    /// Bytes that had a destination.
+    /// Bytes of payload that had a destination; of a file that was written, all but the checksums.
     pub wanted: u64,
     /// Bytes that were written past the page cache.
     pub direct: u64,

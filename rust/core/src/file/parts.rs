@@ -1,7 +1,7 @@
 //! A container that is handed out part by part, in order, for a destination that is no file.
 //!
-//! All bytes are copied before they are checksummed. Whoever sends a part may read it for as long as it likes, and more than
-//! once: it reads what was checksummed, whatever the owner of the state does with the state's memory meanwhile.
+//! All bytes are copied before they are checksummed. Whoever sends a part may read it for as long as it likes, and more
+//! than once: it reads what was checksummed, whatever the owner of the state does with the state's memory meanwhile.
 
 use bytes::Bytes;
 use tensorferry_wire::container::DIGESTS_ENTRY;
@@ -53,7 +53,7 @@ impl Parts {
     /// The parts of a container of `items`.
     ///
     /// # Errors
-    /// [`ErrorKind::Invalid`] when the items make no valid container.
+    /// [`ErrorKind::Invalid`] when the items make no valid container, [`ErrorKind::System`] when there is no memory.
     pub fn new(metadata: Vec<(String, String)>, items: Vec<Item>) -> Result<Self, Error> {
         let (layout, covered) = with_checksums(metadata, items)?;
         let header = digest::checksum(&layout.header);
@@ -78,8 +78,8 @@ impl Parts {
         self.header
     }
 
-    /// Fills `part` with the next bytes, as far as there are some, and says how many there were. Its length is a multiple
-    /// of 512.
+    /// Fills `part` with the next bytes, as far as there are some, and says how many there were: 0 behind the last. Its
+    /// length is a multiple of 512.
     ///
     /// # Errors
     /// [`ErrorKind::Invalid`] for a part of another length.

@@ -43,8 +43,10 @@ impl Container {
     /// Opens the file at `path`.
     ///
     /// # Errors
-    /// [`ErrorKind::System`] when it cannot be read; [`ErrorKind::Corrupt`] when it is cut short or its header does not
-    /// match its checksum; [`ErrorKind::Protocol`] when it is no container with checksums. The path is named.
+    /// [`ErrorKind::System`] when it cannot be read or there is no memory for its header; [`ErrorKind::Corrupt`] when
+    /// it has another length than its header says, its header is not valid or does not match its checksum, or its table
+    /// of checksums does not cover it; [`ErrorKind::Protocol`] when it is no container with checksums. The path is
+    /// named.
     pub fn open(path: &Path) -> Result<Self, Error> {
         Self::open_any(path)?.with_checksums()
     }
@@ -82,7 +84,8 @@ impl Container {
     /// it.
     ///
     /// # Errors
-    /// As [`Container::open_any`].
+    /// As [`Container::open_any`], and those of [`Ranges::get`]; [`ErrorKind::Protocol`] too when that returns another
+    /// number of bytes.
     pub fn open_ranges(name: &Path, ranges: Box<dyn Ranges>) -> Result<Self, Error> {
         let len = ranges.len();
         Self::decode(name, Origin::Ranges(ranges), len)
@@ -187,13 +190,15 @@ impl Container {
         Ok(Some(bytes))
     }
 
-    /// Reads `slices` into their places, and no more of the file than the blocks of 512 bytes they lie in. Several
-    /// threads share the work; each verifies what it has read before it goes on.
+    /// Reads `slices` into their places, and no more of the file than the blocks of 512 bytes they lie in and the
+    /// checksums of those; through [`Ranges`], also what little lies between two of them. Several threads share the
+    /// work; each verifies what it has read before it goes on, where the container has checksums.
     ///
     /// # Errors
     /// [`ErrorKind::Corrupt`] when a block does not match its checksum: file, entry and block are named;
-    /// [`ErrorKind::Protocol`] when the container has other entries than the slices speak of. The memory may hold
-    /// anything then.
+    /// [`ErrorKind::Protocol`] when the container has other entries than the slices speak of; [`ErrorKind::Invalid`]
+    /// when a slice goes beyond its entry; [`ErrorKind::System`] when the file cannot be read or there is no memory;
+    /// [`ErrorKind::Cancelled`]; and those of [`Ranges::get`]. The memory may hold anything then.
     pub fn read(&self, slices: &[Slice], options: &FileOptions) -> Result<FileReport, Error> {
         let mut report = FileReport { bytes: self.payload_start + TableHead::LEN as u64, ..FileReport::default() };
         let placed = slices::resolve(slices, &self.header).map_err(|e| e.at(&self.path.display().to_string()))?;

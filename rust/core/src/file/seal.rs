@@ -13,12 +13,14 @@ use crate::error::{Error, ErrorKind};
 use crate::memory::{check_room, zeroed, zeroed_for};
 use crate::payload::checksum_blocks;
 
-/// Computes the checksums of the container at `path`, whose bytes are complete, writes them into the entry that is
-/// there for them, and brings all of the file to the disk. Returns the checksum of its header.
+/// Computes the checksums of the container at `path`, whose bytes are complete and which nobody else writes to, writes
+/// them into the entry that is there for them, and brings all of the file to the disk; its folder is not synchronised.
+/// Returns the checksum of its header.
 ///
 /// # Errors
-/// [`ErrorKind::System`] when the file cannot be read or written; [`ErrorKind::Invalid`] when it is no container with
-/// room for the checksums as its last entry.
+/// [`ErrorKind::System`] when the file cannot be read or written, ends before its header does, or there is no memory;
+/// [`ErrorKind::Invalid`] when it is no container with room for the checksums as its last entry;
+/// [`ErrorKind::Cancelled`]. Nothing of the file but that entry is ever changed.
 pub fn seal_file(path: &Path, options: &FileOptions) -> Result<u64, Error> {
     let failed = |e| refused(path, "cannot be sealed", e);
     let invalid = || Error::new(ErrorKind::Invalid, format!("{}: it has no room for its checksums", path.display()));

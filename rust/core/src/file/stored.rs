@@ -1,5 +1,5 @@
-//! A whole container that no server has, fetched like one that a server has: from a file, or from memory that another process
-//! filled.
+//! A whole container that no server has, fetched like one that a server has: from a file, or from memory that another
+//! process filled.
 //!
 //! Invariants:
 //!
@@ -81,8 +81,8 @@ impl Stored {
     /// ```
     ///
     /// # Errors
-    /// As [`Container::open`] and [`Container::expect`], and as [`Container::read`] for the entries that describe the
-    /// container.
+    /// As [`Container::open`] and [`Container::check_header_checksum`], and as [`Container::read`] for the entries that
+    /// describe the container.
     pub fn open(path: &Path, header: Option<u64>, checksums: bool, options: &FileOptions) -> Result<Self, Error> {
         Self::of(Container::open_any(path)?, header, checksums, options)
     }
@@ -178,8 +178,10 @@ impl Stored {
     /// arena, which is returned with the place of each entry in it.
     ///
     /// # Errors
-    /// [`ErrorKind::Corrupt`] when a block does not match its checksum, [`ErrorKind::System`] when there is no memory or
-    /// the file cannot be read. Memory given as destination may then hold some of the new bytes.
+    /// [`ErrorKind::Corrupt`] when a block does not match its checksum, [`ErrorKind::System`] when there is no memory
+    /// or the file cannot be read, [`ErrorKind::Invalid`] when an entry in `without` does not exist or there are not as
+    /// many addresses as entries, [`ErrorKind::Cancelled`]. Memory given as destination may then hold some of the new
+    /// bytes.
     pub fn fetch(
         &self,
         destination: Destination,
@@ -197,8 +199,8 @@ impl Stored {
     /// that is given for each wave.
     ///
     /// # Errors
-    /// [`ErrorKind::Invalid`] for entries that there are not, or too little memory; [`ErrorKind::System`] when there is
-    /// no memory for the others.
+    /// [`ErrorKind::Invalid`] for entries that there are not, that pass twice, too little memory, or not as many
+    /// addresses as entries; [`ErrorKind::System`] when there is no memory for the others.
     pub fn staged(
         self: Arc<Self>,
         destination: Destination,
@@ -249,6 +251,7 @@ impl Stored {
         Some(starts.map(block).collect())
     }
 
+    /// Reads what `plan` wants, and compares it with the checksums that there are.
     pub(super) fn read(&self, plan: Plan, options: &FileOptions) -> Result<FileReport, Error> {
         let wanted = plan.wanted();
         let bytes = match &self.bytes {

@@ -1,8 +1,8 @@
 //! Writing a container: several threads, each checksumming what it writes.
 //!
 //! The file grows under a temporary name and takes its room before the first byte, so that a full disk is known at
-//! once. The rename at the end, and the synchronisation of the folder, are what commits it. After an error nothing is
-//! left behind.
+//! once. The rename at the end, and the synchronisation of the folder, are what commits it. After an error before the
+//! rename nothing is left behind.
 
 use std::collections::VecDeque;
 use std::fs::{self, File, OpenOptions};
@@ -23,7 +23,8 @@ use crate::payload::{Item, Layout, Segments, checksum_blocks};
 
 /// Writes `items` as a container to `path`, with checksums of all of it. The file appears under its name only when it
 /// is complete and on the disk; until then it is `partial`, in the same folder, a name that must be free. What was at
-/// `path` before is replaced at that moment.
+/// `path` before is replaced at that moment. Where `partial` is `path` itself, the file has that name from the
+/// beginning, and neither a rename nor a synchronisation of the folder follows: that is the caller's part.
 ///
 /// From its creation on the file is locked (`flock`, shared) for as long as the [`Written`] that is returned lives,
 /// where the file system has locks: so others can tell a file whose writer is at work from one whose writer was killed.
@@ -54,8 +55,10 @@ use crate::payload::{Item, Layout, Segments, checksum_blocks};
 /// ```
 ///
 /// # Errors
-/// [`ErrorKind::Invalid`] when the items make no valid container; [`ErrorKind::System`] when the system refuses, a full
-/// disk for one, before much is written, or when `partial` exists. Nothing is left behind then.
+/// [`crate::ErrorKind::Invalid`] when the items make no valid container; [`crate::ErrorKind::System`] when the system
+/// refuses, a full disk for one, before much is written, or when `partial` exists, which then stays as it is;
+/// [`crate::ErrorKind::Cancelled`]. Nothing is left behind then, and what was at `path` stays. Only where the folder
+/// cannot be synchronised after the rename, the new file is at `path` already.
 pub fn write_file(
     path: &Path,
     partial: &Path,
@@ -230,7 +233,8 @@ fn write_chunk(
     Ok(digests)
 }
 
-/// Gives the file its name, and makes sure that the name is on the disk. A file that has it already stays as it is.
+/// Gives the file its name, and makes sure that the name is on the disk: an error of the latter leaves the file under
+/// its name. A file that has it already stays as it is.
 fn commit(partial: &Path, path: &Path) -> Result<(), Error> {
     if partial == path {
         return Ok(());

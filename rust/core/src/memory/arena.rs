@@ -7,7 +7,7 @@
 //!
 //! * every entry starts at a multiple of [`ALIGNMENT`] and lies within one region;
 //! * a region consists of whole pages, and its pages go back to the system when it has no owner any more, so that one
-//!   surviving counter of an optimizer does not keep gigabytes of parameters;
+//!   surviving counter of an optimizer does not keep gigabytes of parameters; memory that a pool keeps stays whole;
 //! * scalars lie behind all other entries, and never in memory that a pool keeps;
 //! * while a receive fills the arena, each byte has exactly one writer (`payload::plan` sees to that); afterwards Rust
 //!   does not write to it any more.
@@ -55,8 +55,8 @@ impl Drop for ArenaRegion {
     }
 }
 
-/// Keeps a part of an arena, and with it no more than the region that part lies in. Cloning and dropping it are cheap
-/// and may happen on any thread.
+/// Keeps a part of an arena, and with it no more than the region that part lies in; of memory that goes back to a pool,
+/// all of it. Cloning and dropping it may happen on any thread; the last one that is dropped gives the pages back.
 #[derive(Clone)]
 pub struct Hold(#[allow(dead_code, reason = "only to be dropped")] Arc<ArenaRegion>);
 
@@ -97,8 +97,9 @@ impl fmt::Debug for Arena {
 }
 
 impl Arena {
-    /// Memory for `len` bytes, one region: kept by `pool` if it has some that fits, or made for it, else fresh zeros; 0
-    /// bytes take none. From 2 MiB on fresh memory asks for huge pages. It goes to `pool` when it is dropped.
+    /// Memory for `len` bytes, one region: kept by `pool` if it has some that fits, or made for it, with whatever bytes
+    /// are in that, else fresh zeros; 0 bytes take none. From 2 MiB on fresh memory begins where a huge page can. It
+    /// goes to `pool` when it is dropped.
     ///
     /// # Errors
     /// [`ErrorKind::System`] when the machine has not so much memory, or the system refuses a mapping of that size.
@@ -111,7 +112,8 @@ impl Arena {
     /// page before it is touched.
     ///
     /// # Errors
-    /// [`ErrorKind::System`] when the machine has less memory than all of them together.
+    /// [`ErrorKind::System`] when the machine has less memory than all of them together, or the system refuses a
+    /// mapping of that size.
     pub fn sparse(sizes: &[u64]) -> Result<(Self, Vec<u64>), Error> {
         let total = sizes.iter().try_fold(0_u64, |sum, &n| sum.checked_add(n)).filter(|&n| n < 1 << 62);
         check_machine_has(total.unwrap_or(u64::MAX), "the memory that the source's views look into")?;

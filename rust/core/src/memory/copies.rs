@@ -24,8 +24,8 @@ pub struct Transfer {
 /// Makes all copies, with up to `threads` threads, the calling one among them.
 ///
 /// # Safety
-/// For the length of the call all sources are readable, and nobody else reads or writes the destinations, which do not
-/// overlap.
+/// For the length of the call all sources are readable, and nobody else reads or writes the destinations, which overlap
+/// neither each other nor a source.
 pub unsafe fn copy_all(transfers: &[Transfer], threads: usize) {
     let mut total = 0_usize;
     // Where each begins in the run of all bytes. Lengths of memory of one process have a sum.

@@ -41,7 +41,8 @@ impl Guard {
         }
     }
 
-    /// Puts zeros in the place of all pages from that of `address` on, if this guard watches it; says whether it did.
+    /// Puts zeros in the place of all bytes from the 64 KiB on that `address` lies in, if this guard watches it; says
+    /// whether it did.
     fn mend(&self, address: usize) -> bool {
         let start = self.start.load(Ordering::Acquire);
         if start == 0 || !(start..self.end).contains(&address) {

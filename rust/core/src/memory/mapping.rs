@@ -1,7 +1,8 @@
 //! Anonymous mappings, and memory from an allocator in their place.
 //!
 //! A [`Mapping`] owns its memory and gives it back when it is dropped: to the kernel if it mapped it, to the
-//! allocator's owner otherwise. From 2 MiB on it starts where a huge page can; `fresh` decides which pages it gets.
+//! allocator's owner otherwise. From 2 MiB on one that is filled starts where a huge page can; `fresh` decides which
+//! pages it gets.
 
 use std::any::Any;
 use std::fmt;
@@ -43,7 +44,7 @@ impl fmt::Debug for Mapping {
 
 // SAFETY: a mapping is owned memory; writes go through destinations handed out while it is being filled.
 unsafe impl Send for Mapping {}
-// SAFETY: shared access only reads, or writes disjoint destinations (see `client::plan`).
+// SAFETY: shared access only reads, or writes disjoint destinations (see `payload::plan`).
 unsafe impl Sync for Mapping {}
 
 impl Mapping {

@@ -6,7 +6,8 @@
 //! * the caller of [`Memory::borrowed`] keeps it readable until the owner given to the publication is dropped;
 //! * the publication drops that owner only when the last lease on it is gone (see `publication::lease`);
 //! * a reader through [`Region::as_slice`] holds such a lease (`publication::reading`), or runs inside
-//!   [`crate::write_file`] or [`crate::Parts`], whose caller holds the memory.
+//!   [`crate::write_file`] or [`crate::Parts`], whose caller holds the memory, or inside [`crate::Stored`], which holds
+//!   its owner.
 //!
 //! The bytes may change while they are read, if they are a trainer's. Readers copy or checksum them and never branch on
 //! them; a change in the middle shows as a checksum that does not match.
@@ -16,7 +17,7 @@ use bytes::Bytes;
 /// A readable region of memory: an address and a length in bytes.
 ///
 /// A region says nothing about lifetime. The builder of a [`crate::Publication`] hands over an owner that
-/// keeps them readable until the publication is gone or withdrawn.
+/// keeps it readable until the publication is gone or withdrawn.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Region {
     ptr: *const u8,
@@ -33,7 +34,10 @@ impl Region {
         self.len
     }
 
-    /// A part of this region; `start <= end <= len` is checked.
+    /// A part of this region.
+    ///
+    /// # Panics
+    /// Unless `start <= end <= len`.
     pub(crate) fn slice(self, start: usize, end: usize) -> Self {
         assert!(start <= end && end <= self.len, "slice {start}..{end} of a region of {} bytes", self.len);
         // SAFETY: start <= len, so the result stays inside (or one past) the same allocation.
@@ -76,8 +80,8 @@ impl Memory {
     /// Memory at `address`, `len` bytes long. Zero-length memory may have any address, null included.
     ///
     /// # Safety
-    /// The memory must stay readable until the owner given to the [`crate::Publication`] it becomes part of is dropped,
-    /// or until [`crate::write_file`] has returned.
+    /// The memory must stay readable until the owner given to the [`crate::Publication`] or [`crate::Stored`] it
+    /// becomes part of is dropped, until [`crate::write_file`] has returned, or during each [`crate::Parts::fill`].
     #[must_use]
     pub unsafe fn borrowed(address: usize, len: usize) -> Self {
         Self { region: Region { ptr: address as *const u8, len }, bytes: None }

@@ -7,9 +7,9 @@
 //! What the reader sees may change at any time if the writer breaks the rules. Nothing here therefore gives out a
 //! reference to memory of another process: bytes are copied out, and only the copy is looked at.
 //!
-//! A ring of a transfer is made of [`SharedMemory`] and [`SharedView`]. A [`SharedBuffer`](super::SharedBuffer) is larger and lives longer: a
-//! whole state is copied into it, and other processes write that to a file, serve it, or keep it after its writer is
-//! gone. They read it as any borrowed memory is read (see `region`).
+//! A ring of a transfer is made of [`SharedMemory`] and [`SharedView`]. A [`SharedBuffer`](super::SharedBuffer) is
+//! larger and lives longer: a whole state is copied into it, and other processes write that to a file, serve it, or
+//! keep it after its writer is gone. They read it as any borrowed memory is read (see `region`).
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -63,7 +63,8 @@ impl Drop for SharedMapping {
     }
 }
 
-/// New memory of `len` bytes, mapped for writing as the last one that can, and its descriptor.
+/// New memory of `len` bytes, mapped for writing as the last one that can, from Linux 5.1 on, and its descriptor. It
+/// has no pages yet: [`populate`] has to follow before anything is written.
 pub(super) fn create(len: u64, flags: MapFlags) -> io::Result<(SharedMapping, OwnedFd)> {
     let fd = rustix::fs::memfd_create("tensorferry", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
     rustix::fs::ftruncate(&fd, len)?;

@@ -27,8 +27,8 @@ pub struct SharedBuffer {
 }
 
 impl SharedBuffer {
-    /// New memory of `len` bytes, zeros, which this process alone can write to. Its pages are taken from the system at
-    /// once, by up to `threads` threads.
+    /// New memory of `len` bytes, at least one, zeros, which this process alone can write to. Its pages are taken from
+    /// the system at once, by up to `threads` threads.
     ///
     /// # Errors
     /// [`ErrorKind::System`] if the system refuses, or has less memory than that.
@@ -44,8 +44,8 @@ impl SharedBuffer {
     /// says.
     ///
     /// # Errors
-    /// [`ErrorKind::Protocol`] unless the memory is sealed against shrinking: a read would kill this process otherwise.
-    /// [`ErrorKind::System`] if the system refuses to map it.
+    /// [`ErrorKind::Protocol`] if it is empty or not sealed against shrinking: a read would kill this process
+    /// otherwise. [`ErrorKind::System`] if the system refuses to map it.
     pub fn open(fd: OwnedFd) -> Result<Self, Error> {
         let refused = |cause| Error::caused(ErrorKind::System, "memory of another process cannot be mapped", cause);
         let wrong = || Error::new(ErrorKind::Protocol, "a descriptor is not one of memory that cannot shrink");

@@ -26,7 +26,8 @@ impl Destination {
     ///
     /// # Safety
     /// Each address must be that of writable memory of the entry's length, which nobody else uses until
-    /// [`crate::Remote::fetch`] or [`crate::Stored::fetch`] has returned. Two entries must not share memory.
+    /// [`crate::Remote::fetch`] or [`crate::Stored::fetch`] has returned, or a fetch by waves has ended. Two entries
+    /// must not share memory.
     #[must_use]
     pub unsafe fn given(addresses: Vec<Option<usize>>) -> Self {
         Self::Given(Addresses(addresses))
@@ -49,7 +50,12 @@ pub(crate) struct ReceiveMemory {
 }
 
 impl ReceiveMemory {
-    /// Lays out the arena and lists every destination, neighbours as one. The entries numbered in `elsewhere` get none.
+    /// Lays out the arena and lists every destination, neighbours as one. The entries numbered in `elsewhere`, all of
+    /// which must be there, get none, and neither do control entries without an address.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Invalid`] when there are not as many addresses as entries, [`ErrorKind::System`] when there is no
+    /// memory for the arena.
     pub(crate) fn prepare(
         header: &Header,
         addresses: Option<&[Option<usize>]>,

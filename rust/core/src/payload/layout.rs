@@ -61,6 +61,9 @@ impl Layout {
     /// Items keep their order in the header; in the payload the reserved entries come first, then those of whole pages,
     /// whose rows so often begin where a block of checksums does, and the rest by descending alignment: a mapped file
     /// has every tensor aligned. Checksums come last. The payload starts at a multiple of `align`.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Invalid`] when items and metadata make no valid container.
     pub(crate) fn new(metadata: Vec<(String, String)>, items: Vec<Item>, align: u64) -> Result<Self, Error> {
         let invalid = |e: container::HeaderError| Error::caused(ErrorKind::Invalid, "cannot publish this state", e);
         let rank = |item: &Item| match item.name.as_str() {

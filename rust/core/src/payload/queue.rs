@@ -154,7 +154,7 @@ impl Queue {
         }
     }
 
-    /// Waits until something changes, or for `at_most`.
+    /// Waits until something changes, or for `at_most`; not at all after a failure.
     pub(crate) fn wait(&self, at_most: Duration) {
         let state = self.state();
         if state.failed.is_none() {

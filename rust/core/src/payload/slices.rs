@@ -115,6 +115,10 @@ impl Slice {
 
 /// The destinations of `slices` in a container with this header, as few layers as possible: within a layer no byte of
 /// the payload is wanted twice.
+///
+/// # Errors
+/// [`ErrorKind::Protocol`] when an entry is missing, or has another type or length than its slice says;
+/// [`ErrorKind::Invalid`] when a slice goes beyond its entry, or has more than [`MAX_RUNS`] runs.
 pub(crate) fn resolve(slices: &[Slice], header: &Header) -> Result<Vec<Vec<Extent>>, Error> {
     let known: HashMap<&str, &Entry> = header.entries().iter().map(|e| (e.name.as_str(), e)).collect();
     let mut extents = Vec::with_capacity(slices.len());

@@ -54,12 +54,13 @@ pub(crate) struct Waves {
 }
 
 impl Waves {
-    /// Waves over the first `payload_len` bytes of payload, in which the entries numbered in `passing` go by way of memory of `most` bytes, at least one MiB, that is
-    /// given for each of them; those numbered in `elsewhere` are left out.
+    /// Waves over the first `payload_len` bytes of payload, in which the entries numbered in `passing` go by way of
+    /// memory of `most` bytes, at least one MiB, that is given for each wave; those numbered in `elsewhere`, all of
+    /// which must be there, are left out.
     ///
     /// # Errors
-    /// [`ErrorKind::Invalid`] for an entry that the header does not have or that is named twice, and for too little
-    /// memory; [`ErrorKind::System`] when there is no memory for the others.
+    /// [`ErrorKind::Invalid`] for an entry that the header does not have or that passes twice, for too little memory,
+    /// and for not as many addresses as entries; [`ErrorKind::System`] when there is no memory for the others.
     pub(crate) fn new(
         (header, payload_len): (&Header, u64),
         destination: Destination,

@@ -31,7 +31,8 @@ use crate::payload::Segments;
 /// ```
 pub trait Alternate: Send + Sync {
     /// Builds the body called `name`, or returns `None` when this publication has none of that name. Called on a
-    /// blocking thread, once for each name; nothing is being sent under a lease meanwhile.
+    /// blocking thread, one call at a time, and for a name again only when it has brought no body. The request that
+    /// asks for it holds no lease meanwhile, so a withdrawal does not wait for it; other requests may be answered.
     ///
     /// # Errors
     /// A message, with which the request is answered (500).

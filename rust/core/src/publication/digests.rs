@@ -18,8 +18,8 @@ use super::{Abandoned, Lease, LeasedSegments, Stability};
 const THREAD_BYTES: u64 = 64 << 20;
 const PART_BYTES: u64 = 16 << 20;
 
-/// Threads that compute the checksums of one answer: one for each core, up to four, and for one in two of more cores: a
-/// core of a large machine does not get all that its memory gives, and the trainer wants cores, too.
+/// Threads that compute the checksums of one answer: one for each core, up to four, and for one in two of more cores,
+/// up to 16: a core of a large machine does not get all that its memory gives, and the trainer wants cores, too.
 fn most_threads() -> u64 {
     most_threads_by(std::thread::available_parallelism().map_or(1, std::num::NonZero::get))
 }

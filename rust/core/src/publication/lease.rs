@@ -133,7 +133,7 @@ impl Publication {
         self.readers().withdrawn
     }
 
-    /// The time since the last reader left; `None` while there is a reader.
+    /// The time since the last reader left, [`Duration::MAX`] if there never was one; `None` while there is a reader.
     pub(crate) fn idle_for(&self) -> Option<Duration> {
         let readers = self.readers();
         let left = readers.left.filter(|_| readers.active == 0);
@@ -159,7 +159,7 @@ impl Publication {
     }
 
     /// Closes the publication unless there is a reader, or a receiver in the middle of a receive; returns whether it is
-    /// closed.
+    /// closed and nobody reads it.
     pub(crate) fn close_unread(&self) -> bool {
         let mut readers = self.readers();
         readers.look(true);
@@ -198,7 +198,9 @@ impl Publication {
         }
     }
 
-    /// Cuts until the last lease is gone. Connections end at their next poll, so this takes no longer than a poll does.
+    /// Cuts all readers, and waits until the last lease is gone. To be called when the publication is closed: a lease
+    /// that is taken later would be waited for and not cut. Connections end at their next poll, so this takes no longer
+    /// than a poll does, or the checksum of a block that is being computed.
     pub(crate) fn cut_and_wait(&self) {
         self.cut();
         let mut readers = self.readers();

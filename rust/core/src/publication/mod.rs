@@ -21,7 +21,7 @@
 //! * the header, the entity tag and the layout of a publication never change;
 //! * its owner is dropped only when nobody holds a lease and the store has released it;
 //! * after [`Store::withdraw`] returns, not one more byte of borrowed memory is read;
-//! * an entity tag is never used for a second publication.
+//! * an entity tag is never used for a second snapshot; what relays one has the tag of its source.
 
 mod alternate;
 mod connection;

@@ -58,7 +58,7 @@ pub(crate) enum Asked {
     Compute,
     /// Somebody computes it.
     Running,
-    /// There will be none.
+    /// There is none, and nobody computes one: the memory is still being filled, or changes all the time.
     Never,
 }
 
@@ -80,7 +80,8 @@ impl Publication {
         }
     }
 
-    /// Asks for the table. Memory that is still being filled has none yet.
+    /// Asks for the table. Memory that is still being filled has none yet. After [`Asked::Compute`] the caller must
+    /// call [`Lease::prove`]: until then everybody else waits.
     pub(crate) fn ask_for_proof(&self) -> Asked {
         let mut state = self.proof.state();
         match &*state {

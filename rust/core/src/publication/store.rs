@@ -29,7 +29,8 @@ use crate::trust::random;
 const MAX_RETIRED: usize = 2;
 
 /// The snapshot store of one server. Its methods never wait for a receiver, except [`Store::withdraw`], which does for
-/// at most the time it is given.
+/// at most the time it is given. [`Store::abandon`] and [`Store::close`] wait until the
+/// connections that they cut have ended.
 ///
 /// ```
 /// use std::time::Duration;
@@ -148,10 +149,10 @@ impl Store {
 
     /// Closes the gate and withdraws what is served.
     ///
-    /// A private copy is released at once; receives that have begun, with their next requests, finish from it. Borrowed
-    /// memory is drained: receives that have begun may finish for at most `patience`, then their connections are cut. One
-    /// whose receiver takes no byte for two seconds is cut then.
-    /// When this returns, not one more byte of borrowed memory is read.
+    /// A private copy is not waited for: receives that have begun, with their next requests, finish from it, and it is
+    /// released when they are over, or at once if there are none. Borrowed memory is drained: receives that have begun
+    /// may finish for at most `patience`, then their connections are cut. One whose receiver takes no byte for two
+    /// seconds is cut then. When this returns, not one more byte of borrowed memory is read.
     pub fn withdraw(&self, patience: Duration) -> Withdrawn {
         let borrowed = self.close_gate();
         if borrowed.is_empty() {
@@ -177,8 +178,9 @@ impl Store {
         if cut > 0 { Withdrawn::Cut(cut) } else { ended }
     }
 
-    /// As [`Store::withdraw`] if no reader has to be waited for: returns whether that was so, and then nothing is read any
-    /// more. If not, the gate is closed and readers go on; `withdraw` then waits for them or cuts them off.
+    /// As [`Store::withdraw`] if no reader has to be waited for: returns whether that was so, and then no borrowed
+    /// memory is read any more. If not, the gate is closed and readers go on; `withdraw` then waits for them or cuts
+    /// them off.
     #[must_use]
     pub fn withdraw_unread(&self) -> bool {
         let borrowed = self.close_gate();
@@ -224,8 +226,8 @@ impl Store {
     }
 
     /// Withdraws the publication of `filling`, whose memory cannot be completed, or is needed for something else. The
-    /// gate is closed if that publication was the one served, and its readers are cut off; none of it lingers. Nothing
-    /// changes for one that was withdrawn or replaced before.
+    /// gate is closed if that publication was the one served. If it was withdrawn or replaced before, what is served
+    /// and the gate stay as they are. In any case its readers are cut off, and none of it lingers or is read any more.
     pub fn abandon(&self, filling: Readiness) {
         let is_it = |publication: &Arc<Publication>| publication.is_filled_by(&filling);
         let mut state = self.state();

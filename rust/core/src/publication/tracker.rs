@@ -89,8 +89,9 @@ impl Publication {
         members
     }
 
-    /// Answers what `member` asks by `connection`, the source being in `zone`; says too whether the digests of all blocks should be computed for it and others. A
-    /// receiver without others compares as if there were no swarm.
+    /// Answers what `member` asks by `connection`, the source being in `zone`; `url` says where other members are
+    /// reached. Says too whether the digests of all blocks should be computed for it and others. A receiver without
+    /// others compares as if there were no swarm.
     ///
     /// # Errors
     /// When there is no memory to keep track.

@@ -6,7 +6,7 @@
 //! Invariants:
 //!
 //! * a slot is written only while the source has it, and read only while the receiver has it;
-//! * the memory is sealed: it cannot shrink under the receiver, and only the source can write to it;
+//! * the memory is sealed: it cannot shrink under the receiver, and from Linux 5.1 on only the source can write to it;
 //! * a source that breaks these rules can only make checksums fail, since the receiver copies out of the slot first and
 //!   checksums the copy.
 
@@ -106,7 +106,7 @@ impl RingWriter {
         self.layout.slot_len.into()
     }
 
-    /// How many slots must come back before the next one can be filled: none, or one.
+    /// Whether a slot must come back before the next one can be filled.
     pub(crate) fn is_full(&self) -> bool {
         self.lent == self.layout.slots
     }

@@ -32,7 +32,7 @@ use crate::trust::{Identity, Secret};
 #[derive(Clone, Debug)]
 #[allow(clippy::struct_excessive_bools, reason = "each is an option of its own")]
 pub struct ServerConfig {
-    /// Where to listen; `None` is every interface, IPv6 and IPv4.
+    /// Where to listen; `None` is every interface, IPv6 and IPv4, unless `also` names addresses.
     pub bind: Option<IpAddr>,
     /// Further addresses to listen on besides that one, at the same port.
     pub also: Vec<IpAddr>,
@@ -45,7 +45,8 @@ pub struct ServerConfig {
     pub patience: Duration,
     /// Whether paths carry a random part without which everything but `/healthz` is 404.
     pub capability: bool,
-    /// With a secret, everything but `/healthz` and `/metrics` needs a proof of it, and answers with digests carry one.
+    /// With a secret, everything but `/healthz`, `/metrics` and the status page needs a proof of it, and answers with
+    /// digests carry one.
     pub secret: Option<Secret>,
     /// Encrypt what goes over the network. The fingerprint of the certificate is in the URL.
     pub tls: bool,
@@ -61,8 +62,7 @@ pub struct ServerConfig {
     pub max_bandwidth: Option<u64>,
     /// Names the other formats that are served besides the container, and words refusals. By default there are none.
     pub frontend: Arc<dyn Frontend>,
-    /// Whether receivers that ask for it are told of one another, so that they can send each other what is served here
-    /// (without a secret).
+    /// Whether receivers that ask for it are told of one another, so that they can send each other what is served here.
     pub swarm: bool,
     /// The addresses that receivers may use besides the one in the URL, all of which have to reach this server. Its URLs
     /// name some of them besides the host.

@@ -1,9 +1,9 @@
 //! One connection, from the handshake to its end: served over the network, with or without TLS, or to a process of this
 //! machine.
 //!
-//! A connection ends for one of five reasons: the peer leaves, it asks for nothing in time, its slot goes to another
-//! one, a withdrawal cuts it, or its transfer stalls. Whichever it is, dropping the [`ConnectionContext`] counts it
-//! out.
+//! A connection ends for one of six reasons: the peer leaves, it asks for nothing in time, its slot goes to another
+//! one, a withdrawal cuts it, its transfer stalls, or the server stops. Whichever it is, dropping the
+//! [`ConnectionContext`] counts it out.
 
 use std::convert::Infallible;
 use std::io;
@@ -171,7 +171,7 @@ impl ConnectionContext {
         }
     }
 
-    /// How long the next request may take to come.
+    /// How long the next request may take to come, and a write to be accepted.
     pub(super) fn patience(&self) -> Duration {
         self.shared.patience.max(Duration::from_secs(5))
     }

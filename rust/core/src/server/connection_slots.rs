@@ -13,7 +13,8 @@ use tokio::sync::Notify;
 
 use crate::publication::ConnectionHandle;
 
-/// How long a connection may take to its first request that is answered with more than a refusal.
+/// How long a connection may take to its first authorised request. One for liveness, counters or the status page does
+/// not count.
 pub(super) const FIRST_REQUEST: Duration = Duration::from_secs(5);
 /// How often a request that waits for a slot looks again.
 const LOOK: Duration = Duration::from_millis(10);
@@ -130,7 +131,7 @@ impl ConnectionSlots {
         Some(ConnectionSlot { slots: Arc::clone(self), number, peer, since, open, cut })
     }
 
-    /// Ends the connection of a newcomer, if there is one: descriptors have run out.
+    /// Ends the connection of a newcomer, if one has had its grace: descriptors have run out.
     pub(super) fn make_room(&self) {
         let mut held = self.held();
         if let Some(oldest) = held.oldest_newcomer(self.grace) {
@@ -206,7 +207,7 @@ impl ConnectionSlot {
         }
     }
 
-    /// Returns when the connection has not asked for anything in time; never if it has.
+    /// Returns when the connection has made no authorised request in time; never if it has.
     pub(super) async fn first_request_timeout(&self) {
         tokio::time::sleep_until((self.since + FIRST_REQUEST).into()).await;
         let newcomer = |holder: &Holder| !holder.proven && holder.asking == 0;

@@ -179,7 +179,7 @@ async fn next<S: AsRawFd, A>(
     }
 }
 
-/// Out of descriptors, or a peer that left while queued: gives the system a moment.
+/// Out of descriptors, or a peer that left while queued: ends a newcomer's connection and gives the system a moment.
 async fn recover(slots: &ConnectionSlots) {
     slots.make_room();
     tokio::time::sleep(Duration::from_millis(20)).await;

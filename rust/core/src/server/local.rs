@@ -37,8 +37,8 @@ pub(super) struct Local {
 }
 
 impl Local {
-    /// Serves `stream`, on which the receiver's greeting was read, until the receiver leaves, makes no more requests or
-    /// breaks the rules, or until `over` becomes true.
+    /// Serves `stream`, on which the receiver's greeting waits to be read, until the receiver leaves, makes no more
+    /// requests or breaks the rules, or until `over` becomes true. Blocks its thread.
     pub(super) fn serve(
         stream: CloseOnFork<UnixStream>,
         connection: Arc<ConnectionContext>,

@@ -151,7 +151,8 @@ impl Server {
     /// Binds and starts to serve on the runtime of `handle`. The gate is closed until something is published.
     ///
     /// # Errors
-    /// [`ErrorKind::System`] when the address cannot be bound.
+    /// [`ErrorKind::System`] when an address cannot be bound, no certificate can be made, or the system gives no random
+    /// numbers.
     pub fn bind(config: &ServerConfig, handle: &Handle) -> Result<Self, Error> {
         let runtime = handle.enter();
         let addresses: Vec<_> = config.bind.into_iter().chain(config.also.iter().copied()).collect();
@@ -259,8 +260,8 @@ impl Server {
     /// Makes room for a further publication, which is served beside the others: see [`Shelf`].
     ///
     /// # Errors
-    /// [`ErrorKind::Invalid`] when `name` is no path segment of letters and digits or is taken, [`ErrorKind::System`]
-    /// when the system gives no random numbers.
+    /// [`ErrorKind::Invalid`] when `name` is not 1 to 64 letters and digits, is that of a resource, or is taken;
+    /// [`ErrorKind::System`] when the system gives no random numbers.
     pub fn shelf(&self, name: Option<&str>) -> Result<Shelf, Error> {
         Shelf::put_up(&self.shared, name, &self.handle)
     }
@@ -304,7 +305,8 @@ impl Server {
         Arc::new(relay::Host { shared: Arc::clone(&self.shared), handle: self.handle.clone() })
     }
 
-    /// Stops accepting, ends all transfers and, for at most `patience`, waits until the listening socket is closed.
+    /// Stops accepting, ends all transfers, gives up the seat at the network card and, for at most `patience`, waits
+    /// until the listening sockets are closed: [`Server::is_down_within`] tells whether they are.
     pub fn shutdown(&self, patience: Duration) {
         self.stop.send_replace(true);
         self.shared.close_stores();
@@ -369,7 +371,8 @@ fn in_url(host: &str) -> String {
     if host.contains(':') && !host.starts_with('[') { format!("[{host}]") } else { host.to_owned() }
 }
 
-/// Listens for `purpose` at `addresses`, or at all, on a port of `ports`; `hint` says what can be done where none of them is free.
+/// Listens for `purpose` at `addresses`, or at all, on a port of `ports`; `hint` says what can be done where none of
+/// them is free.
 fn bound(
     addresses: &[IpAddr],
     ports: &RangeInclusive<u16>,

@@ -38,7 +38,7 @@ impl Secret {
         Ok(Self(Arc::new(key)))
     }
 
-    /// Text that is the same for everyone with the same secret and `nonce`, and shows nothing of either secret. It is no
+    /// Text that is the same for everyone with the same secret and `nonce`, and shows nothing of the secret. It is no
     /// proof: who is given it can repeat it.
     #[must_use]
     pub fn comparison(&self, nonce: &[u8; 16]) -> String {

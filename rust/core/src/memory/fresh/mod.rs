@@ -233,8 +233,8 @@ pub(super) fn touch(pages: Range<usize>) {
     }
 }
 
-/// What `work` returns, and the CPU time that it takes this thread, in nanoseconds: waiting for a core does not count, the host of a virtual
-/// machine that has to find memory does.
+/// What `work` returns, and the CPU time that it takes this thread, in nanoseconds: waiting for a core does not count,
+/// the host of a virtual machine that has to find memory does.
 pub(crate) fn timed<R>(work: impl FnOnce() -> R) -> (R, u64) {
     let now = || {
         let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };

@@ -1,6 +1,7 @@
 //! The waits of an answer: for the gate, and for bytes that are not final yet.
 //!
-//! Both waits end after the server's patience, with 503, and both hold nothing of a publication meanwhile.
+//! Both waits end after the server's patience, with 503. They hold nothing of a publication meanwhile, but for
+//! [`runs_filled`], whose caller has a lease.
 
 use std::sync::Arc;
 

@@ -1,7 +1,8 @@
 //! Figures in the Prometheus text format.
 //!
-//! The names of the series are documented (docs/reference/metrics.md) and do not change. No label holds text that a
-//! peer chose, so that a peer can neither forge lines nor make series without end.
+//! The names of the series are documented (docs/reference/metrics.md) and do not change. Of text that a peer chose,
+//! labels hold the names of hosts alone, filtered and at most [`MOST_HOSTS`] of them, so that a peer can neither forge
+//! lines nor make series without end.
 
 use std::cmp::Reverse;
 use std::collections::BTreeMap;

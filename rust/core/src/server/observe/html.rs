@@ -2,7 +2,8 @@
 
 use std::fmt::{self, Display, Write as _};
 
-/// Writes a table of `items`, or the sentence `none`. Heads that begin with `#` stand above numbers.
+/// Writes a table of `items`, or the sentence `none`. Heads that begin with `#` stand above numbers. `id`, `heads` and
+/// `none` are HTML: the caller escapes what is text.
 pub(super) fn table<'a, T: 'a>(
     page: &mut String,
     id: &str,

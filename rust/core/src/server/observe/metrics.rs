@@ -27,7 +27,7 @@ pub(in crate::server) struct Tallies {
     /// By status.
     pub(in crate::server) answers: BTreeMap<u16, u64>,
     pub(in crate::server) bodies: Bodies,
-    /// The latest first. Only peers that knew the path are listed, so that a stranger can neither fill nor read the list.
+    /// The latest first. Only peers that knew the path are listed, so that a stranger cannot fill the list.
     pub(in crate::server) refusals: VecDeque<Refusal>,
 }
 

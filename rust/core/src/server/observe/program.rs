@@ -8,7 +8,7 @@ use std::fmt::Write as _;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-/// The most series, rows of one, tables, and lines; further ones are not shown.
+/// The most series, rows and cells of one, tables, and lines; further ones are not shown.
 const MOST: usize = 64;
 /// The most characters of a label, and of a text.
 const LONGEST_LABEL: usize = 128;
@@ -60,11 +60,12 @@ pub struct ProgramTable {
 pub struct Series {
     /// Its name: small letters and underscores; a series with another name is not shown.
     pub name: String,
-    /// Whether it is a counter, whose name ends with `_total`, rather than a gauge.
+    /// Whether it is a counter, whose name ends with `_total`, rather than a gauge, whose name does not. A series with
+    /// the other ending is not shown.
     pub counts: bool,
     /// What it means.
     pub help: String,
-    /// Labels and value of each row.
+    /// Labels and value of each row. One with a label whose name is not of small letters and underscores is not shown.
     pub rows: Vec<(Vec<(String, String)>, f64)>,
 }
 

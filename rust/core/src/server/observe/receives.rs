@@ -1,7 +1,7 @@
 //! The receives of this process: those that run, the last ones that ended, and their sums.
 //!
 //! They are noted here because a trainer has one address to scrape, and how it heals is as interesting as what it
-//! served. What a peer wrote is not among it: an error is known by its class.
+//! served. An error is known by its class: its message, which a peer may have written, is not shown.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::atomic::{AtomicU64, Ordering};
