@@ -1,7 +1,7 @@
 """The command ``tensorferry``: serves, pulls, shows, compares, verifies and converts checkpoints.
 
-Each verb has a file of its own in ``verbs/``; ``app.py`` lists them. No verb imports torch unless what it was given
-needs it. The packages that the command line needs come with ``pip install 'tensorferry[cli]'``.
+Each verb has a file of its own in ``verbs/``; ``app.py`` lists them. No verb imports torch unless it has to. The
+packages that the command line needs come with ``pip install 'tensorferry[cli]'``.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: of the command line; ``sys.argv`` if left out
 
     Returns:
-        The exit status: 0; 1 if the answer of ``diff`` and its like is no; 2 for wrong usage; otherwise that of the
-        error, see ``exits.py``.
+        The exit status: 0; 1 if the answer of ``diff`` and its like is no; 2 for wrong usage or a missing
+        package; otherwise that of the error, see ``exits.py``.
     """
     try:
         import rich  # noqa: F401 - it is used only where something is drawn

@@ -73,7 +73,8 @@ def _spelled_out(arguments: Sequence[str]) -> list[str]:
 def run(arguments: Sequence[str]) -> int:
     """Runs the verb that ``arguments`` name; returns the exit status.
 
-    An error becomes one line on standard error, with ``--json`` among the arguments as a JSON object.
+    An error becomes one line on standard error, with ``--json`` among the arguments as a JSON object; that the reader
+    of standard output has gone is not told. Only the main thread may call it: it handles SIGTERM until it returns.
     """
     arguments = _spelled_out(arguments)
     as_json = "--json" in arguments

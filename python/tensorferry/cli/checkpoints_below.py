@@ -28,7 +28,7 @@ class Below:
         name: of the folder or file
         kind: of the checkpoint; empty if it holds none
         saved: nanoseconds since the epoch at which the save began, or else was written
-        bytes: of all files
+        bytes: of the file, or of all files directly in the folder
         step: the step, where it is known
         ranks: how many ranks have saved it, where that is known
         problem: why it cannot be loaded; empty if nothing is known of that
@@ -59,7 +59,10 @@ class Below:
 
 
 def checkpoints_below(text: str) -> list[Below]:
-    """Returns what is directly below the folder ``text``, the newest first: nothing if it is a checkpoint itself.
+    """Returns what is directly below the folder ``text``, the newest first.
+
+    That is nothing if it is a checkpoint itself, or none is below it. Of a folder of this machine, what cannot be read
+    is left out.
 
     Raises:
         TensorferryError: it cannot be read

@@ -53,7 +53,7 @@ class Conversion:
         rank: of a checkpointer's folder, the rank
         step: the step number of a checkpoint that is written; ``None`` takes that of the source
         verify: compare files with their checksums first
-        drop_objects: leave out what a format cannot hold
+        drop_objects: leave out what a safetensors file cannot hold
         only: the part of the state that is converted, as for :func:`parts.find`; ``None`` converts all of it
     """
 
@@ -79,7 +79,9 @@ class Conversion:
         """Writes the checkpoint to ``output``; returns how much there was.
 
         Raises:
+            SourceChanged: a file of the source was written to meanwhile; the output is not made
             TensorferryError: the source cannot be read, or the output not be written
+            RuntimeError: torch cannot write the state
         """
         with pending(output, folder=to in ("checkpoint", "dcp", "torch-dcp")) as partial:
             try:
@@ -151,7 +153,14 @@ class Conversion:
                 return mapped_states.state_of_distributed(path, scratch)
 
     def _state_of_rank(self, folder: Path) -> Any:
-        """Returns the state of a rank, with whole tensors in place of those that are spread over ranks."""
+        """Returns the state of a rank, with whole tensors in place of those that are spread over ranks.
+
+        With ``only``, other parts of the state are left out. The step of the index counts where none was given.
+
+        Raises:
+            InvalidArgument: there is no such rank, or no such part
+            TensorferryError: the checkpoint is incomplete or damaged, or cannot be read
+        """
         index: Index = read_index(folder)
         if missing := missing_files(folder, index):
             raise IncompleteCheckpoint(f"{folder} is incomplete: {', '.join(missing)} is missing")
@@ -216,13 +225,18 @@ def _save_distributed(state: Any, writer: Any) -> None:
 def write_safetensors(values: dict[str, Any], path: Path, *, drop: bool) -> list[str]:
     """Writes tensors as a safetensors file for other programs, without checksums; returns the names left out.
 
+    The empty name, and names that the formats keep for themselves, get a ``~`` in front.
+
     Args:
         values: the leaves of a state by their paths
         path: the file, which must not exist
-        drop: leave out what is not a tensor, or not of a dtype that safetensors has
+        drop: leave out what is not a tensor, is sparse, quantized or on the device ``meta``, or has a dtype that
+            safetensors lacks
 
     Raises:
         UnsupportedLeaf: there is such a leaf, and ``drop`` is not set
+        SystemRefused: this machine has no memory for a copy of a view
+        OSError: the file is there already, or cannot be written
     """
     dropped, tensors = [], {}
     for name, value in values.items():

@@ -27,6 +27,8 @@ _FILES = (CheckpointKind.CONTAINER, CheckpointKind.ARCHIVE)
 def copy(place: Place, target: AnyPlace, *, verify: bool = True) -> int:
     """Copies a checkpoint to where nothing is; returns how many bytes it has.
 
+    What a copy that fails has written to a store stays there; in a folder, nothing stays.
+
     Args:
         place: the checkpoint
         target: a new file or folder, or a place in a store where nothing is
@@ -51,7 +53,15 @@ def copy(place: Place, target: AnyPlace, *, verify: bool = True) -> int:
 
 @contextlib.contextmanager
 def local(place: Place, *, verify: bool = True) -> Iterator[Place]:
-    """Yields a copy of a checkpoint in a temporary folder for as long as the block runs; a local one itself."""
+    """Yields a copy of a checkpoint in a temporary folder for as long as the block runs; a local one itself.
+
+    Args:
+        place: the checkpoint
+        verify: compare what was copied with its checksums, where it has some
+
+    Raises:
+        TensorferryError: it is incomplete or damaged, or cannot be read or copied
+    """
     if not isinstance(place.path, ObjectPlace):
         yield place
         return
@@ -64,7 +74,14 @@ def local(place: Place, *, verify: bool = True) -> Iterator[Place]:
 
 
 def _files_of(place: Place) -> list[str]:
-    """Returns the names of a checkpoint's files in its folder, the index last."""
+    """Returns the names of a checkpoint's files in its folder, the index last.
+
+    Where no index of this package lists them, they are all files that lie directly in the folder.
+
+    Raises:
+        IncompleteCheckpoint: a file is missing
+        TensorferryError: the folder or its index cannot be read
+    """
     folder = place.path
     if place.layout in (CheckpointKind.CHECKPOINT, CheckpointKind.DISTRIBUTED) and is_file(folder / INDEX):
         names = list(commits.files_of(folder / INDEX).files)

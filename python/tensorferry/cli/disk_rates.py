@@ -41,7 +41,7 @@ def measure(nbytes: int, count: int, folder: Path) -> list[SaveTimes]:
 
     Args:
         nbytes: size of the state
-        count: saves of each kind, without the first, which also makes buffers and starts threads
+        count: saves of each kind, 1 or more, without the first, which also makes buffers and starts threads
         folder: on the disk that is measured; it must exist
     """
     from ..checkpointing import AsyncCheckpointer

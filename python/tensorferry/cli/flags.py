@@ -40,10 +40,10 @@ class Trust:
     same_host: Annotated[bool | None, Parameter(negative="--no-same-host")] = None
 
     def secret(self) -> Secret | None:
-        """Returns the shared secret.
+        """Returns the shared secret; ``None`` if neither the file nor the environment has one.
 
         Raises:
-            InvalidArgument: the file cannot be read, or what it holds is no secret
+            InvalidArgument: the file, or that of the environment, cannot be read, or what it holds is no secret
         """
         return shared_secret(self.given_secret())
 
@@ -68,11 +68,19 @@ class Trust:
             raise InvalidArgument(f"--secret-file cannot be read: {e}") from e
 
     def insists_on_tls(self) -> bool:
-        """Whether sources that do not encrypt are refused."""
+        """Whether sources that do not encrypt are refused.
+
+        Raises:
+            InvalidArgument: a variable that says so has a wrong value
+        """
         return wants_tls(True if self.tls else None)
 
     def uses_same_host(self) -> bool:
-        """Whether shared memory may replace the network."""
+        """Whether shared memory may replace the network.
+
+        Raises:
+            InvalidArgument: the variable that says so has a wrong value
+        """
         return wants_same_host(self.same_host)
 
 
@@ -98,10 +106,10 @@ class Serving:
     relay: Relay = None
 
     def options(self, trust: Trust) -> ServerOptions:
-        """Returns these options, and those of ``trust``, as a server takes them.
+        """Returns these options but for ``relay``, and those of ``trust``, as a server takes them.
 
         Raises:
-            InvalidArgument: one of them cannot be used
+            InvalidArgument: one of them, or a variable that stands in for one, cannot be used
         """
         return ServerOptions(
             secret=trust.given_secret(),

@@ -38,6 +38,7 @@ class Peer:
             encrypts
         values: its counters by name and label
         rates: bytes per second since the answer before, sent and received
+        at: when it answered last, by the monotonic clock
         error: the class of the error that kept it from answering; empty if it has answered
         trouble: why it did not answer, without its address
     """
@@ -74,7 +75,7 @@ def peers_of(given: str) -> list[Peer]:
     """Returns the transports that one argument names: metadata of one or several, or the address of a port.
 
     Raises:
-        InvalidArgument: it names none
+        InvalidArgument: it names none, or comes without the fingerprint that it must have
     """
     words = given.split()
     if words[:1] == [publications.SCHEME]:
@@ -143,9 +144,12 @@ def _received(values: _Values) -> float:
 
 
 def _fetch(peer: Peer) -> str:
-    """Asks ``peer`` for its counters and returns the answer; asks nothing if its certificate is not the URL's.
+    """Asks ``peer`` for its counters and returns the beginning of the answer, at most ``_LONGEST`` bytes.
+
+    It asks nothing if the certificate of ``peer`` is not the URL's.
 
     Raises:
+        ProtocolError: the answer has another status than 200
         TensorferryError: it is not the peer, there is nobody, or not all of its answer has come in time
     """
     with contextlib.closing(HttpAnswer.open(peer.url, "metrics", timeout=_PATIENCE_S)) as answer:

@@ -62,7 +62,8 @@ class ServedFiles:
         """Yields ``path``, as which the same file must be there before and after the block.
 
         Raises:
-            SourceChanged: it is another one afterwards, or was written to
+            SourceChanged: it is another one afterwards, or its length or time shows that it was written to
+            SystemRefused: it cannot be examined
         """
         before = _file_identity(path)
         yield path
@@ -75,12 +76,16 @@ class ServedFiles:
         return [pages]
 
     def changed(self) -> list[Path]:
-        """Returns the files whose content has changed; a file that was replaced or removed still has its content."""
+        """Returns the files whose content is seen to have changed; one that was replaced or removed keeps its own."""
         return [path for path, pages in self._pages.items() if not pages.is_unchanged]
 
 
 def _file_identity(path: Path) -> tuple[int, ...]:
-    """Returns what changes when another file takes this one's place, or its content changes."""
+    """Returns what changes when another file takes this one's place, or a write changes its length or time.
+
+    Raises:
+        SystemRefused: the system does not say
+    """
     try:
         about = path.stat()
     except OSError as e:

@@ -44,6 +44,9 @@ _QUANTIZED = (torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.qui
 def state_of_container(path: Path, pages: list[FilePages] | None = None) -> Any:
     """Returns the state in a container file; of a safetensors file of another program, a dict of its tensors.
 
+    The tensors lie in the pages of the file, and are compared with no checksums: whoever reads them asks
+    ``is_unchanged`` of these pages afterwards.
+
     Args:
         path: the file
         pages: gets the pages in which the tensors lie
@@ -85,7 +88,7 @@ def state_of_container(path: Path, pages: list[FilePages] | None = None) -> Any:
 
 
 def state_of_shards(folder: Path, pages: list[FilePages] | None = None) -> dict[str, Any]:
-    """Returns the tensors of a model in several safetensors files, by their names.
+    """Returns the tensors of a model in several safetensors files, by their names; see :func:`state_of_container`.
 
     Args:
         folder: the folder
@@ -103,7 +106,7 @@ def state_of_shards(folder: Path, pages: list[FilePages] | None = None) -> dict[
 
 
 def state_of_archive(path: Path, pages: list[FilePages] | None = None) -> Any:
-    """Returns what ``torch.save`` wrote.
+    """Returns what ``torch.save`` wrote, its tensors in the pages of the file, compared with no CRC-32.
 
     Args:
         path: the file
@@ -129,11 +132,15 @@ def state_of_archive(path: Path, pages: list[FilePages] | None = None) -> Any:
 def state_of_distributed(checkpoint: Path | SliceReader, scratch: Path | None = None) -> Any:
     """Returns the whole state of a distributed checkpoint, of this package or of torch.
 
+    Keys of an optimizer's state that are numbers as text become integers, as :func:`numbers.restore` says.
+
     Args:
         checkpoint: its folder, or what reads it
         scratch: a folder in whose file system the tensors lie, in a file without a name; ``None`` takes memory
 
     Raises:
+        UnsupportedLeaf: a tensor of it is quantized
+        SystemRefused: there is no room for the tensors
         TensorferryError: it is incomplete, damaged, or names what is not allowed
     """
     state: dict[str, Any] = {}
@@ -172,7 +179,12 @@ class _Planner(DefaultLoadPlanner):  # type: ignore[misc]  # mypy does not follo
         self._scratch = scratch
 
     def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
-        """Fills ``state_dict`` with tensors over the scratch file."""
+        """Fills ``state_dict`` with tensors over the scratch file, and for objects with what the index has of them.
+
+        Raises:
+            UnsupportedLeaf: a tensor is quantized
+            SystemRefused: there is no room for the tensors
+        """
         assert metadata is not None
         tensors = {k: v for k, v in metadata.state_dict_metadata.items() if isinstance(v, TensorStorageMetadata)}
         places, at = {}, 0
@@ -196,7 +208,11 @@ class _Planner(DefaultLoadPlanner):  # type: ignore[misc]  # mypy does not follo
         super().set_up_planner(state_dict, metadata, is_coordinator)
 
     def _pages(self, nbytes: int) -> mmap.mmap | None:
-        """Maps ``nbytes`` bytes of a new file without a name in the scratch folder, or of memory without one."""
+        """Maps ``nbytes`` bytes of a new file without a name in the scratch folder, or without such a folder of memory.
+
+        Raises:
+            SystemRefused: there is no room for them
+        """
         if not nbytes:
             return None
         if self._scratch is None:

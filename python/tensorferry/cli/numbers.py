@@ -11,7 +11,7 @@ from typing import Any
 
 
 def restore(state: Any) -> None:
-    """Makes integers of the keys of each optimizer's state that its parameter groups list as integers, in place."""
+    """Makes integers of the keys of each optimizer's state, in place, if its parameter groups list all of them so."""
     for _, node in _dicts(state, ""):
         of_parameters, groups = node.get("state"), node.get("param_groups")
         if isinstance(of_parameters, dict) and isinstance(groups, list | tuple):

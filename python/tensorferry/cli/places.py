@@ -82,8 +82,11 @@ def find(text: str) -> Place:
 
     Raises:
         IncompleteCheckpoint: there is nothing, or a folder without a checkpoint
-        ProtocolError: it is a file of another kind
+        ProtocolError: it is a file of another kind, or a folder whose index is none
+        CorruptCheckpoint: the index in the folder is damaged
+        InvalidArgument: it is no path, or the folder of torch's own checkpointer
         SystemRefused: it cannot be read
+        TensorferryError: the store does not answer, or refuses
     """
     if is_metadata(text):
         return Place(CheckpointKind.PEERS, text)
@@ -136,7 +139,7 @@ def _file(path: AnyPlace, head: bytes, text: str) -> Place:
 
 
 def settled(read: Callable[[], _T], *texts: str, attempts: int = ATTEMPTS, still: bool = False) -> _T:
-    """Reads what ``texts`` name; as :func:`read_settled`, which it calls for those of them that are paths."""
+    """Reads what ``texts`` name; as :func:`read_settled`, called for those that are paths or URLs; raises as it."""
     paths = [
         any_place(text) if is_store_url(text) else Path(text)
         for text in texts
@@ -221,7 +224,7 @@ def has_signs(folder: AnyPlace) -> bool:
 
 
 def kind_of_file(path: Path) -> str:
-    """Returns what a file is called that holds a state; empty if it is another one."""
+    """Returns what a file is called that holds a state; empty if it is another one, or cannot be read."""
     try:
         return find(str(path)).kind.value
     except TensorferryError:
@@ -229,7 +232,7 @@ def kind_of_file(path: Path) -> str:
 
 
 def _checkpoints_in(folder: AnyPlace) -> list[str]:
-    """Returns the names of the checkpoints in a folder, the latest first; in a store, those of folders."""
+    """Returns the names of the checkpoints in a folder, the latest first; in a store, of all folders, by name."""
     if isinstance(folder, ObjectPlace):
         return sorted(folder.folders(), reverse=True)
     found: list[tuple[float, str]] = []
@@ -245,7 +248,10 @@ def _checkpoints_in(folder: AnyPlace) -> list[str]:
 
 
 def checkpoint_that_was_not_pulled(folder: Path) -> str | None:
-    """Returns the name of a file that belongs to a checkpoint in ``folder`` which no pull has written."""
+    """Returns the name of a file that belongs to a checkpoint in ``folder`` which no pull has written.
+
+    ``None`` if there is no such checkpoint.
+    """
     from ..storage import commits
     from ..storage.download import was_pulled
 

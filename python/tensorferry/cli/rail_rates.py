@@ -35,7 +35,12 @@ class RailRate(NamedTuple):
 
 
 def rail_rates(remote: Remote) -> list[RailRate]:
-    """Measures the rails that an opened peer has named, one after the other; none if it has named none."""
+    """Measures the rails that an opened peer has named, one after the other; none if it has named none.
+
+    Raises:
+        InvalidArgument: it was fetched already
+        SystemRefused: the interfaces of this host cannot be listed
+    """
     found = [_measure_rail(remote, there, mbit * 125_000.0) for there, mbit in remote.rails]
     return [one if one.expected else _beside(one, found) for one in found]
 

@@ -92,9 +92,11 @@ def open_source(
         relay: serves on what has come, where the source offers that
 
     Returns:
-        What was opened, and its step.
+        What was opened, for the caller to close, and its step.
 
     Raises:
+        InvalidArgument: ``step``, the lanes or the secret cannot be used
+        SourceChanged: without ``step``, the source has gone on to another one again and again
         TensorferryError: as for ``HTTPTransport.recv_checkpoint``
     """
     if step is not None:

@@ -32,10 +32,10 @@ def put_together(folder: Path, index: Index, rank: int, state: Any) -> Any:
 
 
 def without_ranks(state: Any, place: str) -> Any:
-    """Returns ``state`` with a plain tensor in place of each DTensor or ShardedTensor of which all is there.
+    """Returns ``state`` with a plain tensor in place of each DTensor or ShardedTensor that is whole in one part.
 
     Raises:
-        UnsupportedLeaf: of one there is only a part
+        UnsupportedLeaf: one is not whole, or is whole in several parts only
     """
     flat = tree.flatten(state)
     for number, (value, path) in enumerate(zip(flat.objects, flat.object_paths, strict=True)):
@@ -45,7 +45,11 @@ def without_ranks(state: Any, place: str) -> Any:
 
 
 def _whole_tensor(value: Any, name: str) -> Tensor:
-    """Returns the whole tensor that ``value`` is or has all parts of."""
+    """Returns the whole tensor that ``value`` is, or has as its only part.
+
+    Raises:
+        UnsupportedLeaf: it has another part, or several
+    """
     whole = whole_of(value)
     if is_spread(whole):
         raise UnsupportedLeaf(

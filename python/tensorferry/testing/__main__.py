@@ -20,6 +20,9 @@ def main(arguments: list[str] | None = None) -> int:
 
     Returns:
         The exit status: 1 if tensorferry broke a promise, otherwise 0.
+
+    Raises:
+        SystemExit: the arguments are wrong, or ask for help
     """
     parser = argparse.ArgumentParser(prog="python -m tensorferry.testing", description=__doc__)
     parser.add_argument("--transports", default="tensorferry", help="comma-separated names or module:callable")

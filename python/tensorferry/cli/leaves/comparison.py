@@ -72,7 +72,7 @@ class _Side:
         """Replaces the listings of all ranks by one of the whole state, with whole tensors in place of their parts.
 
         All values are read for it. Of what several ranks have besides, the first rank's is taken. A single listing
-        without parts stays.
+        stays, unless it is that of a checkpointer's folder and has parts.
         """
         if len(self.listings) == 1 and not (self.place.kind is CheckpointKind.CHECKPOINT and any(self.parts())):
             return
@@ -125,7 +125,12 @@ class _Side:
                 return mapped_states.state_of_distributed(path)
 
     def _of_peer(self, number: int) -> Any:
-        """Fetches the state that a peer serves."""
+        """Fetches the state that a peer serves.
+
+        Raises:
+            InvalidArgument: it is a publication of several ranks
+            TensorferryError: as for ``HTTPTransport.recv_checkpoint``
+        """
         from ...memory.accelerator import ACCELERATOR
         from ...memory.bounce import BounceBuffers
         from ...pickles.allowlist import Allowed
@@ -163,7 +168,7 @@ class Comparison:
         self._by_digest = self._by_bytes = 0
 
     def close(self) -> None:
-        """Removes copies."""
+        """Removes the copies of checkpoints in stores."""
         self._a.copied.close()
         self._b.copied.close()
 

@@ -48,6 +48,7 @@ def checked_files(folder: AnyPlace, names: list[Any], commit: commits.Commit) ->
         ProtocolError: a name is not that of a rank's file, or is not in the index's list of files
         IncompleteCheckpoint: a file is missing
         CorruptCheckpoint: a file has another header than the index says
+        TensorferryError: a file cannot be read
     """
     for name in checked_names(names, folder / INDEX):
         if name not in commit.files:
@@ -103,6 +104,8 @@ def index_container(control: list[tuple[str, bytes]]) -> Container:
 def write_index(folder: Path, step: int, names: dict[str, str], began: int) -> None:
     """Commits a distributed checkpoint that was pulled: writes its index, which names files instead of peers.
 
+    The files of the checkpoint that this replaces are removed.
+
     Args:
         folder: the folder
         step: the step of the publication
@@ -110,7 +113,9 @@ def write_index(folder: Path, step: int, names: dict[str, str], began: int) -> N
         began: when the pull began, as :func:`commits.begin_after` says
 
     Raises:
-        IncompleteCheckpoint: a save that began later has finished in the folder meanwhile
+        IncompleteCheckpoint: a save that began later has finished in the folder meanwhile, and the pulled files are
+            removed; or one of them is gone
+        CorruptCheckpoint: a file of a rank is damaged
         SystemRefused: the index cannot be written
         ProtocolError: the first rank has no index, or its index names other peers
     """

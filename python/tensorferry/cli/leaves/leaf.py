@@ -33,12 +33,13 @@ class Leaf:
     Attributes:
         path: its keys, joined with dots
         kind: ``tensor``; ``view`` for a tensor that is not all of its memory, or a DTensor; ``object`` for what is
-            neither; ``sharded`` for a tensor in the files of several ranks
+            neither; ``sharded`` for a tensor in several shards; ``alias`` for a leaf that has stood in another place
         dtype: its dtype, by torch's name where torch has one; empty for objects
         shape: its shape
         bytes: how many bytes its elements have
         notes: what else is known of it: that it is a Parameter, with what it shares memory, which shard it is
-        digest: CRC-64/NVME of its bytes, in hexadecimal digits; ``None`` if it is not known
+        digest: CRC-64/NVME of its bytes, in hexadecimal digits, or for ``sharded`` a digest of its shards' digests and
+            places; ``None`` if it is not known
         part: which part of a tensor it is that is spread over ranks; empty for others
     """
 
@@ -250,7 +251,7 @@ def walk(tree: Any) -> Iterator[tuple[str, int]]:
     """Yields path and number of each leaf of a tree, in its order.
 
     Raises:
-        ProtocolError: it is not a tree, or its paths are too long
+        ProtocolError: it is not a tree, or is too deep, or its paths are too long
     """
     left = _LONGEST_PATHS
     for path, number in _below(tree, "", 0):

@@ -25,7 +25,7 @@ def list_place(place: Place, *, digests: bool) -> Listing:
 
     Raises:
         TensorferryError: it cannot be read
-        InvalidArgument: digests were asked for, of which such files have none
+        InvalidArgument: digests were asked for of a distributed checkpoint, which has none; or it is of Megatron's zarr
     """
     if place.layout is CheckpointKind.MEGATRON:
         raise InvalidArgument(f"{place.text} is a checkpoint of Megatron's backend zarr: convert it first")

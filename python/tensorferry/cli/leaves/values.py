@@ -29,7 +29,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     """Returns a tensor with the elements of ``tensor``, for which :func:`has_elements` holds, in one piece.
 
     Raises:
-        SystemRefused: it is a view that repeats its elements, and this machine has no memory for all of them
+        SystemRefused: its elements do not lie in order, and this machine has no memory for a copy
     """
     tensor = tensor.detach()
     if not tensor.is_contiguous():
@@ -46,7 +46,9 @@ def whole_of(value: Any) -> Any:
 
 
 def digest_of(tensor: torch.Tensor) -> str | None:
-    """Returns CRC-64/NVME of a tensor's elements, in hexadecimal digits; ``None`` if it has no elements of its own.
+    """Returns CRC-64/NVME of the elements of a tensor in host memory, in hexadecimal digits.
+
+    ``None`` without elements of its own (:func:`has_elements`), and for subclasses other than ``Parameter``.
 
     Raises:
         SystemRefused: the elements have to be copied, and this machine has no memory for that
@@ -92,6 +94,7 @@ def are_same(a: Any, b: Any) -> bool:
     """Whether two leaves have the same value: tensors bit by bit, those that are spread over ranks also in placements.
 
     What a process has left in an object beside its value, such as the hash that a mesh keeps, does not count.
+    Two whose comparison raises count as different.
     """
     try:
         return _Comparison().of(a, b)
@@ -108,7 +111,7 @@ class _Comparison:
         self._made: list[Any] = []
 
     def of(self, a: Any, b: Any) -> bool:
-        """Whether ``a`` and ``b`` have the same value. A pair that is being compared counts as equal."""
+        """Whether ``a`` and ``b`` have the same value. A pair whose comparison has begun counts as equal."""
         if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
             return self._same_tensors(a, b)
         if type(a) is not type(b):

@@ -1,7 +1,7 @@
 """What the verbs print: results to standard output, everything else to standard error.
 
-Names of tensors, paths and messages may come from a hostile file or peer. Everything that is printed passes through
-:func:`clean` first, so that no escape sequence in them reaches the terminal.
+Names of tensors, paths and messages may come from a hostile file or peer. What is printed of them passes through
+:func:`clean` first, or is JSON in ASCII, so that no escape sequence in them reaches the terminal.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ _CONTROLS = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
 
 
 def clean(text: object) -> str:
-    """Returns ``text`` on one line without characters that a terminal acts upon; these are shown as escapes."""
+    """Returns ``text`` on one line without characters that a terminal acts upon; these are shown as escapes.
+
+    What is longer than ``_LONGEST`` characters is cut.
+    """
     shown = str(text)
     if len(shown) > _LONGEST:
         shown = f"{shown[:_LONGEST]}..."

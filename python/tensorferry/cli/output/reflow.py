@@ -26,7 +26,7 @@ def reflowed(text: str) -> str:
 
 
 def documented(verb: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a verb, its docstring and those of the options that verbs share reflowed."""
+    """Reflows the docstrings of a verb and of the options that verbs share, in place; returns the verb."""
     for one in (verb, flags.Receiving, flags.Serving, flags.Trust):
         one.__doc__ = reflowed(one.__doc__ or "")
     return verb

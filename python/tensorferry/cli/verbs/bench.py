@@ -25,7 +25,7 @@ def bench(*, size: str = "256M", rounds: int = 5, save: Path | None = None, json
     turns, and each has its bytes on the disk when its save ends.
 
     Args:
-        size: of the state, such as 256M or 4G; three times as much memory is needed
+        size: of the state, such as 256M or 4G; three times as much memory is needed, with --save four times
         rounds: receives over each route, or saves of each kind; the median is shown, with the slowest and the fastest
         save: measure checkpoints in this folder, which must exist: on the disk that you will save to
         json: print the result as one JSON document

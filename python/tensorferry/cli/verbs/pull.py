@@ -109,7 +109,7 @@ def pull(
 
 
 def _relay_server(trust: Trust, stack: contextlib.ExitStack, asked: bool) -> Server | None:
-    """Starts the server that serves on what comes, until ``stack`` ends; without a port, others are not helped."""
+    """Starts the server that serves on what comes, until ``stack`` ends; ``None`` without a port: it helps nobody."""
     from ...net.serve import relaying
     from ..flags import Serving
 
@@ -126,7 +126,7 @@ class _Target:
 
     Attributes:
         path: the file
-        replaced: the file that it may replace, as ``lstat`` describes it
+        replaced: the file that it may replace, as ``lstat`` describes it; ``None`` if nothing may be there
     """
 
     path: Path
@@ -185,6 +185,7 @@ class _Pull:
 
         Raises:
             InvalidArgument: what is there must stay
+            SystemRefused: the system does not say what is there
         """
         from ...storage.download import was_pulled
 
@@ -292,7 +293,10 @@ class _Pull:
         self._done(folder, self._step)
 
     def _distributed(self, urls: list[str], folder: Path) -> None:
-        """Pulls a distributed checkpoint, a file for each rank, and commits it by its index."""
+        """Pulls a distributed checkpoint, a file for each rank, and commits it by its index.
+
+        After an error, the files of the ranks that were fetched stay, without an index.
+        """
         from ...storage import commits, reserved
         from ...storage.download import Download
         from ...storage.folder import INDEX
@@ -319,7 +323,10 @@ class _Pull:
     def _fetch(
         self, urls: list[str], begin: Callable[[Remote, int], tuple[_Target, Download]], *, title: str = ""
     ) -> tuple[Path, int]:
-        """Fetches one container; ``begin`` returns, for what was opened and its step, where it comes to lie."""
+        """Fetches one container; ``begin`` returns, for what was opened and its step, where it comes to lie.
+
+        Returns the path, with the complete file there, and the step. After an error what has come stays, incomplete.
+        """
         from ..output.progress import Progress
         from ..sources import open_source
 

@@ -41,7 +41,7 @@ def serve(
 
     Args:
         path: a file or a folder, or the URL of one in an object store, which is copied to this machine first
-        step: the step number to serve it as (default: that of the checkpoint, or 0)
+        step: the step number to serve it as (default: that of the checkpoint, or 0; of a distributed checkpoint, 1)
         unverified: do not compare files with their checksums before they are served
         json: print the metadata as one JSON document
         serving: how it is reached
@@ -88,6 +88,8 @@ def serve(
 
 class Publisher:
     """Publishes on one server; each method takes a path and returns what is printed as JSON.
+
+    It raises a ``TensorferryError`` if what is there cannot be read, is damaged or incomplete, or cannot be served.
 
     Args:
         server: the server

@@ -32,7 +32,7 @@ def top(*metadata: str, every: float = 2.0, once: Switch = False, json: Json = F
     Args:
         metadata: of transports, as metadata() returns it; or the address of a port for counters, such as node1:9400
         every: seconds between two looks
-        once: look once, and end
+        once: look once, and end, with status 1 if one of them does not answer
         json: print each look as one JSON document on one line, with all counters
     """
     import concurrent.futures

@@ -63,7 +63,8 @@ def _files(place: Any) -> list[tuple[AnyPlace, bool | None]]:
 
     Raises:
         IncompleteCheckpoint: one is missing
-        TensorferryError: the index is not valid
+        CorruptCheckpoint: one has another header than the index says
+        TensorferryError: the index cannot be read, or is not valid
     """
     from ..._native import Stored
     from ...storage import commits

@@ -68,7 +68,8 @@ class Outcome:
     repeat: int = 0
     outcome: str = "healed"
     """``"healed"``, ``"error"``, ``"wrong bytes"``, ``"hung"`` (the receiver was killed), ``"crashed"`` (the receiver
-    ended), ``"code ran"`` (a hostile source's), or ``"left out"``: ``message`` then says what this machine lacks."""
+    ended), ``"code ran"`` (a hostile source's), ``"did not start"`` (a process of the cell), or ``"left out"``:
+    ``message`` then says what this machine lacks."""
     source: str = "fine"
     """``"fine"``, ``"gone"`` (the fault ended it), or how it was hurt: ``"crashed"``, ``"raised"``, ``"stalled"``,
     ``"port open"`` (after its end), ``"next heal failed"``."""
@@ -107,6 +108,11 @@ class Cell:
         scenario: what happens in the cell
         limits: sizes and times
         seed: of the state that the source publishes first; the newer state has the next seed
+
+    Raises:
+        ChildGone: a process ended, or the source could not publish
+        ChildHung: a process did not start in time
+        LeftOut: the system does not allow what the scenario requires
     """
 
     def __init__(

@@ -55,7 +55,8 @@ def crowding(metadata: str, pid: int, crowd: IdleCrowd) -> Iterator[Callable[[],
         crowd: how many connections, and whether half of them avoid the network
 
     Yields:
-        A callable that returns how many connections were open when the block was entered; 0 if the crowd has ended.
+        A callable that returns how many connections were open when the block was entered; 0 if the crowd has ended, or
+        the source has no local sockets.
     """
     url = urlsplit(metadata)
     targets = [f"{url.hostname}:{url.port}"]

@@ -72,7 +72,11 @@ class Child:
         return self.receive_answer(within)
 
     def send(self, request: Any) -> None:
-        """Sends a request; :meth:`receive_answer` returns its answer."""
+        """Sends a request; :meth:`receive_answer` returns its answer.
+
+        Raises:
+            ChildGone: the process has ended
+        """
         try:
             self._pipe.send(request)
         except OSError as e:
@@ -209,6 +213,8 @@ class Processes:
             setting: in place of what the scenario requires
 
         Raises:
+            ChildGone: it ended
+            ChildHung: it did not start in time
             LeftOut: the system does not allow what the scenario requires
         """
         child = self._start(receiver_main, candidate, setting)
@@ -220,7 +226,12 @@ class Processes:
     def receive(
         self, receiver: Child, metadata: str, step: int, allowed: list[AllowedState], timeout: float, grace: float
     ) -> Received:
-        """Runs a receive with a deadline of ``timeout`` seconds; kills the receiver ``grace`` seconds after that."""
+        """Runs a receive with a deadline of ``timeout`` seconds; kills the receiver ``grace`` seconds after that.
+
+        Raises:
+            ChildGone: the receiver has ended
+            ChildHung: the receiver was killed
+        """
         receiver.send((metadata, step, allowed, timeout))
         return self.received(receiver, timeout + grace)
 

@@ -68,7 +68,8 @@ def run_matrix(
 
     Returns:
         The outcomes, in the order of faults, transports, repeats. There is none for a fault that a transport cannot
-        have; for one that this machine cannot have it is ``"left out"``, with the reason.
+        have; for one that this machine cannot have it is ``"left out"``, and where a process does not start ``"did not
+        start"``, each with the reason.
 
     Raises:
         ValueError: a name is not that of a transport or a fault

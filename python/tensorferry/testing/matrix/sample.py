@@ -18,7 +18,7 @@ def sample_state(seed: int, nbytes: int, objects: int | None = None) -> dict[str
 
     Args:
         seed: of the tensors' bytes
-        nbytes: size of all tensors together
+        nbytes: size of the weights together; the optimizer's tensors come on top
         objects: seed of everything that is not a tensor; ``seed`` if left out
     """
     plain = seed if objects is None else objects

@@ -106,7 +106,10 @@ def _prepare_process(log: str, seconds: float) -> None:
 def source_main(
     pipe: Connection, candidate: Candidate, nbytes: int, timeout: float, setting: Setting, log: str, bound: float
 ) -> None:
-    """Runs a source: trains in a loop and carries out the requests from ``pipe`` between two iterations."""
+    """Runs a source: trains in a loop and carries out the requests from ``pipe`` between two iterations.
+
+    It ends the process once the other end of the pipe is closed.
+    """
     _prepare_process(log, bound)
     more: dict[str, Any] = {"same_host": True} if setting.local else {}
     if setting.bytes_per_second and candidate.local:
@@ -161,7 +164,7 @@ class _Trainer:
         return self._send(step, {"weight": torch.ones(64), "trap": set_trap(trap, marker)})
 
     def withdraw(self) -> bool:
-        """Withdraws the state and writes over it; returns whether the transport allowed it without raising."""
+        """Withdraws the state, and writes over it unless the transport raised; returns whether it did not raise."""
         raised = _timed_call(self.measured, "disallow_checkpoint", self._transport.disallow_checkpoint)
         if raised is None:  # a trainer would not go on after an exception
             overwrite(self._state)
@@ -219,7 +222,10 @@ def _timed_call(report: SourceReport, name: str, call: Callable[[], None]) -> Ba
 def receiver_main(
     pipe: Connection, candidate: Candidate, nbytes: int, timeout: float, setting: Setting, log: str, bound: float
 ) -> None:
-    """Runs a receiver: receives on request, and compares the result with the allowed states."""
+    """Runs a receiver: receives on request, and compares the result with the allowed states.
+
+    It ends the process once the other end of the pipe is closed.
+    """
     _prepare_process(log, bound)
     if setting.silent_names:
         # What is seen is how long the system waits by default.

@@ -35,6 +35,9 @@ class FaultProxy:
         target_port: the source's port
         script: the faults; several may hit one connection
         listen: the address and the port to listen on; port 0 is any
+
+    Raises:
+        OSError: it cannot listen there
     """
 
     def __init__(
@@ -99,7 +102,10 @@ class FaultProxy:
         return changed
 
     def hold(self, at: int) -> None:
-        """Stops forwarding responses after ``at`` bytes of their bodies, counted over all connections."""
+        """Stops forwarding responses after ``at`` bytes of their bodies, counted over all connections.
+
+        It works once: after :meth:`release` nothing is held any more.
+        """
         self._script.hold_at = at
 
     def wait_held(self, timeout: float, over: Callable[[], bool] = lambda: False) -> bool:
@@ -119,7 +125,7 @@ class FaultProxy:
         return True
 
     def release(self) -> None:
-        """Resumes forwarding after :meth:`hold`."""
+        """Resumes forwarding after :meth:`hold`, for good."""
         self._script.hold_at = None
         self._loop.call_soon_threadsafe(self._script.gate.set)
 

@@ -16,7 +16,7 @@ __all__ = ["ProxyCounters", "Script"]
 
 @dataclass
 class ProxyCounters:
-    """Connections that a proxy has accepted, and bytes that it has forwarded."""
+    """Connections that a proxy has accepted, and bytes that it has read, whether or not a fault kept them back."""
 
     connections: int = 0
     request_bytes: int = 0
@@ -51,7 +51,10 @@ class Script:
             self.pace.end()
 
     def strikes(self, fault: Fault, number: int) -> bool:
-        """Whether ``fault`` strikes connection ``number``, which has reached the fault's offset."""
+        """Whether ``fault`` strikes connection ``number``, which has reached the fault's offset.
+
+        A fault of the order ``"reaching"`` counts the connection: ask once for each.
+        """
         if fault.order == "reaching":
             index = self.faults.index(fault)
             number = self._reached[index]
