@@ -5,7 +5,7 @@ from __future__ import annotations
 from .. import errors
 
 OK = 0
-#: The answer is no: two checkpoints differ.
+#: The answer is no, for example since two checkpoints differ.
 NO = 1
 USAGE = 2
 #: An error of tensorferry that has no status of its own.

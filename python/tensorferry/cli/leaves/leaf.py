@@ -65,7 +65,8 @@ class Listing:
         about: facts of the whole, such as its step and whether it has checksums
         leaves: its leaves, in the order of its tree
         tree: the tree as JSON has it, if it has one
-        hidden: the digest of each entry that is not a leaf itself: the memory of views, and the pickle of objects
+        hidden: the digest of each entry that is not a leaf itself: the memory of views, the pickle of objects, and the
+            manifest
     """
 
     about: dict[str, Any]

@@ -9,13 +9,13 @@ from ..output import console
 
 
 def copy(source: str, output: str, /, *, unverified: Switch = False, json: Json = False) -> int:
-    """Copies a checkpoint between a folder and an object store, byte for byte.
+    """Copies a checkpoint between a folder and an object store, or two stores, byte for byte.
 
     The output is a checkpoint only once all of it is there. In a store, the index comes last, and replaces nothing.
 
     Args:
         source: a file or a folder, or the URL of one in an object store, such as s3://bucket/run/step-1000
-        output: a path or a URL where nothing is; one of the two is a URL
+        output: a path or a URL where nothing is; one of the two is a URL, or both are
         unverified: do not compare the files with their checksums
         json: print the result as one JSON document
     """
