@@ -293,10 +293,7 @@ class _Pull:
         self._done(folder, self._step)
 
     def _distributed(self, urls: list[str], folder: Path) -> None:
-        """Pulls a distributed checkpoint, a file for each rank, and commits it by its index.
-
-        After an error, the files of the ranks that were fetched stay, without an index.
-        """
+        """Pulls a distributed checkpoint, a file for each rank, and commits it by its index."""
         from ...storage import commits, reserved
         from ...storage.download import Download
         from ...storage.folder import INDEX
