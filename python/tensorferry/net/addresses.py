@@ -36,7 +36,8 @@ def listening_addresses(interface: str | None) -> list[str]:
             ``TENSORFERRY_INTERFACE``
 
     Raises:
-        InvalidArgument: this host has no such address
+        InvalidArgument: this host has no such address, or ``interface`` is not a string or has an empty item
+        SystemRefused: the system does not list its interfaces
     """
     chosen = _items("interface", interface or setting(INTERFACE))
     return list(dict.fromkeys(_own_address(item) for item in chosen))
@@ -54,11 +55,12 @@ def advertised_host(advertise: str | None, listening: str | None) -> str:
     Raises:
         InvalidArgument: ``advertise`` cannot be the name or address of a host, or this host has no address in that
             network
+        SystemRefused: the system does not list its interfaces, or has no descriptor or thread for a lookup
 
     Returns:
         The first of these that there is: what ``advertise`` selects; ``listening``; the host's name, as in torchft, if
         it resolves within a second to an address that other hosts can use; the address of the interface with the
-        default route.
+        default route; any address that is neither loopback nor link-local; ``127.0.0.1``.
     """
     chosen = next(iter(wanted_addresses(advertise)), "")
     if chosen:
@@ -102,6 +104,7 @@ def address_of_own(wanted: str) -> str | None:
 
     Raises:
         InvalidArgument: it is a network in which this host has no address
+        SystemRefused: the system does not list its interfaces
     """
     if _NETWORK.fullmatch(wanted) or any(name == wanted for name, _ in interfaces()):
         return _own_address(wanted)
@@ -126,6 +129,7 @@ def resolved(name: str) -> list[str]:
     Raises:
         FetchTimeout: no name server has answered within a second
         ConnectError: the name is not known
+        SystemRefused: the system refuses a thread for the lookup
     """
     return _resolve(name, timeout=_NAME_PATIENCE_S)
 
@@ -134,6 +138,9 @@ def interface_speed(address: str) -> tuple[str, float] | None:
     """Returns the name of the interface with ``address`` and its rated speed in bytes per second.
 
     ``None`` if no interface has that address, or the system does not report a speed.
+
+    Raises:
+        SystemRefused: the system does not list its interfaces
     """
     wanted = _parse(address)
     for name, text in interfaces():

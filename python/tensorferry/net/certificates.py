@@ -23,8 +23,8 @@ def encryption(tls: Tls) -> tuple[bool, Certificate | None]:
             none, the files are those of ``TENSORFERRY_TLS_CERTIFICATE`` and ``TENSORFERRY_TLS_KEY``
 
     Raises:
-        InvalidArgument: a variable has another value, only one of the files is named, one of them cannot be read or
-            has no such content, or the key is not that of the certificate
+        InvalidArgument: ``tls`` is none of these, a variable has another value, only one of the files is named, one of
+            them cannot be read or has no such content, or the key is not that of the certificate
     """
     if isinstance(tls, tuple):
         if len(tls) != 2 or not all(isinstance(path, (str, os.PathLike)) for path in tls):

@@ -57,6 +57,7 @@ class ServerOptions:
 
     Raises:
         InvalidArgument: an argument cannot be used; the message names it
+        SystemRefused: the system does not list its interfaces
     """
 
     def __init__(self, **given: Unpack[ServerArguments]) -> None:

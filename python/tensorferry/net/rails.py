@@ -48,8 +48,9 @@ def preferred_card(
 ) -> tuple[str, Seat] | None:
     """Returns the address of the card by which receivers should begin, and what tells other processes that it is used.
 
-    Cards of less than half of the fastest one's speed are left out. Of the others the nearest counts, and where several
-    are as near, the one that fewest servers of this host have taken: all of them choose by the same seats.
+    Cards of less than half of the fastest one's speed are left out, those of unknown speed are not. Of the others the
+    nearest counts, and where several are as near, the one that fewest servers of this host have taken: all of them
+    choose by the same seats.
 
     Args:
         rails: what :func:`advertised_rails` has returned
@@ -58,6 +59,9 @@ def preferred_card(
 
     Returns:
         ``None`` where there is nothing to choose.
+
+    Raises:
+        SystemRefused: the system does not list its interfaces
     """
     if len(rails) < 2 or wanted_addresses(advertise):
         return None

@@ -34,7 +34,7 @@ def start(
             cards, receivers begin by one that is near it
 
     Raises:
-        SystemRefused: no port can be opened
+        SystemRefused: no port can be opened, or the system does not list its interfaces
         InvalidArgument: ``options.advertise`` cannot be used on this host
     """
     # First, because it can fail: a server that nobody keeps would hold its port until it is collected.
@@ -74,7 +74,7 @@ def serve(
         accelerator: as for :func:`start`
 
     Raises:
-        SystemRefused: no port can be opened
+        SystemRefused: as for :func:`start`
         InvalidArgument: ``timeout`` is not a time to wait, or ``options.advertise`` cannot be used on this host
     """
     server, host = start(_validate.patience("timeout", timeout), options, swarm, accelerator)
@@ -90,6 +90,9 @@ def relaying(options: ServerOptions, refused: Callable[[SystemRefused], object])
     Args:
         options: as for :func:`start`
         refused: called with the reason why there is no port
+
+    Raises:
+        InvalidArgument: as for :func:`start`
     """
     try:
         server, _ = start(_RELAY_PATIENCE_S, options)

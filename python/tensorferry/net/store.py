@@ -35,7 +35,10 @@ def _wait_for_answers() -> None:
 
 
 class StoreThread:
-    """Calls functions that ask a store, one after the other; the thread begins with the first of them."""
+    """Calls functions that ask a store, one after the other; the thread begins with the first of them.
+
+    One thread at a time asks. In a child that was forked after the first call, nothing is answered.
+    """
 
     def __init__(self) -> None:
         self._orders: SimpleQueue[_Order | None] | None = None

@@ -6,10 +6,10 @@ whole:
 
 - Every file that a save writes has a unique name (``names.py``), and an index that names other files is none.
 - Everybody who replaces an index calls :func:`commit_index`, :func:`edit_index`, :func:`remove_index` or
-  :func:`remove_earlier`. They lock the folder (``flock``), read the index again, and only then rename or remove. A save
-  neither replaces nor removes the index of one that began later. An edit or a removal replaces only the very index that
-  it was made from; an edit starts again from the new one, and keeps the time at which the save began whose index it
-  changes.
+  :func:`remove_earlier`. They lock the folder (``flock``), read the index again, and only then rename or remove. In a
+  store, which has no locks, writes are conditional instead; removals are not, and a window remains. A save neither
+  replaces nor removes the index of one that began later. An edit or a removal replaces only the very index that it was
+  made from; an edit starts again from the new one, and keeps the time at which the save began whose index it changes.
 - A save begins later than every save that it knows of, whatever the clock says: :func:`begin_after`.
 - Whoever has replaced an index removes the files that only the old one had named. None of them belongs to a save that
   still runs.
@@ -120,6 +120,8 @@ def read(path: AnyPlace) -> tuple[bytes, Commit]:
         ProtocolError: the file is not an index, or names other files than those of ranks
         CorruptCheckpoint: the file does not match its checksums
         SystemRefused: the file cannot be read
+        IncompleteCheckpoint: there is no such object
+        TensorferryError: a store does not answer, or refuses
     """
     text, files = _file_entries(path, [INDEX, INDEX_FILES])
     if text is None:
@@ -172,7 +174,10 @@ def decode(path: AnyPlace, files: bytes | None) -> Commit:
 def committed(path: AnyPlace) -> Commit | None:
     """Like :func:`files_of`, but returns ``None`` if there is no index, and no files if it cannot be read.
 
+    That it cannot be read is logged.
+
     Raises:
+        SystemRefused: the system does not say whether there is an index
         TensorferryError: see :func:`says_nothing`
     """
     if not is_file(path):
@@ -227,7 +232,8 @@ def commit_index(
 ) -> None:
     """Commits a save: writes its index in place of the one that is there, and removes what only that one had named.
 
-    When it returns, the index is on the disk. It costs two syncs, of the index and of the folder.
+    What killed saves have left in the folder is removed as well. When it returns, the index is on the disk. In a
+    folder, it costs two syncs, of the index and of the folder.
 
     Args:
         index: the path of the index
@@ -240,7 +246,12 @@ def commit_index(
     Raises:
         IncompleteCheckpoint: a save that began later has finished before this one, whose files are removed then; or
             another process has removed one of its files
-        SystemRefused: the index cannot be written, or another process keeps the folder locked
+        SystemRefused: the index cannot be written, and in a folder, the files of the save are removed then; it cannot
+            be put in its place; it is there, and the folder cannot be synced; or another process keeps the folder locked
+        SourceChanged: other saves have replaced the index in a store again and again
+        InvalidArgument: the calling thread is in the middle of a commit
+        TensorferryError: a store does not answer, or refuses; the index may be there then
+        Exception: what ``then`` raises, when the save is committed
     """
     _replace(index, entries, commit, about, None, rank, then)
 
@@ -250,8 +261,9 @@ def edit_index(
 ) -> None:
     """Changes the index of a committed checkpoint, and removes the files that it needs no more.
 
-    The checkpoint stays that of the save that has written it: it keeps the time at which that began. If a save replaces
-    the index meanwhile, the edit starts again from the new one.
+    What killed saves have left in the folder is removed as well. The checkpoint stays that of the save that has written
+    it: it keeps the time at which that began. If a save replaces the index meanwhile, the edit starts again from the
+    new one.
 
     Args:
         index: the path of the index
@@ -292,6 +304,8 @@ def edit_index(
 def remove_index(index: AnyPlace, expected: Commit) -> bool:
     """Removes an index, if it is still the one whose commit is ``expected``; returns whether it did.
 
+    Stores do not remove on a condition: there, an index that a save puts in its place right after the look is removed.
+
     Raises:
         TensorferryError: it cannot be read or removed, or another process keeps the folder locked
     """
@@ -309,7 +323,8 @@ def remove_index(index: AnyPlace, expected: Commit) -> bool:
 def remove_earlier(index: AnyPlace, began: int) -> None:
     """Removes an index that another one has taken the place of, and its files, unless its save began after ``began``.
 
-    It raises nothing, since the other checkpoint is complete: what cannot be removed is logged.
+    Of a damaged index, the files are not known and stay. The function raises nothing, since the other checkpoint is
+    complete: what cannot be removed is logged.
     """
     try:
         with alone_in(index.parent):
@@ -326,7 +341,7 @@ def remove_earlier(index: AnyPlace, began: int) -> None:
 
 
 def remove_replaced(index: AnyPlace, before: Commit | None, files: Collection[str], rank: int | None) -> None:
-    """Removes the files that a new index has replaced, and those that killed saves have left.
+    """Removes the files that a new index has replaced, and those that killed saves have left; logs failures.
 
     Args:
         index: the new index
@@ -349,7 +364,8 @@ def reached(moment: str, index: AnyPlace) -> None:
 
     Args:
         moment: what has just happened: ``read`` (an edit has read the index), ``written`` (the new index is on the
-            disk under another name), ``checked`` (the folder is locked, and the old index may be replaced or removed),
+            disk under another name; not in a store), ``checked`` (the folder, if it is one, is locked, and the old
+            index may be replaced or removed),
             ``renamed`` (the folder is not locked any more)
         index: the path of the index
     """
@@ -438,7 +454,13 @@ def _rename(index: Path, content: Container, commit: Commit, made_from: tuple[by
 
 
 def _replaceable(index: AnyPlace, commit: Commit, made_from: tuple[bytes, Commit] | None) -> Commit | None:
-    """Returns the commit of the index that may be replaced now, ``None`` if there is none."""
+    """Returns the commit of the index that may be replaced now, ``None`` if there is none.
+
+    Raises:
+        _Outdated: ``made_from`` is not the index that is there
+        IncompleteCheckpoint: the index is that of a save which began after ``commit``, whose files are removed then
+        TensorferryError: as for :func:`committed`
+    """
     if made_from is not None:
         if not is_file(index) or read(index) != made_from:
             raise _Outdated

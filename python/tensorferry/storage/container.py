@@ -87,6 +87,10 @@ class Container:
 
         Returns:
             If ``filled`` is false, the handle with which the caller reports how many bytes are ready; else ``None``.
+
+        Raises:
+            InvalidArgument: the rows make no valid container
+            ForkedProcess: this process was forked from the one that made the server
         """
         return server.publish(
             step,
@@ -111,11 +115,14 @@ class Container:
     ) -> Stored:
         """Writes the container to the file or object ``path``, which appears only when all of it is there.
 
+        When this returns, the file and its name are on the disk. After an error, no incomplete file is left; parts of
+        an object may be, see ``objects/upload.py``.
+
         Args:
             path: the file or object; one that is there is replaced, without a condition
-            partial: the name of the file while it is being written; an object needs none
-            threads: threads that write, or parts of an object that are uploaded at a time; ``None`` chooses by the
-                number of cores
+            partial: the name of the file while it is being written, in the same folder and free; an object needs none.
+                If it is ``path``, the file appears at once, and its name is not synced
+            threads: threads that write, or parts of an object that are uploaded at a time; ``None`` chooses
             cached: whether large files are written through the page cache; ``None`` chooses, see ``FileWriter``
             progress: called with the number of bytes written and the number of all bytes
 
@@ -123,6 +130,7 @@ class Container:
             How much was written; while this object lives, the file stays locked, and an object safe from other saves.
 
         Raises:
+            InvalidArgument: the entries make no valid container
             SystemRefused: the system refuses, for example because the disk is full
             TensorferryError: the store does not answer in time, or refuses
             Exception: what ``progress`` raises

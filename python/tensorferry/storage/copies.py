@@ -48,12 +48,13 @@ def refuse_taken(target: AnyPlace, *, file: bool) -> None:
 
 @contextlib.contextmanager
 def scratch_folder(target: AnyPlace, *, file: bool) -> Iterator[Path]:
-    """Yields a folder for temporary files, in which what is then copied to ``target`` is made.
+    """Yields a folder for temporary files, in which what is then copied to ``target`` is made; removes it at the end.
 
     The copy refuses such places as well; here they are refused before the work.
 
     Raises:
         InvalidArgument, TensorferryError: as for :func:`refuse_taken`
+        OSError: the folder cannot be made
     """
     refuse_taken(target, file=file)
     with tempfile.TemporaryDirectory(prefix="tensorferry-") as folder:
@@ -61,7 +62,7 @@ def scratch_folder(target: AnyPlace, *, file: bool) -> Iterator[Path]:
 
 
 def upload_new(target: ObjectPlace, source: Path) -> int:
-    """Uploads a file to where nothing is; returns its length.
+    """Uploads a file to where nothing is, as :func:`upload_file` does; returns its length.
 
     Raises:
         InvalidArgument: something is there, or it is a bucket
@@ -74,6 +75,8 @@ def upload_new(target: ObjectPlace, source: Path) -> int:
 
 def upload_folder(source: Path, target: ObjectPlace, names: Sequence[str], check: Check = unchecked) -> int:
     """Uploads files of a folder to where nothing is; returns how many bytes they have.
+
+    What a copy that fails has uploaded stays there.
 
     Args:
         source: the folder
@@ -104,11 +107,13 @@ def upload_folder(source: Path, target: ObjectPlace, names: Sequence[str], check
 def download_folder(source: ObjectPlace, target: Path, names: Sequence[str], check: Check = unchecked) -> int:
     """Downloads objects into a folder; returns how many bytes they have.
 
+    What a copy that fails has downloaded stays there, the incomplete file included.
+
     Args:
         source: where they are
-        target: the folder
-        names: their names
-        check: called with each file that is there; what it raises ends the copy
+        target: the folder, in which no file has one of the names
+        names: their names, in the order in which they are downloaded
+        check: called with each file once it is there; what it raises ends the copy
 
     Raises:
         TensorferryError: an object cannot be read, or a file not be written

@@ -47,7 +47,8 @@ class Partners:
 class DividedSource:
     """A checkpoint in a store, of which each rank reads a part.
 
-    Whatever the others do not give in time is read from the store.
+    Whatever the others do not give in time is read from the store, and so is the rest of the load then. All ranks make
+    the same reads in the same order.
 
     Args:
         source: the checkpoint
@@ -92,6 +93,7 @@ class DividedSource:
 
         Raises:
             TensorferryError: as for :meth:`Source.read`
+            Exception: what ``progress`` raises
         """
         # Every rank counts every read.
         self._step += 1

@@ -72,7 +72,8 @@ class Download:
         resumed: whether the file was there already
 
     Raises:
-        InvalidArgument: another process is downloading into the same file, or it has another name
+        InvalidArgument: another process is downloading into the same file, or has just completed or replaced it; or it
+            has another name, or is a pipe or a device
         ProtocolError: the source serves an entry with the name that the checksums have in a file
         SystemRefused: the file cannot be made, for example because the disk is full
     """
@@ -117,7 +118,7 @@ class Download:
             self._fd = os.open(path, flags)
 
     def _lock(self, path: Path) -> None:
-        """Locks the incomplete file, after checking that it is a plain file without a second name."""
+        """Locks the incomplete file, and checks that it is still at ``path``, plain and without a second name."""
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -238,6 +239,8 @@ class Download:
     def commit(self, path: Path, replaced: os.stat_result | None = None) -> int:
         """Gives the complete file its checksums and its name; when it returns, both are on the disk.
 
+        The file stays locked until :meth:`close`. Nothing more can be fetched, not even after an error.
+
         Args:
             path: the name
             replaced: the file that may be replaced, as ``lstat`` describes it; any other one stays
@@ -277,7 +280,7 @@ class Download:
         return checksum
 
     def discard(self) -> None:
-        """Removes the file."""
+        """Removes the file, unless another one has its name by now, and ends the download."""
         self._remove()
         self.close()
 
@@ -297,7 +300,8 @@ class Download:
 def remove_others(path: Path) -> None:
     """Removes what interrupted downloads of other steps into ``path`` have left, now that it is complete.
 
-    Files that another process has locked, and files of other users or without the mark of a download, stay.
+    Files that another process has locked, and files of other users, with a second name or without the mark of a
+    download, stay, as does what cannot be removed.
     """
     ours = re.compile(re.escape(f".{stem(path)}.pull-") + _DIGITS + r"\.partial")
     with contextlib.suppress(OSError):

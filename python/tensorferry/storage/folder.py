@@ -13,8 +13,8 @@ entries: ``INDEX_FILES``, the commit with name and checksum of each file, and ``
     save         the id of the save, 12 hexadecimal digits, the same on all ranks
     step         the number that the caller gave the state, or null
     files        the name of each rank's file, by rank
-    shards       for each path of the state at which some rank has a DTensor: the global shape, the dtype, and for each
-                 rank that has a part of it the fields of its manifest (docs/reference/format.md), with ``rank``
+    shards       for each path of the state at which some rank has a DTensor or a ShardedTensor: the global shape, the
+                 dtype, and for each part of it the fields of its manifest (docs/reference/format.md), with ``rank``
 """
 
 from __future__ import annotations
@@ -73,6 +73,7 @@ def read_index(folder: AnyPlace) -> Index:
         ProtocolError: the index is not valid, or that of another kind of checkpoint
         CorruptCheckpoint: it does not match its checksums
         SystemRefused: it cannot be read
+        TensorferryError: a store does not answer, or refuses
     """
     path = folder / INDEX
     if not is_file(path):
@@ -111,7 +112,12 @@ def read_index(folder: AnyPlace) -> Index:
 
 
 def missing_files(folder: AnyPlace, index: Index) -> list[str]:
-    """Returns the names of files of the checkpoint in ``folder`` that are not there."""
+    """Returns the names of files of the checkpoint in ``folder`` that are not there.
+
+    Raises:
+        SystemRefused: the system does not say whether one is
+        TensorferryError: a store does not answer, or refuses
+    """
     names = [name for name, _ in index.files.values()]
     if isinstance(folder, ObjectPlace):
         there = folder.entries()
@@ -120,7 +126,10 @@ def missing_files(folder: AnyPlace, index: Index) -> list[str]:
 
 
 def unfinished(folder: AnyPlace) -> IncompleteCheckpoint | None:
-    """Returns the error for a folder with files of a save, which has no index; ``None`` if it has no such file."""
+    """Returns the error for a folder with files of a save, which has no index; ``None`` if it has one or no such file.
+
+    ``None`` as well if the folder cannot be listed.
+    """
     try:
         left = sorted(name for name in listed(folder) if is_ours(name))
     except (OSError, TensorferryError):

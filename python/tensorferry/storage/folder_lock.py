@@ -29,11 +29,13 @@ _in_commit = CallMark("the commit of a checkpoint")
 
 @contextlib.contextmanager
 def alone_in(folder: AnyPlace) -> Iterator[None]:
-    """While the block runs, no other process of this machine replaces an index in a ``folder`` of it.
+    """While the block runs, no other thread or process of this machine replaces an index in ``folder``.
+
+    In a store, nothing is locked; where the file system has no locks, threads of this process alone are kept out.
 
     Raises:
-        InvalidArgument: the calling thread is in such a block already
-        SystemRefused: another one keeps the folder locked, or it cannot be opened
+        InvalidArgument: the calling thread is in such a block already, of whichever folder
+        SystemRefused: another process keeps the folder locked, or it cannot be opened
     """
     if isinstance(folder, ObjectPlace):
         # A store has no locks: its writes are conditional instead.

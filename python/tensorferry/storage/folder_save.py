@@ -1,7 +1,7 @@
 """One rank's part in a save into a folder: its file, and the commit with all other ranks.
 
 Ranks need not talk to each other to commit, since their trainers may be gone by then. Rank 0 waits until the files of
-all ranks are in the folder, and writes the index; the others wait until it is there. A rank that fails leaves an empty
+all ranks are in the folder, and writes the index; the others wait until it is there. A rank that fails leaves a
 file ``<its file>.failed`` with its reason as the text, which ends the wait of all others.
 """
 
@@ -114,8 +114,11 @@ class FolderSave:
             threads: as for :meth:`Container.write`
             cached: as for :meth:`Container.write`
 
+        Returns:
+            As :meth:`Container.write`. Whoever keeps it keeps the file locked, also after :meth:`close`.
+
         Raises:
-            SystemRefused: the system refuses, for example because the disk is full
+            InvalidArgument, SystemRefused, TensorferryError: as for :meth:`Container.write`
         """
         # A random entry in the header, so that the checksum of the header, which the index records, is unique.
         about = [*container.about, *ABOUT, ("tensorferry.file", secrets.token_hex(16))]
@@ -140,7 +143,10 @@ class FolderSave:
         Raises:
             IncompleteCheckpoint: another rank has failed, or shows no sign of life; a save that began later has
                 finished before this one; or a file of this save was removed
-            SystemRefused: the index cannot be written
+            InvalidArgument: the ranks have different tensors at one path
+            SystemRefused: the folder cannot be listed or synced; otherwise as for :func:`commits.commit_index`
+            TensorferryError: the file of a rank cannot be read; otherwise as for :func:`commits.commit_index`
+            Exception: what ``check`` raises
         """
         if self.save.rank == 0:
             self._commit_index(self._wait_for_files(check))
@@ -205,7 +211,13 @@ class FolderSave:
     def _wait(
         self, complete: Callable[[list[str]], bool], check: Callable[[], None], missing: Callable[[], list[int]]
     ) -> None:
-        """Looks into the folder until it is ``complete``, a rank has failed, or nothing changes for too long."""
+        """Looks into the folder until it is ``complete``, a rank has failed, or nothing changes for too long.
+
+        Raises:
+            IncompleteCheckpoint: it is not complete
+            TensorferryError: as for :func:`listed`
+            Exception: what ``check`` raises
+        """
         pause, last, seen = self._soon, time.monotonic(), None
         while True:
             names = listed(self.folder)

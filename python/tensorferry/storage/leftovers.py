@@ -42,6 +42,7 @@ def holding(folder: AnyPlace, names: Iterable[str]) -> Iterator[None]:
     Raises:
         IncompleteCheckpoint: one of the files is gone
         SystemRefused: the system does not say whether it is
+        TensorferryError: a store does not answer, or refuses
     """
     if isinstance(folder, ObjectPlace):
         from .objects import leftovers as in_store
@@ -95,14 +96,15 @@ def remove(folder: AnyPlace, names: Iterable[str]) -> int:
 def remove_leftovers(
     folder: AnyPlace, now: float, rank: int | None, kept: set[str], needed: Callable[[], set[str]]
 ) -> int:
-    """Removes the files that killed saves have left.
+    """Removes the files that killed saves have left; logs what is in the way, and raises nothing.
 
     Args:
         folder: the checkpoint folder
         now: the current time in seconds, by the clock of the file system
         rank: removes files of this rank only, where ranks save without a coordinator; ``None`` removes those of all
         kept: names of files that are not removed
-        needed: returns the names of the files that the current index names; called with the candidates locked
+        needed: returns the names of the files that the current index names; called for each batch of candidates, with
+            these locked. If it raises a :class:`TensorferryError`, they stay
 
     Returns:
         How many bytes of the disk they took; 0 in a store.

@@ -31,7 +31,10 @@ _OURS = re.compile(
 
 @functools.cache
 def machine() -> str:
-    """Returns 8 hexadecimal digits that identify the running kernel, which is what holds the locks."""
+    """Returns 8 hexadecimal digits that identify the running kernel, which is what holds the locks.
+
+    They are random, and those of this process alone, where the system does not identify its kernel.
+    """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_bytes()
     except OSError:
@@ -53,7 +56,7 @@ def parts_of_name(name: str) -> re.Match[str] | None:
 
 
 def writer_of(name: str) -> str:
-    """Returns the id of the save that has given a file its name; empty if no save has."""
+    """Returns the id of the writer in the name of a save's file; empty if it has none, as that of an index."""
     found = parts_of_name(name)
     return "" if found is None else found["id"] or found["partial"] or found["marker"] or ""
 
@@ -99,7 +102,7 @@ def checked_plain(name: Any, where: object) -> str:
         where: how the message names the index
 
     Raises:
-        ProtocolError: it is not: it is empty, too long, absolute, or has a separator, a NUL or dots alone
+        ProtocolError: it is not: it is empty, too long, ``.`` or ``..``, or has a separator or a NUL
     """
     is_plain = type(name) is str and name not in ("", ".", "..") and "/" not in name and "\0" not in name
     if not is_plain or not _fits(name):

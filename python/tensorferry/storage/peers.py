@@ -95,7 +95,7 @@ class PeerSource:
         return [container_name(self._step, url) for url in self._urls]
 
     def open(self, container: str) -> Remote:
-        """Opens a container, whose control entries are then there.
+        """Opens a container, whose control entries are then there; the caller closes it.
 
         Raises:
             TensorferryError: as for ``HTTPTransport.recv_checkpoint``

@@ -1,6 +1,7 @@
 """Outputs that are being written: their names until they are complete, and the step that gives them their own.
 
-Every verb that writes a new file or folder goes through this module. Four rules keep what belongs to others:
+Every verb that writes a new file or folder goes through this module; ``pull`` has its own name for what is incomplete
+(``download.py``) and shares the last step. Four rules keep what belongs to others:
 
 - Until it is complete, an output lies in a folder of its own, ``.NAME.<id>.partial`` beside its final name, which only
   ``mkdir`` makes. ``<id>`` is that of ``names.new_id``: the machine's 8 hexadecimal digits and 12 random ones.
@@ -42,15 +43,16 @@ _NO_LINKS = frozenset({errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP})
 def pending(output: Path, *, folder: bool) -> Iterator[Path]:
     """Yields the path under which ``output`` is written: a folder that is there, or a file that is not there yet.
 
-    It gets its own name when the block ends without an error, and is removed otherwise.
+    It gets its own name when the block ends without an error, and is removed otherwise. The entries of a folder and the
+    name are synced then; the block itself syncs the files that it writes.
 
     Args:
         output: the final name; nothing may be there, but for a ``folder`` an empty folder
         folder: whether the output is a folder
 
     Raises:
-        InvalidArgument: something is there, before or after; or another process is writing the same output
-        SystemRefused: it cannot be written
+        InvalidArgument: something is there, before or after; another process is writing the same output; or it is a URL
+        SystemRefused: it cannot be written, or the block raises an ``OSError`` that is none of this package's
     """
     refuse_url(output, "the output")
     # "." and "x/.." have no name of their own; they exist, so their real name is no other place.
@@ -76,8 +78,8 @@ def pending(output: Path, *, folder: bool) -> Iterator[Path]:
 def rename_new(path: Path, target: Path) -> None:
     """Renames a file or folder to ``target``, where nothing may be: whatever is there stays.
 
-    Where the file system has no such rename, a file gets its name by a link, and a folder takes the place of an empty
-    one that ``mkdir`` has made.
+    Where the file system has no such rename, a file gets its name by a link or, without links, takes the place of an
+    empty one that this process has made; and a folder takes the place of an empty one that ``mkdir`` has made.
 
     Raises:
         FileExistsError: something is there

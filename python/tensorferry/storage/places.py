@@ -108,12 +108,13 @@ def any_place(
     Args:
         path: a string or a path object; only a string can be a URL. A place stays what it is
         name: the name of the argument, for messages
-        store_options: options of obstore for the store
-        timeout: how long all requests of a save or load may take together; ``None`` chooses
+        store_options: options of obstore for the store; nothing looks at them otherwise
+        timeout: how long all requests of a save or load may take together, likewise; ``None`` chooses
 
     Raises:
-        InvalidArgument: it names neither, or obstore is not installed
-        SystemRefused: it is relative, and the current folder is gone
+        InvalidArgument: it names neither; or, of a store, obstore is not installed, or an option or ``timeout`` cannot
+            be used
+        SystemRefused: it is relative, and the current folder is gone; or obstore cannot be loaded
     """
     if isinstance(path, ObjectPlace):
         return path
@@ -129,7 +130,7 @@ def place_as_given(
     store_options: Mapping[str, Any] | None = None,
     timeout: timedelta | None = None,
 ) -> AnyPlace:
-    """As :func:`any_place`, but a path stays as it is, relative or not; raises as it."""
+    """As :func:`any_place`, but a path stays as it is, relative or not, and a place is refused; raises as it."""
     if is_store_url(path):
         return any_place(path, name, store_options=store_options, timeout=timeout)
     return local_path(path, name)

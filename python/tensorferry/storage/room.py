@@ -27,7 +27,8 @@ _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 def making_room(folder: AnyPlace, *, in_series: bool = False) -> Iterator[None]:
     """If the block fails because the disk is full, removes what killed saves have left, and says so in the error.
 
-    Only files whose writers are dead go, by the rules of ``leftovers.py``, and none that an index names.
+    Only files whose writers are dead go, by the rules of ``leftovers.py``, and none that an index names. Other errors,
+    and those of a save into a store, pass unchanged.
 
     Args:
         folder: the folder of the save

@@ -20,7 +20,9 @@ logger = logging.getLogger("tensorferry")
 
 
 def checkpoints(root: AnyPlace) -> list[tuple[AnyPlace, Index]]:
-    """Returns the folders below ``root`` that are complete checkpoints of a checkpointer, the oldest first.
+    """Returns the folders directly below ``root`` with the index of a checkpointer's checkpoint, the oldest first.
+
+    Whether the files are there that an index names is not looked at. Folders whose index cannot be read are left out.
 
     Raises:
         SystemRefused: ``root`` cannot be listed
@@ -38,9 +40,10 @@ def checkpoints(root: AnyPlace) -> list[tuple[AnyPlace, Index]]:
 
 
 def index_versions(root: AnyPlace) -> frozenset[tuple[object, ...]]:
-    """Returns the folder, inode and time of each index directly below ``root``.
+    """Returns folder, inode (in a store, tag) and time of the index in each folder directly below ``root``.
 
-    Two results differ if a checkpoint was committed or removed between them.
+    Two results differ if a checkpoint was committed or removed between them. The result is empty if a local ``root``
+    cannot be listed.
 
     Raises:
         TensorferryError: a store does not answer, or refuses
@@ -73,7 +76,7 @@ class KnownSaves:
         self._newest = 0
 
     def beginnings(self, folder: AnyPlace) -> list[int]:
-        """Returns when the saves began after which one into ``folder`` is to begin; it raises nothing.
+        """Returns when the newest of the saves began after which one into ``folder`` is to begin; it raises nothing.
 
         These are the save in the folder and those in the folders of its series, which is that of :func:`keep_last`, and
         all saves of this process.
@@ -118,8 +121,8 @@ class KnownSaves:
 def remove_checkpoint(folder: AnyPlace, index: Index) -> None:
     """Removes a checkpoint: first its index, so that a removal that is interrupted leaves no checkpoint behind.
 
-    If another save has been committed in the folder since ``index`` was read, nothing is removed. Files of others stay,
-    and the folder with them. What cannot be removed is logged.
+    If another save has been committed in the folder since ``index`` was read, nothing is removed; in a store, see
+    :func:`commits.remove_index`. Files of others stay, and the folder with them. What cannot be removed is logged.
     """
     try:
         is_removed = commits.remove_index(folder / INDEX, index.commit)
@@ -194,6 +197,7 @@ def _folders_in_series(newest: AnyPlace) -> list[AnyPlace]:
 
     Raises:
         OSError: they cannot be listed
+        TensorferryError: a store does not answer, or refuses
     """
     series = _series(newest)
     if series == newest.name:

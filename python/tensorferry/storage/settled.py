@@ -38,6 +38,7 @@ def is_outdated(folder: AnyPlace, seen: Commit | None, error: Exception) -> bool
 
     Raises:
         IncompleteCheckpoint: files are gone because the checkpoint was removed meanwhile
+        TensorferryError: the system or a store does not say whether they are
     """
     refused = isinstance(error, OSError) and not isinstance(error, IncompleteCheckpoint)
     if refused and system_code(error) not in _GONE:
@@ -51,7 +52,7 @@ def is_outdated(folder: AnyPlace, seen: Commit | None, error: Exception) -> bool
 
 
 def commit_of_index(folder: AnyPlace) -> Commit | None:
-    """Returns the commit of the index in ``folder``; ``None`` without a valid one."""
+    """Returns the commit of the index in ``folder``; ``None`` without a valid one, or if it cannot be read."""
     with contextlib.suppress(TensorferryError):
         if is_file(folder / INDEX):
             return commits.files_of(folder / INDEX)
@@ -63,7 +64,7 @@ def read_settled(read: Callable[[], _T], *folders: AnyPlace, attempts: int = ATT
 
     Args:
         read: reads them; it may be called several times
-        folders: their folders; or single files
+        folders: their folders, one at least; or single files
         attempts: how often it is called at most
         still: the read opens the index more than once, so that what it returns counts only if none was replaced
 

@@ -107,6 +107,7 @@ class FolderSource:
             ProtocolError: the file is not an index
             CorruptCheckpoint: the index does not match its checksums
             SystemRefused: the file cannot be read
+            TensorferryError: otherwise as for :func:`commits.read`
         """
         if self.known is None:
             self.known = commits.read(self._index)
@@ -126,10 +127,13 @@ class FolderSource:
 
         Raises:
             ProtocolError: the index does not name the file, or it contradicts the slices
-            CorruptCheckpoint: a block of a file does not match its checksum; file, tensor and block are named
+            CorruptCheckpoint: a block of a file does not match its checksum; file, tensor and block are named; or a
+                file is not the one that the index names
             IncompleteCheckpoint: a file is gone
             SourceChanged: a save has replaced the checkpoint meanwhile
             SystemRefused: a file cannot be read
+            TensorferryError: a store does not answer, or refuses; reads of other files have ended then
+            Exception: what ``progress`` raises
         """
         folder = self._index.parent
         read = {"bytes": 0, "wanted": 0}

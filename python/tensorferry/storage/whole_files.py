@@ -57,8 +57,9 @@ def read_whole(path: AnyPlace, most: int | None) -> bytes:
 
     Raises:
         OSError: it cannot be read
-        ProtocolError: it is longer, or not a regular file
+        ProtocolError: it is longer, grows meanwhile, or is not a regular file
         SystemRefused: it is longer than the memory that this process can have
+        TensorferryError: an object cannot be read
     """
     if isinstance(path, ObjectPlace):
         opened = path.opened()
@@ -84,6 +85,8 @@ def write_whole(
 ) -> None:
     """Writes ``data`` to ``partial`` and renames that to ``path``: readers find either all of it or what was there.
 
+    An object is put there in one step, and the other arguments do not count.
+
     Args:
         path: the file
         data: its content
@@ -93,6 +96,7 @@ def write_whole(
 
     Raises:
         OSError: it cannot be written; what ``path`` was is still there, and ``partial`` is removed
+        TensorferryError: a store does not answer, or refuses; the object may be written then
     """
     if isinstance(path, ObjectPlace):
         path.write_bytes(data)
@@ -116,7 +120,7 @@ def write_whole(
 
 
 def listed(folder: AnyPlace) -> list[str]:
-    """Returns the names in ``folder``.
+    """Returns the names in ``folder``; in a store, those of the objects.
 
     Raises:
         SystemRefused: it cannot be listed
@@ -141,6 +145,8 @@ def version_of(path: AnyPlace) -> tuple[object, ...] | None:
 
 def versions_of(paths: Sequence[AnyPlace]) -> dict[AnyPlace, tuple[object, ...]]:
     """Returns :func:`version_of` of those of ``paths`` that are there; a store is asked for several at once.
+
+    Places in stores are of one bucket.
 
     Raises:
         TensorferryError: a store does not answer, or refuses

@@ -105,7 +105,8 @@ def store(root: str, options: Mapping[str, Any], timeout: float) -> Any:
         timeout: seconds that a whole operation may take
 
     Raises:
-        InvalidArgument: obstore is not installed, or does not take an option
+        InvalidArgument: obstore is not installed, or does not take an option; or the environment has another endpoint
+        SystemRefused: obstore cannot be loaded, for lack of memory
     """
     library = obstore()
     environment = tuple(sorted((k, v) for k, v in os.environ.items() if k.startswith(("AWS_", "GOOGLE_", "AZURE_"))))

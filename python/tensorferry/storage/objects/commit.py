@@ -43,17 +43,20 @@ def encoded(container: Container) -> bytes:
 def put_index(index: ObjectPlace, content: Container, look: Callable[[], _T]) -> _T:
     """Writes an index, unless another writer replaces the old one after the last look at it: then it looks again.
 
+    In a store without tags or conditional writes, the old one is replaced without a condition.
+
     Args:
         index: the index
         content: what is written
-        look: looks at the index that is there, and raises if it may not be replaced
+        look: looks at the index that is there, and raises if it may not be replaced; it may be called several times
 
     Returns:
         What the last look has returned.
 
     Raises:
         SourceChanged: other writers have replaced it again and again
-        TensorferryError: the store does not answer, or refuses; and what ``look`` raises
+        TensorferryError: the store does not answer, or refuses; the index may be written then
+        Exception: what ``look`` raises
     """
     data = encoded(content)
     for _ in range(_ATTEMPTS):
@@ -74,11 +77,13 @@ def put_index(index: ObjectPlace, content: Container, look: Callable[[], _T]) ->
 
 
 def put_new(place: ObjectPlace, data: bytes) -> None:
-    """Writes an object where none is.
+    """Writes an object where none is; one that is there with the same content counts as written.
+
+    In a store without conditional writes, an object that appears right after the look for one is replaced.
 
     Raises:
         SourceChanged: there is one with other content
-        TensorferryError: the store does not answer, or refuses
+        TensorferryError: the store does not answer, or refuses; the object may be written then
     """
     try:
         _put(place, data, "create")

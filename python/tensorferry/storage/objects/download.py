@@ -15,10 +15,12 @@ from .place import ObjectPlace
 
 
 def download_file(source: ObjectPlace, target: Path) -> int:
-    """Copies an object into a new file, which is on the disk then; returns its length.
+    """Copies an object into a new file, whose bytes are on the disk then; returns its length.
+
+    The entry in its folder is not synced. After an error, what was made of the file stays.
 
     Raises:
-        SystemRefused: the file cannot be written
+        SystemRefused: the file cannot be written, or is there already
         TensorferryError: the object cannot be read
     """
     opened = source.opened()
@@ -48,6 +50,7 @@ def local_file(source: ObjectPlace) -> Iterator[Path]:
 
     Raises:
         SystemRefused, TensorferryError: as for :func:`download_file`
+        OSError: the folder cannot be made
     """
     with tempfile.TemporaryDirectory(prefix="tensorferry-") as folder:
         copied = Path(folder) / source.name

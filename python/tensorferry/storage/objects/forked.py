@@ -39,7 +39,7 @@ def put_elsewhere(
     """Uploads an object by a process of its own.
 
     Args:
-        place: the object
+        place: the object, in an operation that has begun
         parts: its parts
         nbytes: its length
         size: the length of each part but the last one
@@ -47,7 +47,10 @@ def put_elsewhere(
         report: called after each part; its exception ends the upload
 
     Raises:
+        InvalidArgument: the options have a ``credential_provider``, which cannot be sent
         TensorferryError: the store does not answer in time, or refuses; or the process was ended
+        OSError: the system starts no process
+        Exception: what ``report`` raises
     """
     left = place.calls().deadline.left()
     package = str(Path(__file__).resolve().parents[3])

@@ -20,7 +20,12 @@ logger = logging.getLogger("tensorferry")
 
 @contextlib.contextmanager
 def holding(folder: ObjectPlace, names: Iterable[str]) -> Iterator[None]:
-    """While the block runs, keeps other saves of this machine from removing these objects; raises as for files."""
+    """While the block runs, keeps other saves of this machine from removing these objects.
+
+    Raises:
+        IncompleteCheckpoint: one of them is gone
+        TensorferryError: the store does not answer, or refuses
+    """
     names = sorted(names)
     with writers.holding(map(writer_of, names)):
         there = folder.entries() if names else {}
@@ -52,7 +57,7 @@ def remove_leftovers(
     needed: Callable[[], set[str]],
     abandoned: float,
 ) -> None:
-    """Removes objects, and ends uploads, that killed saves have left.
+    """Removes objects, and ends uploads, that killed saves have left; logs what is in the way, and raises nothing.
 
     Args:
         folder: where

@@ -77,7 +77,12 @@ class ObjectPlace:
 
     @classmethod
     def of(cls, url: str, name: str, options: Mapping[str, Any] | None, timeout: timedelta | None) -> ObjectPlace:
-        """Returns the place of a user's argument ``name``; raises as the class, and if obstore is not installed."""
+        """Returns the place of a user's argument ``name``.
+
+        Raises:
+            InvalidArgument: as for the class; or ``timeout`` is no time to wait, or obstore is not installed
+            SystemRefused: obstore cannot be loaded
+        """
         parsed_url = parsed(url, name)
         place = cls(parsed_url, options, TIMEOUT_S if timeout is None else _seconds(timeout))
         _ = place.store  # which checks the options
@@ -182,6 +187,7 @@ class ObjectPlace:
 
         Raises:
             IncompleteCheckpoint: there is no such object
+            ProtocolError: it has more bytes
             TensorferryError: it cannot be read
         """
         return self.opened().whole(most)
@@ -203,6 +209,8 @@ class ObjectPlace:
     @staticmethod
     def stats(places: Sequence[ObjectPlace]) -> dict[ObjectPlace, ObjectStat]:
         """Returns what the store tells of those of ``places`` that are there; asks for several at once.
+
+        All of them are in the bucket of the first one, by whose options and deadline the store is asked.
 
         Raises:
             TensorferryError: the store does not answer, or refuses
@@ -234,7 +242,11 @@ class ObjectPlace:
         return {place: about for place, about in zip(places, found, strict=True) if about is not None}
 
     def is_file(self) -> bool:
-        """Whether there is such an object; raises as :meth:`stat`."""
+        """Whether there is such an object.
+
+        Raises:
+            TensorferryError: the store does not answer, or refuses
+        """
         try:
             self.stat()
         except IncompleteCheckpoint as e:
@@ -251,7 +263,7 @@ class ObjectPlace:
         return self.suffix in (".safetensors", ".pt", ".pth", ".bin", ".json")
 
     def is_dir(self) -> bool:
-        """Whether there is an object whose key begins with this one and a slash."""
+        """Whether there is an object whose key begins with this one and a slash; raises as :meth:`entries`."""
         objects, folders = self._listing()
         return bool(objects or folders)
 
@@ -291,7 +303,7 @@ class ObjectPlace:
         self.put(data, "overwrite")
 
     def put(self, data: bytes, mode: Any) -> ObjectStat:
-        """Puts ``data`` there in one step; returns its tag.
+        """Puts ``data`` there in one step; returns its length, tag and version, without a time.
 
         Args:
             data: the content
@@ -299,7 +311,7 @@ class ObjectPlace:
 
         Raises:
             SourceChanged: something is there already, or something else than what was to be replaced
-            TensorferryError: the store does not answer, or refuses
+            TensorferryError: the store does not answer, or refuses; the object may be written then
         """
         store, key = self.store, self.key
 
@@ -310,15 +322,15 @@ class ObjectPlace:
         return ObjectStat(len(data), 0.0, told.get("e_tag"), told.get("version"))
 
     def unlink(self, missing_ok: bool = False) -> None:
-        """Removes the object; raises as :meth:`stat`. A store does not say whether there was one."""
+        """Removes the object; raises as :meth:`remove`. A store does not say whether there was one."""
         del missing_ok
         self.remove([self.name])
 
     def remove(self, names: list[str]) -> None:
-        """Removes objects of the folder above, this one's siblings.
+        """Removes objects of the folder above, this one's siblings; those that are not there count as removed.
 
         Raises:
-            TensorferryError: the store does not answer, or refuses
+            TensorferryError: the store does not answer, or refuses; some may be removed then
         """
         store, calls = self.store, self.calls()
         for first in range(0, len(names), _BATCH):

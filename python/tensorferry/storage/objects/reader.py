@@ -33,7 +33,7 @@ class _WrongAnswer(Exception):
 
 
 class RangeReader:
-    """The bytes of an object, as it was when it was opened.
+    """The bytes of an object, as it was when it was opened; in a store without tags, only its length is compared.
 
     Args:
         store: the client
@@ -95,7 +95,11 @@ class RangeReader:
         raise AssertionError
 
     def read_all(self, ranges: list[tuple[int, int, int]]) -> None:
-        """Copies ranges, ``(at, address, nbytes)`` each, several at a time; raises as :meth:`read`."""
+        """Copies ranges, ``(at, address, nbytes)`` each, several at a time; raises as :meth:`read`.
+
+        Nothing is written to memory when this has returned or raised. After an error, the reader makes no more
+        requests.
+        """
         from concurrent.futures import ThreadPoolExecutor
 
         pieces = [
@@ -125,6 +129,7 @@ class RangeReader:
 
         Raises:
             ProtocolError: there are more than ``most``
+            TensorferryError: otherwise as for :meth:`get`
         """
         if self.nbytes > most:
             raise ProtocolError(

@@ -131,6 +131,7 @@ class Calls:
 
         Raises:
             TransferCancelled: the operation was cancelled
+            ForkedProcess, SystemRefused: as for :func:`client.loop`
         """
         import asyncio
 
@@ -161,8 +162,8 @@ class Calls:
             what: what is done, for messages: "reading it"
 
         Raises:
-            TensorferryError: as for :func:`translated`
-            FileNotFoundError: there is no such object
+            IncompleteCheckpoint: there is no such object
+            TensorferryError: as for :meth:`begin` and :meth:`finish`
         """
         return self.finish(self.begin(make), name, what)
 
@@ -173,7 +174,13 @@ class Calls:
         what: str,
         watch: Callable[[], object] | None = None,
     ) -> _T:
-        """Waits for a request that has begun; ``watch`` is called now and then, and its exception ends the request."""
+        """Waits for a request that has begun; ``watch`` is called now and then, and its exception ends the request.
+
+        Raises:
+            TransferCancelled: the request was cancelled
+            TensorferryError: what :func:`translated` makes of an exception of the request, or of ``watch``
+            BaseException: any other exception of these, and that of a signal handler
+        """
         from concurrent.futures import CancelledError
         from concurrent.futures import TimeoutError as NotYet
 
@@ -210,7 +217,9 @@ class Calls:
 
 
 def translated(error: Exception, name: str, what: str, deadline: Deadline) -> Exception | None:
-    """Returns the error of this package for one of the client's library; ``None`` for others.
+    """Returns the error of this package for one of the client's library, or for lack of time; ``None`` for others.
+
+    Errors that say that this process has no memory, descriptor or thread are among them.
 
     Args:
         error: what a request has raised

@@ -58,7 +58,9 @@ _PREFIXES = ("aws_", "azure_", "google_")
 
 
 def of_s3(options: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the settings by the keys of ``_NAMES``, ``False`` among them; those that nothing is said of are missing.
+    """Returns the settings, as text, by the keys of ``_NAMES``; those that nothing is said of are missing.
+
+    A switch is ``"True"`` or ``"False"`` where the options have it, and as it was written in the environment.
 
     Args:
         options: those of the store, by any of the library's names

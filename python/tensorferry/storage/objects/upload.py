@@ -66,8 +66,12 @@ def upload(
         threads: how many parts are under way at a time; ``None`` chooses
         progress: called now and then with the number of bytes that were read and the number of all bytes
 
+    Returns:
+        What was uploaded; until its ``alive`` is closed, other saves of this machine do not take the writer for dead.
+
     Raises:
         TensorferryError: the store does not answer in time, or refuses; the message names the object and the part
+        OSError: in a forked process, the system starts no process that makes the requests
         Exception: what ``progress`` raises
     """
     alive = writers.Alive(writer_of(place.name))
@@ -117,6 +121,7 @@ def put_parts(
 
     Raises:
         TensorferryError: the store does not answer in time, or refuses; the message names the object and the part
+        Exception: what ``report`` raises
     """
     try:
         _put(place, parts, nbytes, size, at_a_time, report)
@@ -163,10 +168,10 @@ def upload_file(place: ObjectPlace, path: Path) -> int:
     """Uploads a file as it is to where no object is; returns its length.
 
     What is uploaded in parts is written without a condition, which the library has not for it: if another writer makes
-    the object after the look for it, that one is replaced.
+    the object after the look for it, that one is replaced. Parts of an upload that fails stay.
 
     Raises:
-        SourceChanged: there is an object with other content
+        SourceChanged: there is an object; of a file that fits into one request, one with other content
         SystemRefused: the file cannot be read
         TensorferryError: the store does not answer in time, or refuses
     """

@@ -66,8 +66,11 @@ class _Access:
 def listed(folder: ObjectPlace) -> list[Begun]:
     """Returns the uploads to objects directly in ``folder``; none where that cannot be known.
 
+    That is so, too, if the store cannot be reached, does not answer in time, or does not list them.
+
     Raises:
-        TensorferryError: the store does not answer in time
+        TransferCancelled: the operation was ended
+        ForkedProcess: requests were made before this process was forked
     """
     access = _access(folder)
     if access is None:
@@ -106,8 +109,11 @@ def listed(folder: ObjectPlace) -> list[Begun]:
 def abort(folder: ObjectPlace, begun: list[Begun]) -> None:
     """Ends uploads to objects in ``folder``, and removes their parts; logs what cannot be ended.
 
+    Nothing is done where :func:`listed` cannot know them.
+
     Raises:
-        TensorferryError: the store does not answer in time
+        TransferCancelled: the operation was ended
+        ForkedProcess: requests were made before this process was forked
     """
     access = _access(folder)
     if access is None or not begun:

@@ -53,7 +53,8 @@ def parsed(text: str, name: str = "path") -> StoreUrl:
         name: the name of the argument, for messages
 
     Raises:
-        InvalidArgument: it is no such URL, or has a user, a password or a query
+        InvalidArgument: it is no such URL, names no bucket, has a user, a password, a query or a fragment, or its key
+            has empty names, dots alone, control characters or halves of surrogate pairs
     """
     found = _URL.match(text)
     if found is None or found["scheme"].lower() not in SCHEMES:

@@ -55,6 +55,8 @@ def new_id() -> str:
 class Alive:
     """While it is open, the save ``id`` counts as alive. Several of one save may be open, in any processes here.
 
+    It does nothing for a save of another machine, or where no folder for locks can be had.
+
     Args:
         id: the id of the save
     """
