@@ -247,7 +247,8 @@ def commit_index(
         IncompleteCheckpoint: a save that began later has finished before this one, whose files are removed then; or
             another process has removed one of its files
         SystemRefused: the index cannot be written, and in a folder, the files of the save are removed then; it cannot
-            be put in its place; it is there, and the folder cannot be synced; or another process keeps the folder locked
+            be put in its place; it is there, and the folder cannot be synced; or another process keeps the folder
+            locked
         SourceChanged: other saves have replaced the index in a store again and again
         InvalidArgument: the calling thread is in the middle of a commit
         TensorferryError: a store does not answer, or refuses; the index may be there then
