@@ -168,7 +168,7 @@ def upload_file(place: ObjectPlace, path: Path) -> int:
     """Uploads a file as it is to where no object is; returns its length.
 
     What is uploaded in parts is written without a condition, which the library has not for it: if another writer makes
-    the object after the look for it, that one is replaced. Parts of an upload that fails stay.
+    the object after the look for it, that one is replaced. Parts of an upload that fails may stay.
 
     Raises:
         SourceChanged: there is an object; of a file that fits into one request, one with other content
