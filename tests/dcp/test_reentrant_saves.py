@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import signal
+import threading
 
 import pytest
 import torch
@@ -15,6 +18,9 @@ pytestmark = [
     pytest.mark.timeout(60),
     pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning", "ignore::FutureWarning"),
 ]
+
+#: Whether torch saves without the ranks' knowing of each other.
+ALONE = "use_collectives" in inspect.signature(dcp.save).parameters
 
 
 def state(value: float) -> dict:
@@ -146,25 +152,88 @@ def test_a_reader_is_not_used_again_in_its_own_progress(tmp_path, kind):
         writer.shutdown()
 
 
-def test_a_reader_that_a_signal_handler_used_between_two_steps_of_a_load_mixes_nothing(tmp_path):
-    for number in (1, 2):
-        dcp.save(state(number), storage_writer=FileWriter(tmp_path / str(number)))
-    reader, other, mine = FileReader(tmp_path / "1"), state(0), state(0)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "files",
+        "peers",
+        "peers that do not relay",
+        pytest.param("files of each rank", marks=pytest.mark.skipif(not ALONE, reason="torch 2.8 has no such saves")),
+    ],
+)
+def test_a_reader_that_a_signal_handler_used_between_two_steps_of_a_load_mixes_nothing(tmp_path, kind):
+    with contextlib.ExitStack() as opened:
+        ids = []
+        for number in (1, 2):
+            if "peers" in kind:
+                writer = PeerWriter(interface="127.0.0.1")
+                opened.callback(writer.shutdown)
+                dcp.save(state(number), storage_writer=writer)
+                ids.append(writer.metadata())
+            else:
+                own = kind == "files of each rank"
+                writer = FileWriter(tmp_path / str(number))
+                dcp.save(state(number), storage_writer=writer, **({"use_collectives": False} if own else {}))
+                ids.append(str(tmp_path / str(number)))
+        relay = kind != "peers that do not relay"
+        reader = PeerReader(ids[0], relay=relay) if "peers" in kind else FileReader(ids[0])
+        other, mine = state(0), state(0)
 
-    class Planner(dcp.DefaultLoadPlanner):
-        def finish_plan(self, plan):
-            signal.raise_signal(signal.SIGUSR1)
-            return super().finish_plan(plan)
+        class Planner(dcp.DefaultLoadPlanner):
+            def finish_plan(self, plan):
+                signal.raise_signal(signal.SIGUSR1)
+                return super().finish_plan(plan)
 
-    before = signal.signal(
-        signal.SIGUSR1, lambda *_: dcp.load(other, storage_reader=reader, checkpoint_id=tmp_path / "2")
-    )
-    try:
+        before = signal.signal(signal.SIGUSR1, lambda *_: dcp.load(other, storage_reader=reader, checkpoint_id=ids[1]))
+        opened.callback(signal.signal, signal.SIGUSR1, before)
         with pytest.raises(InvalidArgument, match="in the middle of this one"), own_errors():
             dcp.load(mine, storage_reader=reader, planner=Planner())
-    finally:
-        signal.signal(signal.SIGUSR1, before)
-    assert (float(mine["w"][0]), other["step"]) == (0.0, 2)
+        assert (float(mine["w"][0]), other["step"]) == (0.0, 2)
+
+
+def planned(writer, folder, rank, value):
+    """A save that has begun: its planner and the plan of the rank."""
+    planner = dcp.DefaultSavePlanner()
+    writer.reset(folder)
+    planner.set_up_planner({"ab"[rank]: torch.full((4,), value)}, writer.storage_meta(), rank == 0)
+    writer.set_up_storage_writer(rank == 0, rank=rank, use_collectives=True)
+    return planner, writer.prepare_local_plan(planner.create_local_plan())
+
+
+def test_a_rank_without_an_index_writes_nothing_into_the_save_in_the_middle_of_its_own(tmp_path):
+    """Two ranks in one process: rank 1 begins a save in the middle of another one, and rank 0 commits it."""
+    first, second = FileWriter(tmp_path / "outer"), FileWriter(tmp_path / "inner")
+    outer_planner, outer = planned(first, tmp_path / "outer", 1, 1.0)
+    [outer], _ = outer_planner.create_global_plan([outer])
+    begun = [planned(writer, tmp_path / "inner", rank, 2.0) for rank, writer in [(0, second), (1, first)]]
+    planners = [planner for planner, _ in begun]
+    plans, metadata = planners[0].create_global_plan([plan for _, plan in begun])
+    results = [writer.write_data(plans[rank], planners[rank]).wait() for rank, writer in enumerate([second, first])]
+    second.finish(metadata, results)
+    with pytest.raises(InvalidArgument, match="in the middle of this one"):
+        first.write_data(outer, outer_planner)
+    found = {"a": torch.zeros(4), "b": torch.zeros(4)}
+    dcp.load(found, storage_reader=FileReader(tmp_path / "inner"), no_dist=True)
+    assert found["b"].tolist() == [2.0] * 4
+
+
+def test_a_thread_that_has_begun_no_save_writes_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    writer, called = FileWriter(tmp_path / "a"), []
+    planner, plan = planned(writer, tmp_path / "a", 0, 1.0)
+    [plan], _ = planner.create_global_plan([plan])
+
+    def elsewhere():
+        for call in (lambda: writer.write_data(plan, planner), writer.rank_file, writer.go_on):
+            with pytest.raises(InvalidArgument, match="this thread has begun no save"):
+                call()
+            called.append(call)
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join()
+    assert len(called) == 3
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
 def test_a_peer_writer_is_not_used_again_in_the_middle_of_its_save(monkeypatch):

@@ -16,14 +16,27 @@ from .index import EntryRef
 
 
 @dataclass(frozen=True)
+class Alone:
+    """What the plan of a rank carries that has nothing to do with other ranks.
+
+    Attributes:
+        digest: identifies what it reads from
+    """
+
+    digest: str | None
+
+
+@dataclass(frozen=True)
 class Needs:
     """What one rank needs, as its plan carries it to the coordinator.
 
     Attributes:
         digests: for each container of which it needs much, what stands for the slices that it needs
+        digest: identifies what it reads from
     """
 
     digests: Mapping[str, bytes]
+    digest: str | None = None
 
 
 @dataclass(frozen=True)
@@ -32,9 +45,11 @@ class Common:
 
     Attributes:
         containers: those of which other ranks need the same slices
+        digest: identifies what it reads from; ``None`` if it has not told
     """
 
     containers: frozenset[str]
+    digest: str | None = None
 
 
 def needs(plan: LoadPlan, refs: Mapping[MetadataIndex, EntryRef]) -> Needs:
@@ -57,7 +72,8 @@ def in_common(needs: Sequence[Any]) -> list[Common]:
     """
     told = [rank.digests if isinstance(rank, Needs) else {} for rank in needs]
     count = Counter(need for rank in told for need in rank.items())
-    return [Common(frozenset(name for name, digest in rank.items() if count[name, digest] > 1)) for rank in told]
+    shared = [frozenset(name for name, digest in rank.items() if count[name, digest] > 1) for rank in told]
+    return [Common(of_rank, getattr(rank, "digest", None)) for of_rank, rank in zip(shared, needs, strict=True)]
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from ..storage.places import AnyPlace, begun
 from ..storage.source import FolderSource, Progress, replaced
 from ..storage.whole_files import is_file, listed
 from . import index, marker, torch_folder
-from .common_slices import Divided, Needs, Offer, divided, needs
+from .common_slices import Alone, Divided, Needs, Offer, divided, needs
 from .failures import noted
 from .in_folder import RANK_INDEX, TORCH_INDEX, InFolder, thread_count
 from .reader import SliceReader
@@ -140,7 +140,7 @@ class FileReader(InFolder, SliceReader):
         source = FolderSource(path, self._threads, known)
         metadata = self._open(source, str(path))
         self.known = source.known
-        self._load.digest = source.digest if shared else None
+        self._load.digest, self._load.shared = source.digest, shared
         return index.described(metadata, folder if isinstance(folder, os.PathLike) else str(folder))
 
     def _open_theirs(self, path: AnyPlace, shared: bool) -> Metadata:
@@ -148,7 +148,7 @@ class FileReader(InFolder, SliceReader):
         source = TorchFolderSource(path)
         allowed = with_stand_ins(self._safe_globals, self._allowed.trusts)
         metadata = torch_folder.decode(self._begin(source), str(path), allowed)
-        self._load.digest = source.digest if shared else None
+        self._load.digest, self._load.shared = source.digest, shared
         folder = path.parent
         return index.described(metadata, folder if isinstance(folder, os.PathLike) else str(folder))
 
@@ -158,8 +158,8 @@ class FileReader(InFolder, SliceReader):
         For the latter it starts a server, which ends with :meth:`read_data`, or when the time for the load is over.
         """
         digest = self._load.digest
-        if digest is None:
-            return plan
+        if digest is None or not self._load.shared:
+            return dataclasses.replace(plan, storage_data=Alone(digest))
         self._load.close_server()
         found = self._needs(plan)
         if not found.digests:

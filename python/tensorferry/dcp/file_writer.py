@@ -33,7 +33,7 @@ from ..storage.whole_files import listed, make_synced_folder
 from . import index, marker
 from .failures import fail_without_numpy
 from .in_folder import TORCH_INDEX, InFolder, thread_count
-from .running_saves import RunningSaves, SaveRecord
+from .running_saves import RunningSaves, SaveRecord, planned_for_others
 from .save_plan import ABOUT, PlanSnapshot
 
 #: What to do about arguments of torch's writer that ask for something else.
@@ -220,13 +220,13 @@ class FileWriter(InFolder, StorageWriter):  # type: ignore[misc]  # mypy does no
         coordinated = kwargs.get("use_collectives", True)
         if coordinated:
             fail_without_numpy()
-        self._running.save = SaveRecord(
+        self._running.save = save = SaveRecord(
             self._running.path or begun(self._path),
             kwargs.get("rank") or 0,
             coordinated,
             is_coordinator or not coordinated,
         )
-        self._running.save.id = self._running.id or self._running.save.id
+        save.id = self._running.id or save.id
         self._running.path = self._running.id = None
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
@@ -235,15 +235,15 @@ class FileWriter(InFolder, StorageWriter):  # type: ignore[misc]  # mypy does no
         A marker whose index is gone is removed: see :meth:`SaveRecord.begin`.
 
         Returns:
-            ``plan``, unchanged.
+            ``plan``, with a mark of this save.
 
         Raises:
             SystemRefused: the folder cannot be created or listed
             TensorferryError: the store does not answer, or refuses
             InvalidArgument: the folder has a checkpoint and ``overwrite`` is ``False``, or it has one with an index for
-                all ranks while this save has no coordinator
+                all ranks while this save has no coordinator; or no save has begun in this thread
         """
-        save = self._running.save
+        save = self._running.ongoing()
         try:
             save.is_new_folder = make_synced_folder(save.path)
             names = set(listed(save.path))
@@ -266,7 +266,7 @@ class FileWriter(InFolder, StorageWriter):  # type: ignore[misc]  # mypy does no
             )
         if save.writes_index:
             save.begin(names)
-        return plan
+        return dataclasses.replace(plan, storage_data=save.mark)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Returns ``plans`` unchanged: each rank chooses the name of its file itself."""
@@ -286,13 +286,14 @@ class FileWriter(InFolder, StorageWriter):  # type: ignore[misc]  # mypy does no
             Exception: what ``progress`` raises, or the device when a copy fails
         """
         # A planner that caches plans may give one out that was planned for another writer, in an earlier save.
-        if plan.storage_data is not None and not getattr(planner, "_enable_plan_caching", False):
+        caches = getattr(planner, "_enable_plan_caching", False)
+        if planned_for_others(plan) and not caches:
             # The coordinator would write an index of its own kind, in which nothing finds what this rank has written.
             raise InvalidArgument(
                 f"the coordinator has planned this save for another writer ({_validate.brief(plan.storage_data)}): "
                 "give every rank a FileWriter, or call tensorferry.install() in every process"
             )
-        save = self._running.ongoing()
+        save = self._running.ongoing(None if caches else plan)
         done: Future[list[WriteResult]] = Future()
         self.report = {"bytes": 0, "direct": 0}
         if not plan.items:
@@ -312,8 +313,11 @@ class FileWriter(InFolder, StorageWriter):  # type: ignore[misc]  # mypy does no
 
         With it another process can write the file in place of ``write_data``, without progress or
         warnings; the results come back to ``finish``.
+
+        Raises:
+            InvalidArgument: no save has begun in this thread, or it has ended already
         """
-        save = self._running.save
+        save = self._running.ongoing()
         return RankFile(save.path / f"rank{save.rank:05d}-{save.id}.safetensors", self._threads, self._cached)
 
     def go_on(self) -> None:

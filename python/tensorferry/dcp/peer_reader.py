@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import logging
 import os
 from collections.abc import Iterable, Iterator
@@ -24,7 +25,7 @@ from ..pickles.deadline import Deadline
 from ..storage.peers import SCHEME, PeerSource, parse_publication
 from ..storage.source import Progress
 from . import index
-from .common_slices import Common, in_common, needs
+from .common_slices import Alone, Common, in_common, needs
 from .failures import noted
 from .reader import SliceReader
 from .states import States
@@ -110,6 +111,7 @@ class PeerReader(SliceReader):
         """
         del args, kwargs
         step, urls = self._step_and_urls()
+        self._load.digest = hashlib.blake2b(f"{step} {urls}".encode(), digest_size=16).hexdigest()
         allowed = self._load.allowed = self._allowed.until(Deadline(self._seconds))
         source = PeerSource(
             step,
@@ -130,9 +132,11 @@ class PeerReader(SliceReader):
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Adds to the plan what this rank needs, for the coordinator."""
         metadata = self._load.metadata
+        digest = self._load.digest
         if not self._relay or metadata is None:
-            return plan
-        return dataclasses.replace(plan, storage_data=needs(plan, metadata.storage_data))
+            return dataclasses.replace(plan, storage_data=Alone(digest))
+        found = needs(plan, metadata.storage_data)
+        return dataclasses.replace(plan, storage_data=dataclasses.replace(found, digest=digest))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """Adds to each rank's plan what other ranks need as well."""

@@ -33,7 +33,8 @@ class Load(threading.local):
         source: what the load reads from
         values: returns values that the source builds, by their entries; ``None`` if it builds none
         report: what it has read
-        digest: identifies the index of all ranks, if there is one
+        digest: identifies what the load reads from, its index for one
+        shared: whether that is the index of all ranks
         failed: why the index could not be read
         allowed: the globals that its pickles may name, until its deadline; ``None`` if it has none
         server: gives other ranks what this one has read for them; ``None`` if there is none
@@ -47,6 +48,7 @@ class Load(threading.local):
         self.values: Values | None = None
         self.report: dict[str, int] = {}
         self.digest: str | None = None
+        self.shared = False
         self.failed: Exception | None = None
         self.allowed: Allowed | None = None
         self.server: Server | None = None
@@ -166,7 +168,9 @@ class SliceReader(StorageReader):  # type: ignore[misc]  # mypy does not follow 
         """
         load = self._load
         assert load.metadata is not None
-        if isinstance(plan.storage_data, str) and plan.storage_data != load.digest:
+        told = plan.storage_data
+        digest = told if isinstance(told, str) else getattr(told, "digest", None)
+        if digest is not None and digest != load.digest:
             raise InvalidArgument(
                 "another load with this reader has begun in the middle of this one, in the same thread, by a signal "
                 "handler for example: give each load a reader of its own"

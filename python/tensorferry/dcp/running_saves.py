@@ -7,6 +7,9 @@ import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint.planner import SavePlan
 
 from .._reentry import CallMark
 from ..errors import InvalidArgument
@@ -18,6 +21,9 @@ from ..storage.whole_files import is_file
 from . import marker
 from .in_folder import RANK_INDEX, TORCH_INDEX
 
+#: How what a plan says of its save begins: text, since the coordinator's process may know nothing of this package.
+_MARK = "tensorferry save "
+
 #: The names of the files of torch's own writer: the index of all ranks, and with a rank's number its index and data.
 _TORCH_FILES = re.compile(r"\.metadata|__(?P<rank>\d+)(\.metadata|_\d+\.distcp)")
 
@@ -28,7 +34,7 @@ class RunningSaves(threading.local):
     Attributes:
         path: the folder of the next save, once ``reset`` was called for it
         id: its id, likewise
-        save: the save that has begun
+        save: the save that has begun; ``None`` in a thread that has begun none
         calls: marks that the save's file is being written
     """
 
@@ -36,21 +42,38 @@ class RunningSaves(threading.local):
         self.calls = CallMark("a save with this writer")
         self.path: AnyPlace | None = None
         self.id: str | None = None
-        self.save = SaveRecord(Path(), 0, True, False)
+        self.save: SaveRecord | None = None
 
-    def ongoing(self) -> SaveRecord:
+    def ongoing(self, plan: SavePlan | None = None) -> SaveRecord:
         """Returns the save that has begun.
 
+        Args:
+            plan: what is to be written by it
+
         Raises:
-            InvalidArgument: it has ended already: another save with this writer has begun and ended in the middle of
-                this one
+            InvalidArgument: it has ended already, or another one is planned in ``plan``: another save with this writer
+                has begun in the middle of this one; or this thread has begun none
         """
-        if self.save.is_over:
+        if self.save is None:
             raise InvalidArgument(
-                "another save with this writer has begun and ended in the middle of this one, in the same thread, by a "
-                "signal handler for example: give each save a writer of its own"
+                "this thread has begun no save with this writer: make all calls of a save in one thread"
+            )
+        told = None if plan is None else plan.storage_data
+        if self.save.is_over or (_is_mark(told) and told != self.save.mark):
+            raise InvalidArgument(
+                "another save with this writer has begun in the middle of this one, in the same thread, by a signal "
+                "handler for example: give each save a writer of its own"
             )
         return self.save
+
+
+def planned_for_others(plan: SavePlan) -> bool:
+    """Whether the coordinator has planned a save for a writer of another class."""
+    return plan.storage_data is not None and not _is_mark(plan.storage_data)
+
+
+def _is_mark(told: Any) -> bool:
+    return isinstance(told, str) and told.startswith(_MARK)
 
 
 class SaveRecord:
@@ -100,6 +123,11 @@ class SaveRecord:
         """The save goes on now: in a store, what is left of it has a deadline of its own."""
         self.path = begun(self.path)
         self.index = self.path / self.index.name
+
+    @property
+    def mark(self) -> str:
+        """What plans of this save carry, so that they are not written by another one."""
+        return _MARK + self.id
 
     @contextlib.contextmanager
     def ending(self) -> Iterator[None]:
