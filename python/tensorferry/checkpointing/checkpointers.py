@@ -43,7 +43,7 @@ class _Checkpointer(Checkpointer):  # type: ignore[misc]  # mypy does not follow
         """Loads a checkpoint: one that a checkpointer of this package has written, or torch's ``CheckpointWriter``.
 
         Args:
-            path: the folder
+            path: the folder, or a single file
             state_dict: loads only the keys of this state, into its tensors where dtype and layout allow
             default_map_location: where tensors go, as ``torch.load`` has it
             strict: raises if the checkpoint lacks keys of ``state_dict``
@@ -52,8 +52,11 @@ class _Checkpointer(Checkpointer):  # type: ignore[misc]  # mypy does not follow
             The state: ``state_dict`` if it was given.
 
         Raises:
-            SourceChanged: the ranks have agreed on a save, by :meth:`latest`, that is no longer there
-            TensorferryError: there is no complete checkpoint, it does not fit, or it is damaged
+            SourceChanged: the ranks have agreed on a save, by :meth:`latest`, that is no longer there; or saves replace
+                the checkpoint faster than it can be loaded
+            StateMismatch: the checkpoint does not fit into ``state_dict``; nothing was overwritten
+            TensorferryError: there is no complete checkpoint, or it is damaged, cannot be read, or names what is not on
+                the allow-list; some tensors of ``state_dict`` may have new values
         """
         from . import loading
 
@@ -86,7 +89,8 @@ class _Checkpointer(Checkpointer):  # type: ignore[misc]  # mypy does not follow
         """Returns the newest checkpoint in a folder of checkpoints that all ranks can load, for :meth:`load`.
 
         All ranks call it, and get the same answer. Besides what is committed on the disk, it finds what the keepers
-        hold for every rank. The next :meth:`load` of that path loads this very save on every rank, or raises.
+        hold for every rank. With several ranks, the next :meth:`load` of that path loads this very save on every rank,
+        or raises, unless :meth:`save` was called before, or a ``reader=`` reads. With one, it loads what is there then.
 
         Args:
             path: the folder in which the checkpoints' folders lie
@@ -95,7 +99,8 @@ class _Checkpointer(Checkpointer):  # type: ignore[misc]  # mypy does not follow
             The path of the checkpoint's folder, ``None`` if there is none.
 
         Raises:
-            InvalidArgument: ``path`` does not name a folder of this machine
+            InvalidArgument: ``path`` names neither a folder of this machine nor a place in an object store
+            TensorferryError: on all ranks, a store does not answer rank 0, or refuses
         """
         keeper = self._keeper if isinstance(self._keeper, LoadingKeeper) else None
         self._agreed = find_latest(any_place(path, timeout=self._timeout), self._ranks, keeper)
@@ -113,7 +118,8 @@ class SyncCheckpointer(_Checkpointer):
     """Saves a state into a folder, and returns when the checkpoint is on the disk and committed.
 
     Args:
-        writer: writes instead of the own writer: torch's ``CheckpointWriter``, or one of this package
+        writer: writes instead of the own writer: torch's ``CheckpointWriter``, or one of this package. Then nothing
+            below that says how states are written is used
         reader: reads instead of the own reader: torch's ``CheckpointReader``, or one of this package
         rank: the rank of this process, by default that of ``torch.distributed``, or 0
         world_size: how many ranks save together, by default as many as ``torch.distributed`` has, or 1
@@ -136,6 +142,7 @@ class SyncCheckpointer(_Checkpointer):
 
     Raises:
         InvalidArgument: an argument cannot be used; the message names it
+        SystemRefused: with ``keeper``, the process that writes cannot be started
     """
 
     def __init__(
@@ -188,7 +195,10 @@ class SyncCheckpointer(_Checkpointer):
         Raises:
             InvalidArgument: what is the path and what the state cannot be told apart
             TransportClosed: it was closed
+            TypeError: path or state is missing; or, with ``keeper``, an argument other than ``step`` is given
             TensorferryError: the state cannot be saved
+            Exception: what the writer, its hook or the barrier raises; the checkpoint is committed if that was
+                ``post_commit``
         """
         path, state, options = state_and_path("save", args, kwargs)
         if not self._is_open:
@@ -206,7 +216,13 @@ class SyncCheckpointer(_Checkpointer):
         strict: bool = False,
         **kwargs: Any,
     ) -> Any:
-        """As described for :class:`AsyncCheckpointer`; with a ``reader=``, that one reads."""
+        """As described for :class:`AsyncCheckpointer`; with a ``reader=``, that one reads, and gets ``kwargs``.
+
+        Raises:
+            RuntimeError: ``strict`` is set and keys are missing; if a ``reader=`` has read, the others have new values
+            TypeError: there are ``kwargs``, and no ``reader=``
+            Exception: whatever the ``reader=`` raises
+        """
         if self._reader is None:
             return super().load(path, state_dict, default_map_location=default_map_location, strict=strict, **kwargs)
         state, missing = self._reader.read(
@@ -217,7 +233,7 @@ class SyncCheckpointer(_Checkpointer):
         return state
 
     def close(self) -> None:
-        """Closes the writer. It may be called again."""
+        """Closes the writer, or with ``keeper`` that and the process that writes. It may be called again."""
         if self._is_open:
             self._is_open = False
             self._writer.close()
@@ -245,7 +261,8 @@ class AsyncCheckpointer(_Checkpointer):
     more: what the keeper holds. A third save waits until the first is written.
 
     A save is accepted when its first future is done. From then on only the end of the machine, or SIGKILL of the
-    process that writes, can stop it: it is written even if the trainer is killed.
+    process that writes, can stop it: it is written even if the trainer is killed. It can still fail, as for a full disk
+    or a rank that has failed, which the second future tells.
 
     Args:
         rank: as for :class:`SyncCheckpointer`
@@ -306,12 +323,17 @@ class AsyncCheckpointer(_Checkpointer):
         Returns:
             Two futures of ``None``. When the first is done, the state may change, and the save is accepted. When the
             second is done, the checkpoint is on the disk, and committed by a rename. A failure is raised by the second
-            one, and by the next call of ``save`` if nobody has read the future's result by then.
+            one, by the first if that was not done yet, and by the next call of ``save`` if nobody has read the second
+            one's result by then.
 
         Raises:
-            InvalidArgument: what is the path and what the state cannot be told apart
-            TransportClosed: it was closed
-            TensorferryError: the state cannot be copied, or an earlier save has failed, see above
+            InvalidArgument: what is the path and what the state cannot be told apart, ``path`` or ``step`` cannot be
+                used, or a callback calls it that would have to wait
+            TypeError: path or state is missing, or there is another argument
+            TransportClosed: it was closed, or the interpreter is exiting
+            ForkedProcess: this is a forked child
+            TensorferryError: the state cannot be copied
+            Exception: the error of an earlier save, see above: then nothing is saved
         """
         path, state, options = state_and_path("save", args, kwargs)
         if options:
@@ -320,10 +342,12 @@ class AsyncCheckpointer(_Checkpointer):
         return self._saver.save(state, path, step)
 
     def close(self) -> None:
-        """Waits for all saves, and ends the process that writes. It may be called again.
+        """Waits for all saves, ends the process that writes, and closes ``keeper``. It may be called again.
 
         Raises:
-            TensorferryError: a save has failed, and nobody has read its future's result
+            InvalidArgument: a callback of a future calls it while another save is unfinished
+            ForkedProcess: this is a forked child
+            Exception: the error of a save that has failed, whose future's result nobody has read; all is closed then
         """
         self._saver.close()
 

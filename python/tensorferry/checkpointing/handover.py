@@ -79,7 +79,7 @@ class Handover:
 
 
 def pair() -> tuple[socket.socket, socket.socket]:
-    """Returns two connected sockets for messages, which no child inherits."""
+    """Returns two connected sockets for messages, which are closed in programs that a child executes."""
     return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
@@ -87,7 +87,9 @@ def send(sock: socket.socket, message: Message | Handover) -> None:
     """Sends one message, whole or not at all.
 
     Raises:
-        InvalidArgument: the message is too long, its fields are not JSON, or a row lies in none of its buffers
+        InvalidArgument: the message is too long or has too many buffers, its fields are not JSON, or a row lies in none
+            of its buffers
+        SystemRefused: there is no memory for the table of a handover
         OSError: the other side is gone, or a timeout of ``sock`` passed
     """
     fields = {**message.fields, "kind": message.kind, "version": VERSION}
@@ -208,6 +210,7 @@ def arrive(sock: socket.socket) -> Message | Arrived | None:
     Raises:
         ProtocolError: it is not a message
         OtherVersion: it is one of another version
+        SystemRefused: no descriptor is left for the memory of a handover
         OSError: the socket cannot be read, or its timeout passed
     """
     ancillary = socket.CMSG_SPACE(MOST_DESCRIPTORS * array.array("i").itemsize)

@@ -34,7 +34,7 @@ class StateKeeper(Protocol):
 
 @runtime_checkable
 class LoadingKeeper(StateKeeper, Protocol):
-    """A keeper from which states are loaded, too, as ``keeper/client.py`` describes it."""
+    """A keeper from which states are loaded, too, as ``keeper/client.py`` describes it. None of its methods raises."""
 
     def begun(self, path: Path) -> list[int]:
         """Returns when saves of the job of ``path`` began."""

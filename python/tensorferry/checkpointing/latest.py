@@ -45,6 +45,7 @@ def latest_checkpoint(
 
     Raises:
         SystemRefused: ``root`` exists and cannot be listed
+        InvalidArgument: ``root`` names neither a folder of this machine nor a place in an object store
         TensorferryError: a store does not answer, or refuses
     """
     place = place_as_given(root, "root", store_options=store_options, timeout=timeout)

@@ -1,6 +1,7 @@
 """Loads checkpoints: those of this package's checkpointers, those of torch's ``CheckpointWriter``, and single files.
 
-A checkpoint of ``N`` ranks can be loaded by any number of ranks. A rank takes objects and plain tensors from the file
+A checkpoint of ``N`` ranks can be loaded by any number of ranks; of torch's ``CheckpointWriter``, a rank loads the file
+of its own number alone. A rank takes objects and plain tensors from the file
 of its own number, or from that of rank 0 if there is none. A DTensor is taken from that file, too, if its part there is
 the part that is wanted; otherwise its values are put together from the files of all ranks (``resharding.py``).
 """
@@ -95,13 +96,16 @@ def read(
         IncompleteCheckpoint: there is no complete checkpoint; what is missing is named
         StateMismatch: values differ in dtype, shape or type, or keys are missing and ``strict`` is set; nothing was
             overwritten
-        CorruptCheckpoint: bytes do not match their checksums; some tensors of ``state_dict`` may have new values
+        CorruptCheckpoint: bytes do not match their checksums. After this, and after all errors below, some tensors of
+            ``state_dict`` may have new values
         SourceChanged: saves have replaced the checkpoint again and again meanwhile, or the folder does not hold the
             save ``save_id``
         ProtocolError: a file is not what it should be
         UnsafePickle: an object is not on the allow-list
         SystemRefused: a file cannot be read, or there is no memory
-        InvalidArgument: ``map_location`` cannot be used
+        InvalidArgument: ``path`` or ``map_location`` cannot be used
+        TensorferryError: a store does not answer in time, or refuses
+        Exception: what a callable ``map_location`` raises
     """
     loading = _StateLoad(state_dict, map_location, strict, rank, world_size, allowed or Allowed(), threads, save_id)
     place = any_place(path, timeout=timeout)
@@ -153,7 +157,12 @@ def load_file(
 def _from_keeper(
     prefer: Prefer, path: str, rank: int, world_size: int, loading: _StateLoad
 ) -> tuple[Any, list[str]] | None:
-    """Loads what a keeper has; ``None`` if it has nothing, or nothing that can be used."""
+    """Loads what a keeper has; ``None`` if it has nothing, or nothing that can be used, which is logged.
+
+    Raises:
+        UnsafePickle: an object is not on the allow-list
+        InvalidArgument: ``map_location`` cannot be used
+    """
     try:
         stored = prefer(path, rank, world_size)
         return None if stored is None else loading.from_container(stored)
@@ -282,7 +291,12 @@ class _StateLoad:
         return part.fill(self.state_dict, state, self.strict)
 
     def _records(self, path: Path) -> set[str] | None:
-        """Returns the names of the records of an archive that are needed; ``None`` if that cannot be found out."""
+        """Returns the names of the records of an archive that are needed; ``None`` if that cannot be found out.
+
+        Raises:
+            StateMismatch: the archive does not fit into ``state_dict``
+            SystemRefused: the archive cannot be opened, or there is no memory
+        """
         names: dict[int, str] = {}
         held = []
 

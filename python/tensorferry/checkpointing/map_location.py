@@ -13,6 +13,8 @@ from ..state.build import Relocate
 def relocation(map_location: Any) -> Relocate | None:
     """Returns what moves a storage in host memory to where ``map_location`` says, ``None`` if they all stay.
 
+    What is returned raises ``InvalidArgument`` where a storage cannot be put, and what a callable raises.
+
     Raises:
         InvalidArgument: it is not a device, a dict or a callable
     """

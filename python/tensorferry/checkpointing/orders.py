@@ -71,7 +71,8 @@ class Order:
         """Returns the order that a handover has; fields that are not an order's are left out.
 
         Raises:
-            ProtocolError: a field is missing or has another type
+            ProtocolError: a field that says what is saved where is missing or has another type
+            InvalidArgument: an option, or the URL of a store, cannot be used
         """
         numbers: list[Any] = [fields.get(name) for name in ("began", "rank", "world_size")]
         texts: list[Any] = [fields.get(name) for name in ("path", "save_id")]

@@ -59,12 +59,17 @@ class Ranks:
         """Returns the id of a new save into ``folder``, after agreeing on it with all other ranks.
 
         It begins after the saves that rank 0 finds in the folder and in the folders of its series; where a store does
-        not tell of them within seconds, by the clock.
+        not tell of them within seconds, by the clock. All ranks have to call it, as :meth:`gather` and
+        :meth:`from_first`.
 
         Args:
             step: the number that the caller gave the state
             folder: the folder
             known: when other saves began after which it is to begin; those that rank 0 passes count
+
+        Raises:
+            InvalidArgument: ``torch.distributed`` cannot collect without NumPy, which is not installed
+            Exception: what ``agree`` or the process group raises
         """
         if self.rank != 0:
             own = SaveId.new(self.rank, self.world_size, step)

@@ -30,7 +30,7 @@ class CheckpointReader(_TorchReader):  # type: ignore[misc]  # mypy does not fol
         timeout: how long all requests of a load to an object store may take together, 10 minutes by default
 
     Raises:
-        InvalidArgument: an argument cannot be used; the message names it
+        InvalidArgument: ``safe_globals`` or ``trust_pickle`` cannot be used; a read checks ``threads`` and ``timeout``
     """
 
     def __init__(
@@ -74,7 +74,8 @@ class CheckpointReader(_TorchReader):  # type: ignore[misc]  # mypy does not fol
         Raises:
             IncompleteCheckpoint: there is no complete checkpoint. It is a ``FileNotFoundError``
             StateMismatch: values differ in dtype, shape or type; nothing was overwritten. It is a ``RuntimeError``
-            TensorferryError: the checkpoint is damaged or names what is not on the allow-list
+            TensorferryError: the checkpoint is damaged, cannot be read, or names what is not on the allow-list; some
+                tensors of ``state_dict`` may have new values
         """
         del kwargs
         return loading.read(

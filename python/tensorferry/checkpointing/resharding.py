@@ -76,13 +76,15 @@ class Resharding:
         self._temporary = 0
 
     def plan(self, target: Any) -> set[int]:
-        """Finds the tensors of ``target`` that cannot be filled from this rank's file.
+        """Finds the tensors of ``target`` that cannot be filled from this rank's file; :meth:`fill` fills them.
 
         Returns:
             The identities of these tensors.
 
         Raises:
             StateMismatch: one of them differs from the checkpoint's in dtype or shape, or cannot be written to
+            ProtocolError: the index does not describe its parts validly
+            TensorferryError: the file of a rank cannot be read
         """
         kept: set[int] = set()
         wrong: list[str] = []
@@ -109,7 +111,10 @@ class Resharding:
         return kept
 
     def with_whole_tensors(self, state: Any) -> Any:
-        """Returns ``state``; if another number of ranks has saved it, with a whole tensor in place of each part."""
+        """Returns ``state``, with a whole tensor in place of each part if another number of ranks has saved it.
+
+        A ShardedTensor that could not join its process group is replaced in any case. Raises as :meth:`fill`.
+        """
         if not self._index.shards:
             return state
         flat = tree.flatten(state)
@@ -127,11 +132,13 @@ class Resharding:
         return tree.unflatten(flat.tree, flat.plain, flat.objects)
 
     def fill(self) -> None:
-        """Reads the values of all planned tensors.
+        """Reads the values of all planned tensors. After an error, some of them may have new values.
 
         Raises:
             ProtocolError: index and files contradict each other
             CorruptCheckpoint: bytes do not match their checksums
+            SystemRefused: a file cannot be read, or there is no temporary memory
+            TensorferryError: a store does not answer in time, or refuses
         """
         for box in self._boxes:
             covered = 0

@@ -51,6 +51,9 @@ class Saver:
         options: how states are written
         stager: makes the copies
         keeper: also gets every state; ``None`` for none
+
+    Raises:
+        SystemRefused: the process that writes cannot be started
     """
 
     def __init__(self, ranks: Ranks, options: Options, stager: SharedStager, keeper: StateKeeper | None = None) -> None:
@@ -84,10 +87,13 @@ class Saver:
 
         Raises:
             TransportClosed: it was closed, or the interpreter is exiting
-            InvalidArgument: a signal handler, a ``__del__`` or a callback calls it in the middle of a save of the same
-                thread; or a callback of a future calls it that would have to wait
-            TensorferryError: the state cannot be copied; or an earlier save has failed and nobody has looked at its
-                future: then nothing is saved, and the next call saves again
+            ForkedProcess: this is a forked child
+            InvalidArgument: ``path`` or ``step`` cannot be used, or there is a keeper and ``path`` is in a store; a
+                signal handler, a ``__del__`` or a callback calls it in the middle of a save of the same thread; or a
+                callback of a future calls it that would have to wait
+            TensorferryError: the state cannot be copied
+            Exception: what a device reports when it copies; or the error of an earlier save, at whose future nobody has
+                looked: then nothing is saved, and the next call saves again
         """
         return self._begin(path, step, lambda: (self._stage(state), None))
 
@@ -152,12 +158,15 @@ class Saver:
             yield
 
     def close(self) -> None:
-        """Waits for all saves, ends the process that writes, and releases the memory. It may be called again.
+        """Waits for all saves, ends the process that writes, releases the memory and closes the keeper.
+
+        It may be called again.
 
         Raises:
             InvalidArgument: it would wait for ever: it is called in the middle of a save of the same thread, by a
                 signal handler for example, or by a callback of a future while another save is unfinished
-            TensorferryError: a save has failed, and nobody has looked at its future
+            ForkedProcess: this is a forked child
+            Exception: the error of a save that has failed, at whose future nobody has looked; all is closed then
         """
         if not self._is_open:
             return
@@ -203,7 +212,11 @@ class Saver:
             self._abandon(save, error)
 
     def _hand_over(self, save: _Save) -> None:
-        """Gives a complete snapshot to the process that writes, and offers it to the keeper."""
+        """Gives a complete snapshot to the process that writes, and offers it to the keeper.
+
+        If the process cannot be given it, the save fails with that error, and is not offered; only an interrupt is
+        raised as well.
+        """
         snapshot = save.snapshot
         try:
             given = save.stager.handover(_SAVE, save.order.fields(), snapshot)

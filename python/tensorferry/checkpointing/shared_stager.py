@@ -20,6 +20,9 @@ class SharedStager:
         memory_limit: bytes of shared memory that there may be at a time; ``None`` allows what is available
         accelerator: the accelerators, or a stand-in
         allowed: what a load will allow; globals that it does not are warned of
+
+    Raises:
+        InvalidArgument: ``memory_limit`` cannot be used
     """
 
     def __init__(
@@ -45,6 +48,7 @@ class SharedStager:
 
         Raises:
             NoRoom: there is not enough memory
+            SystemRefused: the system refuses memory
             UnsupportedLeaf: a leaf cannot be saved
             InvalidArgument: a graph is being captured on a device that holds a part of the state
         """
@@ -53,7 +57,7 @@ class SharedStager:
         return snapshot
 
     def handover(self, kind: str, fields: dict[str, Any], snapshot: StateSnapshot) -> Handover:
-        """Returns what other processes get of a complete snapshot."""
+        """Returns what other processes get of a complete snapshot, which this stager has made."""
         container = snapshot.container()
         buffers = [self._budget.find(buffer.address) for buffer in snapshot.buffers()]
         return Handover(kind, fields, container.rows, container.control, buffers)

@@ -85,7 +85,13 @@ class StagedFuture(Staged):
         self._built: Any = None
 
     def result(self, timeout: float | None = None) -> Any:
-        """Returns the staged state, of which no tensor is on an accelerator."""
+        """Returns the staged state, of which no tensor is on an accelerator; each call returns the same one.
+
+        Raises:
+            TimeoutError: the copy is not complete within ``timeout`` seconds
+            InvalidArgument: it is called in the middle of such a call of the same thread
+            Exception: what the copy has failed with
+        """
         super().result(timeout)
         with self._building.held():
             if self._built is None:
@@ -207,7 +213,8 @@ class CheckpointProcess(_TorchProcess):  # type: ignore[misc]  # mypy does not f
         """Writes a staged state: ``write(state_dict, path)`` or ``write(path, state_dict)``.
 
         Args:
-            args: the path of the folder, and a state, a future of one, or what a ``Stager`` returned
+            args: the path of the folder, and a state, a future of one, which is waited for, or what a ``Stager``
+                returned
             step: a number that is saved with the state
             kwargs: ``path`` and ``state_dict``; others, which torch hands on to all parts, are not used
 
@@ -216,6 +223,8 @@ class CheckpointProcess(_TorchProcess):  # type: ignore[misc]  # mypy does not f
 
         Raises:
             TensorferryError: as ``AsyncCheckpointer.save``
+            TypeError: path or state is missing
+            Exception: what a future of a state raises
         """
         path, state, _ = state_and_path("write", args, kwargs)
         if isinstance(state, StagedFuture):
@@ -223,10 +232,11 @@ class CheckpointProcess(_TorchProcess):  # type: ignore[misc]  # mypy does not f
         return self._saver.save(state.result() if isinstance(state, Future) else state, path, step)[1]
 
     def close(self) -> None:
-        """Waits for all saves, and ends the process.
+        """Waits for all saves, ends the process, and closes the keeper.
 
         Raises:
-            TensorferryError: a save has failed, and nobody has read its future's result
+            InvalidArgument: a callback of a future calls it while another save is unfinished
+            Exception: the error of a save that has failed, whose future's result nobody has read
         """
         self._saver.close()
 
@@ -240,8 +250,11 @@ class CheckpointWriter(_TorchWriter):  # type: ignore[misc]  # mypy does not fol
         barrier: torch's ``Barrier``, executed when this rank's file is written
         commit_hook: torch's ``WriterHook``
         ranks: instead of ``rank_info``
-        options: how states are written
+        options: how states are written; then ``config`` is not used
         allowed: what a load will allow; globals that it does not are warned of
+
+    Raises:
+        InvalidArgument: an argument cannot be used; the message names it
     """
 
     def __init__(
@@ -280,7 +293,9 @@ class CheckpointWriter(_TorchWriter):  # type: ignore[misc]  # mypy does not fol
 
         Raises:
             InvalidArgument: what is the path and what the state cannot be told apart
+            TypeError: one of them is missing
             TensorferryError: the state cannot be saved
+            Exception: what the hook or the barrier raises; the checkpoint is committed if that was ``post_commit``
         """
         path, state, options = state_and_path("write", args, kwargs)
         step = None if (given := options.get("step")) is None else _validate.step_number(given)

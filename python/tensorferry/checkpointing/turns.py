@@ -76,6 +76,6 @@ class Turns:
         return self._count > 0
 
     def wait_for_all(self, timeout: float | None) -> bool:
-        """Waits until all saves are over."""
+        """Waits for ``timeout`` seconds, without a limit if that is ``None``; returns whether all saves are over."""
         with self._changed:
             return self._changed.wait_for(lambda: self._count == 0, timeout)

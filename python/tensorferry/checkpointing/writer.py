@@ -25,7 +25,7 @@ from .orders import Order
 
 logger = logging.getLogger("tensorferry")
 
-#: Seconds in which a process whose socket is closed has to be gone, before its end is reported without its exit code.
+#: Seconds in which a process whose socket is closed has to be gone; after that it is killed.
 _GONE_S = 5.0
 #: How often a state is handed over, to one process after the other, until one accepts it.
 _ATTEMPTS = 2
@@ -44,7 +44,9 @@ main(int(sys.argv[2]), int(sys.argv[3]))
 
 
 class Delivery:
-    """A state that is handed over. The functions are called once each, on a thread of their own; they may not raise.
+    """A state that is handed over. The functions are called at most once each, on the thread that hears the process.
+
+    They may not raise. If :meth:`Writer.hand_over` raises, neither is called.
 
     Attributes:
         given: the state; ``None`` once a process has accepted it
@@ -106,8 +108,8 @@ class Writer:
         A process that ends before it has accepted the state is replaced by another one, once.
 
         Raises:
-            SystemRefused: no process can be started
-            InvalidArgument: the message is too long
+            SystemRefused: no process can be started or reached, or there is no memory for the table of entries
+            InvalidArgument: the message is too long, or the state lies in too many buffers
             ForkedProcess: this is a forked child
         """
         self.check_process()
@@ -141,7 +143,10 @@ class Writer:
         delivery.done(error)
 
     def close(self, timeout: float | None = None) -> bool:
-        """Lets the processes finish and end; returns whether all have ended within ``timeout`` seconds."""
+        """Lets the processes finish and end; returns whether all have ended within ``timeout`` seconds.
+
+        A thread that hears a process does not wait for that one. In a forked child, nothing is done, and true returned.
+        """
         if not self.is_own:
             return True
         with self._lock:
@@ -226,7 +231,15 @@ class _Child:
         self._thread.start()
 
     def hand_over(self, delivery: Delivery) -> None:
-        """Sends a state to the process; raises ``OSError`` if it takes no more."""
+        """Sends a state to the process.
+
+        It also returns if the process ended meanwhile and the listening thread has found the delivery: that thread
+        hands it over again.
+
+        Raises:
+            OSError: the process takes no more; or, as ``SystemRefused``, there is no memory for the table of entries
+            InvalidArgument: the message is too long, or the state lies in too many buffers
+        """
         key, given = delivery.order.save.save, delivery.given
         assert given is not None
         with self._lock:
@@ -275,7 +288,10 @@ class _Child:
             self._process.returncode = 0
 
     def _listen(self) -> None:
-        """Reads what the process says until it has ended; then has what it did not confirm handed over again."""
+        """Reads what the process says until it has ended; then reports the deliveries that it did not confirm as lost.
+
+        A process that refuses what it is sent, or says what is no message, is given up in the same way.
+        """
         why: Exception | None = None
         while True:
             try:
@@ -315,7 +331,10 @@ class _Child:
             delivery.done(message.fields if message.kind == "written" else _error(message.fields))
 
     def _lost(self, why: Exception | None) -> WriterLost:
-        """Waits until the process has ended; returns the error that says how it ended, and ``why`` if that is known."""
+        """Returns the error that says how the process has ended, and ``why`` if that is known.
+
+        Waits for its end; a process that takes too long is killed.
+        """
         try:
             code = self._process.wait(_GONE_S)
         except subprocess.TimeoutExpired:

@@ -8,11 +8,15 @@ written. SIGTERM has the same effect; SIGKILL ends it at once.
 It is not slowed down, only of less weight than the trainer: it uses what the trainer's threads leave of the cores, and
 about a tenth of a core for each of its threads where they leave nothing.
 
-Messages to it: the handover ``save``, with the fields of an :class:`Order`. From it, each with the ``save_id``:
+Messages to it: the handover ``save``, with the fields of an :class:`Order`. From it, with the ``save_id``:
 
     accepted    it holds the memory, and writes it even if the trainer is gone
     written     the checkpoint is on the disk and committed: ``bytes``, ``direct``
     failed      it is not: ``error``, the name of an exception in ``tensorferry.errors``, and ``text``
+
+or, without an id and as the last one before it ends,
+
+    refused     what has arrived is no order, or one of another version: ``error`` and ``text`` as for ``failed``
 
 After ``written`` and ``failed`` it does not touch the memory any more.
 """
@@ -68,7 +72,10 @@ class _Process:
             self._sock.shutdown(socket.SHUT_RD)
 
     def _accept_next(self) -> tuple[Order, Handover] | None:
-        """Waits for the next state, and tells the trainer that it is accepted; ``None`` if no more will come."""
+        """Waits for the next state, and tells the trainer that it is accepted; ``None`` if no more will come.
+
+        It is also ``None`` after a message that is no order, which the trainer is told.
+        """
         # Not select(), which refuses descriptors of 1024 and more: the trainer may have had as many when it made ours.
         poll = select.poll()
         poll.register(self._sock, select.POLLIN)

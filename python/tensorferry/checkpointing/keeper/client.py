@@ -163,7 +163,8 @@ class Keeper:
             ask_buddies: let the keeper ask its buddies anew, instead of returning what it knew a second ago
 
         Raises:
-            ConnectError: no keeper of this name runs on this node
+            ConnectError: no keeper of this name runs on this node, or it does not answer
+            SystemRefused: it is another user's, or no socket can be opened
             ProtocolError: it answers something else
         """
         fields = {
@@ -181,8 +182,8 @@ class Keeper:
         """Returns when saves began that the keeper is known to have of the job of ``path``, the latest at least.
 
         A new save has to begin after them, whatever the clock says. What comes from a buddy counts if it began less
-        than a day from now. It raises nothing; the keeper is asked once for each job, and waited for two seconds at
-        most.
+        than a day from now. It raises nothing, and returns nothing if the keeper does not answer; the keeper is asked
+        until it has answered once for each job, and waited for two seconds at most.
         """
         try:
             job, location = self._job_of(path), location_of(path)
@@ -207,7 +208,8 @@ class Keeper:
         """Returns what the keeper says about itself: its process, address, memory, clients and buddies.
 
         Raises:
-            ConnectError: no keeper of this name runs on this node
+            ConnectError: no keeper of this name runs on this node, or it does not answer
+            SystemRefused: it is another user's, or no socket can be opened
             ProtocolError: it answers something else
         """
         with self._question() as question:
@@ -217,7 +219,8 @@ class Keeper:
         """Returns this keeper's address for ``--buddy``. Without a secret, anyone who knows it can read all snapshots.
 
         Raises:
-            ConnectError: no keeper of this name runs on this node
+            ConnectError: no keeper of this name runs on this node, or it does not answer
+            SystemRefused: it is another user's, or no socket can be opened
             ProtocolError: it answers something else
         """
         return _validate.string("address", self.status().get("address"))
@@ -225,11 +228,13 @@ class Keeper:
     def set_buddies(self, addresses: Iterable[str]) -> None:
         """Has the keeper copy the snapshots of the keepers at ``addresses``, besides those of its command line.
 
-        The addresses of an earlier call are forgotten.
+        The addresses of an earlier call are forgotten. With those of the command line they count up to
+        ``index.MOST_BUDDIES``; further ones are left out, and nothing says so.
 
         Raises:
             InvalidArgument: one is not the address of a keeper
-            ConnectError: no keeper of this name runs on this node
+            ConnectError: no keeper of this name runs on this node, or it does not answer
+            SystemRefused: it is another user's, or no socket can be opened
             ProtocolError: it answers something else
         """
         with self._question() as question:
@@ -241,20 +246,22 @@ class Keeper:
     def open(self, about: Snapshot, timeout: timedelta = timedelta(minutes=10)) -> Stored | None:
         """Returns a snapshot of the list that :meth:`held` gives, to be read.
 
-        If this keeper holds it, it is that memory, verified when it is read; the keeper does not let it go before the
-        result is dropped. If only a buddy holds it, it is fetched from there, and verified.
+        If this keeper holds it, it is that memory, verified when it is read. The keeper does not let it go before the
+        result is dropped, unless it has evicted it minutes before, or its trainer has left: then a read of bytes that
+        were overwritten fails. If only a buddy holds it, it is fetched from there, and verified.
 
         Args:
             about: the snapshot
             timeout: the deadline of a receive from a buddy
 
         Returns:
-            What has the entries, ``None`` if the keeper has evicted it meanwhile.
+            What has the entries, ``None`` if this keeper has evicted it meanwhile.
 
         Raises:
-            ConnectError: no keeper of this name runs on this node
+            ConnectError: no keeper of this name runs on this node, or it does not answer
+            SystemRefused: it is another user's, or no socket can be opened
             ProtocolError: it answers something else
-            TensorferryError: the buddy cannot be reached, or does not prove itself
+            TensorferryError: the buddy cannot be reached, does not prove itself, or has evicted it
         """
         self._note_beginning(about.job, about.location, about.began)
         if about.remote:
@@ -342,6 +349,7 @@ class Keeper:
 
         Raises:
             ConnectError: no keeper of this name runs on this node, or it does not answer
+            SystemRefused: it is another user's, or no socket can be opened
             ProtocolError: it answers something else
         """
         unanswered = self._unanswered

@@ -43,7 +43,7 @@ class Client:
             self.process = os.pidfd_open(pid)
 
     def has_ended(self) -> bool:
-        """Whether the process is gone, and so cannot write to what it gave."""
+        """Whether the process is gone, and so cannot write to what it gave; true if it cannot be watched."""
         if self.process is None:
             return True
         poll = select.poll()
@@ -51,7 +51,7 @@ class Client:
         return bool(poll.poll(0))
 
     def can_write_to(self, files: Set[tuple[int, int]]) -> bool:
-        """Whether the process has mapped one of ``files``, as it has not after ``exec``."""
+        """Whether the process has mapped one of ``files``, as it has not after ``exec``; true if that cannot be seen."""
         try:
             lines = Path(f"/proc/{self.pid}/maps").read_text(errors="replace").splitlines()
         except OSError:

@@ -38,8 +38,11 @@ def main(arguments: list[str] | None = None) -> int:
         arguments: of the command line; ``sys.argv`` if left out
 
     Returns:
-        The exit status: 0, or 1 if the keeper cannot start or there is none to ask. Wrong options are 2. If nobody
-        reads the output any more, it is 141, as if the signal for that had ended the process.
+        The exit status: 0, or 1 if the keeper cannot start or there is none to ask. If nobody reads the output any
+        more, it is 141, as if the signal for that had ended the process.
+
+    Raises:
+        SystemExit: with status 2, options are wrong; with 0, ``--help`` or ``--version`` was given
     """
     parser = _parser()
     chosen = parser.parse_args(arguments)

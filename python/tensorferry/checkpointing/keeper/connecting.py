@@ -53,7 +53,7 @@ def connect(name: str) -> socket.socket:
     """Returns a connection to the keeper called ``name``.
 
     Raises:
-        ConnectError: there is none
+        ConnectError: there is none, or it does not accept the connection in time
         SystemRefused: its folder is not this user's alone, or it is another user's, or no socket can be opened
     """
     path = find_socket(name)
@@ -92,7 +92,7 @@ def _connect_in_time(sock: socket.socket, path: Path) -> None:
 
 
 def is_running(name: str) -> bool:
-    """Whether a keeper called ``name`` runs on this node."""
+    """Whether a keeper called ``name`` runs on this node and can be reached by this process."""
     try:
         connect(name).close()
     except (ConnectError, SystemRefused):

@@ -94,7 +94,10 @@ class Connections:
         return bool(self._suspects)
 
     def send(self, client: Client, message: Message | Handover) -> None:
-        """Sends ``message`` as soon as the client reads; nothing if it is not connected any more."""
+        """Sends ``message`` as soon as the client reads; nothing if it is not connected any more.
+
+        A client that has left too many messages unread is cast out.
+        """
         if not client.is_open:
             return
         if len(client.queue) >= _MOST_QUEUED:
@@ -106,7 +109,10 @@ class Connections:
             self._flush(client)
 
     def cast_out(self, client: Client) -> None:
-        """Gives up what a process gave, and disconnects it: from then on it may write to that memory."""
+        """Gives up what a process gave, and disconnects it: from then on it may write to that memory.
+
+        What a process gave that has promised not to write to it is kept.
+        """
         client.queue.clear()
         if not client.has_left:
             client.is_cast_out = True

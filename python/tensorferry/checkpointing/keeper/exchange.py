@@ -45,7 +45,7 @@ class SnapshotExchange:
         self._reader = Worker("tensorferry-read")
 
     def stop(self) -> None:
-        """Reads no more tables."""
+        """Reads no more tables than those that were given by now; does not wait for them."""
         self._reader.stop()
 
     def drop_given(self, client: Client) -> None:
@@ -61,7 +61,10 @@ class SnapshotExchange:
     # Taking.
 
     def keep(self, client: Client, given: Arrived) -> None:
-        """Begins to keep what ``client`` gives. Its table may be long: another thread reads it."""
+        """Begins to keep what ``client`` gives, or refuses it; the client is told which. Closes ``given`` in the end.
+
+        Its table may be long: another thread reads it.
+        """
         save_id, cost = given.fields.get("save_id"), Cost(given.nbytes, given.table, given.control)
         try:
             about = snapshot({**given.fields, "origin": LOCAL, "nbytes": 0, "metadata": ""})
@@ -164,7 +167,7 @@ class SnapshotExchange:
     # Lending.
 
     def lend(self, client: Client, message: Message) -> None:
-        """Lends the snapshot that ``message`` names, as soon as its checksums are there.
+        """Lends the snapshot that ``message`` names, as soon as its checksums are there, or says that it is not kept.
 
         Raises:
             ProtocolError: the client has it already

@@ -212,7 +212,10 @@ class _Buddy:
 
 
 def _newest(kept: Iterable[Kept[Any]]) -> list[_Newest]:
-    """Returns the newest snapshot of each job, rank and origin; what was saved last comes first."""
+    """Returns the newest snapshot of each job, rank and origin, of at most ``_MOST_SERIES``: those saved last.
+
+    They are in the order of jobs and ranks, those of this node's trainers first.
+    """
     found: dict[Any, list[Kept[Any]]] = {}
     for one in kept:
         found.setdefault((one.about.series, one.about.origin), []).append(one)

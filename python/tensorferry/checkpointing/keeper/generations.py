@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 class KeeperFull(TensorferryError):
-    """A snapshot is larger than the memory that a keeper has for it."""
+    """A keeper does not take a snapshot: it has no room for it, or has it already."""
 
 
 @dataclass(eq=False)

@@ -75,14 +75,15 @@ class Keeping:
         self._most_buffers = max(resource.getrlimit(resource.RLIMIT_NOFILE)[0] - _OTHER_DESCRIPTORS, 64)
 
     def stop(self) -> None:
-        """Computes no more checksums."""
+        """Computes no more checksums than those of the snapshots that are kept by now; does not wait for them."""
         self._digester.stop()
 
     def reserve(self, about: Snapshot, nbytes: int, buffers: int = 1) -> Reservation:
-        """Makes room for a snapshot that is to come.
+        """Makes room for a snapshot that is to come; the caller closes what is returned.
 
         Raises:
-            KeeperFull: there is not enough memory for it
+            KeeperFull: there is not enough memory for it, there are too many snapshots or open files, or it is kept
+                already; nothing was evicted
         """
         held, coming = [*self.generations, *self.generations.leaving], self.generations.reserved
         open_files = sum(one.body.buffers for one in held) + sum(one.buffers for one in coming)
@@ -109,10 +110,10 @@ class Keeping:
         return KeptMemory(self._server, step, rows, control, buffers, self._loop.run_soon)
 
     def add(self, about: Snapshot, step: int, body: KeptMemory, nbytes: int, reserved: Reservation) -> Kept[KeptMemory]:
-        """Keeps a snapshot of ``nbytes`` bytes in place of what was reserved.
+        """Keeps a snapshot of ``nbytes`` bytes in place of what was reserved, which is given back in any case.
 
         Raises:
-            KeeperFull: it is kept already
+            KeeperFull: it is kept already, or there is no room any more; ``body`` is cut then
         """
         reserved.close()
         try:
@@ -131,12 +132,12 @@ class Keeping:
         """Evicts what has to go for a snapshot of ``nbytes`` bytes.
 
         Raises:
-            KeeperFull: that would not be enough
+            KeeperFull: that would not be enough, or it is kept already; nothing was evicted
         """
         self.generations.make_room(about, nbytes, self.evict, self.cut)
 
     def evict(self, kept: Kept[KeptMemory]) -> None:
-        """Keeps a snapshot no more; those that read it may finish."""
+        """Keeps a snapshot no more; those that read it may finish, until :meth:`look_at_clocks` ends them."""
         logger.info("%s is evicted", named(kept.about))
         self.tallies.evicted += 1
         self.generations.leave(kept)

@@ -98,7 +98,10 @@ class KeptMemory:
         return Handover(kind, fields, rows, [*control, (_DIGESTS, self.digests or b"")], buffers)
 
     def compute_digests(self) -> bytes:
-        """Returns the checksums of the memory as it is now; may be called on any thread."""
+        """Returns the checksums of the memory as it is now; may be called once, on any thread.
+
+        They are empty when it is called again, and after :meth:`withdraw` or :meth:`cut`.
+        """
         # For a state of many tensors it is large, and it is not needed again.
         stored, self._stored = self._stored, None
         return (stored.digests() if stored is not None else None) or b""
@@ -116,6 +119,8 @@ class KeptMemory:
 
 def kept_state(given: Handover, owner: object) -> Stored:
     """Returns the snapshot in a message that :meth:`KeptMemory.handover` made, verified when it is fetched.
+
+    One whose checksums could not be computed is not verified.
 
     Args:
         given: the message
@@ -147,7 +152,7 @@ class Worker:
         self._queue.put(work)
 
     def stop(self) -> None:
-        """Ends the thread when the call that it is in has returned."""
+        """Ends the thread when all that was added before is done; does not wait for that."""
         self._queue.put(None)
 
     def _run(self) -> None:

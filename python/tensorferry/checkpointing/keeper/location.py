@@ -71,7 +71,10 @@ def location_of(path: str | os.PathLike[str]) -> str:
 
 @functools.cache
 def machine() -> bytes:
-    """Returns what no other running system has, and all processes and containers of this one have."""
+    """Returns what no other running system has, and all processes and containers of this one have.
+
+    Where the system does not say, each process has another.
+    """
     try:
         return _BOOT.read_bytes().strip()
     except OSError:

@@ -29,7 +29,7 @@ class Loop:
         self._selector.register(sock, selectors.EVENT_READ, ready)
 
     def watch_writing(self, sock: socket.socket, wanted: bool) -> None:
-        """Whether a watched socket is also reported when it can be written to."""
+        """Sets whether a watched socket is also reported when it can be written to."""
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if wanted else 0)
         self._selector.modify(sock, events, self._selector.get_key(sock).data)
 
@@ -45,7 +45,11 @@ class Loop:
             self._wake.send(b"\0")
 
     def turn(self, patience: float) -> None:
-        """Handles what is there; waits at most ``patience`` seconds for it, and not at all if there are calls."""
+        """Handles what is there; waits at most ``patience`` seconds for it, and not at all if there are calls.
+
+        Raises:
+            Exception: what a call raises; the others are run in the next turn
+        """
         for key, events in self._selector.select(0.0 if self._calls else max(patience, 0.0)):
             key.data(events)
         # Only those that are there now: calls may add calls.

@@ -278,7 +278,11 @@ class Partner(threading.Thread):
             self._keeper.run_soon(lambda: _close(reserved))
 
     def _call(self, call: Callable[[], T]) -> T:
-        """Has the keeper's thread run ``call``, and returns or raises what it does."""
+        """Has the keeper's thread run ``call``, and returns or raises what it does.
+
+        Raises:
+            TensorferryError: the partner was stopped meanwhile; ``call`` may still be run then
+        """
         done: queue.SimpleQueue[tuple[T | None, Exception | None]] = queue.SimpleQueue()
 
         def run() -> None:

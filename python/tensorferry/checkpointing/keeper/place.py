@@ -56,7 +56,7 @@ def find_socket(name: str) -> Path | None:
     """Returns the socket of the keeper called ``name``, ``None`` if there is none. It may be a leftover.
 
     Raises:
-        SystemRefused: a folder in which it may lie is not this user's alone
+        SystemRefused: a folder in which it may lie is not this user's alone, or cannot be examined
     """
     for folder in folders():
         path = folder / _socket(name)
@@ -81,8 +81,10 @@ class SocketPlace:
         socket: where to listen; nothing is there
 
     Raises:
-        SystemRefused: a keeper with this name runs on this node, or the folder is not this user's alone
+        SystemRefused: a keeper with this name runs on this node, or the folder is not this user's alone or cannot be
+            made
         InvalidArgument: the path is too long for a socket
+        OSError: a file in the folder cannot be written
     """
 
     def __init__(self, name: str) -> None:

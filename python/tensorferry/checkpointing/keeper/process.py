@@ -72,6 +72,7 @@ class KeeperProcess:
     Raises:
         SystemRefused: a keeper with this name runs already, or the port is taken
         InvalidArgument: an option cannot be used
+        OSError: the system refuses a socket, or to write its files
     """
 
     def __init__(self, options: KeeperOptions) -> None:
@@ -294,7 +295,9 @@ class KeeperProcess:
         self._send(client, Message("buddies", {"buddies": list(self._partners)}))
 
     def _set_buddies(self, addresses: Sequence[Any]) -> None:
-        """Takes the keepers at ``addresses`` for partners, beside those of the command line.
+        """Takes the keepers at ``addresses`` for partners, beside those of the command line, and no others.
+
+        This keeper's own address is left out, and so is what comes after the first ``index.MOST_BUDDIES``.
 
         Raises:
             InvalidArgument: one of them is no address of a keeper

@@ -24,6 +24,11 @@ class Question:
 
     Attributes:
         status: what the keeper said about itself, once :meth:`begin` has returned true
+
+    Raises:
+        ConnectError: there is no keeper; of its methods, also: it is gone, or does not answer in time
+        SystemRefused: it is another user's, or no socket can be opened
+        ProtocolError: of its methods: it answers something else
     """
 
     def __init__(self, name: str) -> None:
