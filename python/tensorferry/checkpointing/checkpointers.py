@@ -54,7 +54,8 @@ class _Checkpointer(Checkpointer):  # type: ignore[misc]  # mypy does not follow
         Raises:
             SourceChanged: the ranks have agreed on a save, by :meth:`latest`, that is no longer there; or saves replace
                 the checkpoint faster than it can be loaded
-            StateMismatch: the checkpoint does not fit into ``state_dict``; nothing was overwritten
+            StateMismatch: the checkpoint does not fit into ``state_dict``; nothing was overwritten, unless the message
+                says otherwise
             TensorferryError: there is no complete checkpoint, or it is damaged, cannot be read, or names what is not on
                 the allow-list; some tensors of ``state_dict`` may have new values
         """

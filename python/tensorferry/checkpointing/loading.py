@@ -95,7 +95,7 @@ def read(
     Raises:
         IncompleteCheckpoint: there is no complete checkpoint; what is missing is named
         StateMismatch: values differ in dtype, shape or type, or keys are missing and ``strict`` is set; nothing was
-            overwritten
+            overwritten, unless the message says that some tensors may have new values
         CorruptCheckpoint: bytes do not match their checksums. After this, and after all errors below, some tensors of
             ``state_dict`` may have new values
         SourceChanged: saves have replaced the checkpoint again and again meanwhile, or the folder does not hold the

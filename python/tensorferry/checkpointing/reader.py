@@ -73,7 +73,8 @@ class CheckpointReader(_TorchReader):  # type: ignore[misc]  # mypy does not fol
 
         Raises:
             IncompleteCheckpoint: there is no complete checkpoint. It is a ``FileNotFoundError``
-            StateMismatch: values differ in dtype, shape or type; nothing was overwritten. It is a ``RuntimeError``
+            StateMismatch: values differ in dtype, shape or type; nothing was overwritten, unless the message says
+                otherwise. It is a ``RuntimeError``
             TensorferryError: the checkpoint is damaged, cannot be read, or names what is not on the allow-list; some
                 tensors of ``state_dict`` may have new values
         """

@@ -103,7 +103,8 @@ class Stager(_TorchStager):  # type: ignore[misc]  # mypy does not follow torch
     """Stages states in shared memory: torch's ``CheckpointStager``, and the ``AsyncStager`` of ``dcp.async_save``.
 
     Args:
-        memory_limit: as for ``AsyncCheckpointer``
+        memory_limit: bytes of shared memory that there may be at a time; a state that does not fit is refused at once.
+            ``None`` is as for ``AsyncCheckpointer``
 
     Raises:
         InvalidArgument: the limit cannot be used
@@ -128,7 +129,7 @@ class Stager(_TorchStager):  # type: ignore[misc]  # mypy does not follow torch
 
         Raises:
             TransportClosed: it was closed
-            TensorferryError: the state cannot be copied
+            TensorferryError: the state cannot be copied, for want of memory for example
         """
         del kwargs
         if self._stager is None:
@@ -180,7 +181,7 @@ class CheckpointProcess(_TorchProcess):  # type: ignore[misc]  # mypy does not f
         cached: as for ``AsyncCheckpointer``
         keep_last: as for ``AsyncCheckpointer``
         patience: as for ``AsyncCheckpointer``
-        memory_limit: as for ``AsyncCheckpointer``
+        memory_limit: as for ``AsyncCheckpointer``, for the states that it stages itself
         keeper: as for ``AsyncCheckpointer``
 
     Raises:

@@ -51,7 +51,7 @@ class Client:
         return bool(poll.poll(0))
 
     def can_write_to(self, files: Set[tuple[int, int]]) -> bool:
-        """Whether the process has mapped one of ``files``, as it has not after ``exec``; true if that cannot be seen."""
+        """Whether the process has mapped one of ``files``, as it has not after ``exec``; true if nobody can see."""
         try:
             lines = Path(f"/proc/{self.pid}/maps").read_text(errors="replace").splitlines()
         except OSError:
