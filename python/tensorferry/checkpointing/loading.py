@@ -1,9 +1,9 @@
 """Loads checkpoints: those of this package's checkpointers, those of torch's ``CheckpointWriter``, and single files.
 
-A checkpoint of ``N`` ranks can be loaded by any number of ranks; of torch's ``CheckpointWriter``, a rank loads the file
-of its own number alone. A rank takes objects and plain tensors from the file
+A checkpoint of ``N`` ranks can be loaded by any number of ranks. A rank takes objects and plain tensors from the file
 of its own number, or from that of rank 0 if there is none. A DTensor is taken from that file, too, if its part there is
-the part that is wanted; otherwise its values are put together from the files of all ranks (``resharding.py``).
+the part that is wanted; otherwise its values are put together from the files of all ranks (``resharding.py``). Only of
+torch's ``CheckpointWriter``, a rank loads the file of its own number and no other.
 """
 
 from __future__ import annotations
@@ -96,8 +96,8 @@ def read(
         IncompleteCheckpoint: there is no complete checkpoint; what is missing is named
         StateMismatch: values differ in dtype, shape or type, or keys are missing and ``strict`` is set; nothing was
             overwritten, unless the message says that some tensors may have new values
-        CorruptCheckpoint: bytes do not match their checksums. After this, and after all errors below, some tensors of
-            ``state_dict`` may have new values
+        CorruptCheckpoint: bytes do not match their checksums. After this error and all others but ``StateMismatch``,
+            some tensors of ``state_dict`` may have new values
         SourceChanged: saves have replaced the checkpoint again and again meanwhile, or the folder does not hold the
             save ``save_id``
         ProtocolError: a file is not what it should be

@@ -294,7 +294,7 @@ class Saver:
     def finish_at_exit(self, deadline: float) -> None:
         """Waits for saves until ``deadline``, and leaves those that take longer to the process that writes.
 
-        Those that it has not accepted by then are lost. The error of a save at whose future nobody has looked is logged.
+        Those that it has not accepted by then are lost. Errors of saves at whose futures nobody has looked are logged.
 
         Threads that the interpreter does not wait for may still save: nothing would hear how that went, or pass it on.
         """
