@@ -51,7 +51,10 @@ class Client:
         return bool(poll.poll(0))
 
     def can_write_to(self, files: Set[tuple[int, int]]) -> bool:
-        """Whether the process has mapped one of ``files``, as it has not after ``exec``; true if nobody can see."""
+        """Whether the process has mapped one of ``files``, as it has not after ``exec``.
+
+        It counts as true if the system does not show what it has mapped.
+        """
         try:
             lines = Path(f"/proc/{self.pid}/maps").read_text(errors="replace").splitlines()
         except OSError:
