@@ -228,8 +228,8 @@ class Keeper:
     def set_buddies(self, addresses: Iterable[str]) -> None:
         """Has the keeper copy the snapshots of the keepers at ``addresses``, besides those of its command line.
 
-        The addresses of an earlier call are forgotten. A keeper has 16 buddies at most, those of the command line first;
-        further addresses are left out, and nothing says so.
+        The addresses of an earlier call are forgotten. A keeper has 16 buddies at most, first those of the command
+        line; further addresses are left out, and nothing says so.
 
         Raises:
             InvalidArgument: one is not the address of a keeper
