@@ -37,7 +37,7 @@ def read(folder: AnyPlace) -> bytes | None:
     """Returns the bytes of ``common.pt``; ``None`` if there is none.
 
     Raises:
-        CheckpointingException, SystemRefused: as for :func:`read_whole`
+        CheckpointingException, TensorferryError: as for :func:`read_whole`
     """
     try:
         return read_whole(folder / COMMON_STATE_FNAME)
@@ -98,13 +98,23 @@ def config(folder: AnyPlace) -> CheckpointingConfig:
 
 
 def write(folder: AnyPlace, data: bytes) -> None:
-    """Writes ``common.pt``."""
+    """Writes ``common.pt``, unless it has this content already.
+
+    Raises:
+        CheckpointingException, TensorferryError: what is there cannot be read, as for :func:`read_whole`
+        OSError: it cannot be written; the old one is still there
+    """
     if read(folder) != data:
         _replace(folder / COMMON_STATE_FNAME, data)
 
 
 def mark(folder: AnyPlace, backend: str, version: int) -> None:
-    """Writes ``metadata.json``, which makes a folder, or a place in a store, a checkpoint for Megatron."""
+    """Writes ``metadata.json``, which makes a folder, or a place in a store, a checkpoint for Megatron.
+
+    Raises:
+        OSError: it cannot be written; the old one is still there
+        TensorferryError: a store does not answer, or refuses
+    """
     _replace(folder / CONFIG_FNAME, json.dumps(asdict(CheckpointingConfig(backend, version))).encode())
 
 

@@ -81,10 +81,13 @@ class CommonSaveStrategy(SaveCommonStrategy):
         self.save_common(common_state_dict, checkpoint_dir)
 
     def save_common(self, common_state_dict: Any, checkpoint_dir: str | Path) -> None:
-        """Saves the common part.
+        """Saves the common part on rank 0; the other ranks do nothing, and do not wait.
 
         Raises:
+            InvalidArgument: ``checkpoint_dir`` cannot be used
+            CheckpointingException: the ``common.pt`` that is there cannot be read
             OSError: the system refuses
+            TensorferryError: a store does not answer, or refuses
         """
         if not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0:
             common.write(any_place(checkpoint_dir, "checkpoint_dir"), common.encoded(common_state_dict))

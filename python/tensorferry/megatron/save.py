@@ -78,6 +78,7 @@ class SaveStrategy(OfRanks, TorchDistSaveShardedStrategy, AsyncSaveShardedStrate
         Raises:
             CheckpointingException: a shard is missing, is there twice or cannot be saved, or the system refuses; it is
                 raised on all ranks, and the checkpoint that was in the folder before stays
+            InvalidArgument: ``checkpoint_dir`` cannot be used; it is raised on this rank alone
         """
         ranks = self._ranks()
         with ranks.counting_on_each_other():
@@ -96,11 +97,14 @@ class SaveStrategy(OfRanks, TorchDistSaveShardedStrategy, AsyncSaveShardedStrate
         Args:
             sharded_state_dict: the state
             checkpoint_dir: the folder, or the URL of a place in an object store
-            async_strategy: which of Megatron's queues the request is for: ``"mcore"`` or ``"nvrx"``
+            async_strategy: which of Megatron's queues the request is for: ``"mcore"``, which ``None`` means as well, or
+                ``"nvrx"``
 
         Raises:
-            CheckpointingException: as for :meth:`save`. The request's last function raises it if the file could not be
+            CheckpointingException: as for :meth:`save`; or there is no such queue, or it needs a package that is not
+                installed. The request's last function raises it on all ranks if the file of one of them could not be
                 written
+            InvalidArgument: as for :meth:`save`
         """
         request = async_request_class(async_strategy)
         if self.peers is not None:
@@ -137,7 +141,13 @@ class SaveStrategy(OfRanks, TorchDistSaveShardedStrategy, AsyncSaveShardedStrate
     def _begin(
         self, ranks: Together, sharded_state_dict: Any, checkpoint_dir: str | Path, folders: list[str] | None = None
     ) -> _Saving:
-        """Plans a save together with the other ranks; adds to ``folders`` one for the results of another process."""
+        """Plans a save together with the other ranks; adds to ``folders`` one for the results of another process.
+
+        If that fails, the folder is removed.
+
+        Raises:
+            CheckpointingException, InvalidArgument: as for :meth:`save`
+        """
         where = str(checkpoint_dir)
         writer: Any = self.peers or FileWriter(
             checkpoint_dir, threads=self._threads, cached=self._cached, store_options=self._store_options

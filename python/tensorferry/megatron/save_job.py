@@ -68,7 +68,7 @@ class FileJob:
 
 
 def remove_folder(folder: str, owner: int) -> None:
-    """Removes a folder, in the process that made it."""
+    """Removes a folder, in the process that made it; in others, such as forked ones, it stays."""
     if os.getpid() == owner:
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -61,7 +61,14 @@ class SaveData:
 
 
 def items_of(state: Any, data: SaveData) -> tuple[list[WriteItem], Any]:
-    """Returns the items that this rank saves, and the common state if it is among the leaves."""
+    """Returns the items that this rank saves, and the common state if it is among the leaves, else ``None``.
+
+    The data of the items is added to ``data``.
+
+    Raises:
+        CheckpointingException: there is something else than sharded leaves in the state, a leaf's fields do not fit
+            together, a main replica has no data, or a tensor has the key of the common state
+    """
     items: list[WriteItem] = []
     shared = None
     for path, leaf in shards.leaves(state):

@@ -100,7 +100,10 @@ class ZarrLoadShardedStrategy(LoadShardedStrategy):
             )
 
     def load(self, sharded_state_dict: Any, checkpoint_dir: str | Path, async_strategy: str | None = None) -> Any:
-        """Loads the state, into the data of its tensors where they have some. All ranks call it.
+        """Loads the state, into the data of its tensors where that lies in host memory. All ranks call it.
+
+        In place of data on an accelerator there is a tensor in host memory afterwards, and the data stays as it is.
+        Leaves without data get some in host memory. Nothing is overwritten before all ranks have found what they need.
 
         Args:
             sharded_state_dict: dicts and lists of ``ShardedTensor`` and ``ShardedObject``
@@ -113,6 +116,7 @@ class ZarrLoadShardedStrategy(LoadShardedStrategy):
         Raises:
             CheckpointingException: a key is not in the checkpoint or has another shape, an object may not be unpickled,
                 or something is missing, damaged or cannot be read; it is raised on all ranks
+            InvalidArgument: ``checkpoint_dir`` is no path of this machine; it is raised on this rank alone
         """
         del async_strategy
         folder, ranks = local_path(checkpoint_dir, "checkpoint_dir"), Together(self._group)
@@ -137,7 +141,7 @@ class ZarrLoadShardedStrategy(LoadShardedStrategy):
     def _open(self, folder: Path, state: Any, values: dict[int, Any], parts: list[_Part]) -> None:
         """Opens what this rank reads: adds objects to ``values``, by the ``id`` of the leaf, and tensors to ``parts``.
 
-        That the chunks are there is checked before memory is allocated for a shape that only the metadata claims.
+        Every chunk is there and has its length, or there is a fill value for it, once this has returned.
         """
         arrays: dict[str, ZarrArray] = {}
         for _, leaf in shards.leaves(state):
@@ -171,6 +175,7 @@ class ZarrLoadShardedStrategy(LoadShardedStrategy):
 
         Raises:
             CheckpointingException: the checkpoint cannot be read
+            InvalidArgument: ``checkpoint_dir`` is no path of this machine
         """
         self._check_folder(local_path(checkpoint_dir, "checkpoint_dir"))
         return {array.key: _whole(array) for array in arrays_of(local_path(checkpoint_dir, "checkpoint_dir"))}
@@ -180,6 +185,7 @@ class ZarrLoadShardedStrategy(LoadShardedStrategy):
 
         Raises:
             CheckpointingException: the checkpoint cannot be read
+            InvalidArgument: ``checkpoint_dir`` is no path of this machine
         """
         tensors = self.load_tensors_metadata(checkpoint_dir)
         return {
@@ -246,7 +252,7 @@ class _Part:
         self._target = torch.empty(0)
 
     def allocate(self, on_device: bool) -> torch.Tensor:
-        """Returns the tensor that is read to, after zeroing what the array does not have.
+        """Returns the tensor that is read to, after zeroing what the array does not have. A leaf without data gets it.
 
         Args:
             on_device: whether that is the leaf's data if it lies on an accelerator, too

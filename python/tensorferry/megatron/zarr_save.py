@@ -61,9 +61,14 @@ class ZarrSaveShardedStrategy(TorchDistSaveShardedStrategy, SaveShardedStrategy)
     def save(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> None:
         """Saves the shards and objects that this rank is the main replica of. All ranks call it.
 
+        What a save that fails has written stays, arrays into which no other save writes among it. Whether the shards
+        make up each tensor is not checked.
+
         Raises:
-            CheckpointingException: a shard has no data, or a dtype or shape that those releases cannot read, an array
-                is there already, or the system refuses; it is raised on all ranks
+            CheckpointingException: a shard has no data, a dtype or key that such a checkpoint cannot have, or fields
+                that do not fit together, the ranks disagree on a tensor, an array is there already, or the system
+                refuses; it is raised on all ranks
+            InvalidArgument: ``checkpoint_dir`` is no path of this machine; it is raised on this rank alone
         """
         folder = local_path(checkpoint_dir, "checkpoint_dir")
         ranks = Together(self._group)
@@ -118,7 +123,7 @@ class ZarrSaveShardedStrategy(TorchDistSaveShardedStrategy, SaveShardedStrategy)
 
 
 def _check_saved(shard: Any) -> None:
-    """Refuses a shard that a checkpoint of this backend cannot hold, because of its data, dtype or key."""
+    """Refuses a shard that has no data, or a dtype or key that a checkpoint of this backend cannot have."""
     if shard.data is None:
         raise CheckpointingException(f"{shard.key}: the main replica of a shard has no data to save")
     if shard.dtype not in DTYPES.values():

@@ -134,7 +134,8 @@ class ZarrArray:
         """Whether a chunk is there.
 
         Raises:
-            CheckpointingException: it is missing and has no fill value, or its file has another length than a chunk
+            CheckpointingException: it is missing and has no fill value, or its file is not a regular one, cannot be
+                examined, or, if it is not compressed, has another length than a chunk
         """
         try:
             status = self.chunk_path(chunk).stat()
@@ -171,10 +172,12 @@ class ZarrArray:
         otherwise pass through a window of ``WINDOW`` bytes.
 
         Returns:
-            How many bytes were read; 0 if the chunk is missing and ``target`` got the fill value.
+            How many bytes were read, of a compressed chunk its whole content; 0 if the chunk is missing and ``target``
+            got the fill value.
 
         Raises:
             CheckpointingException: the chunk is missing, damaged or cannot be read
+            SystemRefused: this process cannot have memory for a compressed chunk
         """
         if not self.check_chunk(piece.chunk):
             target.fill_(self.fill)
@@ -318,7 +321,12 @@ def open_array(folder: Path, key: str) -> ZarrArray:
 
 
 def _parsed(path: Path, key: str, fields: dict[str, Any]) -> ZarrArray:
-    """Returns the array that the JSON ``fields`` of its metadata describe; ``ValueError`` if they cannot be used."""
+    """Returns the array that the JSON ``fields`` of its metadata describe.
+
+    Raises:
+        ValueError: they cannot be used
+        KeyError, TypeError, OverflowError, RuntimeError: one is missing, or of another kind
+    """
     if fields["zarr_format"] != 2:
         raise ValueError(f"zarr_format is {str(fields['zarr_format'])[:20]}, not 2")
     shape, chunks = (_checked_sizes(name, fields[name]) for name in ("shape", "chunks"))

@@ -61,7 +61,12 @@ def _pread(file: int, path: Path, start: int, into: Tensor) -> int:
 def read_box(
     file: int, path: Path, start: int, sizes: list[int], strides: list[int], dtype: torch.dtype, target: Tensor
 ) -> int:
-    """Reads a box of elements, whose first byte in the file is ``start``, into ``target``; returns the bytes read."""
+    """Reads a box of elements, whose first byte in the file is ``start``, into ``target``; returns the bytes read.
+
+    Raises:
+        CheckpointingException: the file ends before the box does
+        OSError: it cannot be read
+    """
     size = int(dtype.itemsize)
     dims = [dim for dim, n in enumerate(sizes) if n > 1]
     span = sum((sizes[dim] - 1) * strides[dim] for dim in dims) + size
@@ -98,7 +103,11 @@ def _run(sizes: list[int], strides: list[int], size: int) -> int:
 
 
 def write_box(file: int, start: int, strides: list[int], source: Tensor) -> None:
-    """Writes the elements of ``source`` where its first one belongs at byte ``start`` of the file."""
+    """Writes the elements of ``source`` where its first one belongs at byte ``start`` of the file.
+
+    Raises:
+        OSError: the system refuses
+    """
     sizes = list(source.shape)
     dims = [dim for dim, n in enumerate(sizes) if n > 1]
     packed = contiguous_strides(sizes, source.element_size())
@@ -127,6 +136,7 @@ def _inflated(decompressor: Any, data: bytes, length: int) -> bytes:
 
     Raises:
         ValueError: it has another length
+        zlib.error, OSError: it is damaged
     """
     content: bytes = decompressor.decompress(data, length + 1)
     if len(content) != length or not decompressor.eof or decompressor.unused_data:
@@ -162,7 +172,8 @@ def decompressed(array: ZarrArray, chunk: Sequence[int]) -> Tensor:
     """Returns a compressed chunk as a tensor of the chunk's shape.
 
     Raises:
-        CheckpointingException: it is not what the metadata says, or the package that decodes it is not installed
+        CheckpointingException: it cannot be read, is not what the metadata says, or the package that decodes it is not
+            installed
         SystemRefused: this process cannot have memory for all of it
     """
     assert array.compressor is not None

@@ -22,7 +22,9 @@ from ..release import (
 
 
 def arrays_of(folder: Path) -> Iterator[ZarrArray]:
-    """Yields the arrays of a checkpoint, in the order of their names. Links are followed.
+    """Yields the arrays of a checkpoint, those of a folder in the order of their names. Links are followed.
+
+    Folders whose names end with ``.sync`` are left out.
 
     Raises:
         CheckpointingException: the metadata of one of them cannot be used, a link leads nowhere or back to a folder
@@ -61,6 +63,7 @@ def objects_of(folder: Path) -> list[tuple[Any, Path]]:
 
     Raises:
         CheckpointingException: a file has no name of an object
+        OSError: the folder cannot be listed
     """
     objects = []
     for subfolder in sorted(path for path in folder.iterdir() if path.is_dir()):
@@ -89,7 +92,7 @@ def load_object(folder: Path, leaf: Any, allowed: Allowed) -> Any:
         allowed: the globals that its pickle may name
 
     Raises:
-        CheckpointingException: it is not there, or may not be unpickled
+        CheckpointingException: it is not there, cannot be read, is damaged or may not be unpickled
     """
     path = path_of(folder, f"{leaf.unique_key}.pt")
     # Early releases left the last number of the shape out of the name.
@@ -108,7 +111,12 @@ def load_object(folder: Path, leaf: Any, allowed: Allowed) -> Any:
 
 
 def save_object(folder: Path, leaf: Any) -> None:
-    """Writes an object into the file that Megatron reads it from."""
+    """Writes an object into the file that Megatron reads it from; one that is there is replaced.
+
+    Raises:
+        CheckpointingException: its key leads out of the folder, or through a link, or the system refuses
+        OSError, TensorferryError: as for :func:`common.write`, if it is the common state
+    """
     if leaf.key == COMMON:
         # Releases since 0.19 pass the common state as an object.
         common.write(folder, common.encoded(leaf.data))
