@@ -73,8 +73,8 @@ def convert(
     """Converts the checkpoint in the folder ``source`` into a new folder ``output``.
 
     Tensors keep their keys, shapes and dtypes; objects and the common state keep their values. One process converts; it
-    needs no process group. While ``output`` is written, it has the name ``.OUTPUT.<id>.partial``. What a killed
-    conversion has left is removed by the next one into the same output.
+    needs no process group. Missing folders above ``output`` are made. While ``output`` is written, it has the name
+    ``.OUTPUT.<id>.partial``. What a killed conversion has left is removed by the next one into the same output.
 
     In an object store, the output is first written into a folder for temporary files, and then copied to a place where
     nothing is, the index last. Of a source there, ``torch_dist`` is copied to such a folder first, ``tensorferry`` is
@@ -85,7 +85,8 @@ def convert(
             an object store
         output: a folder that does not exist, or is empty; or the URL of a place in an object store where nothing is
         to: the backend of the output: ``"tensorferry"`` or ``"torch_dist"``
-        window: bytes of memory for tensors on their way, about; also the most that a file of the output has
+        window: bytes of memory for tensors on their way, about; also more than a file of the output has of tensors. All
+            objects are in one file
         threads: threads that read; ``None`` chooses by the number of cores
         fill_missing: take chunks of Zarr arrays that are missing for the fill value of their array, where it has one,
             as the ``zarr`` package does. Megatron wrote all chunks, and gave no fill values

@@ -103,13 +103,21 @@ else:
             """Returns the tensors of a checkpoint by key, as ``ShardedTensor`` without data and without shards."""
 
         def load_sharded_metadata(self, checkpoint_dir: str | Path) -> Any:
-            """Like ``load_tensors_metadata``, but with the checkpoint's ``ShardedObject`` leaves, too."""
+            """Like ``load_tensors_metadata``, but with the checkpoint's ``ShardedObject`` leaves, too.
+
+            Raises:
+                NotImplementedError: always here for a strategy that loads such leaves, which has a method of its own
+            """
             if self.can_handle_sharded_objects:
                 raise NotImplementedError
             return self.load_tensors_metadata(checkpoint_dir)
 
         def remove_sharded_tensors(self, checkpoint_dir: str | Path, key_prefix: str) -> None:
-            """Removes the tensors and objects whose keys begin with ``key_prefix``."""
+            """Removes the tensors and objects whose keys begin with ``key_prefix``.
+
+            Raises:
+                NotImplementedError: always here; a strategy that can do it has a method of its own
+            """
             raise NotImplementedError
 
     class SaveCommonStrategy(SaveStrategyBase):
@@ -120,7 +128,11 @@ else:
             """Saves the common part, on one rank."""
 
         def save_sharded_objects(self, sharded_objects_state_dict: Any, checkpoint_dir: str | Path) -> None:
-            """Saves ``ShardedObject`` leaves, for a sharded strategy that does not save them."""
+            """Saves ``ShardedObject`` leaves, for a sharded strategy that does not save them.
+
+            Raises:
+                NotImplementedError: always here; a strategy that can do it has a method of its own
+            """
             raise NotImplementedError
 
     class SaveShardedStrategy(SaveStrategyBase):

@@ -106,7 +106,7 @@ class LoadStrategy(OfRanks, LoadShardedStrategy):
         """Checks the version of a checkpoint's format.
 
         Raises:
-            CheckpointingException: it is newer than this package
+            CheckpointingException: this package does not read it: it is newer, or not a version at all
         """
         if type(loaded_version) is not int or not 1 <= loaded_version <= VERSION:
             raise CheckpointingException(
@@ -116,6 +116,8 @@ class LoadStrategy(OfRanks, LoadShardedStrategy):
 
     def load(self, sharded_state_dict: Any, checkpoint_dir: str | Path, async_strategy: str | None = None) -> Any:
         """Loads the state, into the data of its tensors where they have some. All ranks call it.
+
+        Leaves without data get some in host memory.
 
         Args:
             sharded_state_dict: dicts and lists of ``ShardedTensor`` and ``ShardedObject``
@@ -239,10 +241,14 @@ class LoadStrategy(OfRanks, LoadShardedStrategy):
         return reader, metadata
 
     def check_folder(self, checkpoint_dir: str | Path) -> None:
-        """Checks that a folder holds a complete checkpoint of a format that this strategy reads.
+        """Checks that a folder is marked as a checkpoint of a format that this strategy reads, or has only an index.
+
+        Whether the files are there that the mark, ``metadata.json``, promises is not checked.
 
         Raises:
-            CheckpointingException: it does not; the text says what it holds
+            CheckpointingException: it is not; the text says what it holds
+            InvalidArgument: ``checkpoint_dir`` cannot be used
+            TensorferryError: the folder cannot be examined, or a store does not answer, or refuses
         """
         folder = self.place(checkpoint_dir)
         if is_file(folder / INDEX) and not (folder / CONFIG_FNAME).exists():
@@ -362,8 +368,12 @@ class LoadStrategy(OfRanks, LoadShardedStrategy):
     def make_folder(self, checkpoint_dir: str | Path) -> None:
         """Writes ``common.pt`` and ``metadata.json`` into a folder: Megatron's own ``load`` needs them, from peers too.
 
+        The folder is made if it is missing.
+
         Raises:
             CheckpointingException: the publication cannot be read
+            InvalidArgument: ``checkpoint_dir`` cannot be used
+            OSError, TensorferryError: the folder cannot be made, or a file cannot be written
         """
         folder = self.place(checkpoint_dir)
         create_folder(folder)

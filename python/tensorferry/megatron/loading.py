@@ -47,6 +47,9 @@ class ChunkPart(NamedTuple):
 class Loading:
     """A load that is planned: its items, and the planner that gives the reader their targets.
 
+    The constructor gives data in host memory to tensors without any, detaches that of others, and zeroes it where
+    ``allow_shape_mismatch`` is set, once it has found all that the state asks for in the checkpoint.
+
     Args:
         state: the sharded state
         metadata: the checkpoint
@@ -60,7 +63,8 @@ class Loading:
         tensors: the leaves that are tensors, by number
 
     Raises:
-        CheckpointingException: the state asks for what the checkpoint does not have
+        CheckpointingException: the state asks for what the checkpoint does not have, or has leaves that are not sharded
+            or whose fields do not fit together
     """
 
     def __init__(
@@ -241,7 +245,12 @@ def _target(shard: ShardedTensor) -> torch.Tensor:
 
 
 def common_in(reader: SliceReader, metadata: Metadata) -> bytes | None:
-    """Reads the copy of the common state inside a checkpoint."""
+    """Reads the copy of the common state inside a checkpoint; returns ``None`` if there is none.
+
+    Raises:
+        CheckpointingException: the index does not have all of it
+        TensorferryError: as for :meth:`SliceReader.read_data`
+    """
     stored = metadata.state_dict_metadata.get(COMMON)
     if not isinstance(stored, TensorStorageMetadata) or stored.properties.dtype != torch.uint8 or len(stored.size) != 1:
         return None

@@ -13,7 +13,10 @@ _PLACES, _APART = 64, 1 << 20
 
 
 def holds(files: Iterable[Path]) -> bool | None:
-    """Whether the page cache holds files, judged by samples; ``None`` where the file system does not tell."""
+    """Whether the page cache holds files, judged by samples.
+
+    ``None`` where the file system does not tell, or a file cannot be opened.
+    """
     try:
         return all(map(_holds, files))
     except OSError:

@@ -64,14 +64,16 @@ def save(
         checkpoint_dir: a folder that exists, or the URL of a place in an object store
         sharded_strategy: what :func:`save_strategy` returned, or Megatron's ``FullyParallelSaveStrategyWrapper`` of it
         async_sharded_save: return the ``AsyncRequest`` that the caller schedules
-        content_metadata: a description of the content, which :func:`load_content_metadata` returns
+        content_metadata: a description of the content, which :func:`load_content_metadata` returns; it is added to
+            ``sharded_state_dict``, under the key ``content_metadata``
         async_strategy: which of Megatron's queues the request is for
 
     Returns:
-        ``None``, or the request.
+        ``None``, or the request, whose last functions commit the checkpoint.
 
     Raises:
-        CheckpointingException: the state cannot be saved; it is raised on all ranks
+        CheckpointingException: the state cannot be saved; it is raised on all ranks, and also by the last functions of
+            a request. Or ``sharded_strategy`` is not of this package
     """
     strategy = save_strategy() if sharded_strategy is None else sharded_strategy
     ours = _own_strategy(strategy, SaveStrategy, "save_strategy")
@@ -156,7 +158,8 @@ def load(
 
     Raises:
         CheckpointingException: the checkpoint cannot be read, or does not have what is asked for; it is raised on all
-            ranks. Unexpected keys are found before anything is overwritten
+            ranks. Unexpected keys are found before anything is overwritten. Or ``sharded_strategy`` is not of this
+            package
     """
     strategy = load_strategy() if sharded_strategy is None else sharded_strategy
     ours = _own_strategy(strategy, LoadStrategy, "load_strategy")
@@ -247,6 +250,7 @@ def publish(sharded_state_dict: Any, peers: PeerWriter, **options: Any) -> str:
 
     Raises:
         CheckpointingException: the state cannot be published; it is raised on all ranks, and none publishes it
+        InvalidArgument: as for :func:`save_strategy`
     """
     save(sharded_state_dict, "", save_strategy(peers=peers, **options))
     return peers.metadata()
@@ -284,10 +288,10 @@ def load_plain_tensors(checkpoint_dir: str | Path, sharded_strategy: Any = None)
 
 
 def load_common_state_dict(checkpoint_dir: str | Path, sharded_strategy: Any = None) -> Any:
-    """Returns the common part of a checkpoint: what was the same on all ranks.
+    """Returns the common part of a checkpoint: what was the same on all ranks; an empty dict if it has none.
 
     Raises:
-        CheckpointingException: the checkpoint cannot be read
+        CheckpointingException: the checkpoint cannot be read, or needs something that is not on the allow-list
     """
     return (sharded_strategy or load_strategy()).common_state(checkpoint_dir)
 
@@ -303,6 +307,7 @@ def load_content_metadata(
 
     Raises:
         CheckpointingException: the checkpoint cannot be read
+        ValueError: neither of the two is given
     """
     if preloaded_state_dict is None:
         if checkpoint_dir is None:
@@ -330,6 +335,8 @@ def restore_common(checkpoint_dir: str | Path) -> None:
 
     Raises:
         CheckpointingException: the checkpoint cannot be read, or has no copy of ``common.pt``
+        InvalidArgument: ``checkpoint_dir`` cannot be used
+        OSError, TensorferryError: a file cannot be written
     """
     place = any_place(checkpoint_dir, "checkpoint_dir")
     data = load_strategy().common_bytes(checkpoint_dir, checks_folder=False)

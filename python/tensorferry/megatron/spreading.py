@@ -127,7 +127,7 @@ class Exchange:
         """Reads, serves and fetches; in the first turn, also reads what no other rank needs.
 
         Returns:
-            What has failed, instead of raising it: the other ranks have to be told.
+            What has failed, instead of raising it: the other ranks have to be told. The server is shut down then.
         """
         fetching: _Fetching | None = None
         try:
@@ -271,7 +271,7 @@ class _Fetching:
     Args:
         orders: the slices, by source
         held: the tensors that they are written to, which live as long as the thread
-        seconds: until when
+        seconds: how long that may take
         options: those of the servers
         lanes: connections, of all sources together
     """

@@ -92,6 +92,8 @@ class Together:
         Raises:
             CheckpointingException: one of the calls has failed on one of the ranks; it is raised on all of them. Or
                 a rank has not come, is gone, or does something else
+            KeyboardInterrupt, SystemExit: one of the calls was interrupted so on this rank; the others raise
+                ``CheckpointingException``
         """
         with self.counting_on_each_other():
             return self._step(what, local, decide)
@@ -144,7 +146,8 @@ class Together:
     def counting_on_each_other(self) -> Iterator[None]:
         """While the block runs, the other ranks wait for this one, at most for the time-out of the process group.
 
-        What ends the block on this rank alone, at any place, is told to them: they wait no longer, and raise.
+        What ends the block on this rank alone, at any place, is told to them once the ranks have met: they wait no
+        longer, and raise. A ``CheckpointingException`` is not told: only steps may raise it, which tell all ranks.
         """
         try:
             yield
@@ -302,6 +305,8 @@ class Together:
 
         Raises:
             CheckpointingException: a rank has not come; it is raised on all that have
+            _Silent: the store does not answer
+            _Broken: a rank has said that the group is broken
         """
         over = threading.Event()
         answer = self._asking.ask(lambda: self._missing(over))
@@ -414,6 +419,7 @@ class OfRanks:
 
         Raises:
             InvalidArgument: the path or the URL cannot be used
+            SystemRefused: it is relative, and the current folder is gone
         """
         return any_place(checkpoint_dir, "checkpoint_dir", store_options=self._store_options)
 

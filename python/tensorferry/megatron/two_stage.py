@@ -35,6 +35,7 @@ class TwoStageDataParallelLoadShardedStrategy(LoadStrategy):
         spread: whether ranks fetch from each other what several of them need; ``None`` has each rank read alone if
             that takes no byte from storage twice, which is quicker: if all files that the group needs are in the page
             cache of each rank's machine, or if all ranks of the group share one page cache
+        timeout: as for :func:`load_strategy`; also how long the fetches of a turn may take
         interface, advertise, port: where the ranks listen during a load, as for ``HTTPTransport``
         options: as for :func:`load_strategy`
 

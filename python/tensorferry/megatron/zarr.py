@@ -141,7 +141,7 @@ class ZarrLoadShardedStrategy(LoadShardedStrategy):
     def _open(self, folder: Path, state: Any, values: dict[int, Any], parts: list[_Part]) -> None:
         """Opens what this rank reads: adds objects to ``values``, by the ``id`` of the leaf, and tensors to ``parts``.
 
-        Every chunk is there and has its length, or there is a fill value for it, once this has returned.
+        That the chunks are there is checked before memory is allocated for a shape that only the metadata claims.
         """
         arrays: dict[str, ZarrArray] = {}
         for _, leaf in shards.leaves(state):

@@ -61,8 +61,8 @@ class ZarrSaveShardedStrategy(TorchDistSaveShardedStrategy, SaveShardedStrategy)
     def save(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> None:
         """Saves the shards and objects that this rank is the main replica of. All ranks call it.
 
-        What a save that fails has written stays, arrays into which no other save writes among it. Whether the shards
-        make up each tensor is not checked.
+        What a failed save has written stays, so the next one into this folder finds its arrays there already. Whether
+        the shards make up each tensor is not checked.
 
         Raises:
             CheckpointingException: a shard has no data, a dtype or key that such a checkpoint cannot have, or fields

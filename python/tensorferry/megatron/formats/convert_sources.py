@@ -49,13 +49,17 @@ class Stored(NamedTuple):
 
 
 class ConversionSource(Protocol):
-    """A checkpoint that is read. It is a context manager, which closes its files."""
+    """A checkpoint that is read. It is a context manager, which closes its files.
+
+    Reading raises ``CheckpointingException`` or another ``TensorferryError`` for what is missing or damaged, or may not
+    be unpickled.
+    """
 
     def __enter__(self) -> ConversionSource: ...
     def __exit__(self, *_: object) -> None: ...
 
     def tensors(self) -> list[Stored]:
-        """Returns the tensors."""
+        """Returns the tensors; called before :meth:`read`."""
 
     def objects(self) -> list[str]:
         """Returns the unique keys of the objects."""
@@ -120,6 +124,7 @@ class ZarrSource:
 
         Raises:
             CheckpointingException: a chunk is missing, damaged or cannot be read
+            SystemRefused: this process cannot have memory for a compressed chunk
         """
         del number
         array = self._arrays[key]
@@ -149,7 +154,11 @@ class SourceWithIndex:
         pass
 
     def tensors(self) -> list[Stored]:
-        """Returns the tensors."""
+        """Returns the tensors, and notes their chunks, by whose numbers :meth:`stored_chunk` finds them.
+
+        Raises:
+            CheckpointingException: the chunks of a tensor do not make it up
+        """
         found = []
         for key, about in self._metadata.state_dict_metadata.items():
             if isinstance(about, TensorStorageMetadata) and key != COMMON:
@@ -168,7 +177,11 @@ class SourceWithIndex:
         ]
 
     def stored_chunk(self, key: str, number: int) -> tuple[Any, Box]:
-        """Returns where a chunk is stored, and the chunk."""
+        """Returns where a chunk is stored, and the chunk.
+
+        Raises:
+            CheckpointingException: the index does not say where
+        """
         chunk = self._chunks[key][number]
         found = self._metadata.storage_data.get(MetadataIndex(key, chunk.offsets))
         if found is None:
@@ -217,6 +230,7 @@ class FerrySource(SourceWithIndex):
         """Reads a part of a chunk, verified.
 
         Raises:
+            CheckpointingException: it is not stored as the elements of a tensor
             TensorferryError: it does not match its checksum, or cannot be read
         """
         ref, chunk = self.stored_chunk(key, number)
