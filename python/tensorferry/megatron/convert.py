@@ -85,8 +85,8 @@ def convert(
             an object store
         output: a folder that does not exist, or is empty; or the URL of a place in an object store where nothing is
         to: the backend of the output: ``"tensorferry"`` or ``"torch_dist"``
-        window: bytes of memory for tensors on their way, about; also more than a file of the output has of tensors. All
-            objects are in one file
+        window: bytes of memory for tensors on their way, about; no file of the output has more of them. All objects are
+            in one file
         threads: threads that read; ``None`` chooses by the number of cores
         fill_missing: take chunks of Zarr arrays that are missing for the fill value of their array, where it has one,
             as the ``zarr`` package does. Megatron wrote all chunks, and gave no fill values

@@ -35,7 +35,7 @@ class Allowed:
         trust: allow everything; anyone who can answer in place of the source can then run code here
 
     Raises:
-        InvalidArgument: an item of ``extra`` is not a class or function, or ``trust`` is not a ``bool``
+        InvalidArgument: ``extra`` is no iterable of classes and functions, or ``trust`` is not a ``bool``
     """
 
     def __init__(self, extra: Iterable[Any] = (), trust: bool = False) -> None:
@@ -112,7 +112,7 @@ class Allowed:
             leaf: the path of a leaf that needs it, if known, for the message
 
         Raises:
-            UnsafePickle: the global is not allowed
+            UnsafePickle: the global is not allowed, or does not exist in this process
         """
         # Pickles of old protocols, such as torchft's, have the names of Python 2.
         module, name = _compat_pickle.NAME_MAPPING.get((module, name), (module, name))

@@ -139,6 +139,7 @@ class Limits:
 
         Raises:
             Refused: it cannot be hashed in reasonable time, or too many keys have the same hash
+            TypeError: it cannot be hashed at all
         """
         kind = type(value)
         if kind in _PLAIN_KEYS or (kind is int and -OWN_HASH < value < OWN_HASH):
@@ -150,6 +151,9 @@ class Limits:
         """Like :meth:`check_key`, for an object that may be used as a key later; unhashable objects pass.
 
         Instances of classes that the user has allowed are not checked: most are not keys, and can have any size.
+
+        Raises:
+            Refused: as for :meth:`check_key`
         """
         kind = type(value)
         if kind in _PLAIN_KEYS or (kind is int and -OWN_HASH < value < OWN_HASH) or _is_its_own_key(value):

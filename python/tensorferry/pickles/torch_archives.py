@@ -49,7 +49,7 @@ class _Archive:
         lies in another one.
 
         Raises:
-            ProtocolError: they are longer
+            ProtocolError: they are longer, or one is compressed
             SystemRefused: this process cannot have memory for the pickle
         """
         known = getattr(self._reader, "get_record_size", None)
@@ -90,12 +90,13 @@ class _Archive:
         return getattr(self._reader, name)
 
     def get_storage_from_record(self, name: str, nbytes: int, dtype: Any) -> Any:
-        """Returns a tensor over a record, after checking its length.
+        """Returns a tensor over a record, after checking its length, or what stands in for it.
 
         torch 2.8 takes the length from the pickle and would read beyond the record.
 
         Raises:
             ProtocolError: the record does not have ``nbytes`` bytes
+            SystemRefused: this process cannot have memory for all that was read
         """
         if self._stand_in is not None and (tensor := self._stand_in(name, nbytes)) is not None:
             return tensor
@@ -129,6 +130,8 @@ def unpickled(data: bytes, fqn: str, allowed: Allowed) -> Any:
     Raises:
         UnsafePickle: the pickle asks for something that is not allowed, or ``torch.save`` does not write such data
         ProtocolError: the data is damaged
+        SystemRefused: this process cannot have memory for what is in it
+        FetchTimeout: the time that ``allowed`` gives for pickles is over
     """
     if (archive := _opened(io.BytesIO(data))) is None:
         raise UnsafePickle(

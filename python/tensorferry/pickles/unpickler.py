@@ -48,7 +48,7 @@ class Unpickler(Limits):
 
     #: Takes a global as ``"module.name"``; returns the path of a leaf that needs it, for messages.
     needs: Callable[[str], Any] = staticmethod(lambda _: None)
-    #: Called every :data:`_TURN` bytes of the pickle; raises when the time for it is over.
+    #: Called every :data:`_TURN` bytes of the pickle and :data:`_KEYS` keys; raises when the time for it is over.
     check_time: Callable[[], None] | None = None
 
     def __init__(self, file: BinaryIO, **_: Any) -> None:
@@ -71,6 +71,7 @@ class Unpickler(Limits):
         Raises:
             UnsafePickle: the pickle asks for something that is not allowed
             ProtocolError: the pickle is damaged
+            TensorferryError: what ``check_time`` and ``persistent_load`` raise, such as ``FetchTimeout``
         """
         try:
             value = self._run()
@@ -96,6 +97,7 @@ class Unpickler(Limits):
 
         Raises:
             UnsafePickle: it is not allowed
+            Exception: whatever a class raises that the user has listed
         """
         kind = kind_of(cls)
         if kind is not None and kind.new is not None and not named:

@@ -136,7 +136,10 @@ _There: TypeAlias = dict[int, tuple[int, Layout]]
 
 
 def _shift(here: Layout, leaf: int, there: _There) -> tuple[int, int] | None:
-    """Returns the source leaf's group, and its offset minus ours; ``None`` if strides or bits differ."""
+    """Returns the source leaf's group, and its offset minus ours.
+
+    ``None`` if it shares no memory, or has other strides or bits.
+    """
     number, layout = there.get(leaf, (0, None))
     return (number, layout.offset - here.offset) if layout is not None and layout.looks_like(here) else None
 
@@ -178,7 +181,7 @@ def _local(value: torch.Tensor) -> torch.Tensor:
 def _reach(value: torch.Tensor) -> tuple[torch.UntypedStorage, int, int] | None:
     """Returns a tensor's storage and the addresses of the first and last byte (exclusive) that it can reach.
 
-    ``None`` if it has no memory, or does not reveal it.
+    ``None`` if it has no memory, does not reveal it, or its storage no longer has all of it.
     """
     try:
         local = _local(value)

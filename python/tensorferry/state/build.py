@@ -33,6 +33,9 @@ class StateBuilder:
     Attributes:
         count: how many entries the container has
         scattered: by number, the storages that no single entry fills; their memory is allocated here
+
+    Raises:
+        SystemRefused: the machine has less memory than these storages have
     """
 
     def __init__(self, manifest: Manifest, entries: Entries | Table, plain: Sequence[int]) -> None:
@@ -97,6 +100,8 @@ class StateBuilder:
         Raises:
             ProtocolError: pickle and manifest contradict each other, or a tensor cannot be built
             UnsafePickle: the pickle asks for something that is not allowed
+            FetchTimeout: the time that ``allowed`` gives for pickles is over
+            StateMismatch: as for :meth:`InPlaceTargets.take`
         """
         plain, missing = made or ([None] * len(self.plain), range(len(self.plain)))
         if stand_ins is not None:
@@ -141,6 +146,8 @@ class StateBuilder:
 
     def storage(self, k: int) -> tuple[int, int, int | None]:
         """Returns the size of a storage, its first entry, and the number of the plain tensor that fills it, if any.
+
+        The entry is -1 if the storage is empty or scattered.
 
         Raises:
             ProtocolError: there is no such storage

@@ -46,7 +46,10 @@ def children(node: Node) -> Iterator[tuple[Step, Any, Node]]:
 
 
 def objects_of(node: Node) -> list[int]:
-    """Returns the numbers of the objects that a container itself names: its class, factory, attributes and keys."""
+    """Returns the numbers of the objects that a container itself names: its class, factory, attributes and keys.
+
+    They are places in the list of objects, from 0 on; a leaf ``n < 0`` is the object at place ``-n - 1``.
+    """
     if type(node) is not list:
         return []
     if node[0] == "d":

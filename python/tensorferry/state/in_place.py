@@ -89,6 +89,7 @@ class InPlaceTargets:
 
     Raises:
         InvalidArgument: ``live`` is neither a tensor nor a container that can hold tensors
+        UnsupportedLeaf: as for :func:`tree.flatten`
     """
 
     def __init__(
@@ -133,7 +134,9 @@ class InPlaceTargets:
 
         Raises:
             StateMismatch: a leaf differs in dtype or shape, cannot be written to here, or shares memory here in another
-                way than at the source; the message names all such leaves
+                way than at the source; or, if ``strict`` was given, only one side has it. The message names all such
+                leaves, of the last two kinds the first ones
+            ProtocolError: the manifest does not describe its tensors, keys or shared memory as it should
             InvalidArgument: a graph is being captured on a device that is to be written to
         """
         self._there = there
@@ -190,8 +193,10 @@ class InPlaceTargets:
             leaves of ``state`` elsewhere.
 
         Raises:
-            StateMismatch: the states do not fit, as for :meth:`assign`, and nothing was overwritten; or torch cannot
-                copy a tensor, and others may have new values
+            StateMismatch: the states do not fit, as for :meth:`assign` and :meth:`take`, and nothing was overwritten;
+                or torch cannot copy a tensor, and others may have new values
+            UnsupportedLeaf: as for :func:`tree.flatten`
+            InvalidArgument, torch.OutOfMemoryError: as for :meth:`write`
         """
         self._there = there
         flat = tree.flatten(state)
@@ -349,7 +354,9 @@ class InPlaceTargets:
         On an accelerator the copies run after the work that is queued there, and they are done when this returns.
 
         Raises:
-            StateMismatch: torch cannot copy one of them
+            StateMismatch: torch cannot copy one of them; those before it have new values
+            InvalidArgument: a graph is being captured on one of the devices
+            torch.OutOfMemoryError: a device has no memory for a copy
         """
         pairs, self._pairs = self._pairs, []
         with self._accelerator.writing(self._accelerator.holding([live for live, *_ in pairs])):

@@ -113,6 +113,7 @@ def begin(remote: Remote | Stored) -> tuple[StateBuilder, bytes]:
 
     Raises:
         ProtocolError: what the container holds is not a state
+        SystemRefused: as for :class:`StateBuilder`
     """
     manifest, layout = remote.manifest, remote.tree
     if manifest is None or layout is None:

@@ -178,7 +178,7 @@ def merged(target: Any, part: Any, kept: Collection[int] | None = None) -> Any:
         kept: the identities of values in ``target`` that stay
 
     Returns:
-        ``target`` itself if it is a dict, updated; otherwise ``part``, with what it lacks.
+        ``target`` itself if it is one of ``kept``, or a dict, which is updated; otherwise ``part``, with what it lacks.
     """
     if kept and id(target) in kept:
         return target
@@ -200,11 +200,13 @@ def fill(target: Any, state: Any, strict: bool = False, kept: Collection[int] | 
     """Copies the part of ``state`` that ``target`` has keys for into the tensors of ``target``.
 
     Returns:
-        ``target``, updated, and the paths that ``state`` does not have.
+        What :func:`merged` returns: ``target`` itself, updated, if it is a dict; and the paths that ``state`` does not
+        have.
 
     Raises:
         StateMismatch: the two differ in dtypes, shapes or types, or keys are missing and ``strict`` is set; nothing was
-            overwritten then
+            overwritten then. Or torch cannot copy a tensor, and others may have new values
+        UnsupportedLeaf: as for :func:`tree.flatten`
     """
     flat = tree.flatten(state)
     part = RequestedPart(flat.tree, flat.objects, target, strict, kept)

@@ -262,6 +262,7 @@ def load(
     Raises:
         UnsafePickle: the pickle asks for something that is not allowed
         ProtocolError: the pickle is damaged, or refers to a tensor or storage that does not exist
+        FetchTimeout: the time that ``allowed`` gives for pickles is over
     """
     reader = unpickler_class(allowed, needs.get)(io.BytesIO(data))
 

@@ -1,4 +1,7 @@
-"""The parts of tensors that are spread over ranks, as manifests and indexes describe them (docs/format.md)."""
+"""The parts of tensors that are spread over ranks, as manifests and indexes describe them.
+
+docs/reference/format.md has the fields.
+"""
 
 from __future__ import annotations
 

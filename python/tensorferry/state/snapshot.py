@@ -202,7 +202,8 @@ class StateSnapshot:
     def rebuild(self) -> Any:
         """Returns the state with all tensors on the host, over the published memory where possible.
 
-        If the snapshot is private, this is the state as of the snapshot.
+        If the snapshot is private, this is the state as of the snapshot; if nothing was copied, it is the state itself.
+        Accelerator memory has to be on the host: :meth:`publish` or :meth:`complete` has returned.
         """
         if self._state is not None:
             return self._state

@@ -71,7 +71,12 @@ class Flat:
 
 
 def flatten(state: Any, native: bool = True) -> Flat:
-    """Flattens ``state``; tensors are not copied. For ``native`` see :class:`Flat`."""
+    """Flattens ``state``; tensors are not copied. For ``native`` see :class:`Flat`.
+
+    Raises:
+        UnsupportedLeaf: containers hold one another so often that nobody can walk the state
+        RuntimeError: a dict changes while the state is read
+    """
     flat = Flat(native)
     walk = _Walk(flat)
     flat.tree = flat.rows.node(state, "", 0, walk.container, walk.other)
@@ -261,7 +266,7 @@ def unflatten(
         defaultdict: creates an empty ``defaultdict`` from its factory, or raises; ``None`` accepts every factory
 
     Raises:
-        ProtocolError: the tree's containers cannot be built from these objects
+        ProtocolError: the tree's containers cannot be built from these objects; what ``take`` raises passes as it is
     """
     return _unflatten(tree, leaves, objects, take, defaultdict)
 
