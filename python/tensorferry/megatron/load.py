@@ -241,9 +241,9 @@ class LoadStrategy(OfRanks, LoadShardedStrategy):
         return reader, metadata
 
     def check_folder(self, checkpoint_dir: str | Path) -> None:
-        """Checks that a folder is marked as a checkpoint of a format that this strategy reads, or has only an index.
+        """Checks that a folder is marked as a checkpoint of a format that this strategy reads, by ``metadata.json``.
 
-        Whether the files are there that the mark, ``metadata.json``, promises is not checked.
+        A folder with an index and without the mark passes. With the mark, the other files are not looked for.
 
         Raises:
             CheckpointingException: it is not; the text says what it holds

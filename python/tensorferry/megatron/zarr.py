@@ -102,8 +102,8 @@ class ZarrLoadShardedStrategy(LoadShardedStrategy):
     def load(self, sharded_state_dict: Any, checkpoint_dir: str | Path, async_strategy: str | None = None) -> Any:
         """Loads the state, into the data of its tensors where that lies in host memory. All ranks call it.
 
-        In place of data on an accelerator there is a tensor in host memory afterwards, and the data stays as it is.
-        Leaves without data get some in host memory. Nothing is overwritten before all ranks have found what they need.
+        In place of data on an accelerator, the result has a tensor in host memory, and the data stays as it is. Leaves
+        without data get some in host memory. Nothing is overwritten before all ranks have found what they need.
 
         Args:
             sharded_state_dict: dicts and lists of ``ShardedTensor`` and ``ShardedObject``

@@ -51,8 +51,8 @@ class Stored(NamedTuple):
 class ConversionSource(Protocol):
     """A checkpoint that is read. It is a context manager, which closes its files.
 
-    Reading raises ``CheckpointingException`` or another ``TensorferryError`` for what is missing or damaged, or may not
-    be unpickled.
+    Reading raises ``CheckpointingException`` or a ``TensorferryError`` for what is missing or damaged, or may not be
+    unpickled.
     """
 
     def __enter__(self) -> ConversionSource: ...
