@@ -142,6 +142,10 @@ def test_ranks_that_need_other_tensors_relay_nothing_and_open_no_port():
         assert [(equal, report["relayed"], warned) for (equal, report), warned in results] == [(True, 0, [])] * 2
         # Without a port, each takes all from the source.
         results = job.run(load_warned, writer.metadata(), (), environment)
+        assert [(equal, report["relayed"]) for (equal, report), _ in results] == [(True, 0)] * 2
+        assert all("brings others nothing" in warned[0] for _, warned in results), results
+        # Nor with a variable of servers that is wrong.
+        results = job.run(load_warned, writer.metadata(), (), {"TENSORFERRY_METRICS_PORT": "x"})
     assert [(equal, report["relayed"]) for (equal, report), _ in results] == [(True, 0)] * 2
     assert all("brings others nothing" in warned[0] for _, warned in results), results
 

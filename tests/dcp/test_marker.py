@@ -143,6 +143,16 @@ def test_a_save_that_is_killed_anywhere_leaves_a_checkpoint_that_is_found_and_wh
     assert steps >= (1 if before == "ours" else 4)
 
 
+def test_what_a_store_says_of_a_marker_stays_what_it_is(tmp_path, monkeypatch):
+    def refuse(*_, **__):
+        raise tensorferry.FetchTimeout("the store has sent nothing for too long")
+
+    save(tmp_path, 1)
+    monkeypatch.setattr(marker, "write_whole", refuse)
+    with pytest.raises(tensorferry.FetchTimeout, match="for too long"):
+        marker.leave(tmp_path / "index.safetensors", "0")
+
+
 def test_a_marker_that_cannot_be_written_is_an_error_and_the_checkpoint_is_there(tmp_path, monkeypatch):
     def refuse(*_, **__):
         raise OSError("no space left")

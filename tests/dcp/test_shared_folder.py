@@ -388,6 +388,22 @@ def test_a_checkpoint_of_torch_is_replaced_or_kept_as_overwrite_says(tmp_path):
     assert len(names(tmp_path)) == 3
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_an_index_that_cannot_be_looked_at_is_not_taken_for_an_old_one(tmp_path, monkeypatch):
+    dcp.save({"a": torch.ones(2)}, storage_writer=FileWriter(tmp_path), no_dist=True)
+    dcp.save({"a": torch.zeros(2)}, checkpoint_id=tmp_path, no_dist=True)
+    looked = Path.stat
+
+    def refused(path, **how):
+        if path.name == ".metadata":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return looked(path, **how)
+
+    monkeypatch.setattr(Path, "stat", refused)
+    with pytest.raises(tensorferry.SystemRefused, match="cannot be read"):
+        FileReader(tmp_path).read_metadata()
+
+
 def test_a_checkpoint_of_ranks_that_were_not_coordinated_goes_when_it_is_replaced(tmp_path):
     import inspect
 

@@ -86,6 +86,17 @@ def test_an_installation_in_another_one_changes_nothing(tmp_path):
     assert isinstance(dcp.FileSystemReader(tmp_path), filesystem.FileSystemReader)
 
 
+def test_an_installation_that_fails_has_replaced_nothing(monkeypatch):
+    before = [dcp.FileSystemWriter, dcp.FileSystemReader]
+    with monkeypatch.context() as broken:
+        broken.setattr(installing.importlib.util, "find_spec", lambda _: True)
+        broken.setattr(installing, "_TRANSPORT", ("torch.no_such_module",))
+        with pytest.raises(ImportError, match="no_such_module"):
+            tensorferry.install()
+    assert [dcp.FileSystemWriter, dcp.FileSystemReader] == before
+    assert installing._current == []
+
+
 def test_installations_may_end_in_any_order():
     before = vars(dcp)["FileSystemReader"]
     first, second, third = tensorferry.install(), tensorferry.install(), tensorferry.install()

@@ -251,8 +251,12 @@ def _refuse_two(path: AnyPlace) -> None:
         return
     try:
         newer = theirs.stat().st_mtime_ns >= path.stat().st_mtime_ns
-    except (OSError, IncompleteCheckpoint):
+    except (FileNotFoundError, IncompleteCheckpoint):
         return
+    except OSError as e:
+        if isinstance(e, TensorferryError):
+            raise
+        raise SystemRefused(e.errno, f"{path.parent} cannot be read: {e.strerror}") from e
     if newer:
         raise InvalidArgument(
             f"{path.parent} holds two checkpoints, and torch's {TORCH_INDEX} is newer than {path.name}: "

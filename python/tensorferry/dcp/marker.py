@@ -52,6 +52,7 @@ def leave(index: AnyPlace, save_id: str) -> None:
 
     Raises:
         SystemRefused: it cannot be written
+        TensorferryError: the store does not answer in time, or refuses
     """
     path = index.parent / NAME
     partial = index.parent / f"{NAME}.{save_id}.partial"
@@ -59,6 +60,8 @@ def leave(index: AnyPlace, save_id: str) -> None:
         write_whole(path, _TEXT, partial, modified_ns=index.stat().st_mtime_ns - _OLDER_NS)
         sync_folder(index.parent)
     except OSError as e:
+        if isinstance(e, TensorferryError) and not isinstance(e, SystemRefused):
+            raise
         raise SystemRefused(
             f"{path} cannot be written: {e}. The checkpoint is complete, but tools look for {NAME} and will not find it"
         ) from e

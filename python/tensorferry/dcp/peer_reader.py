@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.futures import Future
 
 from .. import _validate
-from ..errors import InvalidArgument, SystemRefused
+from ..errors import InvalidArgument, TensorferryError
 from ..net.options import ServerOptions, wants_relay, wants_same_host
 from ..net.secret import shared_secret
 from ..net.serve import relaying
@@ -160,20 +160,24 @@ class PeerReader(SliceReader):
         if not containers or not isinstance(source, PeerSource):
             yield
             return
-        options = ServerOptions(same_host=self._same_host)
-        options.secret = self._secret
-        # What comes encrypted is passed on encrypted.
-        options.tls = options.tls or source.is_encrypted
 
-        def refused(e: SystemRefused) -> None:
+        def refused(e: TensorferryError) -> None:
             logger.warning("this rank brings others nothing of what they need as well: %s", e)
 
-        with relaying(options, refused) as server:
-            source.share(containers, server)
+        with contextlib.ExitStack() as opened:
+            server = None
             try:
-                yield
-            finally:
-                source.share((), None)
+                options = ServerOptions(same_host=self._same_host)
+                options.secret = self._secret
+                # What comes encrypted is passed on encrypted.
+                options.tls = options.tls or source.is_encrypted
+                server = opened.enter_context(relaying(options, refused))
+            except InvalidArgument as e:
+                # Of variables that are wrong: nobody else is needed for this load.
+                refused(e)
+            source.share(containers, server)
+            opened.callback(source.share, (), None)
+            yield
 
     def _step_and_urls(self) -> tuple[int, list[str]]:
         """Returns the step and the URLs in the metadata of the load, or else in that of the constructor.

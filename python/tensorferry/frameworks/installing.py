@@ -147,13 +147,16 @@ class Installation:
                 _current[0]._replaced += self._replaced
                 self._replaced = []
                 return
-            for owner, name, before, ours in reversed(self._replaced):
-                if inspect.getattr_static(owner, name) is ours:
-                    setattr(owner, name, before)
-                else:
-                    logger.warning("%s.%s stays as it is: somebody else has replaced it", owner, name)
-            self._replaced = []
+            self._put_back()
             logger.info("tensorferry.install is undone")
+
+    def _put_back(self) -> None:
+        for owner, name, before, ours in reversed(self._replaced):
+            if inspect.getattr_static(owner, name) is ours:
+                setattr(owner, name, before)
+            else:
+                logger.warning("%s.%s stays as it is: somebody else has replaced it", owner, name)
+        self._replaced = []
 
     def _replace(self, owner: Any, name: str, value: Any) -> None:
         self._replaced.append((owner, name, inspect.getattr_static(owner, name), value))
@@ -185,6 +188,7 @@ def install(
     Raises:
         InvalidArgument: an argument cannot be used; the message names it. Or this thread is in the middle of another
             ``install`` or of an ``undo()``
+        ImportError: torchft is installed and cannot be imported; nothing is replaced then
     """
     _validate.boolean("files", files)
     _validate.boolean("transport", transport)
@@ -196,7 +200,11 @@ def install(
         if _current:
             logger.info("tensorferry.install: something is installed already, and stays as it is")
         else:
-            _put_in_place(made, options)
+            try:
+                _put_in_place(made, options)
+            except BaseException:
+                made._put_back()
+                raise
         _current.append(made)
     return made
 
