@@ -303,6 +303,40 @@ def test_a_pull_or_another_commit_that_began_before_a_save_does_not_replace_it(t
     assert len(files(tmp_path)) == 2
 
 
+def refusing(monkeypatch, module) -> None:
+    """Makes the system refuse to read any index for ``module``."""
+
+    def refused(path: Path, _: list[str]) -> None:
+        raise SystemRefused(f"{path}: cannot be read: Too many open files (os error 24)")
+
+    monkeypatch.setattr(module, "_file_entries", refused)
+
+
+def test_a_save_that_may_not_read_the_index_does_not_take_it_for_damaged(at, tmp_path, monkeypatch) -> None:
+    save(tmp_path, 1)
+    began = commits.begin_after(commits.beginnings(tmp_path / INDEX))
+    name = f"rank00000-{names.new_id()}.safetensors"
+    Container(no_rows(), None, True).write(tmp_path / name, partial=tmp_path / f"{name}.partial")
+    save(tmp_path, 2)
+    at("written", lambda: refusing(monkeypatch, commits))
+    with pytest.raises(SystemRefused, match="Too many open files"):
+        commits.commit_index(tmp_path / INDEX, [(reserved.INDEX, b"{}")], commits.Commit({name: 0}, began))
+    commits.remove_earlier(tmp_path / INDEX, began)
+    monkeypatch.undo()
+    assert held(tmp_path) == all_of(2)
+
+
+def test_an_index_that_another_machine_removes_before_it_is_read_is_none(tmp_path, monkeypatch) -> None:
+    save(tmp_path, 1)
+
+    def removed(path: Path, _: list[str]) -> None:
+        path.unlink()
+        raise SystemRefused(f"{path}: cannot be read: No such file or directory (os error 2)")
+
+    monkeypatch.setattr(commits, "_file_entries", removed)
+    assert commits.committed(tmp_path / INDEX) is None
+
+
 def test_keys_of_a_checkpoint_of_an_older_version_are_removed_and_it_loads(tmp_path) -> None:
     save(tmp_path, 1)
     text, _ = commits.read(tmp_path / INDEX)

@@ -22,6 +22,7 @@ import torch
 
 from ..errors import ProtocolError, TensorferryError
 from ..storage import commits, whole_files
+from ..storage.objects.place import ObjectPlace
 from ..storage.places import AnyPlace
 from .release import COMMON_STATE_FNAME, CONFIG_FNAME, CheckpointingConfig, CheckpointingException
 
@@ -88,7 +89,7 @@ def config(folder: AnyPlace) -> CheckpointingConfig:
     except CheckpointingException:
         raise
     except Exception as e:
-        if isinstance(e, TensorferryError) and commits.says_nothing(folder, e):
+        if isinstance(folder, ObjectPlace) and isinstance(e, TensorferryError) and commits.says_nothing(e):
             raise
         raise CheckpointingException(
             f"{folder}/metadata.json cannot be read ({type(e).__name__}: {str(e)[:300]}). If a save of tensorferry's "

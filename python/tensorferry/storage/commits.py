@@ -172,12 +172,12 @@ def decode(path: AnyPlace, files: bytes | None) -> Commit:
 
 
 def committed(path: AnyPlace) -> Commit | None:
-    """Like :func:`files_of`, but returns ``None`` if there is no index, and no files if it cannot be read.
+    """Like :func:`files_of`, but returns ``None`` if there is no index, and no files if it is damaged.
 
-    That it cannot be read is logged.
+    That it is damaged is logged.
 
     Raises:
-        SystemRefused: the system does not say whether there is an index
+        SystemRefused: the system does not say whether there is an index, or refuses to read it
         TensorferryError: see :func:`says_nothing`
     """
     if not is_file(path):
@@ -185,7 +185,10 @@ def committed(path: AnyPlace) -> Commit | None:
     try:
         return files_of(path)
     except TensorferryError as e:
-        if says_nothing(path, e):
+        if says_nothing(e):
+            # On another machine, somebody may have removed it just now.
+            if isinstance(e, SystemRefused) and not is_file(path):
+                return None
             raise
         logger.warning(
             "the index of the checkpoint that is replaced cannot be read, so its files are not removed: %s", e
@@ -193,21 +196,20 @@ def committed(path: AnyPlace) -> Commit | None:
         return Commit({})
 
 
-def says_nothing(path: AnyPlace, error: TensorferryError) -> bool:
-    """Whether an error says nothing of an index, which may be whole: a store did not answer, or refused.
+def says_nothing(error: TensorferryError) -> bool:
+    """Whether an error says nothing of an index, which may be whole: it was not read.
 
-    Who takes it for damaged then loses a checkpoint that was committed.
+    The system has refused, or a store did not answer or has refused. Who takes the index for damaged then loses a
+    checkpoint that was committed.
     """
-    return isinstance(path, ObjectPlace) and not isinstance(
-        error, (CorruptCheckpoint, ProtocolError, IncompleteCheckpoint)
-    )
+    return not isinstance(error, (CorruptCheckpoint, ProtocolError, IncompleteCheckpoint))
 
 
 def beginnings(*indexes: AnyPlace) -> list[int]:
     """Returns when the saves that wrote ``indexes`` began, for :func:`begin_after`; skips files that are no index.
 
     It raises nothing: a save that begins too early for want of an answer is refused when it commits. After the first
-    question that a store does not answer, it is asked no more.
+    question that the system or a store does not answer, no more are asked.
     """
     beginnings = []
     for path in indexes:
@@ -215,7 +217,7 @@ def beginnings(*indexes: AnyPlace) -> list[int]:
             if is_file(path):
                 beginnings.append(files_of(path).began)
         except TensorferryError as e:
-            if says_nothing(path, e):
+            if says_nothing(e):
                 logger.debug("%s: it is not known when its save began: %s", path, e)
                 break
     return beginnings

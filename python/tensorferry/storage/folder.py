@@ -168,7 +168,7 @@ def committed_save(folder: AnyPlace) -> str | None:
     try:
         return read_index(folder).save_id
     except TensorferryError as e:
-        if commits.says_nothing(folder, e):
+        if commits.says_nothing(e):
             raise
         return None
 

@@ -34,7 +34,7 @@ def checkpoints(root: AnyPlace) -> list[tuple[AnyPlace, Index]]:
         try:
             complete.append((folder, read_index(folder)))
         except TensorferryError as e:
-            if commits.says_nothing(folder, e):
+            if isinstance(folder, ObjectPlace) and commits.says_nothing(e):
                 raise
     return sorted(complete, key=lambda checkpoint: (checkpoint[1].began, checkpoint[0].name))
 
