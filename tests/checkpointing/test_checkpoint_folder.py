@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import os
 import threading
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 from checkpoint_files import files_in, tensors_of
+from tensorferry._native import _file_entries
 from tensorferry.checkpointing import AsyncCheckpointer, SyncCheckpointer
 from tensorferry.errors import (
     CorruptCheckpoint,
@@ -161,6 +163,46 @@ def test_a_rank_that_fails_before_the_folder_is_there_still_fails_all(tmp_path) 
     with pytest.raises(IncompleteCheckpoint, match="rank 1 has failed, and the save with it: out of luck in /"):
         save.commit()
     save.fail("")
+
+
+def refusing(monkeypatch, times: int) -> None:
+    """Makes the system refuse to read an index so many times."""
+    reads = itertools.count(1)
+
+    def read(path: Path, entries: list[str]):
+        if next(reads) <= times:
+            raise SystemRefused(f"{path}: cannot be read: Too many open files (os error 24)")
+        return _file_entries(path, entries)
+
+    monkeypatch.setattr(folder, "_file_entries", read)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_save_that_may_be_committed_loses_no_file(world_size, tmp_path, monkeypatch) -> None:
+    ids = [SaveId("0123456789ab", 1, rank, world_size) for rank in range(world_size)]
+    saves = [FolderSave(tmp_path, one) for one in ids]
+    for save in saves:
+        save.write(Container(no_rows(), None, True))
+    saves[0].commit()
+    refusing(monkeypatch, 1)
+    saves[0].fail("out of luck")
+    assert folder.missing_files(tmp_path, read_index(tmp_path)) == []
+    # The others, who are told of the failure, see first that the save is committed.
+    assert any(name.endswith(".failed") for name in files_in(tmp_path)) == (world_size > 1)
+    for save in saves[1:]:
+        save.commit()
+        save.close()
+
+
+def test_a_rank_whose_first_look_at_the_index_is_refused_looks_again(tmp_path, monkeypatch) -> None:
+    saves = [FolderSave(tmp_path, SaveId("0123456789ab", 1, rank, 2), patience=1.0) for rank in range(2)]
+    for save in saves:
+        save.write(Container(no_rows(), None, True))
+    saves[0].commit()
+    refusing(monkeypatch, 1)
+    saves[1].commit()
+    for save in saves:
+        save.close()
 
 
 def test_a_rank_that_never_comes_is_given_up(tmp_path) -> None:

@@ -42,6 +42,8 @@ from .whole_files import (
 _TORCH_FILE = "checkpoint_{}.pt"
 #: Longest text of a rank's failure, in characters.
 _LONGEST_REASON = 2000
+#: After which errors it is not known whether a save is committed: the system or a store did not let its index be read.
+_UNKNOWN = (FetchTimeout, ConnectError, StoreRefused, SystemRefused)
 #: Seconds between two looks into the folder, at first and at most; and into a store, which bills them.
 _SOON, _LATE = 0.005, 0.25
 _SOON_IN_STORE, _LATE_IN_STORE = 0.1, 2.0
@@ -194,11 +196,11 @@ class FolderSave:
             # Each index is read once: it may be long, and that of an earlier save may stay for minutes.
             if version == seen:
                 return False
-            with contextlib.suppress(FetchTimeout, ConnectError, StoreRefused):
+            with contextlib.suppress(*_UNKNOWN):
                 found = committed_save(self.folder)
                 seen = version
                 return found == self.save.save
-            # The store has not answered, and is asked again at the next look.
+            # It is read again at the next look.
             return False
 
         self._wait(is_committed, check, lambda: [0])
@@ -290,18 +292,21 @@ def abandon(folder: AnyPlace, save: SaveId, reason: str) -> None:
     """Ends a save whose writer on this rank has failed or is gone, for all ranks; a committed one stays.
 
     The other ranks stop waiting and report ``reason``. What this rank has written is removed, by this call or by a
-    later save; in a store by a later one, since the index may be written although nobody has heard of it, or be on its
-    way. Raises nothing: if the folder cannot be used, the others notice that nothing comes.
+    later save: by a later one if the index cannot be read, and in a store, where the index may be written although
+    nobody has heard of it, or be on its way. Raises nothing: if the folder cannot be used, the others notice that
+    nothing comes.
     """
     # With a deadline of its own: that of the save may have passed.
     folder = begun(folder)
     file = folder / _file_of(folder, save)
     partial = folder / f"{file.name}.partial"
     with contextlib.suppress(OSError, TensorferryError):
-        # If the store does not answer, it may be committed; the others look for its index before they heed a failure.
-        with contextlib.suppress(FetchTimeout, ConnectError, StoreRefused):
+        # Without an answer, it may be committed; the others look for its index before they heed a failure.
+        is_uncommitted = False
+        with contextlib.suppress(*_UNKNOWN):
             if committed_save(folder) == save.save:
                 return
+            is_uncommitted = True
         if save.world_size > 1:
             make_synced_folder(folder)  # this rank may be the first to come here
             # A reason may name a path that is no valid text.
@@ -310,7 +315,7 @@ def abandon(folder: AnyPlace, save: SaveId, reason: str) -> None:
         elif isinstance(partial, Path):
             partial.unlink(missing_ok=True)
         # Of other ranks, rank 0 may be committing the file at this moment.
-        if save.rank == 0 and isinstance(file, Path):
+        if save.rank == 0 and is_uncommitted and isinstance(file, Path):
             file.unlink(missing_ok=True)
 
 
