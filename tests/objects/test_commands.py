@@ -12,8 +12,13 @@ import torch.distributed.checkpoint as dcp
 from stores import FORBIDDEN, Gateway, client, objects, put_folder
 from tensorferry import HTTPTransport
 from tensorferry.checkpointing import SyncCheckpointer, load_file
+from tensorferry.cli import copying, exits, places
 from tensorferry.cli.app import run
 from tensorferry.dcp import FileReader, FileWriter, PeerWriter
+from tensorferry.errors import CorruptCheckpoint, IncompleteCheckpoint, SourceChanged
+from tensorferry.storage import copies
+from tensorferry.storage.folder import read_index
+from tensorferry.storage.series import remove_checkpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -141,6 +146,70 @@ def test_what_somebody_else_writes_during_a_copy_stays(server, tmp_path, monkeyp
         assert run(["copy", str(tmp_path / "there"), server.place]) == 2
     assert objects(server.url, server.prefix)[f"{server.prefix}/{name}"] == b"theirs"
     assert "something is there already" in capsys.readouterr().err
+
+
+def then(monkeypatch, owner, name, action):
+    """Makes ``action`` happen after each call of a function."""
+    real = getattr(owner, name)
+
+    def wrapped(*arguments):
+        found = real(*arguments)
+        action()
+        return found
+
+    monkeypatch.setattr(owner, name, wrapped)
+
+
+def save_one(place, value=0.0):
+    SyncCheckpointer().save(place, {"w": torch.full((100,), value)})
+
+
+def test_a_copy_of_what_a_save_replaces_has_no_index(server, tmp_path, monkeypatch):
+    save_one(tmp_path / "there")
+    then(monkeypatch, copies, "upload_new", lambda: save_one(tmp_path / "there"))
+    assert run(["copy", str(tmp_path / "there"), server.place]) == exits.STATUS[SourceChanged]
+    assert [key.rpartition("/")[2][:4] for key in objects(server.url, server.prefix)] == ["rank"]
+    save_one(f"{server.place}-2")
+    then(monkeypatch, copies, "download_file", lambda: save_one(f"{server.place}-2"))
+    assert run(["copy", f"{server.place}-2", str(tmp_path / "back")]) == exits.STATUS[SourceChanged]
+    with pytest.raises(SourceChanged), copying.local(places.find(f"{server.place}-2")):
+        pass
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["there"]
+
+
+@pytest.mark.parametrize("change", ["replaced", "removed"])
+def test_a_copy_whose_list_of_files_is_outdated_when_it_begins_fails(server, tmp_path, monkeypatch, change):
+    there = tmp_path / "there"
+    save_one(there)
+    after = {"replaced": lambda: save_one(there), "removed": lambda: remove_checkpoint(there, read_index(there))}
+    then(monkeypatch, copying, "_files_of", after[change])
+    error = SourceChanged if change == "replaced" else IncompleteCheckpoint
+    assert run(["copy", str(there), server.place]) == exits.STATUS[error]
+    assert objects(server.url, server.prefix) == {}
+
+
+def test_a_copy_takes_no_file_for_another_of_its_name(server, tmp_path, capsys):
+    for value, name in enumerate("ab"):
+        save_one(tmp_path / name, float(value))
+    (ours,), (theirs,) = ((tmp_path / name).glob("rank*") for name in "ab")
+    ours.write_bytes(theirs.read_bytes())
+    assert run(["copy", str(tmp_path / "a"), server.place]) == exits.STATUS[CorruptCheckpoint]
+    assert "not the file that the index names" in capsys.readouterr().err
+    assert objects(server.url, server.prefix) == {}
+
+
+@pytest.mark.parametrize(("here", "there"), [("a", "a.safetensors"), ("a.safetensors", "a.pt")])
+def test_a_damaged_file_is_not_copied_whatever_it_is_called(server, tmp_path, here, there):
+    torch.save({"w": torch.ones(5000)}, tmp_path / "a.pt")
+    assert run(["convert", str(tmp_path / "a.pt"), str(tmp_path / "whole.safetensors")]) == 0
+    data = bytearray((tmp_path / "whole.safetensors").read_bytes())
+    data[4096 + 100] ^= 1
+    client(server.url).put_object(Bucket="bucket", Key=f"{server.prefix}/{there}", Body=bytes(data))
+    place = f"{server.place}/{there}"
+    assert run(["copy", place, str(tmp_path / here)]) == exits.STATUS[CorruptCheckpoint]
+    assert not (tmp_path / here).exists()
+    with pytest.raises(CorruptCheckpoint), copying.local(places.find(place)):
+        pass
 
 
 def test_a_copy_whose_answers_are_lost_is_there(server, tmp_path, monkeypatch):

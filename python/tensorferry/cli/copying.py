@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
-from .._native import _file_damage
+from .._native import _file_damage, _file_header
 from ..dcp import marker
 from ..errors import CorruptCheckpoint, IncompleteCheckpoint, InvalidArgument
 from ..storage import commits
-from ..storage.copies import download_folder, refuse_taken, unchecked, upload_folder, upload_new
+from ..storage.copies import Check, download_folder, read_index, refuse_taken, unchecked, upload_folder, upload_new
 from ..storage.folder import INDEX
 from ..storage.objects.download import download_file
 from ..storage.objects.place import ObjectPlace
 from ..storage.pending import pending
 from ..storage.places import AnyPlace
+from ..storage.settled import read_settled
 from ..storage.whole_files import is_file, listed
 from .places import CheckpointKind, Place
 
@@ -36,6 +38,7 @@ def copy(place: Place, target: AnyPlace, *, verify: bool = True) -> int:
 
     Raises:
         InvalidArgument: something is there already, or neither is in a store
+        SourceChanged: a save has replaced the checkpoint meanwhile
         TensorferryError: it cannot be read or written, or is damaged
     """
     source = place.path
@@ -60,6 +63,7 @@ def local(place: Place, *, verify: bool = True) -> Iterator[Place]:
         verify: compare what was copied with its checksums, where it has some
 
     Raises:
+        SourceChanged: a save has replaced it meanwhile
         TensorferryError: it is incomplete or damaged, or cannot be read or copied
     """
     if not isinstance(place.path, ObjectPlace):
@@ -73,8 +77,32 @@ def local(place: Place, *, verify: bool = True) -> Iterator[Place]:
         yield Place(place.kind, str(copied))
 
 
-def _files_of(place: Place) -> list[str]:
-    """Returns the names of a checkpoint's files in its folder, the index last.
+@dataclass(frozen=True)
+class _Files:
+    """The files of a checkpoint.
+
+    Attributes:
+        names: their names in its folder, the index last
+        headers: the checksum of the header of each file that the index names, where it says them
+        index: the content of the index, if there is one
+    """
+
+    names: list[str]
+    headers: dict[str, int | None]
+    index: bytes | None
+
+    def check(self, path: Path, name: AnyPlace) -> None:
+        """Refuses a file that is damaged, or not the one that the index names: a :data:`Check`."""
+        if path.suffix != ".safetensors":
+            return
+        header = self.headers.get(path.name)
+        if header is not None and _file_header(path) != header:
+            raise CorruptCheckpoint(f"{name}: it is not the file that the index names")
+        _check(path, name)
+
+
+def _files_of(place: Place) -> _Files:
+    """Returns the files of a checkpoint.
 
     Where no index of this package lists them, they are all files that lie directly in the folder.
 
@@ -84,25 +112,38 @@ def _files_of(place: Place) -> list[str]:
     """
     folder = place.path
     if place.layout in (CheckpointKind.CHECKPOINT, CheckpointKind.DISTRIBUTED) and is_file(folder / INDEX):
-        names = list(commits.files_of(folder / INDEX).files)
+        index = read_index(folder / INDEX)
+        # If a save replaces it just now, the index that is copied is not the one that is there at the end.
+        names = commits.files_of(folder / INDEX).files
         there = set(listed(folder))
         if missing := [name for name in names if name not in there]:
             raise IncompleteCheckpoint(f"{folder} is incomplete: {', '.join(missing)} is missing")
         more = [name for name in (marker.NAME, "metadata.json", "common.pt") if name in there]
-        return [*names, *more, INDEX]
-    names = [name for name in listed(folder) if is_file(folder / name)]
-    indexes = [name for name in names if name in (marker.NAME, "model.safetensors.index.json")]
-    return [*(name for name in names if name not in indexes), *indexes]
+        return _Files([*names, *more, INDEX], names, index)
+    indexes = [name for name in (marker.NAME, "model.safetensors.index.json") if is_file(folder / name)]
+    theirs = read_index(folder / indexes[-1]) if indexes else None
+    files = [name for name in listed(folder) if name not in indexes and is_file(folder / name)]
+    return _Files([*files, *indexes], {}, theirs)
+
+
+def _copy_folder(place: Place, copy: Callable[[list[str], Check, bytes | None], int], *, verify: bool) -> int:
+    """Copies the files of a checkpoint by ``copy``, which is given their names, a check and the index."""
+
+    def copied() -> int:
+        files = _files_of(place)
+        return copy(files.names, files.check if verify else unchecked, files.index)
+
+    return read_settled(copied, place.path, attempts=1)
 
 
 def _download(place: Place, target: Path, *, verify: bool) -> int:
     source = place.path
     assert isinstance(source, ObjectPlace)
-    check = _check_container if verify else unchecked
     if place.kind not in _FILES:
-        return download_folder(source, target, _files_of(place), check)
+        return _copy_folder(place, lambda *files: download_folder(source, target, *files), verify=verify)
     nbytes = download_file(source, target)
-    check(target, source)
+    if verify and place.kind is CheckpointKind.CONTAINER:
+        _check(target, source)
     return nbytes
 
 
@@ -110,16 +151,11 @@ def _upload(place: Place, target: ObjectPlace, *, verify: bool) -> int:
     source = place.path
     assert isinstance(source, Path)
     if place.kind not in _FILES:
-        return upload_folder(source, target, _files_of(place), _check_container if verify else unchecked)
+        return _copy_folder(place, lambda *files: upload_folder(source, target, *files), verify=verify)
     refuse_taken(target, file=True)
     if verify and place.kind is CheckpointKind.CONTAINER:
         _check(source, source)
     return upload_new(target, source)
-
-
-def _check_container(path: Path, name: AnyPlace) -> None:
-    if path.suffix == ".safetensors":
-        _check(path, name)
 
 
 def _check(path: Path, name: AnyPlace) -> None:

@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
-from ..errors import InvalidArgument, SourceChanged
+from ..errors import InvalidArgument, SourceChanged, SystemRefused, TensorferryError
 from .objects.commit import put_new
 from .objects.download import download_file
 from .objects.place import ObjectPlace
 from .objects.upload import upload_file
 from .places import AnyPlace
-from .whole_files import sync_folder
+from .whole_files import read_whole, sync_folder, write_whole
 
 logger = logging.getLogger("tensorferry")
 
@@ -73,7 +73,24 @@ def upload_new(target: ObjectPlace, source: Path) -> int:
         return upload_file(target, source)
 
 
-def upload_folder(source: Path, target: ObjectPlace, names: Sequence[str], check: Check = unchecked) -> int:
+def read_index(path: AnyPlace) -> bytes:
+    """Returns the content of an index, which is read before the files that it names are listed and copied.
+
+    Raises:
+        SystemRefused: it cannot be read
+        TensorferryError: the store does not answer, or refuses
+    """
+    try:
+        return read_whole(path, None)
+    except TensorferryError:
+        raise
+    except OSError as e:
+        raise SystemRefused(e.errno, f"{path} cannot be read: {e.strerror}") from e
+
+
+def upload_folder(
+    source: Path, target: ObjectPlace, names: Sequence[str], check: Check = unchecked, index: bytes | None = None
+) -> int:
     """Uploads files of a folder to where nothing is; returns how many bytes they have.
 
     What a copy that fails has uploaded stays there.
@@ -83,9 +100,11 @@ def upload_folder(source: Path, target: ObjectPlace, names: Sequence[str], check
         target: where to
         names: the names of the files; the last one makes the copy a checkpoint, and is written last
         check: called with each file but the last one before it is uploaded; what it raises ends the copy
+        index: what :func:`read_index` has read of the last one, which must still be the same then
 
     Raises:
         InvalidArgument: something is there
+        SourceChanged: the index is another one by now
         TensorferryError: a file cannot be read, or the store does not answer, or refuses
     """
     refuse_taken(target, file=False)
@@ -94,17 +113,19 @@ def upload_folder(source: Path, target: ObjectPlace, names: Sequence[str], check
         for name in names[:-1]:
             check(source / name, source / name)
             total += upload_new(target / name, source / name)
+        data = _last(source / names[-1], index)
     except BaseException:
         # They stay: a second copy of the same checkpoint to the same place may be under way.
         logger.warning("%s: this copy was not completed: remove what it has left there before another one", target)
         raise
-    data = (source / names[-1]).read_bytes()
     with _refusing(target):
         put_new(target / names[-1], data)
     return total + len(data)
 
 
-def download_folder(source: ObjectPlace, target: Path, names: Sequence[str], check: Check = unchecked) -> int:
+def download_folder(
+    source: ObjectPlace, target: Path, names: Sequence[str], check: Check = unchecked, index: bytes | None = None
+) -> int:
     """Downloads objects into a folder; returns how many bytes they have.
 
     What a copy that fails has downloaded stays there, the incomplete file included.
@@ -114,16 +135,41 @@ def download_folder(source: ObjectPlace, target: Path, names: Sequence[str], che
         target: the folder, in which no file has one of the names
         names: their names, in the order in which they are downloaded
         check: called with each file once it is there; what it raises ends the copy
+        index: what :func:`read_index` has read of the last one, which must still be the same then
 
     Raises:
+        SourceChanged: the index is another one by now
         TensorferryError: an object cannot be read, or a file not be written
     """
     total = 0
-    for name in names:
+    for name in names if index is None else names[:-1]:
         total += download_file(source / name, target / name)
         check(target / name, source / name)
+    if index is not None:
+        total += _write_last(target / names[-1], _last(source / names[-1], index))
+        check(target / names[-1], source / names[-1])
     sync_folder(target)
     return total
+
+
+def _last(path: AnyPlace, index: bytes | None) -> bytes:
+    """Returns the content of the file that is copied last; of an index, that which was read first.
+
+    The files that were copied are those of this index only if no save has put another one in its place.
+    """
+    data = read_index(path)
+    if index is not None and data != index:
+        raise SourceChanged(f"{path.parent}: a save has replaced the checkpoint while it was being copied: try again")
+    return data
+
+
+def _write_last(path: Path, data: bytes) -> int:
+    """Writes a new file, whose bytes are on the disk then; returns its length."""
+    try:
+        write_whole(path, data, path.with_name(f"{path.name}.partial"))
+    except OSError as e:
+        raise SystemRefused(e.errno, f"{path}: cannot be written: {e.strerror}") from e
+    return len(data)
 
 
 def _require_name(target: AnyPlace) -> None:
