@@ -210,6 +210,8 @@ def test_a_damaged_file_is_not_copied_whatever_it_is_called(server, tmp_path, he
     assert not (tmp_path / here).exists()
     with pytest.raises(CorruptCheckpoint), copying.local(places.find(place)):
         pass
+    assert run(["copy", place, f"{place}.safetensors"]) == exits.STATUS[CorruptCheckpoint]
+    assert run(["copy", place, f"{place}.safetensors", "--unverified"]) == 0
 
 
 def test_a_copy_whose_answers_are_lost_is_there(server, tmp_path, monkeypatch):

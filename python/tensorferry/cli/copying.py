@@ -45,7 +45,7 @@ def copy(place: Place, target: AnyPlace, *, verify: bool = True) -> int:
     if isinstance(source, Path) and isinstance(target, Path):
         raise InvalidArgument("this copies between folders and object stores: of two folders, use cp")
     if isinstance(source, ObjectPlace) and isinstance(target, ObjectPlace):
-        with local(place) as here:
+        with local(place, verify=verify) as here:
             return copy(here, target, verify=verify)
     if isinstance(target, Path):
         with pending(target, folder=place.kind not in _FILES) as partial:
