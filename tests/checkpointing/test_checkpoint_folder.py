@@ -26,7 +26,7 @@ from tensorferry.errors import (
     TensorferryError,
 )
 from tensorferry.memory.tensors import no_rows
-from tensorferry.storage import folder, leftovers, reserved
+from tensorferry.storage import folder, leftovers, reserved, series
 from tensorferry.storage.commits import Commit
 from tensorferry.storage.container import Container
 from tensorferry.storage.folder import read_index
@@ -297,6 +297,25 @@ def test_what_a_failed_save_of_several_ranks_has_left_is_removed_by_a_later_save
     else:
         assert len(files_in(at)) == 2
     assert tensors_of(tmp_path / "step-3" if in_a_series else at)["w"][0] == 2
+
+
+def test_a_save_that_commits_while_the_remains_of_its_series_are_removed_stays(tmp_path, monkeypatch) -> None:
+    slow = FolderSave(tmp_path / "step-2", SaveId.new())
+    slow.write(Container(no_rows(), None, True))
+    os.utime(slow.path, (time.time() - 3600,) * 2)
+    write(tmp_path / "step-1", 1)
+    is_remains = series._is_remains
+
+    def commits_now(names: list[str]) -> bool:
+        found = is_remains(names)
+        if found:
+            slow.commit()
+            slow.close()
+        return found
+
+    monkeypatch.setattr(series, "_is_remains", commits_now)
+    keep_last(2, tmp_path / "step-1")
+    assert folder.missing_files(tmp_path / "step-2", read_index(tmp_path / "step-2")) == []
 
 
 def test_a_folder_that_another_process_has_removed_while_it_was_empty_is_made_again(tmp_path) -> None:

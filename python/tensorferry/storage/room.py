@@ -13,11 +13,10 @@ from functools import partial
 from pathlib import Path
 
 from ..errors import SystemRefused, TensorferryError, message_of
-from . import commits, leftovers, series
-from .folder import INDEX
+from . import leftovers, series
 from .names import may_be_left
 from .places import AnyPlace
-from .whole_files import is_file, system_code
+from .whole_files import system_code
 
 #: How the system says that there is no room: on the disk, or for this user.
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
@@ -56,7 +55,7 @@ def _removed(folder: Path, *, in_series: bool) -> str:
         with contextlib.suppress(OSError, TensorferryError):
             if one == folder or in_series:
                 # By the clock of the file system. It is that of the failed save or earlier: then less counts as dead.
-                freed += leftovers.remove_leftovers(one, _now(folder), None, set(), partial(_needed, one))
+                freed += leftovers.remove_leftovers(one, _now(folder), None, set(), partial(series.needed, one))
             if (nbytes := _leftover_bytes(one)) > 0:
                 left[one] = nbytes
             elif one != folder and in_series:
@@ -75,19 +74,9 @@ def _now(folder: Path) -> float:
     return (folder if folder.exists() else folder.parent).stat().st_mtime
 
 
-def _needed(folder: Path) -> set[str]:
-    """Returns the names of the files that the indexes in ``folder`` name: that of all ranks, and those of single ones.
-
-    Raises:
-        TensorferryError: one cannot be read
-    """
-    indexes = [folder / INDEX, *folder.glob("index-rank*.safetensors")]
-    return {name for index in indexes if is_file(index) for name in commits.files_of(index).files}
-
-
 def _leftover_bytes(folder: Path) -> int:
     """Returns how many bytes the files of saves in ``folder`` take that no index names."""
-    needed = _needed(folder)
+    needed = series.needed(folder)
     left = [
         entry.stat(follow_symlinks=False).st_blocks * leftovers.BLOCK
         for entry in os.scandir(folder)

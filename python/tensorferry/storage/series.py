@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import re
+from functools import partial
 from pathlib import Path
 
 from ..errors import CorruptCheckpoint, IncompleteCheckpoint, ProtocolError, TensorferryError
@@ -14,7 +15,7 @@ from .folder import INDEX, Index, read_index
 from .names import is_ours
 from .objects.place import ObjectPlace
 from .places import AnyPlace
-from .whole_files import listed, remove_empty, subfolders, version_of, versions_of
+from .whole_files import is_file, listed, remove_empty, subfolders, version_of, versions_of
 
 logger = logging.getLogger("tensorferry")
 
@@ -216,8 +217,22 @@ def _series(folder: AnyPlace) -> str:
 def _remove_remains(folder: AnyPlace, now: float) -> None:
     """Removes a folder in which nothing is but files of saves that were killed."""
     if _is_remains(listed(folder)):
-        leftovers.remove_leftovers(folder, now, None, set(), lambda: set())
+        leftovers.remove_leftovers(folder, now, None, set(), partial(needed, folder))
         remove_empty(folder)
+
+
+def needed(folder: AnyPlace) -> set[str]:
+    """Returns the names of the files that the indexes in ``folder`` name: that of all ranks, and those of single ones.
+
+    Raises:
+        TensorferryError: one cannot be read
+    """
+    indexes = [folder / name for name in listed(folder) if is_ours(name) and _is_index(name)]
+    return {name for index in indexes if is_file(index) for name in commits.files_of(index).files}
+
+
+def _is_index(name: str) -> bool:
+    return name.startswith("index") and name.endswith(".safetensors")
 
 
 def _is_remains(names: list[str]) -> bool:
@@ -225,5 +240,4 @@ def _is_remains(names: list[str]) -> bool:
 
     Ranks that saved with ``torch.distributed.checkpoint`` and without a coordinator have an index each.
     """
-    has_index = any(name.startswith("index") and name.endswith(".safetensors") for name in names)
-    return not has_index and names != [] and all(is_ours(name) for name in names)
+    return not any(map(_is_index, names)) and names != [] and all(is_ours(name) for name in names)
