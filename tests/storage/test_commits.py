@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import inspect
@@ -12,6 +13,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -24,7 +26,7 @@ from tensorferry.dcp.save_plan import ABOUT
 from tensorferry.errors import IncompleteCheckpoint, SourceChanged, SystemRefused
 from tensorferry.memory.tensors import no_rows
 from tensorferry.pickles.allowlist import Allowed
-from tensorferry.storage import commits, folder, folder_lock, names, reserved, series
+from tensorferry.storage import commits, folder, folder_lock, leftovers, names, reserved, series
 from tensorferry.storage.container import Container
 
 pytestmark = [
@@ -362,6 +364,44 @@ def test_a_folder_that_a_stopped_process_keeps_locked_fails_a_save_and_not_for_e
         other.kill()
     save(tmp_path, 3)
     assert held(tmp_path) == all_of(3)
+
+
+@pytest.mark.parametrize("is_spared", [True, False])
+def test_a_file_that_is_about_to_be_removed_is_held_only_if_it_stays(is_spared, tmp_path, monkeypatch) -> None:
+    name = f"rank00000-{names.new_id()}.safetensors"
+    (tmp_path / name).write_bytes(b"x")
+    os.utime(tmp_path / name, (time.time() - 3600,) * 2)
+
+    held = threading.Event()
+
+    def hold() -> None:
+        with leftovers.holding(tmp_path, [name]):
+            held.set()
+
+    holder = Waiting(monkeypatch, hold)
+
+    def needed() -> set[str]:
+        holder.begin()
+        assert not held.wait(0.2)
+        return {name} if is_spared else set()
+
+    leftovers.remove_leftovers(tmp_path, time.time(), None, set(), needed)
+    with contextlib.nullcontext() if is_spared else pytest.raises(IncompleteCheckpoint, match="removed by another"):
+        holder.end()
+
+
+def test_a_file_that_cannot_be_locked_is_not_held(tmp_path, monkeypatch) -> None:
+    name = f"rank00000-{names.new_id()}.safetensors"
+    (tmp_path / name).write_bytes(b"x")
+    monkeypatch.setattr(folder_lock, "_LOCK_S", 0.1)
+    with (tmp_path / name).open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(SystemRefused, match="another process has kept"), leftovers.holding(tmp_path, [name]):
+            pass
+    refusal = OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+    monkeypatch.setattr(leftovers.os, "open", mock.Mock(side_effect=refusal))
+    with pytest.raises(SystemRefused, match="Too many open files"), leftovers.holding(tmp_path, [name]):
+        pass
 
 
 def test_a_child_that_is_forked_in_the_middle_of_a_commit_does_not_keep_the_folder_locked(at, tmp_path) -> None:

@@ -54,7 +54,7 @@ def _locked(folder: Path) -> Iterator[None]:
     except OSError as e:
         raise SystemRefused(e.errno, f"the folder {folder} cannot be opened: {e.strerror}") from e
     try:
-        is_locked = _lock(opened, folder)
+        is_locked = lock(opened, fcntl.LOCK_EX, f"the folder {folder}", "it commits a checkpoint")
         try:
             yield
         finally:
@@ -65,12 +65,22 @@ def _locked(folder: Path) -> Iterator[None]:
         os.close(opened)
 
 
-def _lock(opened: int, folder: Path) -> bool:
-    """Locks an opened folder; false where the file system has no locks."""
+def lock(opened: int, how: int, name: str, purpose: str) -> bool:
+    """Waits until it has locked an opened file or folder; false where the file system has no locks.
+
+    Args:
+        opened: its descriptor
+        how: ``fcntl.LOCK_EX`` or ``fcntl.LOCK_SH``
+        name: how a message names it
+        purpose: for what others lock it, in a message
+
+    Raises:
+        SystemRefused: another process keeps it locked
+    """
     end, pause = time.monotonic() + _LOCK_S, _SOON
     while True:
         try:
-            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(opened, how | fcntl.LOCK_NB)
         except OSError as e:
             if e.errno not in (errno.EWOULDBLOCK, errno.EACCES):
                 return False
@@ -79,8 +89,8 @@ def _lock(opened: int, folder: Path) -> bool:
         if time.monotonic() > end:
             raise SystemRefused(
                 errno.EWOULDBLOCK,
-                f"another process has kept the folder {folder} locked for {_LOCK_S:g} s, as it does for a moment when "
-                "it commits a checkpoint: it may be stopped. End it, and save again",
+                f"another process has kept {name} locked for {_LOCK_S:g} s, as it does for a moment when {purpose}: it "
+                "may be stopped. End it, and save again",
             )
         time.sleep(pause)
         pause = min(pause * 1.5, _LATE)

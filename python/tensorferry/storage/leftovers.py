@@ -11,7 +11,8 @@ import stat
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from ..errors import IncompleteCheckpoint, TensorferryError
+from ..errors import IncompleteCheckpoint, SystemRefused, TensorferryError
+from .folder_lock import lock
 from .names import machine, may_be_left, parts_of_name, writer_of
 from .objects.place import ObjectPlace
 from .places import AnyPlace
@@ -33,7 +34,8 @@ _BATCH = 64
 def holding(folder: AnyPlace, names: Iterable[str]) -> Iterator[None]:
     """While the block runs, keeps other saves from removing these files, even if their writer is dead already.
 
-    It locks those of the files that were written on this machine.
+    It locks those of the files that were written on this machine; of one that another save is about to remove, it waits
+    to see whether it goes.
 
     Args:
         folder: the folder of the files
@@ -41,7 +43,7 @@ def holding(folder: AnyPlace, names: Iterable[str]) -> Iterator[None]:
 
     Raises:
         IncompleteCheckpoint: one of the files is gone
-        SystemRefused: the system does not say whether it is
+        SystemRefused: the system does not say whether it is, or another process keeps a file locked
         TensorferryError: a store does not answer, or refuses
     """
     if isinstance(folder, ObjectPlace):
@@ -54,16 +56,25 @@ def holding(folder: AnyPlace, names: Iterable[str]) -> Iterator[None]:
         for name in sorted(names):
             found = parts_of_name(name)
             if found and (found["id"] or "").startswith(machine()):
-                with contextlib.suppress(OSError):
-                    file = os.open(folder / name, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
-                    stack.callback(os.close, file)
-                    fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                _hold(folder / name, stack)
         for name in sorted(names):
             if not is_file(folder / name):
                 raise IncompleteCheckpoint(
                     f"{folder}: {name}, which this save has written, was removed by another process"
                 )
         yield
+
+
+def _hold(path: Path, stack: contextlib.ExitStack) -> None:
+    """Locks a file until ``stack`` is closed; one that is gone, or a link, which nobody takes for left, is not."""
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as e:
+        if e.errno in (errno.ENOENT, errno.ELOOP):
+            return
+        raise SystemRefused(e.errno, f"{path} cannot be opened: {e.strerror}") from e
+    stack.callback(os.close, file)
+    lock(file, fcntl.LOCK_SH, str(path), "it removes what killed saves have left")
 
 
 def remove(folder: AnyPlace, names: Iterable[str]) -> int:
