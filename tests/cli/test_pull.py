@@ -284,6 +284,22 @@ def test_a_source_with_an_entry_that_only_files_have(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.parametrize("is_shortened", [False, True])
+def test_what_an_earlier_release_has_begun_is_gone_on_with_if_it_is_whole(is_shortened: bool, tmp_path: Path) -> None:
+    partial, remote = tmp_path / "a.partial", Announced(8 << 20)
+    download = Download(remote, partial)  # type: ignore[arg-type]
+    former = download._header(8 << 20, None, former=True)
+    total = partial.stat().st_size
+    download.close()
+    with partial.open("r+b") as file:
+        file.write(former)
+    if is_shortened:
+        os.truncate(partial, len(former) + 4096)
+    again = Download(remote, partial)  # type: ignore[arg-type]
+    again.close()
+    assert (again.resumed, partial.stat().st_size) == (not is_shortened, total)
+
+
 def test_a_folder_that_cannot_be_written_to(run: Callable[..., Any], publish: Any, tmp_path: Path) -> None:
     metadata = publish(make_state())
     (tmp_path / "file").write_text("")

@@ -96,7 +96,7 @@ class Download:
             header = self._header(payload, token)
             total = len(header) + payload + _table(payload)
             self.resumed = self._has(header, total) or self._is_former(
-                header, self._header(payload, token, former=True)
+                header, self._header(payload, token, former=True), total
             )
             if not self.resumed:
                 self._begin(header, total)
@@ -161,10 +161,9 @@ class Download:
             os.close(self._fd)
             self._fd = -1
 
-    def _is_former(self, header: bytes, former: bytes) -> bool:
-        """Whether the file was begun by an earlier release; its header becomes today's."""
-        size = os.fstat(self._fd).st_size
-        if len(header) != len(former) or not self._has(former, size) or size < len(header):
+    def _is_former(self, header: bytes, former: bytes, total: int) -> bool:
+        """Whether the file was begun by an earlier release and has its length; its header becomes today's."""
+        if len(header) != len(former) or not self._has(former, total):
             return False
         self._write(header)
         return True
