@@ -46,10 +46,12 @@ class StoreThread:
     def ask(self, call: Callable[[], T]) -> Future[T]:
         """Returns the future result of ``call``, which is called after those that were given before."""
         if self._orders is None:
-            self._orders = SimpleQueue()
+            orders: SimpleQueue[_Order | None] = SimpleQueue()
             # A daemon, since it may wait for ever.
-            threading.Thread(target=_serve, args=(self._orders,), name="tensorferry-store", daemon=True).start()
-            weakref.finalize(self, self._orders.put, None)
+            threading.Thread(target=_serve, args=(orders,), name="tensorferry-store", daemon=True).start()
+            # Only now: where no thread could be started, the next question tries again.
+            self._orders = orders
+            weakref.finalize(self, orders.put, None)
         answer: Future[T] = Future()
         _unanswered.add(answer)
         answer.add_done_callback(_unanswered.discard)
