@@ -31,6 +31,8 @@ from .requests import ending
 #: under way, unless the caller chooses. Each one under way has its memory.
 PART, _MOST_PARTS, _AT_A_TIME = 8 << 20, 9_000, 8
 _MIB = 1 << 20
+#: Seconds in which the parts of an upload that has failed are ended, whatever is left of its deadline.
+_ENDING_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -130,8 +132,9 @@ def put_parts(
             # Who ends an upload again, since the answer was lost, may hear that there is none.
             if isinstance(e, IncompleteCheckpoint) and _is_there(place, nbytes):
                 return
+            folder = place.parent.begun(_ENDING_S)
             with contextlib.suppress(TensorferryError):
-                uploads.abort(place.parent, [one for one in uploads.listed(place.parent) if one.name == place.name])
+                uploads.abort(folder, [one for one in uploads.listed(folder) if one.name == place.name])
         raise
 
 
