@@ -9,7 +9,7 @@ import torch
 
 from stores import FORBIDDEN, SLOW_DOWN, objects
 from tensorferry.checkpointing import SyncCheckpointer
-from tensorferry.errors import IncompleteCheckpoint, SourceChanged, StoreRefused, TensorferryError
+from tensorferry.errors import FetchTimeout, IncompleteCheckpoint, SourceChanged, StoreRefused, TensorferryError
 from tensorferry.memory.tensors import no_rows
 from tensorferry.storage import commits
 from tensorferry.storage.commits import Commit
@@ -96,6 +96,18 @@ def test_a_later_checkpoint_whose_index_cannot_be_read_stays(gateway, server, an
     with pytest.raises(IncompleteCheckpoint, match="began later"):
         earlier.commit()
     assert later == objects(server.url, server.prefix)
+
+
+@pytest.mark.waits
+def test_why_an_index_cannot_be_removed_is_told_as_it_is(gateway, server):
+    committed(place_of(server), 1)
+    expected = commits.files_of(place_of(server) / INDEX)
+    gateway.act = lambda _, method, __: FORBIDDEN if method in ("DELETE", "POST") else None
+    with pytest.raises(StoreRefused, match="does not permit it"):
+        commits.remove_index(place_of(server) / INDEX, expected)
+    gateway.act = lambda _, method, __: "stall" if method in ("DELETE", "POST") else None
+    with pytest.raises(FetchTimeout, match="was not over"):
+        commits.remove_index(place_of(server, 1.0).begun() / INDEX, expected)
 
 
 def test_a_damaged_index_is_replaced(server):

@@ -318,6 +318,8 @@ def remove_index(index: AnyPlace, expected: Commit) -> bool:
         reached("checked", index)
         try:
             index.unlink()
+        except TensorferryError:  # Some are an OSError as well, and are whole as they are.
+            raise
         except OSError as e:
             raise SystemRefused(e.errno, f"{index}: cannot be removed: {e.strerror}") from e
     return True
