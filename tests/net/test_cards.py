@@ -114,3 +114,17 @@ def test_bonds_and_vlans_are_their_cards(host: Path, monkeypatch: pytest.MonkeyP
     assert cards.cards_below("nic0") == cards.cards_below("nic0")
     assert cards.distance("bond0.7", accelerator(3)) == cards.distance("nic3", accelerator(3))
     assert addresses.link_speed("bond0.7") == 0
+
+
+def test_a_bridge_that_goes_while_it_is_looked_at_leads_nowhere(host: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    members = host / "net" / "br0" / "brif"
+    members.mkdir(parents=True)
+    real = type(members).iterdir
+
+    def gone(path: Path) -> object:
+        if path == members:
+            members.rmdir()
+        return real(path)
+
+    monkeypatch.setattr(type(members), "iterdir", gone)
+    assert cards.is_internal("br0")

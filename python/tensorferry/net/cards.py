@@ -30,7 +30,11 @@ def is_internal(interface: str) -> bool:
     if (own / "tun_flags").exists() or (own / "brport").exists() or (own / "master" / "bonding").is_dir():
         return True
     members = own / "brif"
-    return members.is_dir() and not any((_INTERFACES / member.name / "device").exists() for member in members.iterdir())
+    try:
+        return members.is_dir() and not any((_INTERFACES / one.name / "device").exists() for one in members.iterdir())
+    except OSError:
+        # The bridge has just gone.
+        return True
 
 
 def cards_below(interface: str) -> list[str]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from .._native import Report
+from ..errors import SystemRefused
 from .addresses import interface_speed
 from .heals import log_heal
 
@@ -196,7 +197,11 @@ def log_receive(report: ReceiveReport, *, tls: bool, secret: bool) -> None:
         return
     # One line for each address here, with what came to it.
     for here in dict.fromkeys(here for here, _ in report.routes):
-        interface = interface_speed(here)
+        try:
+            interface = interface_speed(here)
+        except SystemRefused as e:
+            logger.debug("step %d: it is not known how fast the interface of %s is: %s", report.step, here, e)
+            continue
         rate = sum(nbytes for (own, _), nbytes in by_route if own == here) / report.fetch_seconds
         there = ", ".join(there for own, there in report.routes if own == here)
         if interface is not None and rate < interface[1] * _SLOW:
