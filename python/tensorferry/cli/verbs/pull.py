@@ -6,14 +6,14 @@ import contextlib
 import os
 import stat
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from ...errors import InvalidArgument, ProtocolError, SystemRefused
+from ...errors import InvalidArgument, ProtocolError, SystemRefused, TensorferryError
 from ...storage.places import AnyPlace, any_place, begun, is_store_url, local_path
 from .. import exits
 from ..flags import Json, Receiving, Relay, Switch, Trust
@@ -229,18 +229,17 @@ class _Pull:
         self._check_folder(folder)
         saves: list[FolderSave] = []
 
-        def begin(remote: Remote, step: int) -> tuple[_Target, Download]:
-            save = SaveId.new(step=step, known=KnownSaves().beginnings(folder))
-            saves.append(FolderSave(folder, save))
-            partial = folder / _partial_name(urls[:1], step)
-            return _Target(local_path(saves[-1].path)), Download(remote, partial, step=step, unique=True)
+        with _removed_unless_committed(folder) as names:
 
-        try:
+            def begin(remote: Remote, step: int) -> tuple[_Target, Download]:
+                save = SaveId.new(step=step, known=KnownSaves().beginnings(folder))
+                saves.append(FolderSave(folder, save))
+                names.append(saves[-1].path.name)
+                partial = folder / _partial_name(urls[:1], step)
+                return _Target(local_path(saves[-1].path)), Download(remote, partial, step=step, unique=True)
+
             _, step = self._fetch(urls, begin)
             saves[-1].commit()
-        finally:
-            for save in saves:
-                save.close()
         self._done(folder, step)
 
     def ranks(self, urls: list[str], folder: Path) -> None:
@@ -268,9 +267,10 @@ class _Pull:
 
         first = SaveId.new(0, len(urls), self._step, KnownSaves().beginnings(folder))
         saves: list[FolderSave] = []
-        try:
+        with _removed_unless_committed(folder) as names:
             for rank, url in enumerate(urls):
                 saves.append(FolderSave(folder, replace(first, rank=rank)))
+                names.append(saves[-1].path.name)
 
                 def begin(remote: Remote, step: int, url: str = url) -> tuple[_Target, Download]:
                     # The index would not be read if a rank of it had no state.
@@ -281,15 +281,6 @@ class _Pull:
 
                 self._fetch([url], begin, title=f"rank {rank} of {len(urls)}")
             saves[0].commit()
-        except BaseException:
-            # Without an index these are of no use, and would look like a backup. What is incomplete is gone on with.
-            for save in saves:
-                with contextlib.suppress(OSError):
-                    save.path.unlink()
-            raise
-        finally:
-            for save in saves:
-                save.close()
         self._done(folder, self._step)
 
     def _distributed(self, urls: list[str], folder: Path) -> None:
@@ -302,19 +293,19 @@ class _Pull:
         from ..leaves.distributed import write_index
 
         create_folder(folder)
-        save_id, began, names = new_id(), commits.begin_after(commits.beginnings(folder / INDEX)), []
-        for rank, url in enumerate(urls):
-            name = f"rank{rank:05d}-{save_id}.safetensors"
+        save_id, began = new_id(), commits.begin_after(commits.beginnings(folder / INDEX))
+        with _removed_unless_committed(folder) as names:
+            for rank, url in enumerate(urls):
+                names.append(f"rank{rank:05d}-{save_id}.safetensors")
 
-            def begin(remote: Remote, step: int, url: str = url, name: str = name) -> tuple[_Target, Download]:
-                if url == urls[0] and reserved.INDEX not in remote.names:
-                    raise ProtocolError("the first rank serves no index of a distributed checkpoint any more")
-                partial = folder / _partial_name([url], step)
-                return _Target(folder / name), Download(remote, partial, step=step, unique=True)
+                def begin(remote: Remote, step: int, url: str = url) -> tuple[_Target, Download]:
+                    if url == urls[0] and reserved.INDEX not in remote.names:
+                        raise ProtocolError("the first rank serves no index of a distributed checkpoint any more")
+                    partial = folder / _partial_name([url], step)
+                    return _Target(folder / names[-1]), Download(remote, partial, step=step, unique=True)
 
-            _, self._step = self._fetch([url], begin, title=f"rank {rank} of {len(urls)}")
-            names.append(name)
-        write_index(folder, self._step or 0, dict(zip(urls, names, strict=True)), began)
+                _, self._step = self._fetch([url], begin, title=f"rank {rank} of {len(urls)}")
+            write_index(folder, self._step or 0, dict(zip(urls, names, strict=True)), began)
         self._done(folder, self._step)
 
     def _fetch(
@@ -367,6 +358,27 @@ class _Pull:
 
     def _done(self, path: AnyPlace, step: int | None) -> None:
         self.result |= {"path": str(path), "step": step, "seconds": time.monotonic() - self._began}
+
+
+@contextlib.contextmanager
+def _removed_unless_committed(folder: Path) -> Iterator[list[str]]:
+    """Yields a list for the names of the ranks' files; if the block fails, removes them, unless they are committed.
+
+    Without an index these are of no use, and would look like a backup. What is incomplete stays, to be gone on with. An
+    exception may come after the commit, too: what the index names stays, and all of them if it cannot be read.
+    """
+    from ...storage import commits, leftovers
+    from ...storage.folder import INDEX
+
+    names: list[str] = []
+    try:
+        yield names
+    except BaseException:
+        with contextlib.suppress(TensorferryError):
+            index = folder / INDEX
+            committed = commits.files_of(index).files if os.path.lexists(index) else {}
+            leftovers.remove(folder, [name for name in names if name not in committed])
+        raise
 
 
 def _partial_name(urls: list[str], step: int) -> str:
