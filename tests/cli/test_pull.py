@@ -22,7 +22,7 @@ from tensorferry.checkpointing import CheckpointReader, load_file
 from tensorferry.cli import exits
 from tensorferry.cli.output.progress import Progress
 from tensorferry.dcp import FileReader, PeerWriter
-from tensorferry.errors import ConnectError, InvalidArgument, ProtocolError, SystemRefused
+from tensorferry.errors import ConnectError, InvalidArgument, ProtocolError, SystemRefused, UnprovenSource
 from tensorferry.storage.download import Download, partial_of
 
 if TYPE_CHECKING:
@@ -362,3 +362,24 @@ def test_a_download_is_resumed_only_where_it_is_the_same(tmp_path: Path) -> None
     assert not other.resumed
     other.discard()
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("plain", [0, 1])
+def test_a_rank_that_does_not_encrypt_is_not_left_out(
+    plain: int, run: Callable[..., Any], publish: Any, forms: dict[str, Path], tmp_path: Path
+) -> None:
+    urls = [publish({"w": torch.full((100,), float(rank))}, tls=rank != plain) for rank in range(3)]
+    metadata = f"tensorferry-dcp/1 5 {' '.join(urls)}"
+    for arguments in (
+        ["pull", metadata, "--into-folder", tmp_path / "d"],
+        ["inspect", metadata],
+        ["diff", metadata, forms["file"]],
+        ["diff", forms["file"], metadata],
+    ):
+        done = run(*arguments, "--tls")
+        assert done.status == exits.STATUS[UnprovenSource], done
+        assert f"rank {plain}, at 127.0.0.1:" in done.err
+    assert not (tmp_path / "d").exists()
+    # Of the sources of one state, another is enough.
+    same = [publish(make_state(), tls=tls) for tls in (False, True)]
+    assert run("pull", *same, "-o", tmp_path / "a", "--tls").status == 0

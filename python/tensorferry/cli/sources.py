@@ -15,10 +15,11 @@ from ..errors import (
     SourceChanged,
     SourceRefused,
     TensorferryError,
+    UnprovenSource,
     WrongStep,
     message_of,
 )
-from ..net.metadata import encrypted, is_stock, join_metadata
+from ..net.metadata import encrypted, hosts_of, is_encrypted, is_stock, join_metadata
 from ..storage import peers
 from .flags import Receiving, Trust
 
@@ -57,7 +58,7 @@ class Peers:
 
         Raises:
             InvalidArgument: they are not the metadata of tensorferry's peers
-            UnprovenSource: none of them encrypts, and ``trust`` asks for it
+            UnprovenSource: ``trust`` asks for encryption, and no source encrypts, or one of the ranks does not
         """
         text = " ".join(metadata)
         ranks = peers.parse_publication(text)
@@ -70,7 +71,16 @@ class Peers:
                     "an HTTPTransport of tensorferry"
                 )
             found = cls(join_metadata(metadata).split())
-        return cls(encrypted(found.urls), found.step, found.are_ranks) if trust.insists_on_tls() else found
+        if not trust.insists_on_tls():
+            return found
+        # No other rank serves what this one does.
+        plain = next((n for n, url in enumerate(found.urls) if found.are_ranks and not is_encrypted(url)), None)
+        if plain is not None:
+            raise UnprovenSource(
+                f"rank {plain}, at {hosts_of([found.urls[plain]])}, does not encrypt, and with TLS all ranks have to: "
+                "start its source with tls=True, or receive without --tls"
+            )
+        return cls(encrypted(found.urls), found.step, found.are_ranks)
 
 
 def open_source(
