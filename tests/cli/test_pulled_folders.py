@@ -9,10 +9,16 @@ import pytest
 import torch
 
 from checkpoint_loads import load_state
-from commands import serving, write_distributed
+from commands import serving, write_checkpoint, write_distributed
 from tensorferry.cli import exits
 from tensorferry.errors import ConnectError
+from tensorferry.memory.accelerator import ACCELERATOR
+from tensorferry.memory.staging import HostStager
+from tensorferry.state.snapshot import StateSnapshot
 from tensorferry.storage import commits
+from tensorferry.storage.download import Download
+from tensorferry.storage.folder import INDEX
+from tensorferry.storage.folder_save import FolderSave, SaveId
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -80,3 +86,52 @@ def test_a_rank_of_a_distributed_checkpoint_that_is_gone_leaves_no_file_of_the_o
         assert run("pull", f"{metadata} {GONE}", "--into-folder", tmp_path / "d", "--timeout", "5").status != 0
     assert shown(tmp_path / "d") == before
     assert run("verify", tmp_path / "d").status == 0
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_checkpoint_that_is_saved_during_a_pull_is_replaced_only_by_force(
+    ranks: int, run: Callable[..., Any], publish: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    urls = [publish(full(value)) for value in range(ranks)]
+    metadata = urls[0] if ranks == 1 else f"tensorferry-dcp/1 5 {' '.join(urls)}"
+    assert run("pull", metadata, "--into-folder", tmp_path / "c").status == 0
+    # It begins before the pull, which it does not know of.
+    saved = FolderSave(tmp_path / "c", SaveId.new(step=99, known=commits.beginnings(tmp_path / "c" / INDEX)))
+    commit = Download.commit
+
+    def commit_after_the_save(download: Download, *rest: Any) -> int:
+        if not saved.path.exists():
+            saved.write(StateSnapshot(full(99), HostStager(ACCELERATOR), "borrow").container())
+            saved.commit()
+            saved.close()
+        return commit(download, *rest)
+
+    monkeypatch.setattr(Download, "commit", commit_after_the_save)
+    done = run("pull", metadata, "--into-folder", tmp_path / "c")
+    assert done.status == exits.USAGE, done
+    assert "holds a checkpoint already" in done.err
+    assert torch.equal(load_state(tmp_path / "c")["w"], full(99)["w"])
+    assert shown(tmp_path / "c") == sorted([INDEX, saved.path.name])
+    assert run("pull", metadata, "--into-folder", tmp_path / "c", "--force").status == 0
+    assert len(shown(tmp_path / "c")) == 1 + ranks
+
+
+@pytest.mark.process
+def test_a_checkpoint_that_is_saved_during_a_pull_of_a_distributed_one_stays(
+    run: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_distributed(full(1), tmp_path / "source")
+    commit = Download.commit
+
+    def commit_after_a_save(download: Download, *rest: Any) -> int:
+        write_checkpoint(full(99), tmp_path / "d")
+        return commit(download, *rest)
+
+    with serving(tmp_path / "source") as (metadata,):
+        monkeypatch.setattr(Download, "commit", commit_after_a_save)
+        monkeypatch.setattr(commits, "begin_after", lambda _: 1)
+        done = run("pull", metadata, "--into-folder", tmp_path / "d")
+    assert done.status == exits.USAGE, done
+    assert "holds a checkpoint already" in done.err
+    assert torch.equal(load_state(tmp_path / "d")["w"], full(99)["w"])
+    assert len(shown(tmp_path / "d")) == 2

@@ -207,7 +207,9 @@ class _Pull:
         return about
 
     def _check_folder(self, folder: Path) -> None:
-        """Raises if a folder has a checkpoint that must stay.
+        """Raises if a folder has a checkpoint that must stay: before the pull, and once more right before its commit.
+
+        A save that commits between this look and the commit right behind it, and began earlier, is replaced.
 
         Raises:
             InvalidArgument: it has
@@ -239,6 +241,7 @@ class _Pull:
                 return _Target(local_path(saves[-1].path)), Download(remote, partial, step=step, unique=True)
 
             _, step = self._fetch(urls, begin)
+            self._check_folder(folder)
             saves[-1].commit()
         self._done(folder, step)
 
@@ -280,6 +283,7 @@ class _Pull:
                     return _Target(local_path(saves[-1].path)), Download(remote, partial, step=step, unique=True)
 
                 self._fetch([url], begin, title=f"rank {rank} of {len(urls)}")
+            self._check_folder(folder)
             saves[0].commit()
         self._done(folder, self._step)
 
@@ -305,6 +309,7 @@ class _Pull:
                     return _Target(folder / names[-1]), Download(remote, partial, step=step, unique=True)
 
                 _, self._step = self._fetch([url], begin, title=f"rank {rank} of {len(urls)}")
+            self._check_folder(folder)
             write_index(folder, self._step or 0, dict(zip(urls, names, strict=True)), began)
         self._done(folder, self._step)
 
