@@ -121,7 +121,7 @@ def test_ctrl_c_is_the_normal_end(forms: dict[str, Path]) -> None:
     assert err == f"serving {forms['plain']} as step 0; end with Ctrl-C\n"
 
 
-@pytest.mark.parametrize("form", ["file", "checkpoint", "distributed"])
+@pytest.mark.parametrize("form", ["file", "archive", "checkpoint", "distributed"])
 def test_a_damaged_checkpoint_is_not_served(form: str, forms: dict[str, Path], tmp_path: Path, run: Any) -> None:
     path = copied(forms[form], tmp_path)
     damage(next(path.glob("rank*")) if path.is_dir() else path, 100_000)
@@ -314,7 +314,17 @@ def test_a_file_of_another_save_under_the_name(forms: dict[str, Path], run: Call
         (tmp_path / "other").mkdir(exist_ok=True)
         FORMS[form][0](make_state(), tmp_path / "other" / form)
         shutil.copy(next((tmp_path / "other" / form).glob("rank*")), next(path.glob("rank*")))
-        assert run("verify", path).status == 4
+        for verb, *more in (
+            ["verify"],
+            ["inspect", "--digests"],
+            ["convert", tmp_path / "a.pt"],
+            ["serve", "--interface", "127.0.0.1"],
+            ["diff", path],
+        ):
+            done = run(verb, path, *more)
+            assert done.status == 4, (form, verb, done)
+            assert "but another one" in done.err
+        assert not (tmp_path / "a.pt").exists()
 
 
 class Harmful:

@@ -137,12 +137,33 @@ def test_output_that_exists_is_not_touched(forms: dict[str, Path], run: Callable
     assert sorted(os.listdir(tmp_path)) == ["a.pt", "b.pt", "b.pt.partial"]
 
 
-@pytest.mark.parametrize("form", ["file", "checkpoint"])
+@pytest.mark.parametrize("form", ["file", "archive", "checkpoint"])
 def test_damage_is_not_converted(form: str, forms: dict[str, Path], run: Callable[..., Any], tmp_path: Path) -> None:
     path = copied(forms[form], tmp_path)
     damage(next(path.glob("rank*")) if path.is_dir() else path, 100_000)
-    assert run("convert", path, tmp_path / "a.pt").status == 4
+    done = run("convert", path, tmp_path / "a.pt")
+    assert done.status == 4
+    assert "is damaged" in done.err
     assert not (tmp_path / "a.pt").exists()
+    assert run("convert", path, tmp_path / "a.pt", "--unverified").status == 0
+
+
+def test_damage_in_one_of_several_files_is_neither_converted_nor_served(
+    run: Callable[..., Any], tmp_path: Path
+) -> None:
+    """Of files that have checksums, which those of other programs have not."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    torch.save({"w": torch.arange(5000.0)}, tmp_path / "w.pt")
+    assert run("convert", tmp_path / "w.pt", folder / "model-1.safetensors").status == 0
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"w": "model-1.safetensors"}}')
+    assert run("convert", folder, tmp_path / "whole.safetensors").status == 0
+    damage(folder / "model-1.safetensors", 10_000)
+    assert run("verify", folder).status == 4
+    assert run("convert", folder, tmp_path / "a.safetensors").status == 4
+    assert not (tmp_path / "a.safetensors").exists()
+    assert run("serve", folder, "--interface", "127.0.0.1").status == 4
+    assert run("convert", folder, tmp_path / "a.safetensors", "--unverified").status == 0
 
 
 def test_memory_stays_bounded(tmp_path: Path) -> None:

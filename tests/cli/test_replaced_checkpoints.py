@@ -12,7 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from tensorferry.checkpointing import SyncCheckpointer
-from tensorferry.cli import conversion, exits, places
+from tensorferry.cli import exits, intact, places
 from tensorferry.cli.leaves import comparison, distributed, listing
 from tensorferry.dcp import FileWriter
 from tensorferry.errors import IncompleteCheckpoint, SourceChanged, SystemRefused
@@ -138,7 +138,7 @@ def test_a_conversion_of_a_checkpoint_that_goes_leaves_nothing(
     change: Callable[[Path], None], error: type, run: Callable[..., Any], before: Callable[..., Any], tmp_path: Path
 ) -> None:
     save(tmp_path / "a", 1)
-    before(conversion, "_file_damage", lambda: change(tmp_path / "a"))
+    before(intact, "_file_damage", lambda: change(tmp_path / "a"))
     done = run("convert", tmp_path / "a", tmp_path / "out.safetensors")
     assert done.status == exits.STATUS[error], done.err
     assert sorted(path.name for path in tmp_path.iterdir()) in (["a"], [])

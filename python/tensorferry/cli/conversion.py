@@ -15,11 +15,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
-from .._native import FilePages, _file_damage
+from .._native import FilePages
 from ..dcp.file_writer import FileWriter
 from ..errors import (
-    CorruptCheckpoint,
-    IncompleteCheckpoint,
     InvalidArgument,
     ProtocolError,
     SourceChanged,
@@ -30,11 +28,11 @@ from ..memory.accelerator import ACCELERATOR
 from ..memory.staging import HostStager
 from ..memory.tensors import DTYPES, is_spread
 from ..state.snapshot import StateSnapshot
-from ..storage.folder import Index, missing_files, read_index
 from ..storage.folder_save import FolderSave, SaveId
 from ..storage.pending import pending, stem
 from ..storage.reserved import is_reserved
-from . import mapped_states, numbers, parts, whole_states
+from . import intact, mapped_states, numbers, parts, whole_states
+from .leaves import shards
 from .leaves.torch_leaves import values_of
 from .leaves.values import has_elements, whole, without_groups
 from .places import CheckpointKind, Place
@@ -144,8 +142,10 @@ class Conversion:
                 with without_groups():
                     return mapped_states.state_of_container(self._require_undamaged(path), self._pages)
             case CheckpointKind.ARCHIVE:
-                return mapped_states.state_of_archive(path, self._pages)
+                return mapped_states.state_of_archive(self._require_undamaged(path, archive=True), self._pages)
             case CheckpointKind.SHARDS:
+                for file in shards.files_of(path):
+                    self._require_undamaged(file)
                 return mapped_states.state_of_shards(path, self._pages)
             case CheckpointKind.CHECKPOINT:
                 return self._state_of_rank(path)
@@ -161,9 +161,7 @@ class Conversion:
             InvalidArgument: there is no such rank, or no such part
             TensorferryError: the checkpoint is incomplete or damaged, or cannot be read
         """
-        index: Index = read_index(folder)
-        if missing := missing_files(folder, index):
-            raise IncompleteCheckpoint(f"{folder} is incomplete: {', '.join(missing)} is missing")
+        index, files = intact.files_of_ranks(folder)
         if self._rank not in index.files:
             raise InvalidArgument(f"--rank must be between 0 and {index.world_size - 1}, not {self._rank}")
         if self._step is None:
@@ -171,19 +169,15 @@ class Conversion:
         self._ranks = index.world_size
         # Of the other ranks' files, only parts of tensors are read, each with its checksums.
         with without_groups():
-            state = mapped_states.state_of_container(
-                self._require_undamaged(folder / index.files[self._rank][0]), self._pages
-            )
+            state = mapped_states.state_of_container(self._require_undamaged(files[self._rank]), self._pages)
             if self._only is not None:
                 # The files of the other ranks name tensors by their keys in the whole state.
                 state = parts.find(state, self._only).alone(state)
             return whole_states.put_together(folder, index, self._rank, state)
 
-    def _require_undamaged(self, path: Path) -> Path:
+    def _require_undamaged(self, path: Path, *, archive: bool = False) -> Path:
         """Returns ``path``, after comparing the file with its checksums if everything is to be verified."""
-        if self._verify and (damaged := _file_damage(path)):
-            raise CorruptCheckpoint(f"{path} is damaged at {len(damaged)} places: see tensorferry verify")
-        return path
+        return intact.require_undamaged(path, archive=archive) if self._verify else path
 
 
 def _sync(file: Any) -> None:

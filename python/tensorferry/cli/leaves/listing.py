@@ -8,10 +8,11 @@ from dataclasses import replace
 
 from ...errors import InvalidArgument
 from ...storage import commits
-from ...storage.folder import INDEX, read_index
+from ...storage.folder import INDEX
 from ...storage.places import AnyPlace
 from .. import places
 from ..flags import Receiving, Trust
+from ..intact import files_of_ranks
 from ..places import CheckpointKind, Place
 from ..sources import Peers, open_source
 from . import distributed, shards
@@ -67,10 +68,9 @@ def _list_place(place: Place, *, digests: bool) -> list[tuple[str, Listing]]:
         case CheckpointKind.CONTAINER:
             return [(place.text, list_file(path, digests=digests))]
         case CheckpointKind.CHECKPOINT:
-            index = read_index(path)
+            index, files = files_of_ranks(path)
             listings_of_ranks = []
-            for rank in range(index.world_size):
-                file = path / index.files[rank][0]
+            for file in files:
                 listing = list_file(file, digests=digests)
                 listing.about["step"] = index.step
                 listings_of_ranks.append((str(file), listing))

@@ -117,7 +117,7 @@ def _converted(
         return _to_store(place, output, to, only, rank, step, drop_objects=drop_objects, verify=verify)
     if isinstance(place.path, ObjectPlace):
         with copying.local(place, verify=verify) as here:
-            return _converted(here.text, output, to, only, rank, step, drop_objects=drop_objects, verify=False)
+            return _converted(here.text, output, to, only, rank, step, drop_objects=drop_objects, verify=verify)
     if to in _WRITTEN and not os.path.lexists(output):
         suffixes.warn(output, _WRITTEN[to], "choose another format with --to")
     if place.kind is places.CheckpointKind.MEGATRON:

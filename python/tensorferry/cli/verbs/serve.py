@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..._native import FilePages, Server, Shelf
-from ...errors import CorruptCheckpoint, IncompleteCheckpoint, InvalidArgument, SourceChanged
+from ...errors import InvalidArgument, SourceChanged
 from .. import exits
 from ..flags import Json, Serving, Switch, Trust
 from ..output import console
@@ -55,7 +55,7 @@ def serve(
     place = places.settled(lambda: places.find(path), path)
     if is_store_url(path):
         with copying.local(place, verify=not unverified) as here:
-            return serve(here.text, step=step, unverified=True, json=json, serving=serving, trust=trust)
+            return serve(here.text, step=step, unverified=unverified, json=json, serving=serving, trust=trust)
     # The index of torch's own backend does not have the common state, without which Megatron loads nothing.
     kind = place.layout if place.layout is places.CheckpointKind.DISTRIBUTED else place.kind
     options = serving.options(trust)
@@ -125,6 +125,7 @@ class Publisher:
         step = self._step or 0
         pages: list[FilePages] = []
         with self.files.opening(path):
+            self._verify(path, archive=True)
             packed = StateSnapshot(state_of_archive(path, pages), HostStager(ACCELERATOR), "borrow")
         bodies = compat.bodies(packed.rebuild, 0)
         packed.container().publish(self._server, step, alternate=bodies, pages=self.files.add(path, *pages))
@@ -132,17 +133,12 @@ class Publisher:
 
     def checkpoint(self, folder: Path) -> dict[str, Any]:
         """Publishes the state of each rank of a checkpointer's folder, each under an address of its own."""
-        from ...storage.folder import missing_files, read_index
+        from ..intact import files_of_ranks
 
-        index = read_index(folder)
-        if missing := missing_files(folder, index):
-            raise IncompleteCheckpoint(
-                f"{folder} is incomplete: {', '.join(missing)} is missing. Serve another checkpoint"
-            )
+        index, files = files_of_ranks(folder)
         step = self._step if self._step is not None else (index.step or 0)
         urls = []
-        for rank in range(index.world_size):
-            path = folder / index.files[rank][0]
+        for path in files:
             where: Server | Shelf = self._server
             if index.world_size > 1:
                 where = self._server.shelf()
@@ -214,6 +210,7 @@ class Publisher:
         with contextlib.ExitStack() as stack:
             for path in paths:
                 stack.enter_context(self.files.opening(path))
+                self._verify(path)
             packed = StateSnapshot(state_of_shards(folder, pages), HostStager(ACCELERATOR), "borrow")
         for path, one in zip(paths, pages, strict=True):
             self.files.add(path, one)
@@ -233,14 +230,12 @@ class Publisher:
         alternate = _stock_bodies(path, pages) if control is None else None
         container.publish(where, step, alternate=alternate, pages=self.files.add(path, pages))
 
-    def _verify(self, path: Path) -> None:
+    def _verify(self, path: Path, *, archive: bool = False) -> None:
         """Refuses a file that does not match its checksums, unless nothing is to be verified."""
-        from ..._native import _file_damage
+        from ..intact import require_undamaged
 
-        if not self._unverified and (damaged := _file_damage(path)):
-            raise CorruptCheckpoint(
-                f"{path} is damaged at {len(damaged)} places, and is not served: see tensorferry verify"
-            )
+        if not self._unverified:
+            require_undamaged(path, archive=archive)
 
     def _published(self, step: int, metadata: list[str], path: Path) -> dict[str, Any]:
         return {"metadata": metadata, "step": step, "path": str(path)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from json import loads
 from typing import Any
 
-from ...errors import CorruptCheckpoint, IncompleteCheckpoint, InvalidArgument
+from ...errors import CorruptCheckpoint, InvalidArgument
 from ...storage.objects.place import ObjectPlace
 from ...storage.places import AnyPlace
 from .. import exits
@@ -68,7 +68,8 @@ def _files(place: Any) -> list[tuple[AnyPlace, bool | None]]:
     """
     from ..._native import Stored
     from ...storage import commits
-    from ...storage.folder import INDEX, missing_files, read_index
+    from ...storage.folder import INDEX
+    from ..intact import files_of_ranks
     from ..leaves import distributed, shards
     from ..places import CheckpointKind
 
@@ -79,13 +80,7 @@ def _files(place: Any) -> list[tuple[AnyPlace, bool | None]]:
         case CheckpointKind.ARCHIVE:
             return [(path, True)]
         case CheckpointKind.CHECKPOINT:
-            index = read_index(path)
-            if missing := missing_files(path, index):
-                raise IncompleteCheckpoint(f"{path} is incomplete: {', '.join(missing)} is missing")
-            names = distributed.checked_files(
-                path, [name for name, _ in index.files.values()], commits.files_of(path / INDEX)
-            )
-            return [(path / name, False) for name in (INDEX, *names)]
+            return [(file, False) for file in (path / INDEX, *files_of_ranks(path)[1])]
         case CheckpointKind.SHARDS:
             found = shards.files_of(path)
             for file, names in found.items():
@@ -143,20 +138,10 @@ def _header(path: AnyPlace) -> bytes:
 
 
 def _damage_of_archive(path: AnyPlace) -> str | None:
-    """Returns what is wrong with an archive of torch's, by the CRC-32 of its records; ``None`` if all of them match."""
-    import zipfile
+    """Returns what is wrong with an archive of torch's; ``None`` if all of its records match their checksums."""
+    from .. import copying
+    from ..intact import damage_of_archive
+    from ..places import CheckpointKind, Place
 
-    if isinstance(path, ObjectPlace):
-        from .. import copying
-        from ..places import CheckpointKind, Place
-
-        with copying.local(Place(CheckpointKind.ARCHIVE, str(path))) as here:
-            return _damage_of_archive(here.path)
-    try:
-        with zipfile.ZipFile(path) as archive:
-            if sum(record.file_size for record in archive.infolist()) > path.stat().st_size:
-                return "its records are longer than the file, which torch.save never writes"
-            bad = archive.testzip()
-    except (zipfile.BadZipFile, OSError, ValueError, EOFError, NotImplementedError, RuntimeError) as e:
-        return str(e)
-    return None if bad is None else f"record {bad} does not match its CRC-32"
+    with copying.local(Place(CheckpointKind.ARCHIVE, str(path))) as here:
+        return damage_of_archive(here.path)

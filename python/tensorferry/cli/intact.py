@@ -1,0 +1,60 @@
+"""Files that are what they should be: those that an index names, and those that match their checksums."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from .._native import _file_damage
+from ..errors import CorruptCheckpoint, IncompleteCheckpoint
+from ..storage.folder import Index, missing_files, read_index
+from .leaves import distributed
+
+
+def files_of_ranks(folder: Any) -> tuple[Index, list[Any]]:
+    """Returns the index in a checkpointer's folder, and the file of each rank.
+
+    Raises:
+        IncompleteCheckpoint: there is no index, or a file is missing
+        CorruptCheckpoint: a file is another one than the index names
+        TensorferryError: the index or a file cannot be read
+    """
+    index = read_index(folder)
+    if missing := missing_files(folder, index):
+        raise IncompleteCheckpoint(f"{folder} is incomplete: {', '.join(missing)} is missing")
+    names = [index.files[rank][0] for rank in range(index.world_size)]
+    return index, [folder / name for name in distributed.checked_files(folder, names, index.commit)]
+
+
+def require_undamaged(path: Path, *, archive: bool = False) -> Path:
+    """Returns ``path``, after comparing the file with its checksums, if it has some.
+
+    Args:
+        path: the file
+        archive: it is a ``torch.save`` file, and no container
+
+    Raises:
+        CorruptCheckpoint: it does not match them
+        TensorferryError: it cannot be read
+    """
+    if archive:
+        if (what := damage_of_archive(path)) is not None:
+            raise CorruptCheckpoint(f"{path} is damaged: {what}")
+    elif damaged := _file_damage(path):
+        raise CorruptCheckpoint(f"{path} is damaged at {len(damaged)} places: see tensorferry verify")
+    return path
+
+
+def damage_of_archive(path: Path) -> str | None:
+    """Returns what is wrong with an archive of torch's, by the CRC-32 of its records; ``None`` if all of them match."""
+    import zipfile
+    import zlib
+
+    try:
+        with zipfile.ZipFile(path) as archive:
+            if sum(record.file_size for record in archive.infolist()) > path.stat().st_size:
+                return "its records are longer than the file, which torch.save never writes"
+            bad = archive.testzip()
+    except (zipfile.BadZipFile, zlib.error, OSError, ValueError, EOFError, NotImplementedError, RuntimeError) as e:
+        return str(e)
+    return None if bad is None else f"record {bad} does not match its CRC-32"
