@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -385,7 +386,8 @@ class TestTop:
     def test_what_names_no_transport_is_refused(self, run, wrong):
         assert run("top", "--once", *wrong)[0] == 2
 
-    def test_the_live_table_ends_with_an_interrupt(self):
+    @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 0), (signal.SIGTERM, 143)])
+    def test_the_live_table_ends_with_a_signal(self, number, status):
         second = threading.Event()
 
         class Counted(BaseHTTPRequestHandler):
@@ -411,12 +413,12 @@ class TestTop:
             )
             try:
                 assert second.wait(110)
-                process.send_signal(2)
+                process.send_signal(number)
                 out, _ = process.communicate(timeout=20)
             finally:
                 process.kill()
                 process.wait()
                 server.shutdown()
                 thread.join()
-        assert process.returncode == 0
+        assert process.returncode == status
         assert "open" in out

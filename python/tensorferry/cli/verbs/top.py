@@ -47,6 +47,8 @@ def top(*metadata: str, every: float = 2.0, once: Switch = False, json: Json = F
     with concurrent.futures.ThreadPoolExecutor(min(_AT_ONCE, len(peers))) as pool:
         try:
             _watch(peers, lambda: list(pool.map(fleet.ask, peers)), every, once, json)
+        except exits.Terminated:
+            raise
         except KeyboardInterrupt:
             # The ordinary end of a table that goes on for ever.
             return exits.OK
