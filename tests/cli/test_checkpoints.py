@@ -28,6 +28,7 @@ from commands import (
     plain_file,
     same_values,
     serving,
+    write_archive,
     written,
 )
 from equality import assert_same_state
@@ -404,6 +405,13 @@ def test_a_folder_of_megatrons_is_served_and_shown(
     for verb in ("inspect", "verify"):
         assert run(verb, folder).status == exits.OK
     assert run("diff", folder, forms["distributed"]).status == exits.OK
+    write_archive({"lr": torch.arange(1000.0)}, folder / "common.pt")
+    done = run("verify", folder)
+    assert (done.status, "common.pt: all bytes match" in done.out) == (exits.OK, True)
+    damage(folder / "common.pt", 2000)
+    done = run("verify", folder)
+    assert (done.status, "common.pt: damaged: record" in done.out) == (4, True)
+    (folder / "common.pt").unlink()
     with serving(folder) as (metadata,):
         state = {"model": {"bias": torch.zeros(200)}}
         dcp.load(state, storage_reader=PeerReader(metadata))

@@ -8,6 +8,7 @@ from typing import Any
 from ...errors import CorruptCheckpoint, InvalidArgument
 from ...storage.objects.place import ObjectPlace
 from ...storage.places import AnyPlace
+from ...storage.whole_files import is_file
 from .. import exits
 from ..flags import Json
 from ..output import console
@@ -16,6 +17,8 @@ from ..output import console
 _NAMED = 8
 #: The longest header of a safetensors file.
 _LONGEST_HEADER = 100_000_000
+#: The state that is the same on all ranks, in a folder of Megatron's.
+_COMMON = "common.pt"
 _WITHOUT = "it has no checksums, so its bytes were not compared; tensorferry convert gives it some"
 
 
@@ -35,7 +38,10 @@ def verify(path: str, /, *, json: Json = False) -> int:
         place = places.find(path)
         if place.kind is places.CheckpointKind.PEERS:
             raise InvalidArgument("what comes from a peer is verified while it is pulled")
-        return [_verified(file, archive) for file, archive in _files(place)]
+        files = _files(place)
+        if place.kind is places.CheckpointKind.MEGATRON and is_file(place.path / _COMMON):
+            files.append((place.path / _COMMON, True))
+        return [_verified(file, archive) for file, archive in files]
 
     files = places.settled(checked, path)
     verified = all(one["checksums"] and not one["damaged"] and not one["error"] for one in files)
