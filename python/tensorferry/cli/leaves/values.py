@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ..._native import _check_machine_has, _checksum
+from ...errors import SystemRefused
 from ...memory.tensors import is_spread, spread_parts
 
 #: Tensors that are described by dtype, shape and elements.
@@ -95,9 +96,14 @@ def are_same(a: Any, b: Any) -> bool:
 
     What a process has left in an object beside its value, such as the hash that a mesh keeps, does not count.
     Two whose comparison raises count as different.
+
+    Raises:
+        SystemRefused, MemoryError: there is no memory for the comparison, which says nothing of the leaves
     """
     try:
         return _Comparison().of(a, b)
+    except (SystemRefused, MemoryError):
+        raise
     except Exception:  # Objects of others can raise anything.
         return False
 
@@ -150,6 +156,7 @@ class _Comparison:
         if one is not None and other is not None:
             return one == other
         parts = _parts(a), _parts(b)
+        self._made += parts
         if parts[0] and parts[1]:
             return len(parts[0]) == len(parts[1]) and all(map(self.of, *parts))
         return type(a) is type(b) and self._same_objects(a, b)
