@@ -17,6 +17,7 @@ from commands import FORMS, copied, damage, make_state, same_values
 from equality import assert_same_state
 from tensorferry.checkpointing import CheckpointReader, load_file
 from tensorferry.cli import exits
+from tensorferry.cli.mapped_states import state_of_container
 from tensorferry.dcp import FileReader
 
 if TYPE_CHECKING:
@@ -98,6 +99,19 @@ def test_keys_with_dots_lose_nothing(run: Callable[..., Any], tmp_path: Path) ->
     torch.save(other, tmp_path / "b.pt")
     assert run("diff", tmp_path / "a.pt", tmp_path / "b.pt").status == exits.NO
     assert run("diff", tmp_path / "a.pt", tmp_path / "a.pt").status == 0
+
+
+def test_names_that_the_format_reserves_take_that_of_no_other_leaf(run: Callable[..., Any], tmp_path: Path) -> None:
+    names = ["", "~", "__metadata__", "~__metadata__", "~~__metadata__", "__tensorferry__/x"]
+    # A view has its path for a name, and no name of its own in a container.
+    torch.save({name: torch.full((3,), float(n))[:2] for n, name in enumerate(names)}, tmp_path / "a.pt")
+    assert run("convert", tmp_path / "a.pt", tmp_path / "a.safetensors", "--to", "safetensors").status == 0
+    found = state_of_container(tmp_path / "a.safetensors")
+    assert sorted(float(value[0]) for value in found.values()) == [0, 1, 2, 3, 4, 5]
+    assert {name: float(found[name][0]) for name in names if name in found} == {
+        name: float(n) for n, name in enumerate(names) if name.startswith("~")
+    }
+    assert float(found["~__tensorferry__/x"][0]) == 5
 
 
 def test_a_curled_container_becomes_a_state_again(run: Callable[..., Any], publish: Any, tmp_path: Path) -> None:

@@ -219,7 +219,8 @@ def _save_distributed(state: Any, writer: Any) -> None:
 def write_safetensors(values: dict[str, Any], path: Path, *, drop: bool) -> list[str]:
     """Writes tensors as a safetensors file for other programs, without checksums; returns the names left out.
 
-    The empty name, and names that the formats keep for themselves, get a ``~`` in front.
+    The empty name, and names that the formats keep for themselves, get a ``~`` in front, or as many
+    as it takes to have the name of no other leaf.
 
     Args:
         values: the leaves of a state by their paths
@@ -235,7 +236,10 @@ def write_safetensors(values: dict[str, Any], path: Path, *, drop: bool) -> list
     dropped, tensors = [], {}
     for name, value in values.items():
         if isinstance(value, torch.Tensor) and has_elements(value) and value.dtype in _NAMES:
-            tensors[f"~{name}" if is_reserved(name) else name] = value.detach()
+            written = name
+            while is_reserved(written) or (written != name and written in values):
+                written = f"~{written}"
+            tensors[written] = value.detach()
         elif drop:
             dropped.append(name)
         else:
