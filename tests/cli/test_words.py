@@ -158,6 +158,35 @@ def test_a_file_of_another_kind_is_called_that(
         assert text in done.err
 
 
+@pytest.mark.process
+@pytest.mark.parametrize("stderr", ["full", "gone"])
+@pytest.mark.parametrize(
+    ("arguments", "status"), [(["none", "a.pt"], 3), (["none", "a.pt", "--json"], 3), (["a.pt", "b.pt"], 1)]
+)
+def test_an_error_that_cannot_be_told_has_its_status(
+    arguments: list[str], status: int, stderr: str, tmp_path: Path
+) -> None:
+    for number, name in enumerate(("a.pt", "b.pt")):
+        torch.save({"w": torch.full((3,), float(number))}, tmp_path / name)
+    full = os.open("/dev/full", os.O_WRONLY)
+    reading, gone = os.pipe()
+    os.close(reading)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "tensorferry", "diff", *arguments],
+            stdout=subprocess.PIPE,
+            stderr=full if stderr == "full" else gone,
+            timeout=110,
+            cwd=tmp_path,
+            text=True,
+        )
+    finally:
+        os.close(full)
+        os.close(gone)
+    assert done.returncode == status
+    assert done.stdout == ("w: the bytes differ\n" if status == 1 else "")
+
+
 def test_an_interrupt_is_said_once(publish: Callable[..., str], tmp_path: Path) -> None:
     write_checkpoint({"w": torch.ones(1)}, tmp_path / "c")
     metadata = publish({"w": torch.ones(1 << 22)}, max_bandwidth=1 << 20)

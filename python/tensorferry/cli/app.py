@@ -6,7 +6,7 @@ To add a verb, write ``verbs/<verb>.py`` with a function of the same name, whose
 
 from __future__ import annotations
 
-import json
+import contextlib
 import logging
 import os
 import signal
@@ -152,7 +152,8 @@ class _Warnings(logging.Handler):
 
 def _fail_with(error: Exception, as_json: bool) -> int:
     if setting(TRACEBACK) == "1":
-        traceback.print_exc()
+        with contextlib.suppress(OSError):
+            traceback.print_exc()
     mistake = f"{error} (please report this; {TRACEBACK}=1 shows where)"
     what = message_of(error) if isinstance(error, TensorferryError) else mistake
     return _fail(type(error).__name__, what, exits.status_of(error), as_json)
@@ -160,7 +161,7 @@ def _fail_with(error: Exception, as_json: bool) -> int:
 
 def _fail(kind: str, message: str, status: int, as_json: bool) -> int:
     if as_json:
-        print(json.dumps({"error": kind, "message": message, "status": status}), file=sys.stderr, flush=True)
+        console.note_json({"error": kind, "message": message, "status": status})
     else:
         console.note(f"tensorferry: {kind}: {message}")
     return status

@@ -45,7 +45,21 @@ def out(text: object = "") -> None:
 
 def note(text: object) -> None:
     """Prints one line that is not part of the result: progress, warnings, errors."""
-    print(clean(text), file=sys.stderr, flush=True)
+    _tell(clean(text))
+
+
+def note_json(fields: Any) -> None:
+    """Prints one JSON document, in ASCII and on one line, that is not part of the result."""
+    _tell(json.dumps(fields))
+
+
+def _tell(line: str) -> None:
+    """Prints a line to standard error. If that is full, or its reader has gone, what is told there is lost."""
+    try:
+        print(line, file=sys.stderr, flush=True)
+    except OSError:
+        # What is left in the buffer must not raise again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
 
 
 def out_json(fields: Any) -> None:
