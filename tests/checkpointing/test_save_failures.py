@@ -77,6 +77,19 @@ def test_a_failure_nobody_has_looked_at_is_raised_once_by_the_next_save(opened, 
     checkpointer.close()
 
 
+@pytest.mark.parametrize("ask", ["result", "exception"])
+def test_a_question_that_ends_before_the_save_does_not_count_as_a_look_at_its_failure(ask, opened, tmp_path) -> None:
+    checkpointer = opened()
+    (tmp_path / "file").write_text("")
+    with stopped(writer_of(checkpointer)):
+        _, written = checkpointer.save(tmp_path / "file" / "a", state_of(1))
+        with pytest.raises(TimeoutError):
+            getattr(written, ask)(timeout=0)
+    concurrent.futures.wait([written], WAIT_S)
+    with pytest.raises(SystemRefused, match="cannot be created"):
+        checkpointer.close()
+
+
 def test_a_failure_nobody_has_looked_at_is_logged_at_the_end(tmp_path, caplog) -> None:
     checkpointer = AsyncCheckpointer()
     pid = writer_of(checkpointer)

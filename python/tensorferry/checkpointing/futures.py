@@ -11,19 +11,21 @@ if TYPE_CHECKING:
 
 
 class SaveFuture(Future[Any]):
-    """A standard future that notes whether anyone has asked it how the save went."""
+    """A standard future that notes whether it has told anyone how the save went."""
 
     seen = False
 
     def result(self, timeout: float | None = None) -> Any:
         """As for ``Future``."""
-        self.seen = True
-        return super().result(timeout)
+        self.exception(timeout)
+        return super().result()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """As for ``Future``."""
+        error = super().exception(timeout)
+        # Not before: a wait that a timeout or a Ctrl-C ends has told nobody anything.
         self.seen = True
-        return super().exception(timeout)
+        return error
 
     @property
     def is_settled(self) -> bool:
