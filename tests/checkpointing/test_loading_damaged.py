@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import threading
@@ -21,6 +22,7 @@ from tensorferry.errors import (
     CorruptCheckpoint,
     IncompleteCheckpoint,
     ProtocolError,
+    SystemRefused,
     TensorferryError,
 )
 from tensorferry.storage import series
@@ -93,6 +95,31 @@ def test_the_latest_complete_checkpoint_is_found(tmp_path):
     (tmp_path / "step-10" / INDEX).write_bytes(b"x" * 100)
     (tmp_path / "step-11").mkdir()
     assert latest_checkpoint(str(tmp_path)) == str(tmp_path / "step-1")
+
+
+@pytest.mark.parametrize("call", ["stat", "listdir"])
+@pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE, errno.EACCES])
+@pytest.mark.parametrize("newest", [latest_checkpoint, SyncCheckpointer().latest], ids=["function", "method"])
+def test_a_root_of_which_the_system_does_not_say_what_it_is_is_not_one_without_checkpoints(
+    call, code, newest, tmp_path, monkeypatch
+):
+    """A job that goes on from ``None`` begins anew, and its saves remove the checkpoint that was there."""
+    save_state(tmp_path / "run" / "step-1", {"w": torch.tensor(1)})
+    real = getattr(os, call)
+
+    def broken(path=".", *args, **options):
+        if not isinstance(path, int) and os.fspath(path) == str(tmp_path / "run"):
+            raise OSError(code, os.strerror(code))
+        return real(path, *args, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, call, broken)
+        with pytest.raises(SystemRefused, match=os.strerror(code)):
+            newest(tmp_path / "run")
+    assert newest(tmp_path / "run") == str(tmp_path / "run" / "step-1")
+    (tmp_path / "file").write_text("")
+    for nothing in ("none", "file", "file/none"):
+        assert newest(tmp_path / nothing) is None
 
 
 @pytest.mark.parametrize("moment", ["read_index", "missing_files"])

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import os
+import stat
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -18,8 +18,6 @@ from . import other_formats
 if TYPE_CHECKING:
     from .keepers import LoadingKeeper
     from .ranks import Ranks
-
-logger = logging.getLogger("tensorferry")
 
 #: How often the folders are listed again because a save has changed them meanwhile.
 _ATTEMPTS = 5
@@ -44,7 +42,7 @@ def latest_checkpoint(
         timeout: likewise
 
     Raises:
-        SystemRefused: ``root`` exists and cannot be listed
+        SystemRefused: the system does not say what is in ``root``
         InvalidArgument: ``root`` names neither a folder of this machine nor a place in an object store
         TensorferryError: a store does not answer, or refuses
     """
@@ -59,11 +57,11 @@ def complete_checkpoints(root: AnyPlace) -> list[tuple[AnyPlace, Index]]:
     """Returns the folders directly below ``root`` that are complete checkpoints with all their files, oldest first.
 
     Raises:
-        SystemRefused: ``root`` exists and cannot be listed
+        SystemRefused: the system does not say what is in ``root``
         TensorferryError: a store does not answer, or refuses
     """
     root = begun(root)
-    if isinstance(root, Path) and not os.path.isdir(root):
+    if isinstance(root, Path) and not is_folder(root):
         return []
     complete: list[tuple[AnyPlace, Index]] = []
     before = index_versions(root)
@@ -78,6 +76,20 @@ def complete_checkpoints(root: AnyPlace) -> list[tuple[AnyPlace, Index]]:
     return complete
 
 
+def is_folder(path: Path) -> bool:
+    """Whether ``path`` is a folder. A file server that does not answer is no reason to begin anew.
+
+    Raises:
+        SystemRefused: the system does not say, for example because a folder above it may not be entered
+    """
+    try:
+        return stat.S_ISDIR(os.stat(path).st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as e:
+        raise SystemRefused(e.errno, f"{path} cannot be examined: {e.strerror}") from e
+
+
 def find_latest(root: AnyPlace, ranks: Ranks, keeper: LoadingKeeper | None) -> tuple[AnyPlace, str] | None:
     """Returns the folder and the id of the newest save below ``root``, on all ranks the same; ``None`` without one.
 
@@ -87,7 +99,8 @@ def find_latest(root: AnyPlace, ranks: Ranks, keeper: LoadingKeeper | None) -> t
     another place on each node.
 
     Raises:
-        TensorferryError: on all ranks, a store does not answer rank 0, or refuses
+        TensorferryError: on all ranks, the system does not say rank 0 what is in ``root``, or a store does not answer
+            it, or refuses
     """
     root = Path(os.path.realpath(root)) if isinstance(root, Path) else root
     own: list[list[Any]] = []
@@ -116,12 +129,7 @@ def find_latest(root: AnyPlace, ranks: Ranks, keeper: LoadingKeeper | None) -> t
 
 def _committed(root: AnyPlace) -> list[list[Any]]:
     """Returns for each complete checkpoint below ``root`` when its save began, its folder's name and the save's id."""
-    try:
-        checkpoints = complete_checkpoints(root)
-    except SystemRefused as e:
-        logger.debug("no checkpoint is on the disk: %s", e)
-        return []
-    return [[index.began, folder.name, index.save_id] for folder, index in checkpoints]
+    return [[index.began, folder.name, index.save_id] for folder, index in complete_checkpoints(root)]
 
 
 def _kept_for_all_ranks(gathered: Sequence[list[list[Any]]], of_all: bool) -> list[list[Any]]:

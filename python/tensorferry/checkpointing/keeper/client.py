@@ -34,6 +34,7 @@ from ...storage.folder import Index, read_index
 from ...storage.places import place_of
 from ...storage.series import checkpoints
 from ..handover import Handover, Message
+from ..latest import is_folder
 from . import connecting, questions
 from .choice import choose
 from .connecting import OFFER_S, not_at_work
@@ -298,7 +299,7 @@ class Keeper:
             found = [one for one in found if Path(one.path).parent == root and one.world_size == world_size]
             found = most_trusted(found)
             own = [one for one in found if one.location == location_of(one.path)]
-            if len(own) < len(found) and self._job is not None and not (root.is_dir() and checkpoints(root)):
+            if len(own) < len(found) and self._job is not None and not (is_folder(root) and checkpoints(root)):
                 return found
         except Exception as e:
             logger.warning("no checkpoint is in memory: %s", message_of(e))
