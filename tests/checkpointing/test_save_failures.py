@@ -139,6 +139,39 @@ def test_a_signal_handler_that_interrupts_a_save_is_told_so_and_the_save_goes_on
     assert is_whole(tmp_path / "b", 2)
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt, TimeoutError, ValueError])
+def test_an_interrupt_right_after_the_state_was_sent_leaves_its_memory_to_the_writer(
+    error, opened, tmp_path, monkeypatch
+) -> None:
+    checkpointer = opened()
+    checkpointer.save(tmp_path / "0", state_of(0))[1].result(WAIT_S)
+    sends: list = []
+
+    def handle(*_):
+        raise error("the trainer is to end")
+
+    def interrupted(*args) -> None:
+        send(*args)
+        sends.append(args)
+        signal.raise_signal(signal.SIGUSR1)
+
+    send, before = handover.send, signal.signal(signal.SIGUSR1, handle)
+    try:
+        with stopped(writer_of(checkpointer)):
+            with monkeypatch.context() as patched:
+                patched.setattr(handover, "send", interrupted)
+                with pytest.raises(error, match="the trainer is to end"):
+                    checkpointer.save(tmp_path / "1", state_of(1))
+            assert len(sends) == 1
+            _, written = checkpointer.save(tmp_path / "2", state_of(2))
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    written.result(WAIT_S)
+    checkpointer.close()
+    assert is_whole(tmp_path / "1", 1)
+    assert is_whole(tmp_path / "2", 2)
+
+
 def test_a_callback_that_would_wait_for_itself_is_told_so(opened, tmp_path) -> None:
     checkpointer = opened()
     told = []

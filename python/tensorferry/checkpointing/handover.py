@@ -83,8 +83,13 @@ def pair() -> tuple[socket.socket, socket.socket]:
     return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
-def send(sock: socket.socket, message: Message | Handover) -> None:
+def send(sock: socket.socket, message: Message | Handover, sent: list[int] | None = None) -> None:
     """Sends one message, whole or not at all.
+
+    Args:
+        sock: the socket
+        message: what is sent
+        sent: gets an item once the message has gone: a signal handler may raise right after that
 
     Raises:
         InvalidArgument: the message is too long or has too many buffers, its fields are not JSON, or a row lies in none
@@ -94,7 +99,7 @@ def send(sock: socket.socket, message: Message | Handover) -> None:
     """
     fields = {**message.fields, "kind": message.kind, "version": VERSION}
     if not isinstance(message, Handover):
-        _send(sock, fields, [])
+        _send(sock, fields, [], sent)
         return
     if len(message.buffers) >= MOST_DESCRIPTORS:
         raise InvalidArgument(f"a handover has at most {MOST_DESCRIPTORS - 1} buffers, not {len(message.buffers)}")
@@ -107,11 +112,11 @@ def send(sock: socket.socket, message: Message | Handover) -> None:
         for data in (table, *(data for _, data in message.control)):
             view[at : at + len(data)] = data
             at += len(data)
-    _send(sock, fields, [contents.fileno(), *(buffer.fileno() for buffer in message.buffers)])
+    _send(sock, fields, [contents.fileno(), *(buffer.fileno() for buffer in message.buffers)], sent)
 
 
-def _send(sock: socket.socket, fields: dict[str, Any], descriptors: list[int]) -> None:
-    """Sends one message: ``fields`` as JSON, and beside it the descriptors."""
+def _send(sock: socket.socket, fields: dict[str, Any], descriptors: list[int], sent: list[int] | None) -> None:
+    """Sends one message: ``fields`` as JSON, and beside it the descriptors; ``sent`` as for :func:`send`."""
     try:
         text = json.dumps(fields, separators=(",", ":"), allow_nan=False).encode()
     except (TypeError, ValueError) as e:
@@ -119,8 +124,9 @@ def _send(sock: socket.socket, fields: dict[str, Any], descriptors: list[int]) -
     if len(text) > MOST_BYTES:
         raise InvalidArgument(f"a message has {len(text)} bytes; it may have {MOST_BYTES}")
     rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
-    # Not SIGPIPE: the other side may be gone.
-    sock.sendmsg([text], rights, socket.MSG_NOSIGNAL)
+    # Not SIGPIPE: the other side may be gone. `extend` calls and appends in one step of the interpreter, between whose
+    # steps signal handlers run: there is an item exactly if the message has gone.
+    ([] if sent is None else sent).extend(map(sock.sendmsg, [[text]], [rights], [socket.MSG_NOSIGNAL]))
 
 
 class OtherVersion(ProtocolError):

@@ -215,13 +215,18 @@ class Saver:
         """Gives a complete snapshot to the process that writes, and offers it to the keeper.
 
         If the process cannot be given it, the save fails with that error, and is not offered; only an interrupt is
-        raised as well.
+        raised as well. What a signal handler raises once the process was sent the state ends this call, and not the
+        save, whose memory the process has.
         """
         snapshot = save.snapshot
+        delivery: Delivery | None = None
         try:
             given = save.stager.handover(_SAVE, save.order.fields(), snapshot)
-            self._writer.hand_over(Delivery(given, save.order, save.accept, save.finish))
+            delivery = Delivery(given, save.order, save.accept, save.finish)
+            self._writer.hand_over(delivery)
         except BaseException as e:
+            if delivery is not None and delivery.sent:
+                raise
             self._abandon(save, e)
             if not isinstance(e, Exception):
                 raise

@@ -46,7 +46,8 @@ main(int(sys.argv[2]), int(sys.argv[3]))
 class Delivery:
     """A state that is handed over. The functions are called at most once each, on the thread that hears the process.
 
-    They may not raise. If :meth:`Writer.hand_over` raises, neither is called.
+    They may not raise. If :meth:`Writer.hand_over` raises, neither is called, unless the state was ``sent``: then a
+    signal handler has raised.
 
     Attributes:
         given: the state; ``None`` once a process has accepted it
@@ -54,6 +55,7 @@ class Delivery:
         accepted: called without an argument when a process holds the memory
         done: called with the fields of ``written``, or with an exception; no process uses the memory any more
         attempts: how often it was handed over
+        sent: has an item for each process that it was sent to
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class Delivery:
         self.given: Handover | None = given
         self.order, self.accepted, self.done = order, accepted, done
         self.attempts = 0
+        self.sent: list[int] = []
 
 
 class Writer:
@@ -111,15 +114,17 @@ class Writer:
             SystemRefused: no process can be started or reached, or there is no memory for the table of entries
             InvalidArgument: the message is too long, or the state lies in too many buffers
             ForkedProcess: this is a forked child
+            Exception: what a signal handler raises
         """
         self.check_process()
+        before = len(delivery.sent)
         with self._lock:
             for _ in range(_ATTEMPTS):
                 try:
                     child = self._running_child()
                     child.hand_over(delivery)
                 except OSError as e:
-                    if isinstance(e, TensorferryError):
+                    if isinstance(e, TensorferryError) or len(delivery.sent) > before:
                         raise
                     # It is just ending; a new one takes its place.
                     lost = e
@@ -239,22 +244,28 @@ class _Child:
         Raises:
             OSError: the process takes no more; or, as ``SystemRefused``, there is no memory for the table of entries
             InvalidArgument: the message is too long, or the state lies in too many buffers
+            Exception: what a signal handler raises
         """
         key, given = delivery.order.save.save, delivery.given
         assert given is not None
-        with self._lock:
-            if not self.takes:
-                raise BrokenPipeError("the process has ended")
-            self._unconfirmed[key] = delivery
-        delivery.attempts += 1
+        is_listed, before = False, len(delivery.sent)
         try:
-            handover.send(self._sock, given)
+            with self._lock:
+                if not self.takes:
+                    raise BrokenPipeError("the process has ended")
+                self._unconfirmed[key] = delivery
+                is_listed = True
+            delivery.attempts += 1
+            handover.send(self._sock, given, delivery.sent)
         except BaseException as e:
+            if len(delivery.sent) > before:
+                # A signal handler's: the process has the state, and whoever listens hears what becomes of it.
+                raise
             with self._lock:
                 # An error of our own, such as memory that the table cannot have, says nothing about the process.
                 if isinstance(e, OSError) and not isinstance(e, TensorferryError):
                     self.takes = False
-                if self._unconfirmed.pop(key, None) is None:
+                if self._unconfirmed.pop(key, None) is None and is_listed:
                     # Whoever listens has found the process gone, and has said so.
                     return
             raise
