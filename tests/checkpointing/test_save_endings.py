@@ -10,13 +10,15 @@ import time
 from pathlib import Path
 
 import pytest
-from saves import WAIT_S, state_of, writer_of
+from saves import WAIT_S, state_of, stopped, writer_of
 
 from checkpoint_files import children, files_in, is_running, is_whole, resources
 from tensorferry.checkpointing import (
     AsyncCheckpointer,
+    SyncCheckpointer,
 )
 from tensorferry.errors import (
+    SystemRefused,
     TransportClosed,
 )
 
@@ -35,6 +37,37 @@ def test_close_waits_for_every_save_and_ends_the_writer(opened, tmp_path) -> Non
         with pytest.raises(TransportClosed, match="was closed"):
             checkpointer.save(tmp_path / "x", state_of(1))
         checkpointer.close()
+
+
+@pytest.mark.parametrize("keeper", [False, True], ids=["AsyncCheckpointer", "SyncCheckpointer"])
+def test_a_close_that_was_interrupted_goes_on_when_it_is_called_again(keeper, tmp_path, monkeypatch) -> None:
+    class Keeper:
+        def offer(self, _, released) -> None:
+            released()
+
+        def close(self) -> None:
+            pass
+
+    def interrupted(_) -> bool:
+        raise KeyboardInterrupt
+
+    checkpointer = SyncCheckpointer(keeper=Keeper()) if keeper else AsyncCheckpointer()
+    saver = checkpointer._writer._saver if keeper else checkpointer._saver
+    (tmp_path / "file").write_text("")
+    pid = saver.writer.pid
+    with stopped(pid):
+        _, written = saver.save(state_of(1), tmp_path / "file" / "a")
+        with monkeypatch.context() as patched:
+            patched.setattr(saver._turns, "wait_for_all", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                checkpointer.close()
+    with pytest.raises(TransportClosed, match="was closed"):
+        checkpointer.save(tmp_path / "b", state_of(2))
+    with pytest.raises(SystemRefused, match="cannot be created"):
+        checkpointer.close()
+    assert written.done()
+    assert not is_running(pid)
+    checkpointer.close()
 
 
 def test_a_checkpointer_that_is_dropped_lets_its_writer_finish_and_end(tmp_path) -> None:

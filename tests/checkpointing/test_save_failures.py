@@ -29,6 +29,7 @@ from tensorferry.errors import (
     UnsupportedLeaf,
     WriterLost,
 )
+from tensorferry.state.snapshot import StateSnapshot
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -239,6 +240,53 @@ def test_a_callback_that_saves_while_another_save_waits_for_what_it_would_hear_i
     assert len(told) == 1
     assert "cannot be called in a callback" in told[0]
     assert is_whole(tmp_path / "3", 3)
+
+
+def test_a_callback_that_would_wait_for_memory_is_told_so(opened, tmp_path) -> None:
+    checkpointer = opened(memory_limit=9 * MIB)
+    told, has_called = [], threading.Event()
+
+    def save(_) -> None:
+        try:
+            told.append(checkpointer.save(tmp_path / "b", state_of(2, 8)))
+        except InvalidArgument as e:
+            told.append(str(e))
+        has_called.set()
+
+    with stopped(writer_of(checkpointer)):
+        staged, written = checkpointer.save(tmp_path / "a", state_of(1, 8))
+        staged.add_done_callback(save)
+    if not has_called.wait(WAIT_S):
+        # Else the fixture would wait for ever as well.
+        checkpointer._saver._turns.give()
+        pytest.fail("the callback waits for what its own thread has to hear")
+    written.result(WAIT_S)
+    assert len(told) == 1
+    assert "cannot be called in a callback" in told[0]
+    checkpointer.save(tmp_path / "b", state_of(2, 8))[1].result(WAIT_S)
+    assert is_whole(tmp_path / "a", 1)
+    assert is_whole(tmp_path / "b", 2)
+
+
+def test_a_copy_for_which_no_thread_can_be_started_fails_that_save_alone(opened, tmp_path, monkeypatch) -> None:
+    checkpointer = opened()
+    start = threading.Thread.start
+
+    def refused(self) -> None:
+        if self.name == "tensorferry-stage":
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    with monkeypatch.context() as patched:
+        # As of a state on an accelerator.
+        patched.setattr(StateSnapshot, "is_complete", property(lambda _: False))
+        patched.setattr(threading.Thread, "start", refused)
+        for n in range(3):
+            with pytest.raises(SystemRefused, match="copy cannot be completed: can't start new thread"):
+                checkpointer.save(tmp_path / str(n), state_of(n))[1].result(WAIT_S)
+    assert not checkpointer._saver._turns.is_any_taken
+    checkpointer.save(tmp_path / "a", state_of(4))[1].result(WAIT_S)
+    assert is_whole(tmp_path / "a", 4)
 
 
 def test_a_trainer_may_have_more_than_a_thousand_files_open(opened, tmp_path, monkeypatch) -> None:

@@ -237,8 +237,13 @@ class SyncCheckpointer(_Checkpointer):
     def close(self) -> None:
         """Closes the writer, or with ``keeper`` that and the process that writes. It may be called again."""
         if self._is_open:
+            # After a Ctrl-C, the next call goes on; an error of the writer's is its last word.
+            try:
+                self._writer.close()
+            except Exception:
+                self._is_open = False
+                raise
             self._is_open = False
-            self._writer.close()
 
 
 class _WaitingWriter:

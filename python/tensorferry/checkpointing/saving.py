@@ -65,7 +65,7 @@ class Saver:
         self._offering = threading.RLock()
         self._writer = Writer()
         self._saving = CallLock("save() or close()")
-        self._is_open = True
+        self._is_open, self._is_closed = True, False
         self._warned = False
         if _exits.is_set():
             self._turns.end()
@@ -137,8 +137,11 @@ class Saver:
             elif snapshot.is_complete:
                 self._hand_over(save)
             else:
-                name = "tensorferry-stage"
-                threading.Thread(target=self._complete, args=(save,), name=name, daemon=True).start()
+                thread = threading.Thread(target=self._complete, args=(save,), name="tensorferry-stage", daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError as e:
+                    self._abandon(save, SystemRefused(f"the copy cannot be completed: {e}"))
         return save.staged, save.written
 
     @contextlib.contextmanager
@@ -168,7 +171,7 @@ class Saver:
             ForkedProcess: this is a forked child
             Exception: the error of a save that has failed, at whose future nobody has looked; all is closed then
         """
-        if not self._is_open:
+        if self._is_closed:
             return
         self._writer.check_process()
         self._saving.check()
@@ -180,6 +183,8 @@ class Saver:
         self._stager.close()
         if self._keeper is not None:
             self._keeper.close()
+        # Not before: after a Ctrl-C, the next call goes on from here.
+        self._is_closed = True
         self._raise_unseen()
 
     def _stage(self, state: Any) -> StateSnapshot:
@@ -191,7 +196,10 @@ class Saver:
                     return self._stager.stage(state)
                 except NoRoom:
                     # An earlier save may be about to give memory back, and the keeper has what it can do without.
-                    if not (self._turns.wait_for_another() or self._keeper_lets_go() or self._leave_to_keeper()):
+                    may_wait = not self._writer.is_listening
+                    if not (
+                        self._turns.wait_for_another(may_wait) or self._keeper_lets_go() or self._leave_to_keeper()
+                    ):
                         raise
         except BaseException:
             self._turns.give()

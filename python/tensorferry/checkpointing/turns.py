@@ -50,7 +50,7 @@ class Turns:
         """
         with self._changed:
             if not may_wait and self._count >= GENERATIONS:
-                raise InvalidArgument(IN_CALLBACK.format("a save that has to wait for an earlier one"))
+                raise _would_wait()
             self._changed.wait_for(lambda: self._count < GENERATIONS or self._is_ending)
             self.check()
             self._count += 1
@@ -61,12 +61,18 @@ class Turns:
             self._count -= 1
             self._changed.notify_all()
 
-    def wait_for_another(self) -> bool:
-        """Waits until a save is over besides the calling one; false if there is none."""
+    def wait_for_another(self, may_wait: bool) -> bool:
+        """Waits until a save is over besides the calling one; false if there is none.
+
+        Raises:
+            InvalidArgument: there is one, and it may not wait
+        """
         with self._changed:
             count = self._count
             if count < 2:
                 return False
+            if not may_wait:
+                raise _would_wait()
             self._changed.wait_for(lambda: self._count < count)
             return True
 
@@ -79,3 +85,7 @@ class Turns:
         """Waits for ``timeout`` seconds, without a limit if that is ``None``; returns whether all saves are over."""
         with self._changed:
             return self._changed.wait_for(lambda: self._count == 0, timeout)
+
+
+def _would_wait() -> InvalidArgument:
+    return InvalidArgument(IN_CALLBACK.format("a save that has to wait for an earlier one"))
