@@ -15,7 +15,7 @@ from torch.distributed.tensor import DeviceMesh, Replicate, distribute_tensor
 from equality import METADATA, assert_same_state
 from leaf import Leaf
 from leaves import ALONE, cases
-from pickled_classes import Point
+from pickled_classes import Colour, Point
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -260,6 +260,17 @@ def test_colliding_paths_are_not_mixed_up(heal: Callable[..., Any]) -> None:
         (live["a.b"], 6.0),
     ):
         assert float(mine) == theirs, "another leaf's value, or none, was written here"
+
+
+def test_keys_that_are_objects_find_their_own_tensor(heal: Callable[..., Any]) -> None:
+    keys = [(1, 2), (3, 4), 1.5, frozenset({7}), Colour.RED, 1 << 70]
+    sent = {"d": {key: torch.full((2,), float(n + 1)) for n, key in enumerate(keys)}}
+    live: dict[str, Any] = {"d": {key: torch.zeros(2) for key in reversed(keys[:-1])}}
+    received = heal(sent, live, trust=True)
+    assert_same_state(received, sent)
+    for key, mine in live["d"].items():
+        assert received["d"][key] is mine
+        assert torch.equal(mine, sent["d"][key]), f"the tensor of another key, or none, was written to {key}"
 
 
 def test_order_of_keys_does_not_matter(heal: Callable[..., Any]) -> None:

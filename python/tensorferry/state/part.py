@@ -69,9 +69,10 @@ class RequestedPart:
         warn_of_missing_in(target, whole)
         self.tree = json.dumps(node, separators=(",", ":"))
 
-    def _object(self, number: int) -> Any:
-        self.objects.add(-number - 1)
-        return self._all[-number - 1]
+    def _object(self, place: int) -> Any:
+        """Notes that the object at ``place`` is loaded, and returns it."""
+        self.objects.add(place)
+        return self._all[place]
 
     def _chosen(self, node: Node, target: Any, path: str) -> Node:
         """Returns the part of ``node`` that is loaded into ``target``."""
@@ -125,7 +126,7 @@ class RequestedPart:
         return ["o", dict(chosen)] if node[0] == "o" else ["d", node[1], [list(pair) for pair in chosen]]
 
     def _key(self, text: Any) -> Any:
-        return self._all[-text[1] - 1] if type(text) is list else text
+        return self._all[text[1]] if type(text) is list else text
 
     def _compare(self, number: int, target: Any, path: str) -> None:
         """Refuses the leaf with this number if ``target`` has a value of another type in its place."""
@@ -146,10 +147,10 @@ class RequestedPart:
             if node >= 0:
                 self.leaves.add(node)
             else:
-                self._object(node)
+                self._object(-node - 1)
         else:
-            for number in objects_of(node):
-                self._object(number)
+            for place in objects_of(node):
+                self._object(place)
             for _, _, child in children(node):
                 self._take_whole(child)
         return node
