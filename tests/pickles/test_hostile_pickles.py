@@ -553,6 +553,12 @@ od = global_("collections", "OrderedDict")
 deque = global_("collections", "deque") + b")R"
 def chain(before, after):
     return Raw(before * N + b"N" + after * N)
+PUT, GET, KIND = b"rLAST0", b"jLAST", b"jKIND"
+def within(layers, times=40_000):  # Each of the layers holds the one before it, the last in the memo.
+    return Raw(objects + b"rKIND0N" + PUT + (layers + PUT) * times + GET)
+objects = build(call(global_("numpy", "dtype"), "O", False, True), (3, "|", None, None, None, -1, -1, 63))
+shell = call(global_("numpy._core.multiarray", "_reconstruct"), global_("numpy", "ndarray"), (0,), b"b")
+array = shell + b"(K\\x01K\\x01\\x85" + KIND + b"\\x89]" + GET + b"atb" + PUT
 for name, value in {
     "tuple": chain(b"", b"\\x85"), "list": chain(b"]", b"a"), "dict": chain(b"}K\\x01", b"s"),
     "ordered": chain(od + b")RK\\x01", b"s"), "ordered's": chain(od + b")R}" + say("a"), b"sb"),
@@ -561,6 +567,11 @@ for name, value in {
     "deque, outside first": Raw(deque + (deque + b"q\\x07ah\\x07") * N + b"0" * N),
     "deque of its items": Raw(b"N" + (b"q\\x070" + deque[:-2] + b"]h\\x07a\\x85R") * N),
     "defaultdict": chain(global_("collections", "defaultdict") + b"N\\x85RK\\x01", b"s"),
+    "array and deque": within(array + deque[:-2] + b"]" + GET + b"a\\x85R"),
+    "array and deque that is there": within(array + deque + GET + b"a"),
+    "array and defaultdict": within(array + global_("collections", "defaultdict") + b")RK\\x01" + GET + b"s"),
+    "array, list and deque": within(array + b"]" + GET + b"a" + PUT + deque + GET + b"a"),
+    "array and deque, just short enough": within(array + deque[:-2] + b"]" + GET + b"a\\x85R", 124),
 }.items():
     try:
         found = read(whole(value))
@@ -572,7 +583,8 @@ for name, value in {
     root = Path(__file__).parents[2]
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=90, cwd=root)
     assert done.returncode == 0, done.stderr[-2000:] + done.stdout
-    assert done.stdout.count("ended") == 10
+    assert done.stdout.count("ended") == 15
+    assert "short enough UnsafePickle" not in done.stdout
 
 
 def test_random_pickles_of_every_global_do_nothing(pytestconfig: pytest.Config) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from ..errors import ProtocolError
 from ..memory.tensors import Unread
-from .globals.kinds import require
+from .globals.kinds import is_object_array, require
 
 if TYPE_CHECKING:
     from .allowlist import Allowed
@@ -36,10 +36,12 @@ _COPIES = 4
 #: An integer of a smaller absolute value is its own hash.
 OWN_HASH = (1 << 61) - 1
 
-#: Python frees nested objects of these types recursively, without a limit.
+#: Python frees nested objects of these types recursively, without a limit, and numpy its arrays of objects.
 _RECURSIVE = (deque, defaultdict)
 #: How often a pickle may lengthen a chain of nested ones: a thread's stack has room for many times more.
 _CHAINED = 5_000
+#: For an array of objects, numpy takes about as much of the stack as Python does for this many of the others.
+_ARRAY = 20
 
 
 class Limits:
@@ -57,7 +59,7 @@ class Limits:
         self._copies_left = _COPIES * length
         self._checks_left = _MOST_CHECKS + length
         self._hashes: dict[int, list[Any]] = {}
-        # Deques and defaultdicts that are nested in each other, by id; kept alive so that no other gets their ids.
+        # Those that are nested in each other and freed recursively, by id; kept alive so that no other gets their ids.
         self._outer: dict[int, Any] = {}
         self._inner: dict[int, Any] = {}
         self._chained = 0
@@ -195,15 +197,18 @@ class Limits:
             todo += [(part, depth + 1, around) for part in parts if not _is_its_own_key(part)]
 
     def check_nesting(self, value: Any, items: Iterable[Any]) -> None:
-        """Checks the new ``items`` of the deque or defaultdict ``value``.
+        """Checks the new ``items`` of ``value``: a deque, a defaultdict or an array of objects.
 
         Raises:
-            Refused: the pickle has too long chains of deques and defaultdicts in each other
+            Refused: the pickle has too long chains of these in each other
         """
         for item in items:
-            if type(item) in _RECURSIVE:
-                self._chained += id(value) in self._inner or id(item) in self._outer
-                require(self._chained <= _CHAINED, "deques and defaultdicts that are nested too deep")
+            if type(item) in _RECURSIVE or is_object_array(item):
+                if id(value) in self._inner or id(item) in self._outer:
+                    self._chained += _ARRAY if is_object_array(value) or is_object_array(item) else 1
+                require(
+                    self._chained <= _CHAINED, "deques, defaultdicts and arrays of objects that are nested too deep"
+                )
                 self._outer[id(value)] = value
                 self._inner[id(item)] = item
 

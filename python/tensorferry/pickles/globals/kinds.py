@@ -190,3 +190,9 @@ def is_numpy_scalar(value: Any) -> bool:
     """Whether a value is a scalar of numpy; does not import numpy."""
     numpy = sys.modules.get("numpy")
     return numpy is not None and isinstance(value, numpy.generic)
+
+
+def is_object_array(value: Any) -> bool:
+    """Whether a value is an array of numpy's whose elements are objects; does not import numpy."""
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and type(value) is numpy.ndarray and value.dtype.hasobject

@@ -6,7 +6,7 @@ import math
 import re
 from typing import TYPE_CHECKING, Any
 
-from .kinds import Globals, Kind, Pending, Refused, all_are, as_value, checked_sizes, require
+from .kinds import Globals, Kind, Pending, Refused, all_are, as_value, checked_sizes, is_object_array, require
 
 if TYPE_CHECKING:
     from ..unpickler import Unpickler
@@ -127,9 +127,7 @@ def _make_array(unpickler: Unpickler, state: Any) -> Any:
             "an array of objects that are not in a list of the right length",
         )
         unpickler.count_copy(count)
-        # numpy frees nested ones recursively.
-        nested = [type(item) is np.ndarray and item.dtype.hasobject for item in data]
-        require(not any(nested), "an array of objects in an array of objects")
+        require(not any([is_object_array(item) for item in data]), "an array of objects in an array of objects")
     else:
         require(
             type(data) is bytes and len(data) == count * dtype.itemsize,
@@ -139,6 +137,8 @@ def _make_array(unpickler: Unpickler, state: Any) -> Any:
         unpickler.count_copy(len(data))
     of: Any = made
     of.__setstate__((1, sizes, dtype, bool(fortran), data))
+    if dtype.hasobject:
+        unpickler.check_nesting(made, data)
     return made
 
 
