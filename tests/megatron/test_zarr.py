@@ -102,6 +102,36 @@ def test_what_early_releases_wrote_is_read(ranks, folder):
     assert ranks.run(load_all, str(folder), 10, True) == [[], []]
 
 
+def objects_below_folders(kept, folder):
+    """Saves objects whose keys have slashes; returns what a folder of either backend tells of them, and has of one."""
+    from megatron.core import dist_checkpointing as stock
+    from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+
+    from tensorferry.megatron import ZarrLoadShardedStrategy, ZarrSaveShardedStrategy, load_strategy
+    from tensorferry.megatron.convert import convert
+
+    del kept
+    state = {"w": ShardedTensor.from_rank_offsets("opt/w", torch.ones(3))}
+    keys = ("opt/state", "opt/state/deep", "opt/w/extra", "plain")
+    state |= {key: ShardedObject(key, {"key": key}, (2, 1), (1, 0)) for key in keys}
+    (folder / "z").mkdir()
+    stock.save(state, folder / "z", ZarrSaveShardedStrategy(), validate_access_integrity=False)
+    done = convert(folder / "z", folder / "t")
+    found = []
+    for name, strategy in ("z", ZarrLoadShardedStrategy()), ("t", load_strategy()):
+        wanted = {key: ShardedObject(key, None, (2, 1), (1, 0)) for key in keys}
+        told = strategy.load_sharded_metadata(folder / name)
+        loaded = strategy.load(wanted, folder / name)
+        found.append((sorted((one.key, one.global_shape) for one in told.values() if one.key in keys), loaded))
+    return keys, tuple(done), found
+
+
+def test_objects_whose_keys_have_slashes_are_found_and_converted(alone, tmp_path):
+    ((keys, done, found),) = alone.run(objects_below_folders, tmp_path)
+    assert done == (1, 4, 12)
+    assert found == [([(key, (2, 1)) for key in sorted(keys)], {key: {"key": key} for key in keys})] * 2
+
+
 def save_uneven(kept, folder):
     from megatron.core import dist_checkpointing as stock
     from megatron.core.dist_checkpointing.mapping import ShardedTensor

@@ -284,7 +284,7 @@ class LoadStrategy(OfRanks, LoadShardedStrategy):
         """
         metadata = self._metadata(checkpoint_dir)
         objects = {
-            key: ShardedObject.empty_from_unique_key(key)
+            key: shards.object_of(key)
             for key, about in metadata.state_dict_metadata.items()
             if isinstance(about, BytesStorageMetadata)
         }

@@ -49,6 +49,21 @@ def with_axes(shard: ShardedTensor) -> torch.Tensor:
     return data[(None,) * shard.prepend_axis_num] if shard.prepend_axis_num else data
 
 
+def object_of(unique_key: str) -> ShardedObject:
+    """Returns the object with this unique key, without data. Unlike for Megatron's own function, keys may have slashes.
+
+    Raises:
+        CheckpointingException: no object has this unique key
+    """
+    key, _, shard = unique_key.rpartition("/")
+    try:
+        made = ShardedObject.empty_from_unique_key(f"key/{shard}")
+    except (ValueError, AssertionError) as e:
+        raise CheckpointingException(f"{unique_key!r} does not have the name of an object that Megatron saves") from e
+    made.key = key
+    return made
+
+
 def check(shard: ShardedTensor) -> None:
     """Checks that the fields of ``shard`` fit together.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Iterator
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,8 @@ from ...pickles.torch_archives import unpickled
 from ...storage.whole_files import sync_folder, write_whole
 from .. import common
 from ..formats.zarr_arrays import ARRAY, ZarrArray, new_path_of, open_array, path_of
-from ..release import (
-    COMMON,
-    CheckpointingException,
-    ShardedObject,
-)
+from ..release import COMMON, CheckpointingException
+from ..shards import object_of
 
 
 def arrays_of(folder: Path) -> Iterator[ZarrArray]:
@@ -30,17 +28,24 @@ def arrays_of(folder: Path) -> Iterator[ZarrArray]:
         CheckpointingException: the metadata of one of them cannot be used, a link leads nowhere or back to a folder
             above it, or a folder cannot be read: an array there would be left out
     """
+    for above, names, _ in _walk(folder):
+        for name in names.copy():
+            if (above / name / ARRAY).exists():
+                names.remove(name)
+                yield open_array(folder, (above / name).relative_to(folder).as_posix())
+
+
+def _walk(folder: Path) -> Iterator[tuple[Path, list[str], list[str]]]:
+    """Yields folders of a checkpoint, each with the names of its folders and files; raises as :func:`arrays_of` does.
+
+    The caller takes out the names of folders that are not walked. Those that end with ``.sync`` are left out.
+    """
     for above, names, others in os.walk(folder, onerror=_unreadable, followlinks=True):
         names.sort()
         for name in (*names, *others):
             _check_link(Path(above) / name)
-        for name in names.copy():
-            path = Path(above) / name
-            if path.suffix == ".sync":
-                names.remove(name)
-            elif (path / ARRAY).exists():
-                names.remove(name)
-                yield open_array(folder, path.relative_to(folder).as_posix())
+        names[:] = [name for name in names if Path(name).suffix != ".sync"]
+        yield Path(above), names, others
 
 
 def _unreadable(error: OSError) -> None:
@@ -62,18 +67,13 @@ def objects_of(folder: Path) -> list[tuple[Any, Path]]:
     """Returns the objects of a checkpoint as ``ShardedObject`` without data, each with its file.
 
     Raises:
-        CheckpointingException: a file has no name of an object
-        OSError: the folder cannot be listed
+        CheckpointingException: a file has no name of an object; or as for :func:`arrays_of`
     """
     objects = []
-    for subfolder in sorted(path for path in folder.iterdir() if path.is_dir()):
-        leaves = []
-        for path in sorted(subfolder.glob("shard_*.pt")):
-            try:
-                leaf = ShardedObject.empty_from_unique_key(f"{subfolder.name}/{path.stem}")
-            except (ValueError, AssertionError) as e:
-                raise CheckpointingException(f"{path} does not have the name of an object's file") from e
-            leaves.append((leaf, path))
+    for above, _, files in _walk(folder):
+        key = above.relative_to(folder).as_posix()
+        paths = [above / name for name in sorted(files) if fnmatchcase(name, "shard_*.pt") and above != folder]
+        leaves = [(object_of(f"{key}/{path.stem}"), path) for path in paths]
         # Early releases left the last number of the shape out of the name.
         last = max((leaf.global_offset[-1] for leaf, _ in leaves), default=0)
         for leaf, path in leaves:
