@@ -124,6 +124,24 @@ def load_wrong(kept, folder, wrong, through_megatron):
     return outcome(lambda: ours.load(state, folder, validate_access_integrity=False))
 
 
+def load_beside_one_that_is_wrong(kept, folder):
+    import tensorferry.megatron as ours
+
+    state = sharded_state(kept["place"], empty=True)
+    live = state["padded"].data = torch.full_like(state["padded"].data, 7)
+    if torch.distributed.get_rank() == 1:
+        state["new"] = tensor("new", 0, 1)
+    told = outcome(lambda: ours.load(state, folder, validate_access_integrity=False))
+    return told, bool((live == 7).all())
+
+
+def test_a_padded_tensor_keeps_its_values_where_another_rank_asks_for_too_much(host, tmp_path):
+    host.job(2).run(save, str(tmp_path))
+    for told, is_kept in host.job(2).run(load_beside_one_that_is_wrong, str(tmp_path)):
+        assert re.search(LOADS["unknown key"], told), told
+        assert is_kept
+
+
 LOADS = {
     "shape": r"expected \(\[4, 3\]\) tensor for key scalar: .* \(rank 1\)",
     "global shape": r"Global shape mismatch for loaded \(\[20, 3\]\) and expected \(\[21, 3\]\) tensor for key "

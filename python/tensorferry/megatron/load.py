@@ -135,7 +135,13 @@ class LoadStrategy(OfRanks, LoadShardedStrategy):
         ranks = self._ranks()
         with ranks.counting_on_each_other():
             loading = self._open(ranks, sharded_state_dict, checkpoint_dir)
-            ranks.every(f"load {self.name(checkpoint_dir)}", lambda: self._read(ranks, loading))
+
+            def read() -> None:
+                loading.clear()
+                self._read(ranks, loading)
+
+            # Here all ranks have found what they need.
+            ranks.every(f"load {self.name(checkpoint_dir)}", read)
         return shards.replaced(sharded_state_dict, loading.value)
 
     def _open(self, ranks: Together, state: Any, checkpoint_dir: str | Path) -> Loading:

@@ -47,8 +47,8 @@ class ChunkPart(NamedTuple):
 class Loading:
     """A load that is planned: its items, and the planner that gives the reader their targets.
 
-    The constructor gives data in host memory to tensors without any, detaches that of others, and zeroes it where
-    ``allow_shape_mismatch`` is set, once it has found all that the state asks for in the checkpoint.
+    The constructor gives data in host memory to tensors without any, and detaches that of others, once it has found all
+    that the state asks for in the checkpoint. It overwrites nothing.
 
     Args:
         state: the sharded state
@@ -163,6 +163,12 @@ class Loading:
         wanted |= {item.storage_index for item in self.objects.values()}
         return {folder / stored[index].container for index in wanted}
 
+    def clear(self) -> None:
+        """Zeroes the data of leaves with ``allow_shape_mismatch``, of which the checkpoint may have a part only."""
+        for number, shard in self.tensors.items():
+            if shard.allow_shape_mismatch:
+                self._targets[number].zero_()
+
     def read(self, items: list[ReadItem]) -> None:
         """Reads items into their targets.
 
@@ -232,15 +238,12 @@ def _object_item(key: str) -> ReadItem:
 def _target(shard: ShardedTensor) -> torch.Tensor:
     """Returns the tensor that a shard is read into, with its prepended axes.
 
-    The shard's data is allocated if it has none, and zeroed where the stored shape may be smaller.
+    The shard's data is allocated if it has none.
     """
     if shard.data is None:
-        make = torch.zeros if shard.allow_shape_mismatch else torch.empty
-        shard.init_data("cpu", init_fn=make)
+        shard.init_data("cpu", init_fn=torch.empty)
     else:
         shard.data = shard.data.detach()
-        if shard.allow_shape_mismatch:
-            shard.data.zero_()
     return shards.with_axes(shard)
 
 
