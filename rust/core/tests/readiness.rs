@@ -4,7 +4,7 @@
 
 use std::io::Read;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, mpsc};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -269,6 +269,50 @@ fn other_formats_are_built_when_all_is_there() {
     assert_eq!(asked.load(Ordering::SeqCst), 0, "it reads what is not there");
     filler.finish();
     assert_eq!(raw.answer().body, b"other");
+}
+
+/// Says that it begins to build a body, and builds it when it is told to.
+struct Told(mpsc::Sender<String>, Mutex<mpsc::Receiver<()>>);
+
+impl Alternate for Told {
+    fn render(&self, name: &str) -> Result<Option<Rendered>, String> {
+        self.0.send(name.to_owned()).unwrap();
+        self.1.lock().unwrap().recv().map_err(|_| "the test is over".to_owned())?;
+        let body = bytes::Bytes::from(format!("body {name}"));
+        Ok(Some(Rendered::Body { parts: vec![body.into()], owner: Box::new(()) }))
+    }
+}
+
+#[test]
+fn a_body_that_is_being_built_keeps_those_waiting_who_ask_for_it_and_nobody_else() {
+    let rig = Rig::new();
+    let (begins, begun) = mpsc::channel();
+    let (tell, told) = mpsc::channel();
+    let alternate: Box<dyn Alternate> = Box::new(Told(begins, Mutex::new(told)));
+    let state = State::of(&[BLOCK], 3);
+    rig.server.store().publish(STEP, state.publication(Stability::Private).with_alternate(alternate));
+    let ask = |name: &str| {
+        let mut raw = Raw::to(&rig);
+        raw.send("GET", &rig.path(&format!("7/{name}")), &[]);
+        raw
+    };
+    let mut asked = vec![ask("1")];
+    assert_eq!(begun.recv_timeout(PATIENCE).unwrap(), "1");
+    asked.extend((0..4).map(|_| ask("1")));
+    let mut other = ask("2");
+    // More than the threads of the runtime, and they wait for the first body. A slow machine can hide that one waits for
+    // too long, and cannot make it.
+    std::thread::sleep(Duration::from_millis(100));
+    tell.send(()).unwrap();
+    assert_eq!(begun.recv_timeout(PATIENCE).unwrap(), "2");
+    assert_eq!(get(&rig, "/healthz", &[]).status, 200);
+    asked.push(ask("1"));
+    for raw in &mut asked {
+        assert_eq!(raw.answer().text(), "body 1");
+    }
+    tell.send(()).unwrap();
+    assert_eq!(other.answer().text(), "body 2");
+    assert!(begun.try_recv().is_err(), "a body was built twice");
 }
 
 /// A private copy whose first block is final, and a reader that has read it and waits for the rest of `length` bytes.

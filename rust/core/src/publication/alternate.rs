@@ -5,7 +5,8 @@
 //! [`Alternate`] given to a publication renders them.
 
 use std::any::Any;
-use std::sync::{Arc, PoisonError};
+use std::collections::HashMap;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
 use super::Publication;
 use crate::memory::Memory;
@@ -52,8 +53,53 @@ pub enum Rendered {
     Elsewhere(String),
 }
 
-/// A rendered body, and the owners of its memory.
-pub(super) type RenderedBody = (Arc<Segments>, Box<dyn Any + Send + Sync>);
+/// The bodies of a publication that were rendered.
+#[derive(Default)]
+pub(super) struct RenderedBodies {
+    /// Never locked while a body is built: threads of the runtime look here.
+    bodies: Mutex<Bodies>,
+    /// Told when a turn is over.
+    over: Condvar,
+}
+
+#[derive(Default)]
+struct Bodies {
+    /// By name: a rendered body, and the owners of its memory.
+    built: HashMap<String, (Arc<Segments>, Box<dyn Any + Send + Sync>)>,
+    is_building: bool,
+}
+
+/// The right to build a body, which one caller has at a time.
+struct Turn<'a>(&'a RenderedBodies);
+
+impl RenderedBodies {
+    fn bodies(&self) -> MutexGuard<'_, Bodies> {
+        self.bodies.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The body called `name`, if it was rendered; one that is being built is not waited for.
+    pub(super) fn get(&self, name: &str) -> Option<Arc<Segments>> {
+        self.bodies().built.get(name).map(|(segments, _)| Arc::clone(segments))
+    }
+
+    /// Waits until the body called `name` may be built; `None` once another has built it.
+    fn turn(&self, name: &str) -> Option<Turn<'_>> {
+        let waits = |bodies: &mut Bodies| bodies.is_building && !bodies.built.contains_key(name);
+        let mut bodies = self.over.wait_while(self.bodies(), waits).unwrap_or_else(PoisonError::into_inner);
+        if bodies.built.contains_key(name) {
+            return None;
+        }
+        bodies.is_building = true;
+        Some(Turn(self))
+    }
+}
+
+impl Drop for Turn<'_> {
+    fn drop(&mut self) {
+        self.0.bodies().is_building = false;
+        self.0.over.notify_all();
+    }
+}
 
 /// Where an alternate body is.
 pub(crate) enum Found {
@@ -73,18 +119,14 @@ impl Publication {
     /// Where the alternate body called `name` is; built on the first call, so this may take long.
     pub(crate) fn render(&self, name: &str) -> Result<Option<Found>, String> {
         let Some(alternate) = &self.alternate else { return Ok(None) };
-        // The lock is held while rendering: two peers that ask for the same body wait for one rendering.
-        let mut rendered = self.rendered.lock().unwrap_or_else(PoisonError::into_inner);
-        if rendered.contains_key(name) {
-            return Ok(Some(Found::Here));
-        }
+        let Some(_turn) = self.rendered.turn(name) else { return Ok(Some(Found::Here)) };
         let (parts, owner) = match alternate.render(name)? {
             Some(Rendered::Body { parts, owner }) => (parts, owner),
             Some(Rendered::Elsewhere(url)) => return Ok(Some(Found::Elsewhere(url))),
             None => return Ok(None),
         };
         let segments = Arc::new(Segments::new(parts));
-        rendered.insert(name.to_owned(), (segments, owner));
+        self.rendered.bodies().built.insert(name.to_owned(), (segments, owner));
         Ok(Some(Found::Here))
     }
 }

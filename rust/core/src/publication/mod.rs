@@ -37,14 +37,13 @@ mod store;
 mod tracker;
 
 use std::any::Any;
-use std::collections::HashMap;
 use std::sync::{Arc, Condvar, Mutex};
 
 use bytes::Bytes;
 use tensorferry_wire::digest::{self, Algorithm};
 
 pub(crate) use self::alternate::Found;
-use self::alternate::RenderedBody;
+use self::alternate::RenderedBodies;
 pub use self::alternate::{Alternate, Rendered};
 pub(crate) use self::connection::{ConnectionHandle, LOOK};
 use self::digests::BlockDigest;
@@ -106,7 +105,7 @@ pub struct Publication {
     tracker: Tracker,
     proof: Proof,
     alternate: Option<Box<dyn Alternate>>,
-    rendered: Mutex<HashMap<String, RenderedBody>>,
+    rendered: RenderedBodies,
     readers: Mutex<Readers>,
     idle: Condvar,
     // The last field, so that it is dropped last: everything above may point into its memory.
@@ -201,7 +200,7 @@ impl Publication {
             tracker: Tracker::default(),
             proof: Proof::default(),
             alternate: None,
-            rendered: Mutex::default(),
+            rendered: RenderedBodies::default(),
             readers: Mutex::default(),
             idle: Condvar::new(),
             _owner: owner,

@@ -9,7 +9,7 @@
 //! them to the kernel; they never branch on them; and nothing relies on two reads of a byte being alike. A change in
 //! the middle then makes bytes that match no checksum, which is what receivers look for.
 
-use std::sync::{Arc, PoisonError};
+use std::sync::Arc;
 
 use bytes::Bytes;
 
@@ -43,8 +43,7 @@ impl Lease {
 
     /// The alternate body called `name`, if it was rendered.
     pub(crate) fn rendered(self: &Arc<Self>, name: &str) -> Option<LeasedSegments> {
-        let rendered = self.publication().rendered.lock().unwrap_or_else(PoisonError::into_inner);
-        let segments = Arc::clone(&rendered.get(name)?.0);
+        let segments = self.publication().rendered.get(name)?;
         Some(LeasedSegments { segments, lease: Arc::clone(self) })
     }
 }

@@ -1,11 +1,11 @@
 //! Publications of what is being received: the container of another source, block by block.
 
-use std::collections::HashMap;
 use std::sync::{Arc, Condvar, Mutex};
 
 use bytes::Bytes;
 use tensorferry_wire::digest::Algorithm;
 
+use super::alternate::RenderedBodies;
 use super::proof::Proof;
 use super::tracker::Tracker;
 use super::{Publication, Stability};
@@ -35,7 +35,7 @@ impl Publication {
             tracker: Tracker::default(),
             proof: Proof::default(),
             alternate: None,
-            rendered: Mutex::new(HashMap::new()),
+            rendered: RenderedBodies::default(),
             readers: Mutex::default(),
             idle: Condvar::new(),
             _owner: Box::new(()),
