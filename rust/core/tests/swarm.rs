@@ -337,6 +337,13 @@ fn nothing_is_read_once_the_receive_has_returned() {
                 assert_eq!(answer.status, status, "{range}");
                 assert!(status != 206 || answer.body == state.bytes("w0")[..BLOCK]);
             }
+            // A range that is asked for on a condition which does not hold is everything, and that is not there.
+            let range = format!("bytes={start}-{}", start + BLOCK - 1);
+            for (condition, status) in [("\"other\"", 416), (&*tag, 206)] {
+                let headers = [("Range", &*range), ("If-Range", condition)];
+                relay.send("GET", &format!("{path}7.safetensors"), &headers);
+                assert_eq!(relay.answer().status, status, "If-Range: {condition}");
+            }
             for tail in ["7/digests", "7.safetensors", "7/full", "8/have", "7/swarm?port=1"] {
                 relay.send("GET", &format!("{path}{tail}"), &[]);
                 let status = relay.answer().status;

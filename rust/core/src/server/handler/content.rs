@@ -54,6 +54,18 @@ pub(super) fn conditional(headers: &HeaderMap, etag: &str) -> Option<ServedRespo
     None
 }
 
+/// What `request` asks for of the `len` bytes that have the entity tag `etag`.
+pub(super) fn wanted<B>(request: &Request<B>, etag: &str, len: u64) -> RangeSpec {
+    let headers = request.headers();
+    // Ranges are defined for GET alone (RFC 9110, section 14.2).
+    let range = joined(headers, header::RANGE).filter(|_| request.method() == Method::GET);
+    let fresh = joined(headers, header::IF_RANGE).is_none_or(|v| request::etag_matches_strong(&v, etag));
+    match range {
+        Some(value) if fresh => request::parse_range(&value, len),
+        _ => RangeSpec::Whole,
+    }
+}
+
 /// The whole of `content`, which is served as `step`, or the one range of it that `request` asks for, on the conditions
 /// it makes.
 pub(super) fn memory<B>(
@@ -63,20 +75,12 @@ pub(super) fn memory<B>(
     digest: bool,
     request: &Request<B>,
 ) -> ServedResponse {
-    let headers = request.headers();
-    // Ranges are defined for GET alone (RFC 9110, section 14.2).
-    let range = joined(headers, header::RANGE).filter(|_| request.method() == Method::GET);
     let etag = content.lease().publication().etag().to_owned();
-    if let Some(refused) = conditional(headers, &etag) {
+    if let Some(refused) = conditional(request.headers(), &etag) {
         return refused;
     }
     let len = content.len();
-    let fresh = joined(headers, header::IF_RANGE).is_none_or(|v| request::etag_matches_strong(&v, &etag));
-    let spec = match range {
-        Some(value) if fresh => request::parse_range(&value, len),
-        _ => RangeSpec::Whole,
-    };
-    let (status, start, end) = match spec {
+    let (status, start, end) = match wanted(request, &etag, len) {
         RangeSpec::Whole => (StatusCode::OK, 0, len),
         RangeSpec::Bytes { start, end } => (StatusCode::PARTIAL_CONTENT, start, end),
         RangeSpec::Unsatisfiable => {

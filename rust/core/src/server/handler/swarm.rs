@@ -5,13 +5,13 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
-use http::{Method, Request, StatusCode, header};
+use http::{Request, StatusCode, header};
 use tensorferry_wire::digest::BLOCK_SIZE;
-use tensorferry_wire::request::{self, RangeSpec, Resource};
+use tensorferry_wire::request::{RangeSpec, Resource};
 use tensorferry_wire::swarm::{Ask, RelayAddress};
 
-use super::content::{conditional, memory};
-use super::messages::{bytes, insert, joined, text};
+use super::content::{conditional, memory, wanted};
+use super::messages::{bytes, insert, text};
 use super::{ConnectionContext, ServedResponse};
 use crate::publication::{Lease, ProofAsked};
 use crate::server::connection_slots::Peer;
@@ -79,9 +79,8 @@ pub(super) async fn relayed<B>(
     match resource {
         Resource::Container(_) => {
             let publication = lease.publication();
-            let range = joined(asked.headers(), header::RANGE).filter(|_| asked.method() == Method::GET);
-            let spec = range.map(|value| request::parse_range(&value, publication.total_len()));
-            let (Some(RangeSpec::Bytes { start, end }), first) = (spec, publication.payload_start()) else {
+            let spec = wanted(asked, &etag, publication.total_len());
+            let (RangeSpec::Bytes { start, end }, first) = (spec, publication.payload_start()) else {
                 return missing();
             };
             if start < first || !blocks.has((start - first) / BLOCK_SIZE, (end - first).div_ceil(BLOCK_SIZE)) {
