@@ -606,3 +606,10 @@ def test_object_keys_that_the_checkpoint_lacks_are_missing_and_no_others(tmp_pat
     state, missing = loading.read(tmp_path / "c", target)
     assert missing == ["(5, 6)"]
     assert_same_state(state, {(5, 6): torch.zeros(1), (3, 4): torch.full((1,), 2.0), 0.5: "kept"})
+
+
+@pytest.mark.parametrize("key", [2**53 - 1, 2**53, -(2**53) + 1, -(2**53), 2**63 - 1, -(2**63), -(2**63) - 1])
+def test_keys_are_integers_of_any_size(key, tmp_path):
+    state = {key: torch.arange(3.0), 1: torch.ones(2)}
+    loaded = load_state(save_state(tmp_path / "c", state))
+    assert_same_state(state, loaded)

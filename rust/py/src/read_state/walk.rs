@@ -13,7 +13,7 @@ use crate::errors;
 /// Containers nested deeper than this are sent as one pickled object.
 const MAX_DEPTH: usize = 80;
 /// Integers below this are keys in a tree; larger ones are sent as objects.
-const SAFE_INTEGER: i64 = 1 << 53;
+const SAFE_INTEGER: u64 = 1 << 53;
 
 /// What is left to Python: `container(value, path, depth)` returns the text of a container that is no plain dict, list or
 /// tuple, `other(value, path)` the number of a tensor that is a leaf.
@@ -90,7 +90,7 @@ impl PyRows {
             return Ok(true);
         }
         let number = |key: &Bound<'_, PyAny>| {
-            key.cast_exact::<PyInt>().ok()?.extract::<i64>().ok().filter(|n| n.abs() < SAFE_INTEGER)
+            key.cast_exact::<PyInt>().ok()?.extract::<i64>().ok().filter(|n| n.unsigned_abs() < SAFE_INTEGER)
         };
         let Some(numbers) = keys.iter().map(|key| number(&key)).collect::<Option<Vec<_>>>() else { return Ok(false) };
         text.push_str("[\"d\",\"d\",[");
