@@ -292,6 +292,7 @@ impl PyRemote {
         let destination = addresses.map_or(Destination::Fresh, given);
         let waves = py.detach(move || remote.staged(destination, &staged, most)).map_err(|e| errors::to_py(py, &e))?;
         Ok(PyStagedFetch::new(
+            None,
             self.cancel.clone(),
             reporter,
             Arc::clone(&self.header),

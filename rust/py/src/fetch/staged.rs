@@ -10,12 +10,13 @@ use tensorferry_core::{Cancel, Error, StagedFetch, StagedRun, StoredWaves};
 use tensorferry_wire::container::Header;
 
 use crate::errors;
-use crate::fetch::progress::ProgressReporter;
+use crate::fetch::place::Place;
+use crate::fetch::progress::{ProgressReporter, run_reporting};
 use crate::fetch::remote::handed_over;
 use crate::fetch::stored::read;
 use crate::memory::{PyArena, fetch_wave};
 use crate::report::PyReport;
-use crate::runtime::{self, OnTick, Process};
+use crate::runtime::Process;
 
 /// The waves of a receive, or of a read of a container from a file or from memory.
 pub(crate) enum WavesOf {
@@ -37,6 +38,8 @@ impl WavesOf {
 #[pyclass(name = "StagedFetch", module = "tensorferry._native", frozen)]
 pub(crate) struct PyStagedFetch {
     process: Process,
+    /// Where the container is, if it is read at a place.
+    place: Option<Place>,
     cancel: Cancel,
     reporter: ProgressReporter,
     header: Arc<Header>,
@@ -47,8 +50,14 @@ pub(crate) struct PyStagedFetch {
 type Run = (usize, u64, u64, u64);
 
 impl PyStagedFetch {
-    pub(crate) fn new(cancel: Cancel, reporter: ProgressReporter, header: Arc<Header>, waves: WavesOf) -> Self {
-        Self { process: Process::current(), cancel, reporter, header, waves: Mutex::new(Some(waves)) }
+    pub(crate) fn new(
+        place: Option<Place>,
+        cancel: Cancel,
+        reporter: ProgressReporter,
+        header: Arc<Header>,
+        waves: WavesOf,
+    ) -> Self {
+        Self { process: Process::current(), place, cancel, reporter, header, waves: Mutex::new(Some(waves)) }
     }
 
     fn waves(&self) -> MutexGuard<'_, Option<WavesOf>> {
@@ -74,12 +83,10 @@ impl PyStagedFetch {
     ///
     /// # Errors
     /// The engine's errors as exceptions, `InvalidArgument` when the receive is over, `ForkedProcess` in a forked
-    /// child, and whatever `progress` or a signal handler raises; the receive is over then.
+    /// child, and whatever `progress`, the reader of a place or a signal handler raises; the receive is over then.
     fn fetch(&self, py: Python<'_>, address: usize) -> PyResult<Option<Vec<Run>>> {
         let mut waves = self.take(py)?;
-        let notify = |py: Python<'_>| self.reporter.report(py);
-        let watch = self.reporter.progress.is_some().then_some(&notify as &OnTick<'_>);
-        let (waves, parts) = runtime::run(py, &self.cancel, watch, move || {
+        let (waves, parts) = run_reporting(py, self.place.as_ref(), &self.cancel, &self.reporter, move || {
             let parts = fetch_wave(&mut waves, address)?;
             Ok((waves, parts))
         })?;

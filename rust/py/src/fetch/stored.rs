@@ -202,7 +202,7 @@ impl PyStored {
         let waves = WavesOf::Stored(Box::new(waves.map_err(|e| errors::to_py(py, &e))?));
         let header = self.stored.header();
         let reporter = ProgressReporter { received: Arc::<AtomicU64>::default(), total: 0, progress: None };
-        Ok(PyStagedFetch::new(self.cancel.clone(), reporter, Arc::clone(header), waves))
+        Ok(PyStagedFetch::new(self.place.clone(), self.cancel.clone(), reporter, Arc::clone(header), waves))
     }
 }
 
