@@ -248,6 +248,11 @@ class TestHTTP:
         refused.value.close()
         server.shutdown(TIMEOUT.total_seconds())
 
+    def test_a_shutdown_may_be_given_any_time(self) -> None:
+        for patience in (0.0, 1e19):
+            server = Server(patience=TIMEOUT.total_seconds(), bind="127.0.0.1")
+            server.shutdown(patience)
+
     @pytest.mark.parametrize("method", ["GET", "HEAD"])
     def test_without_the_random_part_all_is_404(self, site: Site, method: str) -> None:
         token = path(site.transport, "").split("/")[1]

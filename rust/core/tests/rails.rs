@@ -294,6 +294,16 @@ fn a_rail_is_measured_by_itself() {
 }
 
 #[test]
+fn a_rail_is_measured_for_as_long_as_one_likes() {
+    let rig = serving(Some(1), &[1], &State::of(&[BLOCK], 3));
+    let options = options();
+    let cancel = options.cancel.clone();
+    let remote = Remote::open(&[&rig.url()], STEP, options).unwrap();
+    cancel.cancel();
+    assert_eq!(remote.measure(loopback(1), Duration::MAX).unwrap_err().kind(), ErrorKind::Cancelled);
+}
+
+#[test]
 fn a_server_listens_on_the_addresses_that_are_named_and_on_no_other() {
     let rig = Rig::configured(&ServerConfig {
         bind: Some(loopback(1)),

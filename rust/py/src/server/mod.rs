@@ -274,10 +274,11 @@ impl PyServer {
         let (server, patience) = (self.server(py)?, seconds(py, patience)?);
         // Everything is ended at once; a signal ends only the wait for the port.
         py.detach(|| server.shutdown(Duration::ZERO));
-        let until = Instant::now() + patience;
-        while !py.detach(|| server.is_down_within(until.saturating_duration_since(Instant::now()).min(SIGNAL_POLL))) {
+        let started = Instant::now();
+        let left = || patience.saturating_sub(started.elapsed());
+        while !py.detach(|| server.is_down_within(left().min(SIGNAL_POLL))) {
             py.check_signals()?;
-            if Instant::now() >= until {
+            if left().is_zero() {
                 break;
             }
         }

@@ -54,7 +54,7 @@ impl Remote {
         let source = &self.sources[self.opener];
         let pair = source.rails.pair(address);
         let limits = Limits { stall: self.limits.stall.min(PATIENCE), ..self.limits.clone() };
-        let limits = limits.at_most(length + PATIENCE * 2);
+        let limits = limits.at_most(length.saturating_add(PATIENCE * 2));
         let first = Connection::open_at(&source.url, pair, &limits)?;
         let here = first.route().map_or(address, |route| route.0);
         let (bytes, started) = (AtomicU64::new(0), Instant::now());
