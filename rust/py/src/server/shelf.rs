@@ -102,7 +102,8 @@ impl PyShelf {
 
 impl Drop for PyShelf {
     fn drop(&mut self) {
-        let inner = self.take();
+        // Without the lock: in a forked child another thread of the parent may hold it.
+        let inner = self.inner.get_mut().unwrap_or_else(PoisonError::into_inner).take();
         if self.process.is_current() {
             // As for a server.
             Python::attach(|py| py.detach(|| drop(inner)));
