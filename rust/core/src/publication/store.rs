@@ -204,10 +204,11 @@ impl Store {
             }
             current => current.map(|current| state.retire(current)),
         };
-        let borrowed = state.retired().filter(|p| p.stability() == Stability::Borrowed).collect();
+        let mut borrowed = state.retired();
         let lingers = !state.lingering.is_empty();
         drop(state);
         drop(gone);
+        borrowed.retain(|p| p.stability() == Stability::Borrowed);
         if lingers {
             self.lingering.notify_one();
         }
@@ -233,9 +234,10 @@ impl Store {
         let mut state = self.state();
         let current = state.take_current(is_it);
         state.allowed &= current.is_none();
-        let gone: Vec<_> = state.retired().filter(is_it).collect();
+        let mut gone = state.retired();
         state.lingering.retain(|former| !is_it(&former.publication));
         drop(state);
+        gone.retain(is_it);
         // Requests that wait for bytes of it fail now.
         drop(filling);
         for publication in gone {
@@ -250,7 +252,7 @@ impl Store {
         state.closed = true;
         state.allowed = false;
         let gone = (state.take_current(|_| true), std::mem::take(&mut state.lingering));
-        let all: Vec<_> = state.retired().collect();
+        let all = state.retired();
         drop(state);
         drop(gone);
         self.changed.notify_waiters();
@@ -291,10 +293,10 @@ impl Store {
     #[must_use]
     pub fn active(&self) -> usize {
         let state = self.state();
-        let readers = state.current.iter().map(|p| p.active()).sum::<usize>()
-            + state.retired().map(|p| p.active()).sum::<usize>();
+        let mut all = state.retired();
+        all.extend(state.current.clone());
         drop(state);
-        readers
+        all.iter().map(|p| p.active()).sum()
     }
 
     /// Releases withdrawn snapshots whose transfers are over. Runs for as long as the server does.
@@ -325,8 +327,9 @@ impl Store {
 }
 
 impl StoreState {
-    fn retired(&self) -> impl Iterator<Item = Arc<Publication>> {
-        self.retired.iter().filter_map(Weak::upgrade)
+    /// What was taken back and still has readers, or is waited for. The caller must drop it outside the lock.
+    fn retired(&self) -> Vec<Arc<Publication>> {
+        self.retired.iter().filter_map(Weak::upgrade).collect()
     }
 
     /// Takes back what is served, if `is_it` says so. The store remembers it for as long as it exists, so that whoever
@@ -360,6 +363,7 @@ impl StoreState {
 #[cfg(test)]
 mod tests {
     use std::sync::atomic::AtomicBool;
+    use std::sync::mpsc;
     use std::thread;
 
     use tensorferry_wire::dtype::Dtype;
@@ -377,6 +381,39 @@ mod tests {
         store.publish(1, publication);
         let current = store.state().current.clone().unwrap();
         (store, Lease::take(&current, &Arc::default(), true).unwrap(), filling)
+    }
+
+    /// Says when it is dropped whether the lock of the store is free.
+    struct Looking(Arc<Store>, mpsc::Sender<bool>);
+
+    impl Drop for Looking {
+        fn drop(&mut self) {
+            let _ = self.1.send(self.0.state.try_lock().is_ok());
+        }
+    }
+
+    #[test]
+    fn an_owner_is_never_dropped_under_the_lock() {
+        let (store, (dropped, free)) = (Arc::new(Store::new(Algorithm::Crc64).unwrap()), mpsc::channel());
+        // Which thread drops the publication is a matter of chance.
+        for _ in 0..200 {
+            let item = Item::bytes("w", Dtype::U8, &[1], vec![7].into());
+            let owner = Box::new(Looking(Arc::clone(&store), dropped.clone()));
+            store.publish(1, Publication::new(Vec::new(), vec![item], Stability::Borrowed, owner).unwrap());
+            let publication = store.state().current.clone().unwrap();
+            assert_eq!(store.withdraw(Duration::ZERO), Withdrawn::Clean);
+            thread::scope(|scope| {
+                let readers = publication.readers.lock().unwrap();
+                scope.spawn(|| assert_eq!(store.active(), 0));
+                // The other thread has the publication, and waits for its readers.
+                while Arc::strong_count(&publication) < 2 {
+                    thread::yield_now();
+                }
+                drop(readers);
+                drop(publication);
+            });
+            assert!(free.recv().unwrap(), "the owner's code ran under the lock");
+        }
     }
 
     #[test]
