@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
@@ -17,6 +18,7 @@ from tensorferry.storage.container import Container
 from tensorferry.storage.folder import INDEX
 from tensorferry.storage.folder_save import FolderSave, SaveId
 from tensorferry.storage.objects import commit as in_store
+from tensorferry.storage.objects.place import ObjectPlace
 from tensorferry.storage.places import any_place
 
 
@@ -116,6 +118,18 @@ def test_a_damaged_index_is_replaced(server):
     (place / INDEX).write_bytes((place / INDEX).read_bytes()[:100])
     committed(place, 100, "ba9876543210")
     assert commits.files_of(place / INDEX).began == 100
+
+
+def test_a_store_without_tags_is_told(server, monkeypatch, caplog):
+    place = place_of(server)
+    committed(place, 100)
+    assert "no conditional writes" not in caplog.text
+    real = ObjectPlace.stat
+    monkeypatch.setattr(ObjectPlace, "stat", lambda self: replace(real(self), tag=None, version=None))
+    for began in (200, 300):
+        committed(place, began)
+        assert caplog.text.count("this store has no conditional writes") == 1
+    assert commits.files_of(place / INDEX).began == 300
 
 
 def test_an_edit_after_a_commit_without_an_answer_stays(server, monkeypatch):

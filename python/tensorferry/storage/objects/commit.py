@@ -24,8 +24,9 @@ logger = logging.getLogger("tensorferry")
 
 #: How often a commit looks again at an index that others replace meanwhile.
 _ATTEMPTS = 20
-#: The buckets of stores without conditional writes, of which a warning has told.
+#: The buckets of stores without conditional writes, and without tags for a condition, of which a warning has told.
 _warned: set[str] = set()
+_warned_of_tags: set[str] = set()
 #: After which errors an object may have been written all the same.
 _UNSURE = (SourceChanged, ConnectError, FetchTimeout, StoreRefused)
 
@@ -106,23 +107,29 @@ def _mode(index: ObjectPlace) -> Any:
 
 
 def _put(index: ObjectPlace, data: bytes, mode: Any) -> None:
-    if mode == "overwrite" or index.url.root not in _warned:
+    if mode == "overwrite":
+        _warn(index, _warned_of_tags)
+    elif index.url.root not in _warned:
         try:
             index.put(data, mode)
             return
         except Unsupported:
-            if mode == "overwrite":
-                raise
-        # It is not asked again: the client takes half a minute to believe it.
-        _warned.add(index.url.root)
+            # It is not asked again: the client takes half a minute to believe it.
+            _warn(index, _warned)
+    if mode == "create" and index.is_file():
+        raise SourceChanged(f"{index}: writing it: something is there already") from None
+    index.put(data, "overwrite")
+
+
+def _warn(index: ObjectPlace, warned: set[str]) -> None:
+    """Warns once of a store in which an index is replaced without a condition; ``warned`` has those it was done for."""
+    if index.url.root not in warned:
+        warned.add(index.url.root)
         logger.warning(
             "%s: this store has no conditional writes: if two jobs save into one place, a checkpoint may be lost "
             "that was committed. Let only one job save there",
             index.url.root,
         )
-    if mode == "create" and index.is_file():
-        raise SourceChanged(f"{index}: writing it: something is there already") from None
-    index.put(data, "overwrite")
 
 
 def _is_there(index: ObjectPlace, data: bytes) -> bool:
