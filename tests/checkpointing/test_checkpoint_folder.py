@@ -10,6 +10,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -26,13 +27,13 @@ from tensorferry.errors import (
     TensorferryError,
 )
 from tensorferry.memory.tensors import no_rows
-from tensorferry.storage import folder, leftovers, reserved, series
+from tensorferry.storage import commits, folder, leftovers, reserved, series
 from tensorferry.storage.commits import Commit
 from tensorferry.storage.container import Container
 from tensorferry.storage.folder import read_index
 from tensorferry.storage.folder_save import FolderSave, SaveId, abandon
 from tensorferry.storage.names import machine
-from tensorferry.storage.series import checkpoints, keep_last
+from tensorferry.storage.series import KnownSaves, checkpoints, keep_last
 
 pytestmark = pytest.mark.timeout(120)
 WAIT_S = 60
@@ -203,6 +204,21 @@ def test_a_rank_whose_first_look_at_the_index_is_refused_looks_again(tmp_path, m
     saves[1].commit()
     for save in saves:
         save.close()
+
+
+def test_an_index_of_a_series_that_may_not_be_read_once_is_read_for_the_next_save(tmp_path, monkeypatch) -> None:
+    late = time.time_ns() + 3600 * 10**9
+    save = FolderSave(tmp_path / "step-1", SaveId("0123456789ab", late))
+    save.write(Container(no_rows(), None, True))
+    save.commit()
+    save.close()
+    known = KnownSaves()
+    with monkeypatch.context() as broken:
+        broken.setattr(commits, "files_of", mock.Mock(side_effect=SystemRefused("Too many open files")))
+        assert known.beginnings(tmp_path / "step-2") == [0]
+    assert known.beginnings(tmp_path / "step-2") == [late]
+    monkeypatch.setattr(commits, "files_of", mock.Mock(side_effect=AssertionError("it is known")))
+    assert known.beginnings(tmp_path / "step-2") == [late]
 
 
 def test_a_rank_that_never_comes_is_given_up(tmp_path) -> None:

@@ -7,9 +7,11 @@ from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 from stores import FORBIDDEN, SLOW_DOWN, objects
 from tensorferry.checkpointing import SyncCheckpointer
+from tensorferry.dcp import FileWriter, own_errors
 from tensorferry.errors import FetchTimeout, IncompleteCheckpoint, SourceChanged, StoreRefused, TensorferryError
 from tensorferry.memory.tensors import no_rows
 from tensorferry.storage import commits
@@ -118,6 +120,13 @@ def test_a_damaged_index_is_replaced(server):
     (place / INDEX).write_bytes((place / INDEX).read_bytes()[:100])
     committed(place, 100, "ba9876543210")
     assert commits.files_of(place / INDEX).began == 100
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_store_that_refuses_what_tools_look_for_is_told_as_it_is(gateway, server):
+    gateway.act = lambda _, method, path: FORBIDDEN if method == "PUT" and path.endswith("/.metadata") else None
+    with pytest.raises(StoreRefused, match=r"does not permit it.*The checkpoint is complete"), own_errors():
+        dcp.save({"w": torch.ones(3)}, storage_writer=FileWriter(server.place), no_dist=True)
 
 
 def test_a_store_without_tags_is_told(server, monkeypatch, caplog):

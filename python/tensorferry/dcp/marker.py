@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import stat
 
-from ..errors import SystemRefused, TensorferryError
+from ..errors import TensorferryError, message_of, name_of, named
 from ..storage.objects.place import ObjectPlace
 from ..storage.places import AnyPlace
 from ..storage.whole_files import sync_folder, write_whole
@@ -52,7 +52,7 @@ def leave(index: AnyPlace, save_id: str) -> None:
 
     Raises:
         SystemRefused: it cannot be written
-        TensorferryError: the store does not answer in time, or refuses
+        TensorferryError: the store does not answer, or refuses
     """
     path = index.parent / NAME
     partial = index.parent / f"{NAME}.{save_id}.partial"
@@ -60,8 +60,8 @@ def leave(index: AnyPlace, save_id: str) -> None:
         write_whole(path, _TEXT, partial, modified_ns=index.stat().st_mtime_ns - _OLDER_NS)
         sync_folder(index.parent)
     except OSError as e:
-        if isinstance(e, TensorferryError) and not isinstance(e, SystemRefused):
-            raise
-        raise SystemRefused(
-            f"{path} cannot be written: {e}. The checkpoint is complete, but tools look for {NAME} and will not find it"
-        ) from e
+        text = (
+            f"{path} cannot be written: {message_of(e)}. The checkpoint is complete, but tools look for {NAME} and "
+            "will not find it"
+        )
+        raise named(name_of(e), text) from e

@@ -93,8 +93,11 @@ class KnownSaves:
                 beside = os.listdir(folder.parent)
         for other in (folder.parent / name for name in beside if _series(Path(name)) == series):
             version = version_of(other / INDEX)
-            if version is not None and self._seen.get(other) != version:
-                beginnings += commits.beginnings(other / INDEX)
+            if version is None or self._seen.get(other) == version:
+                continue
+            # One that cannot be read is read again for the next save.
+            if found := commits.beginnings(other / INDEX):
+                beginnings += found
                 self._seen[other] = version
         self._newest = max([*beginnings, self._newest])
         return [self._newest]
