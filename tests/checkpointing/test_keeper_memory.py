@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import array
 import contextlib
+import errno
 import fcntl
 import json
 import os
 import resource
 import select
+import signal
 import socket
 from pathlib import Path
 
@@ -16,10 +18,11 @@ import numpy as np
 import pytest
 import torch
 
-from keepers import KeeperAtWork, connected, eventually, loaded, offered
+from keepers import KeeperAtWork, Told, connected, eventually, loaded, offered, staged
 from tensorferry.checkpointing import handover
 from tensorferry.checkpointing.keeper import cost
 from tensorferry.checkpointing.keeper.client import Keeper
+from tensorferry.checkpointing.keeper.clients import Client
 from tensorferry.checkpointing.keeper.generations import Generations, KeeperFull
 from tensorferry.checkpointing.keeper.snapshot import Snapshot
 from tensorferry.errors import SystemRefused
@@ -222,3 +225,38 @@ def test_what_cannot_be_had_is_an_error_that_says_so():
     cost.probe(0)
     with pytest.raises(SystemRefused, match="cannot have"):
         cost.probe(1 << 60)
+
+
+def test_an_offer_that_was_sent_is_the_keepers_whatever_a_signal_handler_raises(folder, monkeypatch):
+    def handle(*_):
+        raise TimeoutError("the handler")
+
+    def interrupted(*args):
+        send(*args)
+        monkeypatch.setattr(handover, "send", send)
+        signal.raise_signal(signal.SIGUSR1)
+
+    send, before, told = handover.send, signal.signal(signal.SIGUSR1, handle), Told()
+    try:
+        with KeeperAtWork(folder), Keeper() as keeper:
+            monkeypatch.setattr(handover, "send", interrupted)
+            keeper.offer(staged({"w": torch.ones(4)}), told)
+            eventually("the keeper has it", lambda: len(keeper.held()) == 1)
+            assert told.times == 0
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_a_process_that_cannot_be_watched_for_want_of_descriptors_has_not_ended(monkeypatch):
+    def refused(*_):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    ended = os.posix_spawn("/bin/true", ["true"], {})
+    os.waitpid(ended, 0)
+    monkeypatch.setattr(os, "pidfd_open", refused)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        assert not Client(ours, os.getpid()).has_ended()
+        assert Client(ours, ended).has_ended()
+        # In another container, processes have no number here.
+        assert Client(ours, 0).has_ended()

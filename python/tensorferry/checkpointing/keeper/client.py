@@ -135,7 +135,8 @@ class Keeper:
             if not self._was_missed:
                 logger.warning("checkpoints are not kept in memory: %s", message_of(e))
             self._was_missed = True
-            offer.tell()
+            if not offer.sent:
+                offer.tell()
 
     def let_go(self, patience: float = OFFER_S) -> bool:
         """Has the keeper evict the oldest snapshot that this object has offered, for a trainer that needs its memory.

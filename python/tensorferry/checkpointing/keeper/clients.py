@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import errno
 import os
 import select
 import socket
@@ -43,9 +44,18 @@ class Client:
             self.process = os.pidfd_open(pid)
 
     def has_ended(self) -> bool:
-        """Whether the process is gone, and so cannot write to what it gave; true if it cannot be watched."""
+        """Whether the process is gone, and so cannot write to what it gave; true if it is in another container.
+
+        A process for which this one had no descriptor left is gone once the system knows of none with its number.
+        """
         if self.process is None:
-            return True
+            if not self.pid:
+                return True
+            try:
+                os.kill(self.pid, 0)
+            except OSError as e:
+                return e.errno == errno.ESRCH
+            return False
         poll = select.poll()
         poll.register(self.process, select.POLLIN)
         return bool(poll.poll(0))

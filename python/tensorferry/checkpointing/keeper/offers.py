@@ -8,7 +8,7 @@ import logging
 import socket
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ..._native import Secret
 from ..._reentry import CallLock
@@ -27,12 +27,13 @@ _MOST_UNANSWERED = 2
 
 @dataclass
 class Offer:
-    """A snapshot that was offered, and whom to tell when its memory is free."""
+    """A snapshot that was offered, and whom to tell when its memory is free; ``sent`` has an item once it has gone."""
 
     save_id: str
     rank: int
     released: Callable[[], None]
     is_answered: bool = False
+    sent: list[int] = field(default_factory=list)
 
     def tell(self) -> None:
         """Tells whoever made the offer that the keeper does not need the memory any more; raises nothing."""
@@ -82,11 +83,12 @@ class Offers:
             sock = self._sock or self._open()
             self._offers.append(offer)
             try:
-                handover.send(sock, given)
+                handover.send(sock, given, offer.sent)
             except BaseException:
-                # Nothing of it was sent.
-                with contextlib.suppress(ValueError):
-                    self._offers.remove(offer)
+                # What a signal handler raises after that changes nothing: the keeper has the memory.
+                if not offer.sent:
+                    with contextlib.suppress(ValueError):
+                        self._offers.remove(offer)
                 raise
 
     def _are_answered(self) -> bool:
