@@ -7,8 +7,10 @@ import json
 import logging
 import shutil
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -357,3 +359,33 @@ def test_a_location_is_a_folder_of_a_machine_or_of_a_server(tmp_path, monkeypatc
     # Where nothing is known, nothing is the same.
     for lines in ("", "nonsense\n"):
         assert here(tmp_path / "a" / "1", lines) != here(tmp_path / "a" / "1", lines)
+
+
+def test_a_keeper_that_stops_after_it_has_shown_itself_holds_a_save_up_only_briefly(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(connecting, "OFFER_S", 0.3)
+    monkeypatch.setattr(questions, "_ANSWER_S", 300.0)
+    folder.mkdir(0o700)
+    asked, over = threading.Event(), threading.Event()
+
+    def serve_once(listener: socket.socket) -> None:
+        client, _ = listener.accept()
+        with client:
+            handover.receive(client)
+            handover.send(client, handover.Message("status", {}))
+            handover.receive(client)
+            asked.set()
+            over.wait(300)
+
+    found: list = []
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener, Keeper("two") as keeper:
+        listener.bind(str(folder / "keeper-two.sock"))
+        listener.listen()
+        threading.Thread(target=serve_once, args=(listener,), daemon=True).start()
+        asking = threading.Thread(target=lambda: found.append(keeper.begun(tmp_path / "run" / "1")), daemon=True)
+        asking.start()
+        try:
+            assert asked.wait(20)
+            asking.join(20)
+            assert found == [[]]
+        finally:
+            over.set()

@@ -190,7 +190,9 @@ class Keeper:
         try:
             job, location = self._job_of(path), location_of(path)
             if job not in self._asked:
+                deadline = time.monotonic() + connecting.OFFER_S
                 with self._question(connecting.OFFER_S) as question:
+                    question.end_at(deadline)
                     question.send(Message("held", {"job": job}))
                     for one in question.snapshots({"job": job}):
                         own = one.origin == LOCAL and not one.remote

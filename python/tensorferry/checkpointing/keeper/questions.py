@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import select
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -34,6 +35,7 @@ class Question:
     def __init__(self, name: str) -> None:
         self._name = name
         self._sock = connect(name)
+        self._deadline: float | None = None
         self.status: dict[str, Any] = {}
 
     def begin(self, patience: float) -> bool:
@@ -49,6 +51,10 @@ class Question:
             raise
         self._sock.settimeout(_ANSWER_S)
         return True
+
+    def end_at(self, deadline: float) -> None:
+        """Waits for no further message after ``deadline``, a time of ``time.monotonic``."""
+        self._deadline = deadline
 
     def has_answer(self) -> bool:
         """Whether an answer can be read by now, or none will come: the keeper has ended, or this is a forked child."""
@@ -71,6 +77,7 @@ class Question:
     def send(self, message: Message) -> None:
         """Sends ``message``."""
         with self._typed_errors():
+            self._hurry()
             handover.send(self._sock, message)
 
     def answer(self, *kinds: str) -> Message:
@@ -99,8 +106,15 @@ class Question:
             raise ProtocolError(f"the keeper {self._name} gives an answer to another question")
         return answer
 
+    def _hurry(self) -> None:
+        """Waits for the next step no longer than until the deadline."""
+        if self._deadline is not None:
+            # Zero would be no timeout, but a socket that does not wait.
+            self._sock.settimeout(max(self._deadline - time.monotonic(), 0.001))
+
     def _receive(self) -> Message | Handover:
         with self._typed_errors():
+            self._hurry()
             answer = handover.receive(self._sock)
         if answer is None:
             raise ConnectError(f"the keeper {self._name} has ended, or runs another version of tensorferry")
