@@ -271,7 +271,21 @@ def test_amounts_of_memory(monkeypatch):
         ("512M", 1 << 29),
     ):
         assert limits.memory_limit(text) == expected
-    for text in ("", "G", "-1G", "1 parrot", "101%", "200G", "1K", "1e9", "1GG", "0x10", "nan"):
+    for text in (
+        "",
+        "G",
+        "-1G",
+        "1 parrot",
+        "101%",
+        "200G",
+        "1K",
+        "1e9",
+        "1GG",
+        "0x10",
+        "nan",
+        "9" * 400,
+        "9" * 400 + "%",
+    ):
         with pytest.raises(InvalidArgument, match="memory must be"):
             limits.memory_limit(text)
     assert limits.readable(1536 << 20) == "1.5 GiB"

@@ -11,7 +11,7 @@ from ...errors import InvalidArgument
 
 #: The share of the machine's memory, or of the control group's, that a keeper may hold by default.
 DEFAULT_SHARE = 0.5
-_AMOUNT = re.compile(r"(?P<number>\d+(\.\d+)?)\s*(?P<unit>%|[KMGT]?(i?B)?)", re.IGNORECASE)
+_AMOUNT = re.compile(r"(?P<number>\d{1,30}(\.\d{1,30})?)\s*(?P<unit>%|[KMGT]?(i?B)?)", re.IGNORECASE)
 _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 
