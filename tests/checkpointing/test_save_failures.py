@@ -11,6 +11,7 @@ import signal
 import socket
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from tensorferry.checkpointing import (
     AsyncCheckpointer,
     SyncCheckpointer,
     handover,
+    writer_process,
 )
 from tensorferry.errors import (
     InvalidArgument,
@@ -422,3 +424,24 @@ def test_a_writer_that_cannot_start_says_why(tmp_path, monkeypatch) -> None:
     monkeypatch.undo()
     checkpointer.save(tmp_path / "a", state_of(1))[1].result(WAIT_S)
     checkpointer.close()
+
+
+@pytest.mark.parametrize("letter", ["\U0001f600", "a", "\u20ac", "\x01", "\ud800"])
+def test_a_failure_with_a_long_text_is_told_and_the_next_order_is_carried_out(letter, monkeypatch) -> None:
+    def performed(order, _) -> dict[str, int]:
+        if order.save.save == "first":
+            raise SystemRefused(letter * 40000)
+        return {"bytes": 1, "direct": 0}
+
+    monkeypatch.setattr(writer_process, "_performed", performed)
+    ours, theirs = handover.pair()
+    with ours, theirs:
+        process = writer_process._Process(theirs, os.getpid())
+        for name in ("first", "second"):
+            process._orders.put((SimpleNamespace(save=SimpleNamespace(save=name)), None))
+        process._orders.put(None)
+        process._work()
+        failed, written = handover.receive(ours), handover.receive(ours)
+    assert (failed.kind, failed.fields["save_id"], written.fields["save_id"]) == ("failed", "first", "second")
+    assert set(failed.fields["text"]) == {letter}
+    assert len(failed.fields["text"]) >= 600

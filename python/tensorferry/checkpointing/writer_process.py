@@ -24,6 +24,7 @@ After ``written`` and ``failed`` it does not touch the memory any more.
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import queue
@@ -45,6 +46,8 @@ logger = logging.getLogger("tensorferry")
 _NICE = 10
 #: Seconds after which it looks whether the trainer is still there: a forked child may hold the trainer's socket open.
 _LOOK_S = 1.0
+#: Longest text of an error, in bytes of what is sent.
+_LONGEST_TEXT = 8000
 
 
 class _Process:
@@ -116,8 +119,15 @@ class _Process:
         # A trainer that is gone needs no answer.
         with self._sending, contextlib.suppress(OSError):
             if isinstance(text := fields.get("text"), str):
-                fields["text"] = text[:8000]
+                fields["text"] = _cut(text)
             handover.send(self._sock, Message(kind, fields))
+
+
+def _cut(text: str) -> str:
+    """Returns as much of ``text`` as fits into a message: JSON has up to twelve bytes for a character."""
+    while (length := len(json.dumps(text))) > _LONGEST_TEXT:
+        text = text[: len(text) * _LONGEST_TEXT // length]
+    return text
 
 
 def _performed(order: Order, given: Handover) -> dict[str, int]:
