@@ -14,8 +14,10 @@ import pytest
 import torch
 
 import tensorferry
+from tensorferry.errors import ProtocolError
 from tensorferry.pickles.allowlist import Allowed
 from tensorferry.state import manifest, pickling, snapshot
+from tensorferry.state.shards import described as described_shards
 from tensorferry.storage import reserved
 
 if TYPE_CHECKING:
@@ -160,3 +162,31 @@ def test_what_is_not_as_announced_is_written_nowhere(
         receiver.recv_checkpoint(0, source.metadata(), 1, TIMEOUT)
     assert not live["late"].any()
     assert not live["o"].any()
+
+
+@pytest.mark.parametrize(
+    ("shape", "parts", "fits"),
+    [
+        ([4], [([0], [2]), ([1], [2])], False),
+        ([4], [([0], [2]), ([0], [3])], False),
+        ([2, 4], [([0, 0], [2, 2]), ([0, 1], [2, 2])], False),
+        ([2, 2], [([0, 0], [2, 1]), ([0, 0], [1, 2])], False),
+        ([4], [([0], [2]), ([0], [2]), ([2], [2]), ([1], [0])], True),
+        ([2, 4], [([0, 2], [2, 2]), ([0, 0], [1, 2]), ([1, 0], [1, 2])], True),
+        ([], [([], []), ([], [])], True),
+    ],
+)
+def test_parts_that_overlap_and_could_hide_a_hole_are_refused(shape, parts, fits):
+    fields = {
+        "dtype": "torch.float32",
+        "global_shape": shape,
+        "parts": [
+            {"rank": n, "offsets": at, "shape": size, "stride": [1] * len(shape), "storage": 0, "storage_offset": 0}
+            for n, (at, size) in enumerate(parts)
+        ],
+    }
+    if fits:
+        assert described_shards("x", "p", fields)[1] == shape
+    else:
+        with pytest.raises(ProtocolError, match="its parts overlap"):
+            described_shards("x", "p", fields)

@@ -79,6 +79,9 @@ def described(where: object, path: str, fields: Any, own: int = 0) -> tuple[torc
             if not isinstance(dtype, torch.dtype) or len({len(length) for length in lengths}) != 1:
                 raise ValueError("its fields contradict each other")
             shards.setdefault((*shard.offsets, *shard.shape), shard)
+        if _overlap(list(shards.values())):
+            # Whether they cover the tensor could not be told by their number of elements.
+            raise ValueError("its parts overlap")
     except (KeyError, TypeError, ValueError, AttributeError) as e:
         raise ProtocolError(f"{where}: its index has no valid description of {path} ({e})") from e
     return dtype, shape, list(shards.values())
@@ -102,6 +105,24 @@ def entry_of(storages: Sequence[Any], sizes: Sequence[int], number: Any, start: 
             if low <= start and start + span <= low + sizes[entry]:
                 return entry, start - low
     raise KeyError(number)
+
+
+def _overlap(shards: Sequence[Shard]) -> bool:
+    """Whether some element is in two of several parts of a tensor, none of which have the same place and shape."""
+    boxes = [(shard.offsets, shard.shape) for shard in shards if math.prod(shard.shape)]
+    if len(boxes) < 2:
+        return False
+    # From part to part along the dimension that divides them most, so that few have to be compared.
+    dim = max(range(len(boxes[0][0])), key=lambda d: len({offsets[d] for offsets, _ in boxes}))
+    boxes.sort(key=lambda box: box[0][dim])
+    near: list[tuple[list[int], list[int]]] = []
+    for offsets, shape in boxes:
+        near = [(at, size) for at, size in near if at[dim] + size[dim] > offsets[dim]]
+        for at, size in near:
+            if all(a < b + m and b < a + n for a, n, b, m in zip(offsets, shape, at, size, strict=True)):
+                return True
+        near.append((offsets, shape))
+    return False
 
 
 def _checked_sizes(values: Any) -> list[int]:
