@@ -613,3 +613,37 @@ def test_keys_are_integers_of_any_size(key, tmp_path):
     state = {key: torch.arange(3.0), 1: torch.ones(2)}
     loaded = load_state(save_state(tmp_path / "c", state))
     assert_same_state(state, loaded)
+
+
+def test_a_file_of_torch_of_another_machines_devices_fills_a_state_of_the_cpu(tmp_path, monkeypatch):
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.serialization, "location_tag", lambda _: "cuda:999")
+        torch.save({"a": torch.arange(3.0), "b": torch.ones(2)}, tmp_path / "a.pt")
+    asked = {"a": torch.zeros(3), "b": None}
+    assert load_file(tmp_path / "a.pt", asked) is asked
+    assert asked["a"].tolist() == [0, 1, 2]
+    assert (asked["b"].tolist(), asked["b"].device.type) == ([1, 1], "cpu")
+    with pytest.raises(TensorferryError):
+        load_file(tmp_path / "a.pt")
+
+
+def test_a_state_that_only_a_keeper_has_and_that_does_not_fit_is_no_missing_checkpoint(tmp_path, caplog):
+    kept = save_state(tmp_path / "kept", {"w": torch.ones(3)})
+    save_state(tmp_path / "c", {"w": torch.ones(2)})
+
+    def prefer(*_):
+        return Stored.open(rank_file(kept))
+
+    with pytest.raises(StateMismatch, match="nothing was overwritten"):
+        load_state(tmp_path / "none", {"w": torch.zeros(2)}, prefer=prefer)
+    # What is in the folder may fit.
+    assert load_state(tmp_path / "c", {"w": torch.zeros(2)}, prefer=prefer)["w"].tolist() == [1, 1]
+    assert "does not fit" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"threads": "x"}, {"threads": 0}, {"timeout": 5}, {"timeout": timedelta(seconds=-1)}]
+)
+def test_a_reader_refuses_what_it_cannot_use_when_it_is_made(wrong):
+    with pytest.raises(InvalidArgument, match=f"{next(iter(wrong))} must"):
+        CheckpointReader(**wrong)

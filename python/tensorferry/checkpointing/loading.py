@@ -109,8 +109,19 @@ def read(
     """
     loading = _StateLoad(state_dict, map_location, strict, rank, world_size, allowed or Allowed(), threads, save_id)
     place = any_place(path, timeout=timeout)
-    found = None if prefer is None else _from_keeper(prefer, str(place), rank, world_size, loading)
-    return found or loading.run(begun(place))
+    unfit: StateMismatch | None = None
+    try:
+        if prefer is not None and (found := _from_keeper(prefer, str(place), rank, world_size, loading)):
+            return found
+    except StateMismatch as e:
+        # It may be one of placements, which the files of all ranks fit.
+        unfit = e
+    try:
+        return loading.run(begun(place))
+    except IncompleteCheckpoint as e:
+        if unfit is None:
+            raise
+        raise unfit from e
 
 
 def load_file(
@@ -162,6 +173,7 @@ def _from_keeper(
     Raises:
         UnsafePickle: an object is not on the allow-list
         InvalidArgument: ``map_location`` cannot be used
+        StateMismatch: it does not fit, which is logged as well
     """
     try:
         stored = prefer(path, rank, world_size)
@@ -172,6 +184,8 @@ def _from_keeper(
         logger.warning(
             "%s is loaded from its folder, because the state in the keeper cannot be used: %s", path, message_of(e)
         )
+        if isinstance(e, StateMismatch):
+            raise
         return None
 
 
@@ -282,11 +296,13 @@ class _StateLoad:
         if self.state_dict is None:
             return torch_archives.load_file(path, self.allowed, self.map_location, name=name), []
         wanted = self._records(path)
+        # Its own tensors stay where they are.
+        others = "cpu" if self.map_location is None else self.map_location
 
         def stand_in(name: str, nbytes: int) -> torch.Tensor | None:
             return None if wanted is None or name in wanted else _untouched(nbytes)
 
-        state = torch_archives.load_file(path, self.allowed, self.map_location, stand_in, name=name)
+        state = torch_archives.load_file(path, self.allowed, others, stand_in, name=name)
         check_placements(state, self.state_dict)
         return part.fill(self.state_dict, state, self.strict)
 

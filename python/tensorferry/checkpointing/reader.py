@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
 
+from .. import _validate
 from ..pickles.allowlist import Allowed
 from . import loading
 from .ranks import Ranks
@@ -30,7 +31,7 @@ class CheckpointReader(_TorchReader):  # type: ignore[misc]  # mypy does not fol
         timeout: how long all requests of a load to an object store may take together, 10 minutes by default
 
     Raises:
-        InvalidArgument: ``safe_globals`` or ``trust_pickle`` cannot be used; a read checks ``threads`` and ``timeout``
+        InvalidArgument: an argument cannot be used; the message names it
     """
 
     def __init__(
@@ -48,8 +49,10 @@ class CheckpointReader(_TorchReader):  # type: ignore[misc]  # mypy does not fol
         else:
             self._rank, self._world_size = rank_info.global_rank, rank_info.global_world_size
         self._rank_info = rank_info
-        self._threads = threads
+        self._threads = None if threads is None else _validate.integer("threads", threads, 1)
         self._allowed = Allowed(safe_globals, trust_pickle)
+        if timeout is not None:
+            _validate.patience("timeout", timeout)
         self._timeout = timeout
 
     def read(
