@@ -190,6 +190,12 @@ def move(found):
         info.relative_path = f"../{info.relative_path}"
 
 
+def zero_ends(folder):
+    """Where each file's last archive has its directory."""
+    for path in folder.glob("*.distcp"):
+        path.write_bytes(path.read_bytes()[:-60] + bytes(60))
+
+
 def lengthen(found):
     for info in found.storage_data.values():
         info.length += 1 << 40
@@ -228,6 +234,7 @@ BAD = {
     "swapped": (lambda f: repickled(f, swap), "is damaged"),
     "file cut": (lambda f: os.truncate(f / "__0_0.distcp", 1000), "__0_0.distcp is damaged"),
     "file gone": (lambda f: (f / "__0_0.distcp").unlink(), "__0_0.distcp cannot be read"),
+    "ends zeroed": (zero_ends, "cannot be read"),
     "flattened": (lambda f: repickled(f, flatten), "has flattened shards (rows), which releases since 0.16"),
     "version": (
         lambda f: (f / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 2}'),
@@ -256,6 +263,52 @@ def test_bad_sources_are_refused_and_nothing_is_left(alone, of_torch, tmp_path, 
     assert text in told
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint"]
     assert not Path("/tmp/tensorferry-should-not-be-there").exists()
+
+
+def wrong_arguments(kept, folder):
+    from tensorferry.errors import InvalidArgument
+    from tensorferry.megatron import load_strategy
+    from tensorferry.megatron.convert import convert
+
+    del kept
+    told = []
+    for call in (
+        lambda: convert(123, folder / "output"),
+        lambda: convert("http://a/b", folder / "output"),
+        lambda: load_strategy(safe_globals=5),
+    ):
+        try:
+            told.append(f"nothing was raised: {call()}")
+        except InvalidArgument as e:
+            told.append(str(e))
+    return told
+
+
+def test_wrong_arguments_are_named(alone, tmp_path):
+    [(number, url, listed)] = alone.run(wrong_arguments, tmp_path)
+    assert "source must be the path" in number
+    assert "'http://a/b' is not a path of this machine" in url
+    assert "safe_globals must be a list" in listed
+
+
+def torch_saves(kept, folder):
+    """Has torch save a number; returns what is said of its objects."""
+    import torch.distributed.checkpoint as dcp
+    from megatron.core.dist_checkpointing.core import CheckpointingException
+
+    from tensorferry.dcp import FileWriter
+    from tensorferry.megatron import load_strategy
+
+    del kept
+    dcp.save({"w": torch.ones(3), "epoch": 3}, storage_writer=FileWriter(folder))
+    try:
+        return f"nothing was raised: {load_strategy().load_sharded_metadata(folder)}"
+    except CheckpointingException as e:
+        return str(e)
+
+
+def test_an_object_that_torch_saved_is_named(alone, tmp_path):
+    assert alone.run(torch_saves, tmp_path) == ["'epoch' does not have the name of an object that Megatron saves"]
 
 
 def test_two_conversions_do_not_write_one_output(alone, tmp_path):

@@ -103,10 +103,10 @@ def convert(
     window = _validate.integer("window", window, _MIB)
     threads = thread_count(threads)
     allowed = Allowed(safe_globals, trust_pickle)
-    target = begun(place_as_given(output, "output"))
+    origin, target = begun(place_as_given(source, "source")), begun(place_as_given(output, "output"))
     try:
         with contextlib.ExitStack() as stack:
-            opened = stack.enter_context(_opened(begun(place_as_given(source, "source")), allowed, fill_missing))
+            opened = stack.enter_context(_opened(origin, allowed, fill_missing))
             folder = stack.enter_context(_output(target))
             done = _copy(opened, folder, to, window, threads)
             common.mark(folder, to, 1)

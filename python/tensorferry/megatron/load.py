@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import LoadPlan
 
+from .. import _validate
 from ..dcp import FileReader, PeerReader
 from ..dcp.reader import SliceReader
 from ..dcp.removal import remove_keys
@@ -65,7 +66,10 @@ class LoadStrategy(OfRanks, LoadShardedStrategy):
         super().__init__()
         self._peers = peers
         self._store_options = store_options
-        pickles: dict[str, Any] = {"safe_globals": tuple(safe_globals), "trust_pickle": trust_pickle}
+        pickles: dict[str, Any] = {
+            "safe_globals": tuple(_validate.items("safe_globals", safe_globals)),
+            "trust_pickle": trust_pickle,
+        }
         self._files: dict[str, Any] = {"threads": threads, "store_options": store_options, **pickles}
         self._network: dict[str, Any] = {
             "timeout": timeout,

@@ -164,8 +164,10 @@ class TorchDistSource(SourceWithIndex):
     def value(self, name: str) -> Any:
         """Returns an object, which Megatron has packed into a list of its own."""
         file, path, offset, length = self._open(MetadataIndex(name))
-        with contextlib.closing(file):
-            found = unpickled(os.pread(file.fileno(), length, offset), name, self._allowed)
+        # Buffered, it reads until it has all: the system gives at most 2 GiB at once.
+        with io.BufferedReader(file) as whole:
+            whole.seek(offset)
+            found = unpickled(whole.read(length), name, self._allowed)
         if not isinstance(found, list) or len(found) != 1:
             raise CheckpointingException(f"{path}: {name} is not an object that Megatron has saved")
         return found[0]
@@ -185,9 +187,9 @@ class TorchDistSource(SourceWithIndex):
         _, chunk = self.stored_chunk(key, number)
         file, path, offset, length = self._open(MetadataIndex(key, torch.Size(chunk.offsets)))
         with contextlib.closing(file):
-            head = _Head(_create_file_view(file, offset, length), length)
             module = pickle_module(self._allowed, lambda _: key)
             try:
+                head = _Head(_create_file_view(file, offset, length), length)
                 if not head.has_record("data.pkl") or head.has_record("constants.pkl"):
                     raise ProtocolError("torch.save did not write it")
                 whole: Any = torch.serialization._load(head, "cpu", module, encoding="utf-8")
