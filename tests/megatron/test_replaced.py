@@ -62,3 +62,41 @@ def test_the_common_state_and_the_tensors_are_of_one_save(host, tmp_path):
             ((during, after),) = host.job(1).run(load_while_replaced, str(folder), name, strategy)
             assert during in ({1.0}, {2.0}) or re.search("another save has replaced .* load again", during), during
             assert after == {2.0}
+
+
+def save_without_commit(kept, folder, is_committed):
+    """Saves 1, and then 2, which fails when it replaces the index, or after that; returns what a load finds."""
+    from unittest import mock
+
+    from megatron.core.dist_checkpointing.core import CheckpointingException
+
+    import tensorferry.megatron as ours
+    from tensorferry.errors import SystemRefused
+    from tensorferry.storage import commits
+
+    del kept
+    ours.save(state_of(1), folder)
+    original = commits.commit_index
+
+    def refused(*args, **kwargs):
+        if is_committed:
+            original(*args, **kwargs)
+        raise SystemRefused(28, "no space")
+
+    told = "nothing was raised"
+    with mock.patch.object(commits, "commit_index", refused):
+        try:
+            ours.save(state_of(2), folder)
+        except CheckpointingException as e:
+            told = str(e)
+    found = ours.load(state_of(-1), folder)
+    return told, float(found["w"][0, 0]), found["o"], found["iteration"]
+
+
+def test_a_save_whose_commit_fails_leaves_a_checkpoint_that_loads(host, tmp_path):
+    for is_committed, number in ((False, 1), (True, 2)):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        for told, *found in host.job(2).run(save_without_commit, str(folder), is_committed):
+            assert "no space" in told
+            assert found == [number] * 3

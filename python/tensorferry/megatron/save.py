@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import tempfile
@@ -19,11 +20,14 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
 from .. import _validate
+from ..dcp.file_reader import FileReader
 from ..dcp.file_writer import FileWriter
 from ..dcp.peer_writer import PeerWriter
+from ..errors import TensorferryError
 from ..storage.places import AnyPlace, kept_alive
 from . import common, shards
 from .interfaces import AsyncSaveShardedStrategy
+from .loading import common_in
 from .release import (
     COMMON,
     CheckpointingException,
@@ -249,11 +253,30 @@ class _Saving:
             assert self.metadata is not None
             if self.common is not None:
                 common.write(*self.common)
-            self.writer.finish(self.metadata, results)
+            try:
+                self.writer.finish(self.metadata, results)
+            except BaseException:
+                if self.common is not None:
+                    _write_own_common(self.common[0])
+                raise
             return self.metadata.storage_meta
 
         # Unpickling what a PeerWriter's commit returns has every rank publish its part.
         ranks.step("write the checkpoint", write, commit)
+
+
+def _write_own_common(place: AnyPlace) -> None:
+    """Writes ``common.pt`` from the checkpoint that the index of a place names: after a failed commit, mostly the old.
+
+    Without an index, or if that fails, what is there stays: loads refuse it, and ``restore_common`` says more.
+    """
+    with contextlib.suppress(CheckpointingException, TensorferryError, OSError):
+        stored: Any = place
+        reader = FileReader(stored)
+        metadata = reader.read_metadata()
+        reader.set_up_storage_reader(metadata, False)
+        if (data := common_in(reader, metadata)) is not None:
+            common.write(place, data)
 
 
 def _check_published(ranks: Together, peers: PeerWriter) -> None:
