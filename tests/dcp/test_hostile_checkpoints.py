@@ -102,9 +102,21 @@ def test_no_form_of_archive_but_torch_saves_own_is_read(ran):
     assert ran.exists()  # without our checks, the attack works
     ran.unlink()
     for name, data in hostile(ran).items():
-        with pytest.raises(tensorferry.UnsafePickle):
+        damaged = name == "none"
+        with pytest.raises(tensorferry.ProtocolError if damaged else tensorferry.UnsafePickle):
             load_plan.unpickled(data, name, Allowed())
         assert not ran.exists(), name
+
+
+@pytest.mark.parametrize("trust", [False, True])
+def test_an_archive_that_was_cut_off_is_damaged_and_nobody_is_told_to_trust_it(trust):
+    file = io.BytesIO()
+    torch.save({"a": torch.arange(6.0)}, file)
+    whole = file.getvalue()
+    directory = whole.rindex(b"PK\x05\x06")
+    for data in (b"", whole[:3], whole[:100], whole[:-40], whole[:directory] + bytes(len(whole) - directory)):
+        with pytest.raises(tensorferry.ProtocolError, match="o cannot be read: it is damaged or was cut off"):
+            load_plan.unpickled(data, "o", Allowed(trust=trust))
 
 
 @pytest.mark.parametrize("over", ["folder", "peer"])

@@ -28,7 +28,13 @@ Mapped = Callable[[int, int], "torch.Tensor"]
 #: An instruction of a pickle that names a global.
 _GLOBAL = re.compile(rb"c[^\n]+\n[^\n]+\n")
 
-
+#: What every archive begins with.
+_BEGIN = b"PK\x03\x04"
+#: What is said of one that cannot be opened. Killed trainers leave such files: nobody is to be told to trust them.
+_UNREADABLE = (
+    "cannot be read: it is damaged or was cut off, or is no archive of torch.save (TorchScript, or the format that "
+    "torch.save had before 1.6)"
+)
 #: What is said of an archive whose records are not all there, byte for byte.
 _PACKED = "which torch.save never writes: unpack it and save the state again, or do not trust whoever made it"
 
@@ -38,6 +44,8 @@ class _Archive:
 
     def __init__(self, source: io.BytesIO | str, stand_in: StandIn | None, mapped: Mapped | None) -> None:
         self._reader = torch._C.PyTorchFileReader(source)
+        #: Whether it is of an object, and not of TorchScript.
+        self.is_object = self._reader.has_record("data.pkl") and not self._reader.has_record("constants.pkl")
         self._source = source
         self._stand_in, self._mapped = stand_in, mapped
         self._read = self._longest = 0
@@ -129,16 +137,19 @@ def unpickled(data: bytes, fqn: str, allowed: Allowed) -> Any:
 
     Raises:
         UnsafePickle: the pickle asks for something that is not allowed, or ``torch.save`` does not write such data
-        ProtocolError: the data is damaged
+        ProtocolError: the data is damaged; or ``torch.save`` does not write such, and everything is allowed
         SystemRefused: this process cannot have memory for what is in it
         FetchTimeout: the time that ``allowed`` gives for pickles is over
     """
-    if (archive := _opened(io.BytesIO(data))) is None:
-        raise UnsafePickle(
-            f"{fqn} is an object that torch.save did not write: pass trust_pickle=True to the reader if you trust the "
-            "job that saved it"
-        )
-    return _load(archive, fqn, allowed, "cpu")
+    archive = _opened(io.BytesIO(data))
+    if archive is not None and archive.is_object:
+        return _load(archive, fqn, allowed, "cpu")
+    if allowed.trusts or (archive is None and _BEGIN.startswith(data[: len(_BEGIN)])):
+        raise ProtocolError(f"{fqn} {_UNREADABLE}")
+    raise UnsafePickle(
+        f"{fqn} is an object that torch.save did not write: pass trust_pickle=True to the reader if you trust the job "
+        "that saved it"
+    )
 
 
 def globals_of(data: bytes | bytearray) -> set[tuple[str, str]]:
@@ -146,7 +157,7 @@ def globals_of(data: bytes | bytearray) -> set[tuple[str, str]]:
 
     Those of an object that was pickled by another protocol than torch's own, 2, are not found.
     """
-    if data[:4] != b"PK\x03\x04":
+    if data[:4] != _BEGIN:
         return set()
     # The pickle is the first record, stored as it is, and a descriptor follows it.
     name, extra = int.from_bytes(data[26:28], "little"), int.from_bytes(data[28:30], "little")
@@ -195,25 +206,20 @@ def load_file(
             pass
     except OSError as e:
         raise SystemRefused(e.errno, f"{path}: cannot be read: {e.strerror}") from e
-    if (archive := _opened(str(path), stand_in, mapped)) is None:
-        # Killed trainers leave such files: nobody is to be told to trust them.
-        raise ProtocolError(
-            f"{name or path} cannot be read: it is damaged or was cut off, or is no archive of torch.save "
-            "(TorchScript, or the format that torch.save had before 1.6)"
-        )
+    archive = _opened(str(path), stand_in, mapped)
+    if archive is None or not archive.is_object:
+        raise ProtocolError(f"{name or path} {_UNREADABLE}")
     state = _load(archive, name or str(path), allowed, map_location)
     check_sharing(state, name or str(path))
     return state
 
 
 def _opened(source: io.BytesIO | str, stand_in: StandIn | None = None, mapped: Mapped | None = None) -> _Archive | None:
-    """Returns the archive of an object that ``torch.save`` wrote, ``None`` if it is anything else."""
+    """Returns an archive, ``None`` if torch cannot open it."""
     try:
-        archive = _Archive(source, stand_in, mapped)
-        is_object = archive.has_record("data.pkl") and not archive.has_record("constants.pkl")
+        return _Archive(source, stand_in, mapped)
     except Exception:  # A malformed archive can raise anything.
         return None
-    return archive if is_object else None
 
 
 def _load(archive: _Archive, name: str, allowed: Allowed, map_location: Any) -> Any:
