@@ -10,6 +10,7 @@ import collections
 import functools
 import itertools
 import json
+from collections import Counter
 from collections.abc import Callable, Container, Iterable
 from typing import Any
 
@@ -42,7 +43,7 @@ class Flat:
         accelerated: the numbers of those of them that are not in host memory
         objects: all other leaves, which are pickled together
         object_paths: the key path of each object, for messages
-        keys: for each object that is a key of a dict, a text that distinguishes it from other keys
+        keys: for each object that is a key of a dict, its type and its ``repr``; those too long to be shown have none
     """
 
     def __init__(self, native: bool = True) -> None:
@@ -146,7 +147,8 @@ class _Walk:
         if members is not None:
             return f'["o",{{{members}}}]' if ordered else f"{{{members}}}"
         nodes = [
-            f"[{self._key(k, below)},{self._node(v, _as_text(below + _show(k, str)), depth)}]" for k, v in value.items()
+            f"[{self._key(k, below)},{self._node(v, _as_text(below + _show(k, str)[0]), depth)}]"
+            for k, v in value.items()
         ]
         return f'["d","{"o" if ordered else "d"}",[{",".join(nodes)}]]'
 
@@ -164,17 +166,18 @@ class _Walk:
         plain_int = kind is int and -_SAFE_INT < value < _SAFE_INT
         if value is None or kind is bool or plain_int or (kind is str and _is_text(value)):
             return json.dumps(value)
-        text = _show(value, repr)
+        text, is_whole = _show(value, repr)
         number = self._reference(value, f"{below}{text} (a key)")
-        self._flat.keys[str(number)] = f"{kind.__module__}.{kind.__qualname__} {text}"
+        if is_whole:
+            self._flat.keys[str(number)] = f"{kind.__module__}.{kind.__qualname__} {text}"
         return f'["r",{number}]'
 
 
-def _show(key: Any, show: Callable[[Any], str]) -> str:
-    """Returns a key as text, by ``str`` or ``repr``; if that is too long or fails, a text with its type."""
+def _show(key: Any, show: Callable[[Any], str]) -> tuple[str, bool]:
+    """Returns a key as text, by ``str`` or ``repr``, and true; if that is too long or fails, a text with its type."""
     kind = type(key)
     if kind is str and show is str:
-        return str(key)
+        return str(key), True
     left, parts = _LONGEST_KEY, [key]
     while parts and left >= 0:
         part = parts.pop()
@@ -186,11 +189,11 @@ def _show(key: Any, show: Callable[[Any], str]) -> str:
         elif isinstance(part, int):
             left -= part.bit_length() >> 2
     if left < 0:
-        return f"a {kind.__name__} that is too long to be shown"
+        return f"a {kind.__name__} that is too long to be shown", False
     try:
-        return show(key)
+        return show(key), True
     except Exception as e:  # The key's class may raise anything.
-        return f"a {kind.__name__} that cannot be shown ({type(e).__name__})"
+        return f"a {kind.__name__} that cannot be shown ({type(e).__name__})", False
 
 
 def next_free(path: str, taken: Container[str]) -> str:
@@ -274,6 +277,8 @@ def unflatten(
 def positions(tree: str, keys: dict[str, str]) -> list[tuple[int, tuple[str, ...]]]:
     """Lists every place of a leaf in the tree: the leaf's number, and a key path that no other place has.
 
+    A place below a key of which the texts do not say which one it is has a path that is in no other list either.
+
     Args:
         tree: the tree as JSON text
         keys: the texts of keys that are objects, see :class:`Flat`
@@ -294,9 +299,14 @@ def _visit(node: Node, path: tuple[str, ...], keys: dict[str, str], places: list
     if type(node) is int:
         places.append((node, path))
         return
+    pairs = node[2] if type(node) is list and node[0] == "d" else ()
+    same = Counter(keys.get(str(key[1])) for key, _ in pairs if type(key) is list)
     for step, key, child in children(node):
-        if step == "key":
-            below = (*path, "s" + key if type(key) is str else _key_text(key, keys))
+        if step == "key" and type(key) is list:
+            text = keys.get(str(key[1]))
+            below = (*path, _Alone("r …") if text is None else _Alone("r" + text) if same[text] > 1 else "r" + text)
+        elif step == "key":
+            below = (*path, "s" + key if type(key) is str else f"{type(key).__name__} {key}")
         else:
             below = path if step == "same" else (*path, f"#{key}")
         if type(child) is int:
@@ -305,5 +315,15 @@ def _visit(node: Node, path: tuple[str, ...], keys: dict[str, str], places: list
             _visit(child, below, keys, places)
 
 
-def _key_text(key: Any, keys: dict[str, str]) -> str:
-    return "r" + keys.get(str(key[1]), "") if type(key) is list else f"{type(key).__name__} {key}"
+class _Alone(str):
+    """A step of a path that is equal to no other, even one of the same text."""
+
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def __ne__(self, other: object) -> bool:
+        return self is not other
+
+    __hash__ = object.__hash__
