@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import io
 import struct
 import zipfile
@@ -123,3 +124,12 @@ def test_containers_that_are_shared_or_hold_themselves_are_read(tmp_path: Path) 
     found = load_file(tmp_path / "shared.pt", Allowed())
     assert found["a"][0] is found["a"][499]
     assert found["b"][1] is found["b"]
+
+
+def test_deques_that_hold_one_another_again_and_again_are_refused(tmp_path: Path) -> None:
+    value = collections.deque([1])
+    for _ in range(40):
+        value = collections.deque([value, value])
+    torch.save({"d": value}, tmp_path / "bomb.pt")
+    with pytest.raises(ProtocolError, match="hold one another so often"):
+        load_file(tmp_path / "bomb.pt", Allowed())

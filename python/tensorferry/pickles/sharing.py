@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any
 
 from ..errors import ProtocolError
@@ -10,7 +11,7 @@ from ..errors import ProtocolError
 _MOST = 1_000_000
 #: How many times as many as there are may be walked in a larger state.
 _TIMES = 100
-_CONTAINERS = (dict, list, tuple)
+_CONTAINERS = (dict, list, tuple, deque)
 
 
 def check_sharing(state: Any, name: str) -> None:
