@@ -148,7 +148,7 @@ def test_path_and_state_are_understood_in_either_order_and_by_name(make, tmp_pat
     for count in (0, 1, 3):
         with pytest.raises(TypeError, match="takes a path and a state"):
             checkpointer.save(*["a"] * count)
-    with pytest.raises(InvalidArgument, match="not a folder of this machine"):
+    with pytest.raises(InvalidArgument, match="not a path of this machine"):
         checkpointer.save("http://host/a", state)
     checkpointer.close()
 
