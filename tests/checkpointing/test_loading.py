@@ -647,3 +647,13 @@ def test_a_state_that_only_a_keeper_has_and_that_does_not_fit_is_no_missing_chec
 def test_a_reader_refuses_what_it_cannot_use_when_it_is_made(wrong):
     with pytest.raises(InvalidArgument, match=f"{next(iter(wrong))} must"):
         CheckpointReader(**wrong)
+
+
+def test_a_tensor_of_another_kind_is_refused_before_another_one_is_read(tmp_path):
+    save_state(tmp_path / "c", {"a": torch.ones(3), "s": torch.empty(2, 2, device="meta")})
+    target = {"a": torch.zeros(3), "s": torch.zeros(2, 2)}
+    with pytest.raises(
+        StateMismatch, match=r"nothing was overwritten.*\n  s: strided here, on the meta device, strided"
+    ):
+        CheckpointReader().read(tmp_path / "c", target)
+    assert_same_state(target, {"a": torch.zeros(3), "s": torch.zeros(2, 2)})

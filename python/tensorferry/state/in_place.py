@@ -68,6 +68,15 @@ def _kind(value: torch.Tensor) -> list[str]:
     return [one for one in properties if one]
 
 
+def differing_kinds(live: torch.Tensor, value: torch.Tensor) -> tuple[str, str] | None:
+    """Returns what two tensors of the same dtype and shape are besides, if values cannot be copied for that."""
+    described = dtype_and_shape(value)
+    kinds = _kind(live), _kind(value)
+    if described is None or not _matches(live, *described) or kinds[0] == kinds[1]:
+        return None
+    return ", ".join(kinds[0]), ", ".join(kinds[1])
+
+
 class InPlaceTargets:
     """The receiver's own tensors, to be filled in place.
 

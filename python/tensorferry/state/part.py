@@ -19,7 +19,7 @@ from ..errors import StateMismatch
 from ..memory.tensors import storage_key
 from . import pickling, tree
 from .grammar import Node, children, objects_of
-from .in_place import IN_FILE, InPlaceTargets
+from .in_place import IN_FILE, InPlaceTargets, differing_kinds
 from .optimizers import warn_of_missing_in
 
 
@@ -129,11 +129,13 @@ class RequestedPart:
         return self._all[text[1]] if type(text) is list else text
 
     def _compare(self, number: int, target: Any, path: str) -> None:
-        """Refuses the leaf with this number if ``target`` has a value of another type in its place."""
+        """Refuses the leaf with this number if ``target`` has a value of another type or kind in its place."""
         value = torch.Tensor if number >= 0 else self._all[-number - 1]
         if value is torch.Tensor or isinstance(value, torch.Tensor):
             if not isinstance(target, torch.Tensor):
                 self._refuse(path, target, "tensor")
+            elif number < 0 and (kinds := differing_kinds(target, value)) is not None:
+                self._wrong.append(f"{path or 'the state itself'}: {kinds[0]} here, {kinds[1]} in the checkpoint")
         elif not isinstance(target, type(value)):
             self._refuse(path, target, type(value).__name__)
 
