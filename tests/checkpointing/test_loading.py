@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pickle
 import urllib.request
@@ -19,18 +18,9 @@ from checkpoint_loads import load_state, rank_file, save_state
 from equality import assert_same_state
 from leaf import Leaf
 from leaves import CATALOGUE
-from pickled_classes import Colour
-from stand_in import stand_in
 from tensorferry import HTTPTransport
 from tensorferry._native import Stored
-from tensorferry.checkpointing import (
-    CheckpointReader,
-    SyncCheckpointer,
-    latest_checkpoint,
-    load_file,
-    loading,
-    torch_parts,
-)
+from tensorferry.checkpointing import CheckpointReader, SyncCheckpointer, latest_checkpoint, load_file, loading
 from tensorferry.errors import (
     CorruptCheckpoint,
     InvalidArgument,
@@ -46,7 +36,6 @@ from tensorferry.memory.tensors import Unread
 from tensorferry.pickles.allowlist import Allowed
 from tensorferry.pickles.limits import Limits
 from tensorferry.state import build, load
-from tensorferry.state.manifest import Manifest
 from tensorferry.state.snapshot import StateSnapshot
 
 pytestmark = pytest.mark.timeout(120)
@@ -296,108 +285,6 @@ def test_only_what_is_wanted_is_read(tmp_path):
 
 
 @pytest.mark.parametrize("writer", ["ours", "torch"])
-def test_map_location_is_that_of_torch_load(writer, tmp_path):
-    state = {"w": torch.ones(3), "v": torch.arange(6.0)[::2], "p": nn.Parameter(torch.ones(2))}
-    if writer == "ours":
-        save_state(tmp_path / "c", state)
-    else:
-        (tmp_path / "c").mkdir()
-        torch.save(state, tmp_path / "c" / "checkpoint_0.pt")
-    seen = []
-
-    def note(storage, location):
-        seen.append(location)
-        return storage
-
-    for given, device in [
-        ("meta", "meta"),
-        (torch.device("meta"), "meta"),
-        ({"cpu": "meta"}, "meta"),
-        (note, "cpu"),
-        (lambda *_: None, "cpu"),
-        ("cpu", "cpu"),
-        ({"cuda:0": "meta"}, "cpu"),
-    ]:
-        loaded = load_state(tmp_path / "c", map_location=given)
-        assert {value.device.type for value in loaded.values()} == {device}, given
-        assert loaded["v"].stride() == (2,)
-        assert type(loaded["p"]) is nn.Parameter
-    assert set(seen) == {"cpu"}
-    if writer == "ours":
-        own = torch.zeros(3)
-        load_state(tmp_path / "c", asked := {"w": own, "v": None}, map_location="meta")
-        assert own.tolist() == [1, 1, 1]
-        assert asked["v"].device.type == "meta"
-
-
-def test_the_device_that_was_saved_is_the_location(tmp_path, monkeypatch):
-    base = torch.arange(12.0)
-    state = {"w": torch.ones(3), "on": [torch.full((4,), 2.0), torch.full((5,), 3.0)], "base": base, "view": base[::2]}
-    state["other"] = torch.full((2,), 4.0)
-    with stand_in() as device:
-        monkeypatch.setattr(torch_parts, "ACCELERATOR", device)
-        device.adopt(*state["on"], base)
-        device.adopt(state["other"], device=1)
-        save_state(tmp_path / "c", state)
-    monkeypatch.undo()
-    seen = {}
-
-    def note(storage, location):
-        seen[storage.nbytes()] = location
-        return storage
-
-    load_state(tmp_path / "c", map_location=note)
-    assert seen == {12: "cpu", 16: "cuda:0", 20: "cuda:0", 48: "cuda:0", 8: "cuda:1"}
-    loaded = load_state(tmp_path / "c", map_location={"cuda:0": "meta", "cuda:1": "cpu"})
-    assert {name: value.device.type for name, value in loaded.items() if name != "on"} == {
-        "w": "cpu", "view": "meta", "base": "meta", "other": "cpu",
-    }  # fmt: skip
-    assert {value.device.type for value in loaded["on"]} == {"meta"}
-    # In place, and to the CPU by name, no such device is needed.
-    asked = {"view": torch.zeros(6), "other": None}
-    load_state(tmp_path / "c", asked)
-    assert (asked["view"].tolist(), asked["other"].tolist()) == ([0, 2, 4, 6, 8, 10], [4, 4])
-    assert torch.equal(load_state(tmp_path / "c", map_location="cpu")["view"], base[::2])
-    if not torch.cuda.is_available():
-        with pytest.raises(InvalidArgument, match=r"cuda:0.*default_map_location"):
-            load_state(tmp_path / "c")
-        with pytest.raises(InvalidArgument, match=r"cuda:1"):
-            load_state(tmp_path / "c", map_location={"cuda:0": "cpu"})
-
-
-def test_what_a_transport_sends_says_where_it_was_and_receivers_do_not_care():
-    value = torch.arange(5.0)
-    with stand_in() as device:
-        device.adopt(value)
-        snapshot = StateSnapshot({"a": torch.zeros(2), "v": value}, HostStager(device), "borrow")
-        snapshot.complete()
-    assert json.loads(snapshot.manifest())["devices"] == {"cuda:0": [[1, 1]]}
-    state, _, _ = load.receive(
-        Stored.over(snapshot.rows, snapshot._control(), snapshot), Allowed(), None, BounceBuffers(ACCELERATOR)
-    )
-    assert torch.equal(state["v"], value)
-
-
-@pytest.mark.parametrize(
-    "devices", [[], {"cuda:0": 1}, {"cuda:0": [[0]]}, {"cuda:0": [["0", 1]]}, {"cuda:0": [[0, 1, 2]]}]
-)
-def test_devices_that_are_described_wrongly_are_refused_or_ignored(devices):
-    manifest = Manifest(json.dumps({"flags": "", "objects": 0, "storages": [], "devices": devices}), "{}")
-    if not devices:
-        assert manifest.location(0) == "cpu"
-    else:
-        with pytest.raises(ProtocolError, match="devices"):
-            manifest.location(0)
-
-
-@pytest.mark.parametrize("bad", [5, "nowhere", b"cpu"])
-def test_a_map_location_that_is_none_is_refused(bad, tmp_path):
-    save_state(tmp_path / "c", {"w": torch.ones(3)})
-    with pytest.raises(InvalidArgument, match="map_location"):
-        load_state(tmp_path / "c", map_location=bad)
-
-
-@pytest.mark.parametrize("writer", ["ours", "torch"])
 def test_aliases_stay_aliases(writer, tmp_path):
     base = torch.arange(6.0)
     state = {"a": base, "b": base, "row": base.view(2, 3)[1]}
@@ -566,65 +453,6 @@ def test_a_save_warns_once_of_what_a_load_will_refuse(tmp_path, caplog):
         checkpointer.save(str(tmp_path / "c"), state)
         assert isinstance(checkpointer.load(str(tmp_path / "c"))["odd"], _Unlisted)
     assert not caplog.records
-
-
-def keyed(value: float, shift: int = 0) -> dict:
-    """A state whose dicts have keys that are objects, in an order that ``shift`` turns."""
-    keys = [(1, 2), (3, 4), 1.5, 2.5, frozenset({7}), frozenset({8, 9}), Colour.RED, b"ab", 1 << 70, "text"]
-    turned = keys[shift:] + keys[:shift]
-    tensors = {key: torch.full((2,), value * (1 + keys.index(key))) for key in turned}
-    return {"deep": [tensors, {(key, 0): value * keys.index(key) for key in turned}], (0,): torch.full((3,), value)}
-
-
-@pytest.mark.parametrize("dropped", [None, (1, 2), 2.5, Colour.RED])
-@pytest.mark.parametrize("shift", [0, 3])
-def test_values_under_object_keys_land_under_their_own_key(shift, dropped, tmp_path):
-    save_state(tmp_path / "c", keyed(1.0))
-    torch.save(keyed(1.0), tmp_path / "f.pt")
-    allowed = Allowed([Colour])
-    for load_into in (
-        lambda target: loading.read(tmp_path / "c", target, allowed=allowed),
-        lambda target: load_file(tmp_path / "f.pt", target, safe_globals=[Colour]),
-        lambda target: load_file(rank_file(tmp_path / "c"), target, safe_globals=[Colour]),
-        lambda target: CheckpointReader(safe_globals=[Colour]).read(tmp_path / "c", target),
-    ):
-        target, expected = keyed(0.0, shift), keyed(1.0, shift)
-        for one in (target, expected):
-            one["deep"][0].pop(dropped, None)
-            one["deep"][1].pop((dropped, 0), None)
-        tensors = dict(target["deep"][0])
-        found = load_into(target)
-        state, missing = found if isinstance(found, tuple) else (found, [])
-        assert missing == []
-        assert_same_state(state, expected)
-        assert all(state["deep"][0][key] is tensor for key, tensor in tensors.items())
-
-
-def test_object_keys_that_the_checkpoint_lacks_are_missing_and_no_others(tmp_path):
-    save_state(tmp_path / "c", {(1, 2): torch.ones(1), (3, 4): torch.full((1,), 2.0), 0.5: "kept"})
-    target = {(5, 6): torch.zeros(1), (3, 4): torch.zeros(1), 0.5: ""}
-    state, missing = loading.read(tmp_path / "c", target)
-    assert missing == ["(5, 6)"]
-    assert_same_state(state, {(5, 6): torch.zeros(1), (3, 4): torch.full((1,), 2.0), 0.5: "kept"})
-
-
-@pytest.mark.parametrize("key", [2**53 - 1, 2**53, -(2**53) + 1, -(2**53), 2**63 - 1, -(2**63), -(2**63) - 1])
-def test_keys_are_integers_of_any_size(key, tmp_path):
-    state = {key: torch.arange(3.0), 1: torch.ones(2)}
-    loaded = load_state(save_state(tmp_path / "c", state))
-    assert_same_state(state, loaded)
-
-
-def test_a_file_of_torch_of_another_machines_devices_fills_a_state_of_the_cpu(tmp_path, monkeypatch):
-    with monkeypatch.context() as patched:
-        patched.setattr(torch.serialization, "location_tag", lambda _: "cuda:999")
-        torch.save({"a": torch.arange(3.0), "b": torch.ones(2)}, tmp_path / "a.pt")
-    asked = {"a": torch.zeros(3), "b": None}
-    assert load_file(tmp_path / "a.pt", asked) is asked
-    assert asked["a"].tolist() == [0, 1, 2]
-    assert (asked["b"].tolist(), asked["b"].device.type) == ([1, 1], "cpu")
-    with pytest.raises(TensorferryError):
-        load_file(tmp_path / "a.pt")
 
 
 def test_a_state_that_only_a_keeper_has_and_that_does_not_fit_is_no_missing_checkpoint(tmp_path, caplog):
