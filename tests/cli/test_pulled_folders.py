@@ -16,7 +16,6 @@ from tensorferry.memory.accelerator import ACCELERATOR
 from tensorferry.memory.staging import HostStager
 from tensorferry.state.snapshot import StateSnapshot
 from tensorferry.storage import commits
-from tensorferry.storage.download import Download
 from tensorferry.storage.folder import INDEX
 from tensorferry.storage.folder_save import FolderSave, SaveId
 
@@ -97,16 +96,15 @@ def test_a_checkpoint_that_is_saved_during_a_pull_is_replaced_only_by_force(
     assert run("pull", metadata, "--into-folder", tmp_path / "c").status == 0
     # It begins before the pull, which it does not know of.
     saved = FolderSave(tmp_path / "c", SaveId.new(step=99, known=commits.beginnings(tmp_path / "c" / INDEX)))
-    commit = Download.commit
 
-    def commit_after_the_save(download: Download, *rest: Any) -> int:
-        if not saved.path.exists():
+    def save_right_before(moment: str, _: Path) -> None:
+        if moment == "written" and not saved.path.exists():
             saved.write(StateSnapshot(full(99), HostStager(ACCELERATOR), "borrow").container())
             saved.commit()
             saved.close()
-        return commit(download, *rest)
 
-    monkeypatch.setattr(Download, "commit", commit_after_the_save)
+    # After the pull's last look before it locks the folder.
+    monkeypatch.setattr(commits, "reached", save_right_before)
     done = run("pull", metadata, "--into-folder", tmp_path / "c")
     assert done.status == exits.USAGE, done
     assert "holds a checkpoint already" in done.err
@@ -121,14 +119,15 @@ def test_a_checkpoint_that_is_saved_during_a_pull_of_a_distributed_one_stays(
     run: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_distributed(full(1), tmp_path / "source")
-    commit = Download.commit
+    saved: list[Any] = []
 
-    def commit_after_a_save(download: Download, *rest: Any) -> int:
-        write_checkpoint(full(99), tmp_path / "d")
-        return commit(download, *rest)
+    def save_right_before(moment: str, index: Path) -> None:
+        if moment == "written" and not saved:
+            saved.append(index)
+            write_checkpoint(full(99), tmp_path / "d")
 
     with serving(tmp_path / "source") as (metadata,):
-        monkeypatch.setattr(Download, "commit", commit_after_a_save)
+        monkeypatch.setattr(commits, "reached", save_right_before)
         monkeypatch.setattr(commits, "begin_after", lambda _: 1)
         done = run("pull", metadata, "--into-folder", tmp_path / "d")
     assert done.status == exits.USAGE, done

@@ -217,6 +217,31 @@ def test_a_rank_without_an_index_writes_nothing_into_the_save_in_the_middle_of_i
     assert found["b"].tolist() == [2.0] * 4
 
 
+def written(writer, planner, plan):
+    """Writes the file of the one rank of a save; returns what finishes it."""
+    [plan], metadata = planner.create_global_plan([plan])
+    results = writer.write_data(plan, planner).wait()
+    return lambda: writer.finish(metadata, [results])
+
+
+@pytest.mark.parametrize("other", ["ours", "torch"])
+def test_what_another_save_has_committed_meanwhile_is_not_overwritten(tmp_path, other):
+    writer, theirs = (FileWriter(tmp_path, overwrite=False) for _ in range(2))
+    # It begins earlier, and ends earlier.
+    other_save = planned(theirs, tmp_path, 0, 2.0)
+    finish = written(writer, *planned(writer, tmp_path, 0, 1.0))
+    if other == "ours":
+        written(theirs, *other_save)()
+    else:
+        dcp.save({"a": torch.full((4,), 2.0)}, storage_writer=dcp.FileSystemWriter(tmp_path), no_dist=True)
+    with pytest.raises(InvalidArgument, match="Checkpoint already exists"):
+        finish()
+    found = {"a": torch.zeros(4)}
+    dcp.load(found, storage_reader=FileReader(tmp_path), no_dist=True)
+    assert found["a"].tolist() == [2.0] * 4
+    assert len(list(tmp_path.glob("rank*.safetensors"))) == (other == "ours")
+
+
 def test_a_thread_that_has_begun_no_save_writes_nothing(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     writer, called = FileWriter(tmp_path / "a"), []

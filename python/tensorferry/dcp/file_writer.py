@@ -246,27 +246,29 @@ class FileWriter(InFolder, StorageWriter):  # type: ignore[misc]  # mypy does no
         save = self._running.ongoing()
         try:
             save.is_new_folder = make_synced_folder(save.path)
-            names = set(listed(save.path))
+            names = _names_in(save.path)
         except TensorferryError as e:
             if isinstance(e.__cause__, OSError):
                 raise _refused(save.path, e.__cause__) from e
             raise
         except OSError as e:
             raise _refused(save.path, e) from e
-        if marker.is_marker(save.path / TORCH_INDEX):
-            names.discard(TORCH_INDEX)
         if not save.coordinated and names & {INDEX, TORCH_INDEX}:
             raise InvalidArgument(
                 f"{save.path} holds a checkpoint with an index of all ranks, which would be loaded instead of this "
                 "one: save into another folder"
             )
+        self._check_free(save, names)
+        if save.writes_index:
+            save.begin(names)
+        return dataclasses.replace(plan, storage_data=save.mark)
+
+    def _check_free(self, save: SaveRecord, names: Iterable[str]) -> None:
+        """Refuses a folder with the files ``names``, if there is a checkpoint among them that is not to be replaced."""
         if not self._overwrite and (there := sorted(filter(save.is_index, names))):
             raise InvalidArgument(
                 f"Checkpoint already exists and self.overwrite=False: {save.path} holds a checkpoint ({there[0]})"
             )
-        if save.writes_index:
-            save.begin(names)
-        return dataclasses.replace(plan, storage_data=save.mark)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Returns ``plans`` unchanged: each rank chooses the name of its file itself."""
@@ -336,8 +338,8 @@ class FileWriter(InFolder, StorageWriter):  # type: ignore[misc]  # mypy does no
         Raises:
             IncompleteCheckpoint: a save that began later has finished before this one, or a file of this save was
                 removed meanwhile
-            InvalidArgument: the save has ended already, the planner's metadata names what no rank has written, or a key
-                is not a string
+            InvalidArgument: the save has ended already, the planner's metadata names what no rank has written, a key is
+                not a string, or ``overwrite`` is ``False`` and another save has committed a checkpoint meanwhile
             SystemRefused: the index cannot be written, or another process keeps the folder locked; or the marker beside
                 the index cannot be written: then the checkpoint is complete, and what it replaces stays
             TensorferryError: the store does not answer in time, or refuses
@@ -348,6 +350,12 @@ class FileWriter(InFolder, StorageWriter):  # type: ignore[misc]  # mypy does no
         metadata.storage_data = stored
         index.stamp(metadata).storage_meta = StorageMeta(checkpoint_id=_id_of(save.path), save_id=save.id)
         files = {ref.container: ref.header for ref in stored.values()}
+
+        def check() -> None:
+            # Another job may have saved there meanwhile.
+            if not self._overwrite:
+                self._check_free(save, _names_in(save.path))
+
         with save.ending(), save.undone(), making_room(save.path):
             commits.commit_index(
                 save.index,
@@ -355,6 +363,7 @@ class FileWriter(InFolder, StorageWriter):  # type: ignore[misc]  # mypy does no
                 Commit(files, save.began),
                 about=ABOUT,
                 rank=None if save.coordinated else save.rank,
+                check=check,
                 then=save.replace_others,
             )
         save.is_over = True
@@ -362,6 +371,12 @@ class FileWriter(InFolder, StorageWriter):  # type: ignore[misc]  # mypy does no
     def storage_meta(self) -> StorageMeta:
         """Returns the folder of the checkpoint, and after :meth:`reset` the save's id, as torch's ``StorageMeta``."""
         return StorageMeta(checkpoint_id=_id_of(self._running.path or self._path), save_id=self._running.id)
+
+
+def _names_in(folder: AnyPlace) -> set[str]:
+    """Returns the names of all files of a folder but the marker."""
+    names = set(listed(folder))
+    return names - {TORCH_INDEX} if marker.is_marker(folder / TORCH_INDEX) else names
 
 
 def _refused(folder: AnyPlace, error: OSError) -> SystemRefused:

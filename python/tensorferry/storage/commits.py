@@ -230,6 +230,7 @@ def commit_index(
     *,
     about: Sequence[tuple[str, str]] = (),
     rank: int | None = None,
+    check: Callable[[], object] = lambda: None,
     then: Callable[[], object] = lambda: None,
 ) -> None:
     """Commits a save: writes its index in place of the one that is there, and removes what only that one had named.
@@ -243,6 +244,8 @@ def commit_index(
         commit: its files, which are complete and which this save has written, and when the save began
         about: keys and values for the index's ``__metadata__``
         rank: as for :func:`leftovers.remove_leftovers`
+        check: called right before the index is replaced, in a folder while it is locked; if it raises, the save has
+            failed, and its files are removed
         then: called when the index is on the disk, before files are removed
 
     Raises:
@@ -254,9 +257,9 @@ def commit_index(
         SourceChanged: other saves have replaced the index in a store again and again
         InvalidArgument: the calling thread is in the middle of a commit
         TensorferryError: a store does not answer, or refuses; the index may be there then
-        Exception: what ``then`` raises, when the save is committed
+        Exception: what ``check`` raises; or what ``then`` raises, when the save is committed
     """
-    _replace(index, entries, commit, about, None, rank, then)
+    _replace(index, entries, commit, about, None, rank, check, then)
 
 
 def edit_index(
@@ -289,7 +292,9 @@ def edit_index(
                 for name, header in seen[1].files.items()
                 if name in needed
             }
-            _replace(index, [(INDEX, text)], Commit(files, seen[1].began), about, seen, None, lambda: None)
+            _replace(
+                index, [(INDEX, text)], Commit(files, seen[1].began), about, seen, None, lambda: None, lambda: None
+            )
         except _Outdated:
             continue
         except TensorferryError:
@@ -391,22 +396,27 @@ def _replace(
     about: Sequence[tuple[str, str]],
     made_from: tuple[bytes, Commit] | None,
     rank: int | None,
+    check: Callable[[], object],
     then: Callable[[], object],
 ) -> None:
     """As :func:`commit_index`; ``made_from`` is what an edit has read, and ``None`` for a save."""
     content = Container(Table(), None, True, [*entries, (INDEX_FILES, commit.encode())], about)
     with leftovers.holding(index.parent, commit.files):
         if isinstance(index, ObjectPlace):
-            before = _put(index, content, commit, made_from)
+            before = _put(index, content, commit, made_from, check)
         else:
-            before = _rename(index, content, commit, made_from)
+            before = _rename(index, content, commit, made_from, check)
         reached("renamed", index)
         then()
         remove_replaced(index, before, commit.files, rank)
 
 
 def _put(
-    index: ObjectPlace, content: Container, commit: Commit, made_from: tuple[bytes, Commit] | None
+    index: ObjectPlace,
+    content: Container,
+    commit: Commit,
+    made_from: tuple[bytes, Commit] | None,
+    check: Callable[[], object],
 ) -> Commit | None:
     """Writes an index into a store; returns the commit of the one whose place it has taken."""
     from .objects.commit import put_index
@@ -415,6 +425,7 @@ def _put(
         before = _replaceable(index, commit, made_from)
         if made_from is None and before is not None and _is_of_one_save(before, commit):
             raise _Committed
+        _removed_if_raised(check, index, commit)
         reached("checked", index)
         return before
 
@@ -429,7 +440,13 @@ def _is_of_one_save(index: Commit, commit: Commit) -> bool:
     return index.began == commit.began and (not index.files or not index.files.keys().isdisjoint(commit.files))
 
 
-def _rename(index: Path, content: Container, commit: Commit, made_from: tuple[bytes, Commit] | None) -> Commit | None:
+def _rename(
+    index: Path,
+    content: Container,
+    commit: Commit,
+    made_from: tuple[bytes, Commit] | None,
+    check: Callable[[], object],
+) -> Commit | None:
     """Writes an index into a folder; returns the commit of the one whose place it has taken."""
     folder = index.parent
     partial = folder / f"{index.name}.{new_id()}.partial"
@@ -445,6 +462,7 @@ def _rename(index: Path, content: Container, commit: Commit, made_from: tuple[by
         reached("written", index)
         with alone_in(folder):
             before = _replaceable(index, commit, made_from)
+            _removed_if_raised(check, index, commit)
             reached("checked", index)
             os.rename(partial, index)
         sync_folder(folder)
@@ -456,6 +474,15 @@ def _rename(index: Path, content: Container, commit: Commit, made_from: tuple[by
         raise
     del written
     return before
+
+
+def _removed_if_raised(check: Callable[[], object], index: AnyPlace, commit: Commit) -> None:
+    """Calls ``check``; if it raises, the files of the save are removed."""
+    try:
+        check()
+    except BaseException:
+        leftovers.remove(index.parent, commit.files)
+        raise
 
 
 def _replaceable(index: AnyPlace, commit: Commit, made_from: tuple[bytes, Commit] | None) -> Commit | None:

@@ -140,7 +140,8 @@ class FolderSave:
         """Commits the checkpoint once all ranks have written; when it returns, the checkpoint is on the disk.
 
         Args:
-            check: called now and then while other ranks are waited for; what it raises ends the wait
+            check: called now and then while other ranks are waited for, and by rank 0 right before the commit, in a
+                folder while it is locked; what it raises ends the save
 
         Raises:
             IncompleteCheckpoint: another rank has failed, or shows no sign of life; a save that began later has
@@ -151,7 +152,7 @@ class FolderSave:
             Exception: what ``check`` raises
         """
         if self.save.rank == 0:
-            self._commit_index(self._wait_for_files(check))
+            self._commit_index(self._wait_for_files(check), check)
         else:
             self._wait_for_index(check)
 
@@ -262,7 +263,7 @@ class FolderSave:
         pattern = rf"rank(?P<rank>\d{{5,}})-[0-9a-f]{{8}}{self.save.save}\.safetensors(?P<suffix>|\.partial|\.failed)"
         return re.fullmatch(pattern, name)
 
-    def _commit_index(self, names: list[str]) -> None:
+    def _commit_index(self, names: list[str], check: Callable[[], None]) -> None:
         """Commits the save: replaces the index by one of the ranks' files ``names``, with the shards they describe.
 
         Then removes the files that only the earlier save needed, and torch's own ``checkpoint_<rank>.pt``.
@@ -280,6 +281,7 @@ class FolderSave:
             [(reserved.CHECKPOINT, encode_index(self.save.save, self.save.step, names, parts))],
             Commit(headers, self.save.began),
             about=ABOUT,
+            check=check,
             then=lambda: leftovers.remove(self.folder, torchs),
         )
 

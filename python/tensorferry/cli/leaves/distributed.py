@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -101,7 +102,9 @@ def index_container(control: list[tuple[str, bytes]]) -> Container:
     return Container(Table(), None, True, control, _ABOUT)
 
 
-def write_index(folder: Path, step: int, names: dict[str, str], began: int) -> None:
+def write_index(
+    folder: Path, step: int, names: dict[str, str], began: int, check: Callable[[], object] = lambda: None
+) -> None:
     """Commits a distributed checkpoint that was pulled: writes its index, which names files instead of peers.
 
     The files of the checkpoint that this replaces are removed.
@@ -111,6 +114,7 @@ def write_index(folder: Path, step: int, names: dict[str, str], began: int) -> N
         step: the step of the publication
         names: the file of each rank by its URL; the first one has the index
         began: when the pull began, as :func:`commits.begin_after` says
+        check: as for :func:`commits.commit_index`
 
     Raises:
         IncompleteCheckpoint: a save that began later has finished in the folder meanwhile, and the pulled files are
@@ -118,6 +122,7 @@ def write_index(folder: Path, step: int, names: dict[str, str], began: int) -> N
         CorruptCheckpoint: a file of a rank is damaged
         SystemRefused: the index cannot be written
         ProtocolError: the first rank has no index, or its index names other peers
+        Exception: what ``check`` raises
     """
     from ...dcp import marker
 
@@ -138,5 +143,6 @@ def write_index(folder: Path, step: int, names: dict[str, str], began: int) -> N
         [(reserved.INDEX, json.dumps(fields, separators=(",", ":")).encode())],
         commits.Commit(headers, began),
         about=_ABOUT,
+        check=check,
         then=lambda: marker.leave(index, new_id()),
     )

@@ -207,9 +207,7 @@ class _Pull:
         return about
 
     def _check_folder(self, folder: Path) -> None:
-        """Raises if a folder has a checkpoint that must stay: before the pull, and once more right before its commit.
-
-        A save that commits between this look and the commit right behind it, and began earlier, is replaced.
+        """Raises if a folder has a checkpoint that must stay: before the pull, and once more in its commit.
 
         Raises:
             InvalidArgument: it has
@@ -241,8 +239,7 @@ class _Pull:
                 return _Target(local_path(saves[-1].path)), Download(remote, partial, step=step, unique=True)
 
             _, step = self._fetch(urls, begin)
-            self._check_folder(folder)
-            saves[-1].commit()
+            saves[-1].commit(lambda: self._check_folder(folder))
         self._done(folder, step)
 
     def ranks(self, urls: list[str], folder: Path) -> None:
@@ -283,8 +280,7 @@ class _Pull:
                     return _Target(local_path(saves[-1].path)), Download(remote, partial, step=step, unique=True)
 
                 self._fetch([url], begin, title=f"rank {rank} of {len(urls)}")
-            self._check_folder(folder)
-            saves[0].commit()
+            saves[0].commit(lambda: self._check_folder(folder))
         self._done(folder, self._step)
 
     def _distributed(self, urls: list[str], folder: Path) -> None:
@@ -309,8 +305,8 @@ class _Pull:
                     return _Target(folder / names[-1]), Download(remote, partial, step=step, unique=True)
 
                 _, self._step = self._fetch([url], begin, title=f"rank {rank} of {len(urls)}")
-            self._check_folder(folder)
-            write_index(folder, self._step or 0, dict(zip(urls, names, strict=True)), began)
+            files = dict(zip(urls, names, strict=True))
+            write_index(folder, self._step or 0, files, began, lambda: self._check_folder(folder))
         self._done(folder, self._step)
 
     def _fetch(
