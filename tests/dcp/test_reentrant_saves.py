@@ -205,9 +205,11 @@ def test_a_rank_without_an_index_writes_nothing_into_the_save_in_the_middle_of_i
     first, second = FileWriter(tmp_path / "outer"), FileWriter(tmp_path / "inner")
     outer_planner, outer = planned(first, tmp_path / "outer", 1, 1.0)
     [outer], _ = outer_planner.create_global_plan([outer])
+    [outer] = second.prepare_global_plan([outer])
     begun = [planned(writer, tmp_path / "inner", rank, 2.0) for rank, writer in [(0, second), (1, first)]]
     planners = [planner for planner, _ in begun]
     plans, metadata = planners[0].create_global_plan([plan for _, plan in begun])
+    plans = second.prepare_global_plan(plans)
     results = [writer.write_data(plans[rank], planners[rank]).wait() for rank, writer in enumerate([second, first])]
     second.finish(metadata, results)
     with pytest.raises(InvalidArgument, match="in the middle of this one"):
@@ -220,6 +222,7 @@ def test_a_rank_without_an_index_writes_nothing_into_the_save_in_the_middle_of_i
 def written(writer, planner, plan):
     """Writes the file of the one rank of a save; returns what finishes it."""
     [plan], metadata = planner.create_global_plan([plan])
+    [plan] = writer.prepare_global_plan([plan])
     results = writer.write_data(plan, planner).wait()
     return lambda: writer.finish(metadata, [results])
 
@@ -246,7 +249,7 @@ def test_a_thread_that_has_begun_no_save_writes_nothing(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     writer, called = FileWriter(tmp_path / "a"), []
     planner, plan = planned(writer, tmp_path / "a", 0, 1.0)
-    [plan], _ = planner.create_global_plan([plan])
+    [plan] = writer.prepare_global_plan(planner.create_global_plan([plan])[0])
 
     def elsewhere():
         for call in (lambda: writer.write_data(plan, planner), writer.rank_file, writer.go_on):

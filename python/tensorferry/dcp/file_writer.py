@@ -33,7 +33,7 @@ from ..storage.whole_files import listed, make_synced_folder
 from . import index, marker
 from .failures import fail_without_numpy
 from .in_folder import TORCH_INDEX, InFolder, thread_count
-from .running_saves import RunningSaves, SaveRecord, planned_for_others
+from .running_saves import RunningSaves, SaveRecord, agreed, planned_for_others
 from .save_plan import ABOUT, PlanSnapshot
 
 #: What to do about arguments of torch's writer that ask for something else.
@@ -271,8 +271,8 @@ class FileWriter(InFolder, StorageWriter):  # type: ignore[misc]  # mypy does no
             )
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Returns ``plans`` unchanged: each rank chooses the name of its file itself."""
-        return plans
+        """Returns ``plans``, whose ranks choose the names of their files themselves, with a mark of this writer."""
+        return [agreed(plan) for plan in plans]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Writes this rank's file; none if the plan has no items.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import re
 import threading
 from collections.abc import Iterator
@@ -23,6 +24,8 @@ from .in_folder import RANK_INDEX, TORCH_INDEX
 
 #: How what a plan says of its save begins: text, since the coordinator's process may know nothing of this package.
 _MARK = "tensorferry save "
+#: What the coordinator adds to it.
+_AGREED = ", agreed"
 
 #: The names of the files of torch's own writer: the index of all ranks, and with a rank's number its index and data.
 _TORCH_FILES = re.compile(r"\.metadata|__(?P<rank>\d+)(\.metadata|_\d+\.distcp)")
@@ -59,7 +62,7 @@ class RunningSaves(threading.local):
                 "this thread has begun no save with this writer: make all calls of a save in one thread"
             )
         told = None if plan is None else plan.storage_data
-        if self.save.is_over or (_is_mark(told) and told != self.save.mark):
+        if self.save.is_over or (_is_agreed(told) and told != self.save.mark + _AGREED):
             raise InvalidArgument(
                 "another save with this writer has begun in the middle of this one, in the same thread, by a signal "
                 "handler for example: give each save a writer of its own"
@@ -67,13 +70,23 @@ class RunningSaves(threading.local):
         return self.save
 
 
+def agreed(plan: SavePlan) -> SavePlan:
+    """Returns a rank's plan as the coordinator gives it back: its own writer is of this class, too."""
+    told = plan.storage_data
+    return dataclasses.replace(plan, storage_data=told + _AGREED) if _is_mark(told) else plan
+
+
 def planned_for_others(plan: SavePlan) -> bool:
-    """Whether the coordinator has planned a save for a writer of another class."""
-    return plan.storage_data is not None and not _is_mark(plan.storage_data)
+    """Whether the coordinator has planned a save for a writer of another class, which may leave marks as they are."""
+    return plan.storage_data is not None and not _is_agreed(plan.storage_data)
 
 
 def _is_mark(told: Any) -> bool:
     return isinstance(told, str) and told.startswith(_MARK)
+
+
+def _is_agreed(told: Any) -> bool:
+    return _is_mark(told) and told.endswith(_AGREED)
 
 
 class SaveRecord:
