@@ -38,23 +38,32 @@ def require_undamaged(path: Path, *, archive: bool = False) -> Path:
         TensorferryError: it cannot be read
     """
     if archive:
-        if (what := damage_of_archive(path)) is not None:
+        _, what = damage_of_archive(path)
+        if what is not None:
             raise CorruptCheckpoint(f"{path} is damaged: {what}")
     elif damaged := _file_damage(path):
         raise CorruptCheckpoint(f"{path} is damaged at {len(damaged)} places: see tensorferry verify")
     return path
 
 
-def damage_of_archive(path: Path) -> str | None:
-    """Returns what is wrong with an archive of torch's, by the CRC-32 of its records; ``None`` if all of them match."""
+def damage_of_archive(path: Path) -> tuple[bool, str | None]:
+    """Compares the records of an archive of torch's with their CRC-32.
+
+    Returns:
+        Whether they have any, and what is wrong; ``None`` if nothing is. ``torch.save`` leaves them out after
+        ``torch.serialization.set_crc32_options(False)``.
+    """
     import zipfile
     import zlib
 
     try:
         with zipfile.ZipFile(path) as archive:
-            if sum(record.file_size for record in archive.infolist()) > path.stat().st_size:
-                return "its records are longer than the file, which torch.save never writes"
+            records = archive.infolist()
+            if sum(record.file_size for record in records) > path.stat().st_size:
+                return True, "its records are longer than the file, which torch.save never writes"
+            if records and not any(record.CRC for record in records):
+                return False, None
             bad = archive.testzip()
     except (zipfile.BadZipFile, zlib.error, OSError, ValueError, EOFError, NotImplementedError, RuntimeError) as e:
-        return str(e)
-    return None if bad is None else f"record {bad} does not match its CRC-32"
+        return True, str(e)
+    return True, None if bad is None else f"record {bad} does not match its CRC-32"

@@ -113,7 +113,7 @@ def _verified(path: AnyPlace, archive: bool | None) -> dict[str, Any]:
         if archive is None:
             findings["checksums"] = False
         elif archive:
-            findings["error"] = _damage_of_archive(path)
+            findings["checksums"], findings["error"] = _damage_of_archive(path)
         else:
             damaged = _file_damage(path)
             findings["checksums"] = damaged is not None
@@ -143,8 +143,8 @@ def _header(path: AnyPlace) -> bytes:
         return file.read(min(int.from_bytes(file.read(8), "little"), _LONGEST_HEADER))
 
 
-def _damage_of_archive(path: AnyPlace) -> str | None:
-    """Returns what is wrong with an archive of torch's; ``None`` if all of its records match their checksums."""
+def _damage_of_archive(path: AnyPlace) -> tuple[bool, str | None]:
+    """As :func:`~tensorferry.cli.intact.damage_of_archive`, in a store as well."""
     from .. import copying
     from ..intact import damage_of_archive
     from ..places import CheckpointKind, Place
