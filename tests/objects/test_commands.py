@@ -266,6 +266,20 @@ def published():
     transport.shutdown()
 
 
+def test_folders_in_a_checkpoint_of_megatrons_are_not_left_out_of_a_copy(server, tmp_path, capsys):
+    folder = tmp_path / "zarr"
+    (folder / "rows").mkdir(parents=True)
+    (folder / "metadata.json").write_text('{"sharded_backend": "zarr", "sharded_backend_version": 1}')
+    (folder / "rows/.zarray").write_text("{}")
+    torch.save({}, folder / "common.pt")
+    assert run(["copy", str(folder), server.place]) == 2
+    assert "has folders in it ('rows' for one)" in capsys.readouterr().err
+    assert not objects(server.url, server.prefix)
+    put_folder(server.url, folder, server.prefix)
+    assert run(["copy", server.place, str(tmp_path / "back")]) == 2
+    assert "has folders in it ('rows' for one)" in capsys.readouterr().err
+
+
 def test_a_bucket_is_a_folder_and_no_file(server, published, tmp_path, monkeypatch, capsys):
     torch.save(state(2), tmp_path / "a.pt")
     with Gateway(server.url) as between:

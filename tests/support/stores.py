@@ -119,9 +119,9 @@ def uploads(url: str, prefix: str) -> list[str]:
 
 
 def put_folder(url: str, folder: Path, prefix: str) -> None:
-    """Copies the files of a folder into the bucket."""
-    for path in folder.iterdir():
-        client(url).put_object(Bucket=BUCKET, Key=f"{prefix}/{path.name}", Body=path.read_bytes())
+    """Copies the files of a folder, and of those in it, into the bucket."""
+    for path in filter(Path.is_file, folder.rglob("*")):
+        client(url).put_object(Bucket=BUCKET, Key=f"{prefix}/{path.relative_to(folder)}", Body=path.read_bytes())
 
 
 #: What a gateway does with a request: ``None`` passes it on; a status and a body are the answer; ``"stall"`` never

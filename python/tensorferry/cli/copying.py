@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .._native import _file_damage, _file_header
+from .._validate import brief
 from ..dcp import marker
 from ..errors import CorruptCheckpoint, IncompleteCheckpoint, InvalidArgument
 from ..storage import commits
@@ -19,7 +20,7 @@ from ..storage.objects.place import ObjectPlace
 from ..storage.pending import pending
 from ..storage.places import AnyPlace
 from ..storage.settled import read_settled
-from ..storage.whole_files import is_file, listed
+from ..storage.whole_files import is_file, listed, subfolders
 from .places import CheckpointKind, Place
 
 #: What is one file and not a folder.
@@ -108,6 +109,7 @@ def _files_of(place: Place) -> _Files:
 
     Raises:
         IncompleteCheckpoint: a file is missing
+        InvalidArgument: it is a checkpoint of Megatron with folders in it
         TensorferryError: the folder or its index cannot be read
     """
     folder = place.path
@@ -121,6 +123,11 @@ def _files_of(place: Place) -> _Files:
         more = [name for name in (marker.NAME, "metadata.json", "common.pt") if name in there]
         return _Files([*names, *more, INDEX], names, index)
     indexes = [name for name in (marker.NAME, "model.safetensors.index.json") if is_file(folder / name)]
+    if place.kind is CheckpointKind.MEGATRON and not indexes and (below := subfolders(folder)):
+        # Of the backend zarr, arrays are folders.
+        raise InvalidArgument(
+            f"{folder} has folders in it ({brief(below[0])} for one), and this copies files alone: convert it first"
+        )
     theirs = read_index(folder / indexes[-1]) if indexes else None
     files = [name for name in listed(folder) if name not in indexes and is_file(folder / name)]
     return _Files([*files, *indexes], {}, theirs)
