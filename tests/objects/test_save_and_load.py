@@ -250,8 +250,9 @@ def test_a_save_that_goes_on_has_a_deadline_of_its_own(server):
         planner = DefaultSavePlanner()
         planner.set_up_planner({"w": torch.ones(3)}, is_coordinator=True)
         plan = writer.prepare_local_plan(planner.create_local_plan())
+        plans, metadata = planner.create_global_plan([plan])
+        (plan,) = writer.prepare_global_plan(plans)
         results = writer.write_data(plan, planner).value()
-        (plan,), metadata = planner.create_global_plan([plan])
         writer._running.save.path.end()
         if goes_on:
             writer.go_on()
