@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from .._native import _file_damage, _file_header
+from .._native import _file_header
 from .._validate import brief
 from ..dcp import marker
 from ..errors import CorruptCheckpoint, IncompleteCheckpoint, InvalidArgument
@@ -21,6 +21,7 @@ from ..storage.pending import pending
 from ..storage.places import AnyPlace
 from ..storage.settled import read_settled
 from ..storage.whole_files import is_file, listed, subfolders
+from .intact import require_undamaged
 from .places import CheckpointKind, Place
 
 #: What is one file and not a folder.
@@ -99,7 +100,7 @@ class _Files:
         header = self.headers.get(path.name)
         if header is not None and _file_header(path) != header:
             raise CorruptCheckpoint(f"{name}: it is not the file that the index names")
-        _check(path, name)
+        require_undamaged(path, name=name)
 
 
 def _files_of(place: Place) -> _Files:
@@ -150,7 +151,7 @@ def _download(place: Place, target: Path, *, verify: bool) -> int:
         return _copy_folder(place, lambda *files: download_folder(source, target, *files), verify=verify)
     nbytes = download_file(source, target)
     if verify and place.kind is CheckpointKind.CONTAINER:
-        _check(target, source)
+        require_undamaged(target, name=source)
     return nbytes
 
 
@@ -161,10 +162,5 @@ def _upload(place: Place, target: ObjectPlace, *, verify: bool) -> int:
         return _copy_folder(place, lambda *files: upload_folder(source, target, *files), verify=verify)
     refuse_taken(target, file=True)
     if verify and place.kind is CheckpointKind.CONTAINER:
-        _check(source, source)
+        require_undamaged(source)
     return upload_new(target, source)
-
-
-def _check(path: Path, name: AnyPlace) -> None:
-    if damaged := _file_damage(path):
-        raise CorruptCheckpoint(f"{name} is damaged at {len(damaged)} places: see tensorferry verify")

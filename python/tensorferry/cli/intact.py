@@ -8,6 +8,7 @@ from typing import Any
 from .._native import _file_damage
 from ..errors import CorruptCheckpoint, IncompleteCheckpoint
 from ..storage.folder import Index, missing_files, read_index
+from ..storage.places import AnyPlace
 from .leaves import distributed
 
 
@@ -26,12 +27,13 @@ def files_of_ranks(folder: Any) -> tuple[Index, list[Any]]:
     return index, [folder / name for name in distributed.checked_files(folder, names, index.commit)]
 
 
-def require_undamaged(path: Path, *, archive: bool = False) -> Path:
+def require_undamaged(path: Path, *, archive: bool = False, name: AnyPlace | None = None) -> Path:
     """Returns ``path``, after comparing the file with its checksums, if it has some.
 
     Args:
         path: the file
         archive: it is a ``torch.save`` file, and no container
+        name: what messages call it, if it is a copy
 
     Raises:
         CorruptCheckpoint: it does not match them
@@ -40,9 +42,9 @@ def require_undamaged(path: Path, *, archive: bool = False) -> Path:
     if archive:
         _, what = damage_of_archive(path)
         if what is not None:
-            raise CorruptCheckpoint(f"{path} is damaged: {what}")
+            raise CorruptCheckpoint(f"{name or path} is damaged: {what}")
     elif damaged := _file_damage(path):
-        raise CorruptCheckpoint(f"{path} is damaged at {len(damaged)} places: see tensorferry verify")
+        raise CorruptCheckpoint(f"{name or path} is damaged at {len(damaged)} places: see tensorferry verify")
     return path
 
 

@@ -300,7 +300,7 @@ def _visit(node: Node, path: tuple[str, ...], keys: dict[str, str], places: list
         places.append((node, path))
         return
     pairs = node[2] if type(node) is list and node[0] == "d" else ()
-    same = Counter(keys.get(str(key[1])) for key, _ in pairs if type(key) is list)
+    same = Counter(keys.get(str(key[1])) for key, _ in pairs if type(key) is list) if pairs else {}
     for step, key, child in children(node):
         if step == "key" and type(key) is list:
             text = keys.get(str(key[1]))
