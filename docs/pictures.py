@@ -1,7 +1,7 @@
 """Draws the pictures of the documentation, docs/pictures/*.svg, from the text below: ``python docs/pictures.py``.
 
 They are SVG and not a fenced diagram, because the site must show them without a network, and the package index the
-README's. ``tests/project/test_pictures.py`` checks that the files are what this draws.
+README's.
 """
 
 from __future__ import annotations

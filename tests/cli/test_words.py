@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import signal
@@ -221,16 +220,6 @@ def test_completion_is_printed_and_nothing_is_installed(
         assert all(verb in done.out for verb in app.VERBS)
     assert run("--install-completion").status == exits.USAGE
     assert os.listdir(tmp_path) == []
-
-
-@pytest.mark.parametrize("verb", app.VERBS)
-def test_help_fills_its_lines(verb: str, monkeypatch: pytest.MonkeyPatch, run: Callable[..., Any]) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    lines = run(verb, "--help").out.splitlines()
-    words = lines[: next((n for n, line in enumerate(lines) if line.startswith("╭")), len(lines))]
-    for line, after in itertools.pairwise(words):
-        if line.strip() and after.strip() and not line.startswith("Usage"):
-            assert len(line.rstrip()) + 1 + len(after.split()[0]) > 80, (line, after)
 
 
 class TestShards:

@@ -14,7 +14,6 @@ import torch
 
 import tensorferry
 from documents import DOCUMENTS, PAGES, ROOT, blocks, run
-from tensorferry import errors
 from tensorferry.cli import app as cli_app
 from tensorferry.cli import exits
 
@@ -56,62 +55,6 @@ def test_links_lead_somewhere(document: str):
             assert not document.startswith("docs/") or place.is_relative_to(ROOT / "docs"), target
         assert place.exists(), target
         assert not anchor or anchor in anchors(place), target
-
-
-def test_the_readme_is_short():
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
-
-
-def test_the_table_of_the_readme_can_be_checked_by_eye():
-    tables = [
-        re.search(
-            r"^<!-- figures heal: begin -->\n(.*?)^<!-- figures heal: end -->", (ROOT / page).read_text(), re.M | re.S
-        )[1]
-        for page in ("README.md", "docs/index.md")
-    ]
-    assert tables[0] == tables[1]
-    rows = [line.strip("|").split("|") for line in tables[0].splitlines()[2:]]
-    assert 1 <= len(rows) <= 8
-    for _, theirs, *ours in rows:
-        for ms, ratio in zip(ours[::2], ours[1::2], strict=True):
-            assert f"{float(theirs) / float(ms):.1f}" == ratio.strip()
-
-
-def test_the_log_line_of_a_receive_is_the_one_that_is_explained():
-    [shown] = re.findall(r"^received step .*$", (ROOT / "docs/guides/slow-heal.md").read_text(), re.MULTILINE)
-    source = re.sub(r'"\n +"', "", (ROOT / "python/tensorferry/net/report.py").read_text())
-    [written] = re.findall(r'"(received step .*%s)"', source)
-    shown = (
-        shown.replace("HERE <- THERE", "ROUTES")
-        .replace("WITHOUT", "with")
-        # Either of them may be one.
-        .replace("LANES lanes", "LANES")
-        .replace("RETRIES retries", "RETRIES")
-        .replace(", FOUND of OFFERED tensors in place", "")
-    )
-    written = written.replace("%s TLS, %s a secret", "with TLS, with a secret")
-    assert re.sub(r"\b[A-Z]{4,}\b", "%", shown) == re.sub(r"%[.\d]*[df]|%s(?!\Z)", "%", written).removesuffix("%s")
-
-
-def test_every_error_has_a_cause_and_a_remedy():
-    text = (ROOT / "docs/reference/errors.md").read_text()
-    rows = re.findall(r"^\| `(\w+)` \|([^|]*)\| [^|]+ \| [^|]+ \|$", text, re.MULTILINE)
-    assert sorted(name for name, _ in rows) == sorted(errors.__all__)
-    for name, also in rows:
-        bases = {base.__name__ for base in getattr(errors, name).__mro__}
-        assert {base.rpartition(".")[2] for base in re.findall(r"`([\w.]+)`", also)} <= bases, name
-
-
-def test_the_start_page_links_each_page():
-    text = (ROOT / "docs/index.md").read_text()
-    others = [page.removeprefix("docs/") for page in PAGES if page != "docs/index.md"]
-    assert [page for page in others if f"]({page})" not in text] == []
-
-
-def test_the_readme_begins_with_the_swap():
-    code = [block.code for block in blocks("python") if block.document == "README.md"]
-    assert code[0].startswith("from tensorferry import HTTPTransport")
-    assert any("recv_checkpoint" in c for c in code)
 
 
 def test_the_swap_line_is_the_import_of_torchft(tmp_path: Path):
@@ -215,31 +158,6 @@ VARIABLES = {
     for file in (ROOT / "python").rglob("*.py")
     for name in re.findall(r"TENSORFERRY_[A-Z_]*[A-Z]", file.read_text())
 }
-
-
-def test_no_two_examples_save_into_one_folder():
-    found = [
-        (match[1], path.name)
-        for path in (ROOT / "examples/frameworks").glob("*.py")
-        if (match := re.search(r'^CHECKPOINTS = Path\("(.+)"\)$', path.read_text(), re.MULTILINE))
-    ]
-    assert len(found) > 1
-    assert len({folder for folder, _ in found}) == len(found), found
-
-
-def test_every_example_shows_what_is_logged():
-    scripts = [*(ROOT / "examples").glob("*/*.py")]
-    shows = {
-        path.relative_to(ROOT / "examples").as_posix() for path in scripts if "logging.basicConfig(" in path.read_text()
-    }
-    begins = {
-        path.relative_to(ROOT / "examples").as_posix()
-        for path in scripts
-        if "__main__" in path.read_text()
-        and "tensorferry" in re.sub(r'""".*?"""', "", path.read_text(), flags=re.DOTALL)
-    }
-    # The stories of make demo, make demo-fleet and make demo-restart start others, and tell what happens themselves.
-    assert begins - shows <= {"heal/fleet_story.py", "heal/story.py", "restart/story.py"}
 
 
 @functools.cache

@@ -81,21 +81,6 @@ ENGINE: dict[str, frozenset[str]] = {
     "file": frozenset({"error", "cancel", "memory", "payload"}),
 }
 
-#: What the engine must not know: the names, methods and keywords of what is built on it. It says what has happened; the
-#: binding says what its users can do about it.
-WORDS_OF_DOORS = re.compile(
-    r"(?i:torchft|\bdcp\b|\bstock\b|transport|state_dict|_checkpoint\b)|TENSORFERRY_"
-    r"|\b(?:secret|tls|snapshot|timeout|interface|advertise|bind|same_host|max_bandwidth|reuse_bytes|num_chunks)="
-)
-
-
-#: What the rooms of the package must not say in messages: bare names of one door's classes, methods and keywords, since
-#: it may be another door that shows the message. Where users can go is named in full: ``tensorferry.dcp.FileReader``.
-WORDS_OF_ONE_DOOR = re.compile(
-    r"(?<![.\w])(?:HTTPTransport|(?:File|Peer)(?:Reader|Writer)|\w*Checkpointer)\b|\b(?:this|a) transport\b"
-    r"|\b(?:recv|send|allow|disallow)_checkpoint\b|\b(?:state_dict|snapshot|reuse_bytes|num_chunks)="
-)
-
 
 class Language(NamedTuple):
     """One tree of sources with its rooms.
@@ -374,67 +359,3 @@ def test_all_unsafe_code_of_the_binding_is_in_one_room(tmp_path: Path) -> None:
     (tmp_path / "runtime.rs").write_text("// unsafe is not meant here\nfn f() { unsafe { g() } }\n")
     (tmp_path / "errors.rs").write_text("// unsafe is not meant here\n")
     assert files_with_unsafe_code(tmp_path) == {"runtime.rs"}
-
-
-def words_of_doors(text: str) -> list[str]:
-    """Returns the lines of a source of the engine, comments included, that speak of what is built on it."""
-    return [line.strip() for line in text.splitlines() if WORDS_OF_DOORS.search(line)]
-
-
-def test_the_engine_does_not_speak_of_doors() -> None:
-    spoken = {
-        str(path.relative_to(CORE.root)): lines
-        for path in CORE.root.rglob("*.rs")
-        if (lines := words_of_doors(path.read_text()))
-    }
-    assert spoken == {}
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        '"change the state only after disallow_checkpoint() has returned"',
-        '"send from a private copy: snapshot=\\"copy\\""',
-        '"it was started without one (secret=, or a file)"',
-        '"set TENSORFERRY_SECRET"',
-        '"the source is a stock server"',
-        "// As torchft says it.",
-        '"this transport is shut down"',
-        '(key == "dcp").then(index)',
-    ],
-)
-def test_a_word_of_a_door_is_found(line: str) -> None:
-    assert words_of_doors(f"fn f() {{\n    {line}\n}}") == [line]
-
-
-def words_of_one_door(text: str) -> list[str]:
-    """Returns the texts of a module, docstrings left out, that name one door as if all users came by it."""
-    nodes = list(ast.walk(ast.parse(text)))
-    docstrings = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
-    texts = [node for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
-    return [node.value for node in texts if id(node) not in docstrings and WORDS_OF_ONE_DOOR.search(node.value)]
-
-
-def test_no_room_of_the_package_speaks_of_one_door() -> None:
-    below = {*ROOMS, *GROUND} - {"_native"}
-    paths = {names: path for names, path in python_modules(PACKAGE.root).items() if names and names[0] in below}
-    assert len(paths) > 60
-    spoken = {".".join(names): words for names, path in paths.items() if (words := words_of_one_door(path.read_text()))}
-    assert spoken == {}
-
-
-@pytest.mark.parametrize(
-    ("text", "is_found"),
-    [
-        ("pass safe_globals=[a.B] to HTTPTransport", True),
-        ("until recv_checkpoint has returned", True),
-        ("state_dict= gave {}, which has no tensors", True),
-        ("load it with a PeerReader", True),
-        ("this transport has tls=True", True),
-        ("load it with tensorferry.dcp.PeerReader", False),
-        ("pass safe_globals=[a.B] to what loads it", False),
-    ],
-)
-def test_a_message_that_speaks_of_one_door_is_found(text: str, is_found: bool) -> None:
-    module = f'def f(x):\n    """As in HTTPTransport."""\n    raise ProtocolError(f"{{x}}: {text.format("3")}")'
-    assert bool(words_of_one_door(module)) == is_found
