@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import fcntl
 import os
+import re
 import resource
 import shutil
 import signal
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -22,6 +25,7 @@ from tensorferry.checkpointing import (
     AsyncCheckpointer,
     SyncCheckpointer,
     handover,
+    writer,
     writer_process,
 )
 from tensorferry.errors import (
@@ -394,6 +398,72 @@ def test_a_save_that_no_writer_has_accepted_yet_is_given_to_a_new_one(opened, tm
     assert writer_of(checkpointer) != first
 
 
+HANGS = """
+import time
+from tensorferry.checkpointing import writer_process
+writer_process.perform = lambda *_: time.sleep(1000)
+"""
+
+
+@pytest.mark.waits
+@pytest.mark.parametrize("how", ["stopped before it accepts", "stopped while it writes", "hangs in a write", "cannot end"])
+def test_a_writer_without_a_sign_of_life_is_given_up_and_saving_goes_on(how, opened, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(writer, "_LEAST_S", 2.0)
+    with monkeypatch.context() as patched:
+        if how in ("hangs in a write", "cannot end"):
+            patched.setattr(writer, "_PROGRAM", writer._PROGRAM.replace("main(", HANGS + "main(", 1))
+        checkpointer = opened(patience=2)
+    first = writer_of(checkpointer)
+    if how == "cannot end":
+        # As a process that waits for a disk, which no signal ends.
+        monkeypatch.setattr(writer, "_GONE_S", 0.1)
+        monkeypatch.setattr(checkpointer._saver.writer._child._process, "kill", lambda: None)
+    if how == "stopped before it accepts":
+        os.kill(first, signal.SIGSTOP)
+    futures = [checkpointer.save(tmp_path / str(n), state_of(n, 256 if n == 0 else 1)) for n in range(2)]
+    if how == "stopped while it writes":
+        futures[0][0].result(WAIT_S)
+        os.kill(first, signal.SIGSTOP)
+    saved = ThreadPoolExecutor().submit(checkpointer.save, tmp_path / "2", state_of(2))
+    try:
+        saved.result(WAIT_S)[1].result(WAIT_S)
+        outcomes = [written.exception(WAIT_S) for _, written in futures]
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(first, signal.SIGKILL)
+    assert is_whole(tmp_path / "2", 2)
+    assert writer_of(checkpointer) != first
+    if how == "stopped before it accepts":
+        assert outcomes == [None, None]
+        assert [is_whole(tmp_path / str(n), n) for n in range(2)] == [True, True]
+    else:
+        says = "since it waits for a disk" if how == "cannot end" else "was ended by signal 9"
+        for outcome in outcomes if how != "stopped while it writes" else outcomes[:1]:
+            assert isinstance(outcome, WriterLost)
+            assert re.search(rf"pid {first}\) showed no sign of life .* {says}", str(outcome))
+
+
+@pytest.mark.waits
+def test_close_does_not_wait_for_a_stopped_writer_without_end(opened, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(writer, "_LEAST_S", 1.0)
+    checkpointer = opened()
+    checkpointer.save(tmp_path / "a", state_of(1))[1].result(WAIT_S)
+    with stopped(writer_of(checkpointer)):
+        ThreadPoolExecutor().submit(checkpointer.close).result(WAIT_S)
+
+
+@pytest.mark.waits
+def test_a_writer_that_works_for_longer_than_the_patience_is_waited_for(opened, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(writer, "_LEAST_S", 2.0)
+    works = HANGS.replace("time.sleep(1000)", "[sum(range(10000)) or time.sleep(0.2) for _ in range(30)] and 1 / 0")
+    with monkeypatch.context() as patched:
+        patched.setattr(writer, "_PROGRAM", writer._PROGRAM.replace("main(", works + "main(", 1))
+        checkpointer = opened(patience=1)
+    _, written = checkpointer.save(tmp_path / "a", state_of(1))
+    with pytest.raises(TensorferryError, match="division by zero"):
+        written.result(WAIT_S)
+
+
 def test_a_writer_that_is_killed_while_idle_is_replaced(opened, tmp_path) -> None:
     checkpointer = opened()
     for n in range(3):
@@ -414,8 +484,6 @@ def test_a_writer_that_is_asked_to_end_writes_what_it_has_accepted(opened, tmp_p
 
 
 def test_a_writer_that_cannot_start_says_why(tmp_path, monkeypatch) -> None:
-    from tensorferry.checkpointing import writer
-
     monkeypatch.setattr(writer, "_PROGRAM", "raise RuntimeError('no such module')")
     checkpointer = AsyncCheckpointer()
     _, written = checkpointer.save(tmp_path / "a", state_of(1))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import select
 import socket
 import subprocess
 import sys
@@ -27,6 +28,8 @@ logger = logging.getLogger("tensorferry")
 
 #: Seconds in which a process whose socket is closed has to be gone; after that it is killed.
 _GONE_S = 5.0
+#: Seconds between two looks at a process, and for how many at least one without a sign of life is waited for.
+_LOOK_S, _LEAST_S = 1.0, 10.0
 #: How often a state is handed over, to one process after the other, until one accepts it.
 _ATTEMPTS = 2
 #: Longest text of a process that failed, in bytes.
@@ -134,7 +137,7 @@ class Writer:
                     return
             raise SystemRefused(f"the process that writes checkpoints cannot be reached: {lost}") from lost
 
-    def _lost(self, delivery: Delivery, error: WriterLost) -> None:
+    def _lost(self, delivery: Delivery, error: WriterLost, silent: bool) -> None:
         """Hands a state over again whose process has ended before it accepted it, or ends its save with ``error``."""
         if delivery.given is not None and delivery.attempts < _ATTEMPTS:
             try:
@@ -143,8 +146,10 @@ class Writer:
                 error.add_note(f"Another process could not take its place: {e}")
             else:
                 return
-        # Not what the process has committed in its last moment.
-        abandon(delivery.order.path, delivery.order.save, str(error))
+        # Not what the process has committed in its last moment. After silence, the folder may hang as well, and the
+        # other ranks have waited as long for a sign of life.
+        if not silent:
+            abandon(delivery.order.path, delivery.order.save, str(error))
         delivery.done(error)
 
     def close(self, timeout: float | None = None) -> bool:
@@ -210,7 +215,7 @@ class Writer:
 class _Child:
     """One process, and a thread that hears what it says."""
 
-    def __init__(self, lost: Callable[[Delivery, WriterLost], None]) -> None:
+    def __init__(self, lost: Callable[[Delivery, WriterLost, bool], None]) -> None:
         self._left = lost
         if not sys.executable:
             raise SystemRefused("no process can be started: sys.executable is empty; set it to the path of Python")
@@ -301,10 +306,14 @@ class _Child:
     def _listen(self) -> None:
         """Reads what the process says until it has ended; then reports the deliveries that it did not confirm as lost.
 
-        A process that refuses what it is sent, or says what is no message, is given up in the same way.
+        A process that refuses what it is sent, says what is no message, or shows no sign of life, is given up in the
+        same way.
         """
         why: Exception | None = None
         while True:
+            if silent := self._is_silent():
+                self._process.kill()
+                break
             try:
                 message = handover.receive(self._sock)
             except (OSError, TensorferryError) as e:
@@ -319,12 +328,33 @@ class _Child:
         with self._lock:
             self.takes = False
             left, self._unconfirmed = list(self._unconfirmed.values()), {}
-        lost = self._lost(why)
+        lost = self._lost(why, silent)
         self._sock.close()
         os.close(self._said)
         self.ended = True
         for delivery in left:
-            self._left(delivery, lost)
+            self._left(delivery, lost, silent)
+
+    def _is_silent(self) -> bool:
+        """Waits until the process says something; returns true if it shows no sign of life for too long.
+
+        One that has nothing to do may be silent, until it is told to end. Looks are counted, instead of time: a machine
+        that was suspended has not waited.
+        """
+        poll = select.poll()
+        poll.register(self._sock, select.POLLIN)
+        looks, seen = 0, None
+        while not poll.poll(_LOOK_S * 1000):
+            with self._lock:
+                patience = max([_LEAST_S, *(one.order.options.patience for one in self._unconfirmed.values())])
+                is_idle = self.takes and not self._unconfirmed
+            # The process touches it while it works.
+            signs = os.fstat(self._said).st_mtime_ns
+            looks = 0 if is_idle or signs != seen else looks + 1
+            seen = signs
+            if looks * _LOOK_S > patience:
+                return True
+        return False
 
     def _handle(self, message: Message) -> None:
         """Passes on what the process says of a delivery: that it has accepted it, or how the save went."""
@@ -341,23 +371,34 @@ class _Child:
         if delivery is not None:
             delivery.done(message.fields if message.kind == "written" else _error(message.fields))
 
-    def _lost(self, why: Exception | None) -> WriterLost:
+    def _lost(self, why: Exception | None, silent: bool) -> WriterLost:
         """Returns the error that says how the process has ended, and ``why`` if that is known.
 
         Waits for its end; a process that takes too long is killed.
         """
-        try:
-            code = self._process.wait(_GONE_S)
-        except subprocess.TimeoutExpired:
+        code = self._ended_with()
+        if code is None:
             # It has closed its socket, or says what is no message: nobody can hear from it any more.
             self._process.kill()
-            code = self._process.wait()
-        how = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
+            code = self._ended_with()
+        if code is None:
+            how = "does not end although it was killed, since it waits for a disk or a file server,"
+        else:
+            how = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        if silent:
+            how = f"showed no sign of life for longer than patience= allows, and {how}"
         output = os.pread(self._said, 1 << 20, 0)[-_LONGEST_TEXT:].decode(errors="replace").strip()
         text = f"the process that writes checkpoints (pid {self.pid}) {how} before it had confirmed this save"
         if why is not None:
             text = f"{text}: {why}"
         return WriterLost(f"{text}. It said: {output}" if output else text)
+
+    def _ended_with(self) -> int | None:
+        """Waits for the end of the process; returns its exit code, ``None`` if it goes on."""
+        try:
+            return self._process.wait(_GONE_S)
+        except subprocess.TimeoutExpired:
+            return None
 
 
 def _started(sock: int, said: int) -> subprocess.Popen[bytes]:

@@ -31,7 +31,9 @@ import queue
 import select
 import signal
 import socket
+import sys
 import threading
+import time
 from typing import Any
 
 from .. import errors
@@ -46,6 +48,8 @@ logger = logging.getLogger("tensorferry")
 _NICE = 10
 #: Seconds after which it looks whether the trainer is still there: a forked child may hold the trainer's socket open.
 _LOOK_S = 1.0
+#: Nanoseconds of work of the other threads, between two looks, that are a sign of life.
+_WORK_NS = 100_000
 #: Longest text of an error, in bytes of what is sent.
 _LONGEST_TEXT = 8000
 
@@ -57,6 +61,7 @@ class _Process:
         self._sock, self._trainer = sock, trainer
         self._orders: queue.SimpleQueue[tuple[Order, Handover] | None] = queue.SimpleQueue()
         self._sending = threading.Lock()
+        self._worked_ns = 0
 
     def run(self) -> None:
         """Accepts states until the trainer sends no more or is gone; another thread writes them meanwhile."""
@@ -86,6 +91,7 @@ class _Process:
             if not poll.poll(_LOOK_S * 1000):
                 if os.getppid() != self._trainer:
                     return None
+                self._show_life()
                 continue
             try:
                 message = handover.receive(self._sock)
@@ -100,6 +106,17 @@ class _Process:
                 return None
             self._tell("accepted", save_id=order.save.save)
             return order, message
+
+    def _show_life(self) -> None:
+        """Touches the file of what this process says, at whose time the trainer looks, if other threads have worked.
+
+        One that waits for a disk or a file server without end does not.
+        """
+        worked = time.process_time_ns() - time.thread_time_ns()
+        if worked > self._worked_ns + _WORK_NS:
+            self._worked_ns = worked
+            with contextlib.suppress(OSError):
+                os.utime(sys.stderr.fileno())
 
     def _work(self) -> None:
         """Writes the accepted states one after the other, and tells the trainer how each went."""
