@@ -68,19 +68,22 @@ def test_a_failed_write_is_told_by_its_own_future_and_saving_goes_on(opened, tmp
     checkpointer.close()
 
 
-def test_a_failure_nobody_has_looked_at_is_raised_once_by_the_next_save(opened, tmp_path) -> None:
+def test_a_failure_nobody_has_looked_at_is_logged_by_the_next_save_which_saves_and_raised_by_close(
+    opened, tmp_path, caplog
+) -> None:
     checkpointer = opened()
     (tmp_path / "file").write_text("")
-    _, written = checkpointer.save(tmp_path / "file" / "a", state_of(1))
-    concurrent.futures.wait([written], WAIT_S)
-    with pytest.raises(SystemRefused, match="cannot be created"):
-        checkpointer.save(tmp_path / "b", state_of(2))
-    assert not (tmp_path / "b").exists()
-    checkpointer.save(tmp_path / "c", state_of(3))[1].result(WAIT_S)
-    assert is_whole(tmp_path / "c", 3)
-    checkpointer.save(tmp_path / "file" / "a", state_of(1))
-    with pytest.raises(SystemRefused, match="cannot be created"):
+    for name in "ab":
+        _, written = checkpointer.save(tmp_path / "file" / name, state_of(1))
+        concurrent.futures.wait([written], WAIT_S)
+    for n in range(2):
+        checkpointer.save(tmp_path / str(n), state_of(n))[1].result(WAIT_S)
+        assert is_whole(tmp_path / str(n), n)
+    said = [record.message for record in caplog.records]
+    assert ["cannot be created" in one and "nobody has asked its future" in one for one in said] == [True, True]
+    with pytest.raises(SystemRefused, match="cannot be created") as raised:
         checkpointer.close()
+    assert ["A further save has failed" in note for note in raised.value.__notes__] == [True]
     checkpointer.close()
 
 
@@ -105,7 +108,8 @@ def test_a_failure_nobody_has_looked_at_is_logged_at_the_end(tmp_path, caplog) -
     concurrent.futures.wait([written], WAIT_S)
     checkpointer._saver.finish_at_exit(time.monotonic() + WAIT_S)
     assert ["cannot be created" in record.message for record in caplog.records] == [True]
-    checkpointer.close()
+    with pytest.raises(SystemRefused, match="cannot be created"):
+        checkpointer.close()
     os.waitpid(pid, 0)
 
 

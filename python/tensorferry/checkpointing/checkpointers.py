@@ -330,8 +330,8 @@ class AsyncCheckpointer(_Checkpointer):
         Returns:
             Two futures of ``None``. When the first is done, the state may change, and the save is accepted. When the
             second is done, the checkpoint is on the disk, and committed by a rename. A failure is raised by the second
-            one, by the first if that was not done yet, and by the next call of ``save`` if nobody has read the second
-            one's result by then.
+            one, and by the first if that was not done yet. If nobody has read the second one's result, the next call of
+            ``save`` logs the failure, and saves, and :meth:`close` raises it.
 
         Raises:
             InvalidArgument: what is the path and what the state cannot be told apart, ``path`` or ``step`` cannot be
@@ -340,7 +340,7 @@ class AsyncCheckpointer(_Checkpointer):
             TransportClosed: it was closed, or the interpreter is exiting
             ForkedProcess: this is a forked child
             TensorferryError: the state cannot be copied
-            Exception: the error of an earlier save, see above: then nothing is saved
+            Exception: what a device reports when it copies
         """
         path, state, options = state_and_path("save", args, kwargs)
         if options:

@@ -11,9 +11,14 @@ if TYPE_CHECKING:
 
 
 class SaveFuture(Future[Any]):
-    """A standard future that notes whether it has told anyone how the save went."""
+    """A standard future that notes whether it has told anyone how the save went.
 
-    seen = False
+    Attributes:
+        seen: whether somebody has read its outcome
+        is_logged: whether the log has its error
+    """
+
+    seen = is_logged = False
 
     def result(self, timeout: float | None = None) -> Any:
         """As for ``Future``."""
@@ -30,7 +35,12 @@ class SaveFuture(Future[Any]):
     @property
     def is_settled(self) -> bool:
         """Whether its outcome needs no further report: it succeeded, or somebody has read its error."""
-        return self.done() and (self.seen or super().exception() is None)
+        return self.done() and (self.seen or self.failure is None)
+
+    @property
+    def failure(self) -> BaseException | None:
+        """The error of one that is done, which this does not count as read."""
+        return super().exception()
 
 
 class Staged(SaveFuture):
@@ -44,8 +54,3 @@ class Staged(SaveFuture):
     def __init__(self, snapshot: StateSnapshot, stager: SharedStager) -> None:
         super().__init__()
         self.snapshot, self.stager = snapshot, stager
-
-    @property
-    def failure(self) -> BaseException | None:
-        """Why the copy could not be made, once it is done."""
-        return Future.exception(self)

@@ -92,8 +92,7 @@ class Saver:
                 signal handler, a ``__del__`` or a callback calls it in the middle of a save of the same thread; or a
                 callback of a future calls it that would have to wait
             TensorferryError: the state cannot be copied
-            Exception: what a device reports when it copies; or the error of an earlier save, at whose future nobody has
-                looked: then nothing is saved, and the next call saves again
+            Exception: what a device reports when it copies
         """
         return self._begin(path, step, lambda: (self._stage(state), None))
 
@@ -120,18 +119,17 @@ class Saver:
                 f"{folder}: a keeper holds what is saved into folders: save to a store with a checkpointer without one"
             )
         step = None if step is None else _validate.step_number(step)
+        self._log_failures()
         with self._alone():
             order = Order(folder, self._ranks.new_save(step, folder, self._begun(folder)), self._options)
             try:
-                self._raise_unseen()
                 snapshot, staged = stage()
             except BaseException as e:
                 if order.save.world_size > 1:
                     abandon(folder, order.save, f"{type(e).__name__}: {e}")
                 raise
             save = _Save(order, snapshot, self._stager if staged is None else staged.stager, self._turns)
-            self._writes = [write for write in self._writes if not write.is_settled]
-            self._writes.append(save.written)
+            self._writes = [*(write for write in self._writes if not write.is_settled), save.written]
             if staged is not None:
                 staged.add_done_callback(lambda _: self._hand_over_or_abandon(save, staged.failure))
             elif snapshot.is_complete:
@@ -185,7 +183,7 @@ class Saver:
             self._keeper.close()
         # Not before: after a Ctrl-C, the next call goes on from here.
         self._is_closed = True
-        self._raise_unseen()
+        self._raise_failures()
 
     def _stage(self, state: Any) -> StateSnapshot:
         """Waits for a turn, and copies the state; if memory is short, waits until others give some back."""
@@ -295,14 +293,26 @@ class Saver:
             abandon(save.order.path, save.order.save, f"{type(error).__name__}: {error}")
         save.finish(error if isinstance(error, Exception) else SystemRefused(f"the save was interrupted: {error!r}"))
 
-    def _raise_unseen(self) -> None:
+    def _failures(self) -> list[SaveFuture]:
+        """Returns the futures of failed saves that nobody has looked at."""
+        return [write for write in self._writes if write.done() and not write.is_settled]
+
+    def _raise_failures(self) -> None:
         """Raises the errors of saves whose futures nobody has looked at, each once."""
-        unseen = [write for write in self._writes if write.done() and not write.is_settled]
-        errors = [error for write in unseen if (error := write.exception()) is not None]
+        errors = [error for write in self._failures() if (error := write.exception()) is not None]
         if errors:
             for other in errors[1:]:
                 errors[0].add_note(f"A further save has failed: {type(other).__name__}: {other}")
             raise errors[0]
+
+    def _log_failures(self) -> None:
+        """Logs the errors of saves whose futures nobody has looked at, each once."""
+        for write in self._failures():
+            error = write.failure
+            if error is not None and not write.is_logged:
+                write.is_logged = True
+                name = type(error).__name__
+                logger.error("a save has failed, and nobody has asked its future: %s: %s", name, message_of(error))
 
     def finish_at_exit(self, deadline: float) -> None:
         """Waits for saves until ``deadline``, and leaves those that take longer to the process that writes.
@@ -314,10 +324,7 @@ class Saver:
         self._turns.end()
         if not self._turns.wait_for_all(max(deadline - time.monotonic(), 0.0)):
             logger.warning("the trainer ends before its last checkpoint is written; the process that writes goes on")
-        try:
-            self._raise_unseen()
-        except Exception as e:
-            logger.error("a save has failed, and nobody has asked its future: %s: %s", type(e).__name__, message_of(e))
+        self._log_failures()
         self._writer.detach()
 
 
