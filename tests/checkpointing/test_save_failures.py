@@ -410,7 +410,9 @@ writer_process.perform = lambda *_: time.sleep(1000)
 
 
 @pytest.mark.waits
-@pytest.mark.parametrize("how", ["stopped before it accepts", "stopped while it writes", "hangs in a write", "cannot end"])
+@pytest.mark.parametrize(
+    "how", ["stopped before it accepts", "stopped while it writes", "hangs in a write", "cannot end"]
+)
 def test_a_writer_without_a_sign_of_life_is_given_up_and_saving_goes_on(how, opened, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(writer, "_LEAST_S", 2.0)
     with monkeypatch.context() as patched:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
+from stores import BUCKET, environment, moto, objects
 from tensorferry.dcp import PeerWriter, marker
 from tensorferry.frameworks import installing
 
@@ -54,10 +56,12 @@ def alone(tmp_path):
     dist.destroy_process_group()
 
 
-def manager(folder, value, override=True, **options):
+def manager(folder, value, override=True, files=(), **options):
     root = Root(checkpoint=CheckpointManager.Config(enable=True, interval=1, folder=str(folder), **options))
     if override:
-        lines = apply_overrides(OverrideConfig(imports=[("tensorferry.torchtitan.files", {"threads": 1})]), root)
+        lines = apply_overrides(
+            OverrideConfig(imports=[("tensorferry.torchtitan.files", {"threads": 1, **dict(files)})]), root
+        )
         assert any("tensorferry" in line for line in lines)
     model = torch.nn.Linear(8, 8)
     torch.nn.init.constant_(model.weight, float(value))
@@ -96,6 +100,34 @@ def test_a_job_that_ended_goes_on_from_its_last_step(mode, tmp_path):
     three = manager(tmp_path / "ck", 0)
     assert three._find_load_step() == 1
     assert three.load()
+
+
+def test_a_place_in_a_store_is_saved_and_loaded_with_our_files(monkeypatch):
+    with moto() as url:
+        for name, value in environment(url).items():
+            monkeypatch.setenv(name, value)
+        place = f"s3://{BUCKET}/titan"
+        manager(place, 6, keep_latest_k=0).save(1)
+        assert any("index.safetensors" in key for key in objects(url, "titan/step-1"))
+        two = manager(place, 0, keep_latest_k=0)
+        two.dcp_load(two._states_to_load(model_only=False), f"{place}/step-1", from_hf=False, from_quantized=False)
+        assert value_of(two) == 6
+
+
+class Colour(enum.IntEnum):
+    RED = 1
+
+
+def test_a_class_that_the_command_line_names_is_loaded(tmp_path):
+    manager(tmp_path / "ck", Colour.RED).save(1)
+    with pytest.raises(dcp.CheckpointException, match="not on the allow-list"):
+        manager(tmp_path / "ck", 0).load()
+    named = {"safe_globals": [f"{Colour.__module__}.Colour"]}
+    two = manager(tmp_path / "ck", 0, files=named)
+    assert two.load()
+    assert two.states["train_state"].value is Colour.RED
+    with pytest.raises(ImportError, match="no_such"):
+        manager(tmp_path / "ck", 0, files={"safe_globals": ["no_such.Thing"]})
 
 
 def test_steps_that_torch_has_saved_load_with_the_override(tmp_path):

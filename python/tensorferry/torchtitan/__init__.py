@@ -25,7 +25,7 @@ def files(config: Any, **options: Any) -> Any:
 
     Args:
         config: that configuration; all its fields are kept
-        options: ``threads``, ``cached``, ``trust_pickle``
+        options: ``threads``, ``cached``, ``safe_globals``, ``trust_pickle``
 
     Returns:
         The configuration of a :class:`FileCheckpointManager`.

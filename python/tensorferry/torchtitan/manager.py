@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import pkgutil
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,12 +16,15 @@ from torchtitan.tools.utils import GarbageCollection
 
 from ..dcp.file_reader import FileReader
 from ..dcp.file_writer import FileWriter
+from ..storage.objects import client
+from ..storage.places import is_store_url
 
 
 class FileCheckpointManager(CheckpointManager):  # type: ignore[misc]  # mypy does not follow torchtitan
-    """torchtitan's checkpoint manager, with ``FileWriter`` and ``FileReader`` for folders of this machine.
+    """torchtitan's checkpoint manager, with ``FileWriter`` and ``FileReader`` for folders and object stores.
 
-    Checkpoints of torch's own writer load as before, and so do Hugging Face's and those behind URLs.
+    Checkpoints of torch's own writer load as before, and so do Hugging Face's and those behind other URLs. Without the
+    extra ``objects``, stores are left to torchtitan as well.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -33,11 +37,17 @@ class FileCheckpointManager(CheckpointManager):  # type: ignore[misc]  # mypy do
         cached: bool | None = None
         """Whether large files are written through the page cache, as for ``FileWriter``."""
 
+        safe_globals: list[Any] = field(default_factory=list)
+        """Classes and functions that pickled objects may name besides the default list, or their names, such as
+        ``my.module.Class``."""
+
         trust_pickle: bool = False
         """Let pickled objects name anything, as for ``FileReader``."""
 
     def __init__(self, config: Config, **given: Any) -> None:
-        self._threads, self._cached, self._trusts = config.threads, config.cached, config.trust_pickle
+        named = [pkgutil.resolve_name(one) if isinstance(one, str) else one for one in config.safe_globals]
+        self._options = {"threads": config.threads, "safe_globals": named, "trust_pickle": config.trust_pickle}
+        self._cached = config.cached
         super().__init__(config, **given)
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
@@ -49,14 +59,14 @@ class FileCheckpointManager(CheckpointManager):  # type: ignore[misc]  # mypy do
         enable_garbage_collection: bool = False,
         to_hf: bool = False,
     ) -> Any:
-        """Saves with ``FileWriter``; Hugging Face's format and URLs are left to torchtitan.
+        """Saves with ``FileWriter``; Hugging Face's format and URLs of no store are left to torchtitan.
 
         Returns:
             What ``dcp.save`` or ``dcp.async_save`` returns, by the mode.
         """
-        if to_hf or filesystem.is_remote(checkpoint_id):
+        if to_hf or not _is_place(checkpoint_id):
             return super().dcp_save(state_dict, checkpoint_id, async_mode, enable_garbage_collection, to_hf)
-        writer = FileWriter(checkpoint_id, threads=self._threads, cached=self._cached, trust_pickle=self._trusts)
+        writer = FileWriter(checkpoint_id, cached=self._cached, **self._options)
         if async_mode == AsyncMode.ASYNC:
             saving = dcp.async_save(state_dict, storage_writer=writer, process_group=self.pg)
         elif async_mode == AsyncMode.ASYNC_WITH_PINNED_MEM:
@@ -74,11 +84,15 @@ class FileCheckpointManager(CheckpointManager):  # type: ignore[misc]  # mypy do
         return saving
 
     def dcp_load(self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool) -> None:
-        """Loads with ``FileReader``; Hugging Face's format and URLs are left to torchtitan."""
-        if from_hf or filesystem.is_remote(checkpoint_id):
+        """Loads with ``FileReader``; Hugging Face's format and URLs of no store are left to torchtitan."""
+        if from_hf or not _is_place(checkpoint_id):
             super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
             return
-        reader = FileReader(checkpoint_id, threads=self._threads, trust_pickle=self._trusts)
-        dcp.load(state_dict, storage_reader=reader)
+        dcp.load(state_dict, storage_reader=FileReader(checkpoint_id, **self._options))
         if MODEL in self.states:
             self.states[MODEL].load_state_dict(state_dict)
+
+
+def _is_place(checkpoint_id: str) -> bool:
+    """Whether ``FileWriter`` and ``FileReader`` can take it: a folder, or a place in a store."""
+    return not filesystem.is_remote(checkpoint_id) or (is_store_url(checkpoint_id) and client.is_installed())
