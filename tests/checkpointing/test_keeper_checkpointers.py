@@ -273,8 +273,6 @@ def test_latest_finds_what_was_never_written_through_a_link(folder, tmp_path):
 
 
 def test_arguments_are_checked(folder):
-    with pytest.raises(InvalidArgument, match="keeper= goes without"):
-        make_sync_checkpointer(keeper="default", barrier=object())
     with pytest.raises(InvalidArgument, match="name must be"):
         make_async_checkpointer(keeper="../x")
     assert not folder.exists()

@@ -20,7 +20,7 @@ from leaf import Leaf
 from leaves import CATALOGUE
 from tensorferry import HTTPTransport
 from tensorferry._native import Stored
-from tensorferry.checkpointing import CheckpointReader, SyncCheckpointer, latest_checkpoint, load_file, loading
+from tensorferry.checkpointing import SyncCheckpointer, latest_checkpoint, load_file, loading
 from tensorferry.errors import (
     CorruptCheckpoint,
     InvalidArgument,
@@ -121,8 +121,7 @@ def test_odd_tensors_are_filled_in_place(writer, layout, tmp_path):
             asked[name] = torch.zeros(value.shape, dtype=value.dtype)
     asked["parameter"] = nn.Parameter(torch.zeros(4))
     given = dict(asked)
-    loaded, missing = CheckpointReader().read(str(tmp_path / "c"), asked)
-    assert missing == []
+    loaded = SyncCheckpointer().load(str(tmp_path / "c"), asked, strict=True)
     for name, value in state.items():
         assert loaded[name] is given[name], name
         assert torch.equal(_plain(loaded[name]), _plain(value)), name
@@ -160,7 +159,7 @@ def test_what_is_built_of_values_is_not_built_of_those_that_were_not_read(kind, 
     elsewhere[0, 0] = kind != "coo"
     target = elsewhere.to_sparse(layout=value.layout) if kind != "jagged" else None
     for asked in ({"value": target}, {"value": None}, {"value": None, "other": torch.zeros(3)}):
-        loaded, missing = CheckpointReader().read(str(tmp_path / "c"), asked)
+        loaded, missing = loading.read(str(tmp_path / "c"), asked)
         assert missing == []
         assert loaded["value"].layout == value.layout
         if kind == "jagged":
@@ -331,33 +330,22 @@ def test_memory_is_a_source_like_a_file():
         load.receive(stored(bytes(8 * 9)), Allowed(), None, bounce)
 
 
-# ---- what torch's own classes do with our reader, and what ours do with torch's files
+# ---- what ours do with torch's files
 
 
-def test_torch_checkpointers_take_the_reader(tmp_path):
-    experimental = pytest.importorskip("torch.distributed.checkpoint._experimental.checkpointer")
+def test_what_torchs_checkpointer_has_written_is_loaded(tmp_path):
     writers = pytest.importorskip("torch.distributed.checkpoint._experimental.checkpoint_writer")
     types = pytest.importorskip("torch.distributed.checkpoint._experimental.types")
     info = types.RankInfo(global_world_size=1, global_rank=0)
-    reader = CheckpointReader(info)
-    assert isinstance(
-        reader, pytest.importorskip("torch.distributed.checkpoint._experimental.checkpoint_reader").CheckpointReader
-    )
-    theirs = experimental.SyncCheckpointer(
-        writer=writers.CheckpointWriter(writers.CheckpointWriterConfig(), info), reader=reader
-    )
     state = {"w": torch.arange(6.0).reshape(2, 3).t(), "n": 5}
-    theirs.save(str(tmp_path / "theirs"), state)
-    save_state(tmp_path / "ours", state)
-    for folder in ("theirs", "ours"):
-        assert_same_state(theirs.load(str(tmp_path / folder)), state)
-        asked = {"w": torch.zeros(3, 2)}
-        assert theirs.load(str(tmp_path / folder), asked) is asked
-        assert torch.equal(asked["w"], state["w"])
-        with pytest.raises(RuntimeError, match="absent"):
-            theirs.load(str(tmp_path / folder), {"absent": None}, strict=True)
-    with pytest.raises(FileNotFoundError):
-        theirs.load(str(tmp_path / "nowhere"))
+    writers.CheckpointWriter(writers.CheckpointWriterConfig(), info).write(str(tmp_path / "torchs"), state)
+    checkpointer = SyncCheckpointer()
+    assert_same_state(checkpointer.load(tmp_path / "torchs"), state)
+    asked = {"w": torch.zeros(3, 2)}
+    assert checkpointer.load(tmp_path / "torchs", asked) is asked
+    assert torch.equal(asked["w"], state["w"])
+    with pytest.raises(RuntimeError, match="absent"):
+        checkpointer.load(tmp_path / "torchs", {"absent": None}, strict=True)
 
 
 def test_a_pickle_that_names_what_it_must_not_is_refused(tmp_path):
@@ -469,19 +457,11 @@ def test_a_state_that_only_a_keeper_has_and_that_does_not_fit_is_no_missing_chec
     assert "does not fit" in caplog.text
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"threads": "x"}, {"threads": 0}, {"timeout": 5}, {"timeout": timedelta(seconds=-1)}]
-)
-def test_a_reader_refuses_what_it_cannot_use_when_it_is_made(wrong):
-    with pytest.raises(InvalidArgument, match=f"{next(iter(wrong))} must"):
-        CheckpointReader(**wrong)
-
-
 def test_a_tensor_of_another_kind_is_refused_before_another_one_is_read(tmp_path):
     save_state(tmp_path / "c", {"a": torch.ones(3), "s": torch.empty(2, 2, device="meta")})
     target = {"a": torch.zeros(3), "s": torch.zeros(2, 2)}
     with pytest.raises(
         StateMismatch, match=r"nothing was overwritten.*\n  s: strided here, on the meta device, strided"
     ):
-        CheckpointReader().read(tmp_path / "c", target)
+        SyncCheckpointer().load(tmp_path / "c", target)
     assert_same_state(target, {"a": torch.zeros(3), "s": torch.zeros(2, 2)})

@@ -8,7 +8,7 @@ import torch
 from checkpoint_loads import load_state, rank_file, save_state
 from equality import assert_same_state
 from pickled_classes import Colour
-from tensorferry.checkpointing import CheckpointReader, load_file, loading
+from tensorferry.checkpointing import SyncCheckpointer, load_file, loading
 from tensorferry.pickles.allowlist import Allowed
 
 pytestmark = pytest.mark.timeout(120)
@@ -32,7 +32,7 @@ def test_values_under_object_keys_land_under_their_own_key(shift, dropped, tmp_p
         lambda target: loading.read(tmp_path / "c", target, allowed=allowed),
         lambda target: load_file(tmp_path / "f.pt", target, safe_globals=[Colour]),
         lambda target: load_file(rank_file(tmp_path / "c"), target, safe_globals=[Colour]),
-        lambda target: CheckpointReader(safe_globals=[Colour]).read(tmp_path / "c", target),
+        lambda target: SyncCheckpointer(safe_globals=[Colour]).load(tmp_path / "c", target),
     ):
         target, expected = keyed(0.0, shift), keyed(1.0, shift)
         for one in (target, expected):

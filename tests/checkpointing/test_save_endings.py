@@ -52,7 +52,7 @@ def test_a_close_that_was_interrupted_goes_on_when_it_is_called_again(keeper, tm
         raise KeyboardInterrupt
 
     checkpointer = SyncCheckpointer(keeper=Keeper()) if keeper else AsyncCheckpointer()
-    saver = checkpointer._writer._saver if keeper else checkpointer._saver
+    saver = checkpointer._saver
     (tmp_path / "file").write_text("")
     pid = saver.writer.pid
     with stopped(pid):

@@ -34,7 +34,7 @@ from commands import (
 from equality import assert_same_state
 from leaf import STOCK_READS_EMPTY
 from tensorferry import HTTPTransport
-from tensorferry.checkpointing import CheckpointReader, SyncCheckpointer, load_file
+from tensorferry.checkpointing import SyncCheckpointer, load_file
 from tensorferry.cli import exits
 from tensorferry.cli.flags import Serving, Trust
 from tensorferry.cli.places import find
@@ -426,7 +426,7 @@ def test_a_folder_of_megatrons_is_served_and_shown(
 
 def test_checkpoints_of_different_numbers_of_ranks_are_compared(run: Callable[..., Any], tmp_path: Path) -> None:
     checkpoint_ranks.run("save", 2, tmp_path / "two")
-    state = CheckpointReader().read(tmp_path / "two")[0]
+    state = SyncCheckpointer().load(tmp_path / "two")
     saver = SyncCheckpointer()
     saver.save(str(tmp_path / "one"), state)
     told = run("diff", tmp_path / "one", tmp_path / "two", "--json")

@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 
 from commands import FORMS, copied, damage, make_state, same_values
 from equality import assert_same_state
-from tensorferry.checkpointing import CheckpointReader, load_file
+from tensorferry.checkpointing import SyncCheckpointer, load_file
 from tensorferry.cli import exits
 from tensorferry.cli.mapped_states import state_of_container
 from tensorferry.dcp import FileReader
@@ -38,7 +38,7 @@ def test_every_form_becomes_every_other(
     readers: dict[str, Callable[[Path], Any]] = {
         "tensorferry": load_file,
         "torch": lambda path: torch.load(path, weights_only=True),
-        "checkpoint": lambda path: CheckpointReader().read(path)[0],
+        "checkpoint": lambda path: SyncCheckpointer().load(path),
     }
     for to, read in readers.items():
         done = run("convert", forms[form], tmp_path / to, "--to", to)

@@ -12,7 +12,7 @@ import torch
 
 from commands import command, incomplete, make_state, until, write_archive, write_checkpoint
 from equality import assert_same_state
-from tensorferry.checkpointing import CheckpointReader, load_file
+from tensorferry.checkpointing import SyncCheckpointer, load_file
 from tensorferry.cli import conversion, exits
 from tensorferry.storage import download
 
@@ -196,7 +196,7 @@ class TestPull:
         assert "no pull has written it" in told.err
         assert sorted(os.listdir(tmp_path / "c")) == before
         assert run("pull", publish(state()), "--into-folder", tmp_path / "c", "--force").status == 0
-        assert_same_state(CheckpointReader().read(tmp_path / "c")[0], state())
+        assert_same_state(SyncCheckpointer().load(tmp_path / "c"), state())
 
     def test_a_name_that_promises_another_format_is_noted(
         self, run: Callable[..., Any], publish: Callable[..., str], tmp_path: Path

@@ -18,7 +18,7 @@ from commands import command, incomplete, make_state, until
 from equality import assert_same_state
 from tensorferry import join_metadata
 from tensorferry._native import Remote
-from tensorferry.checkpointing import CheckpointReader, load_file
+from tensorferry.checkpointing import SyncCheckpointer, load_file
 from tensorferry.cli import exits
 from tensorferry.cli.output.progress import Progress
 from tensorferry.dcp import FileReader, PeerWriter
@@ -54,11 +54,11 @@ def test_a_file_that_was_pulled_is_the_state(run: Callable[..., Any], publish: A
 
 def test_a_folder_that_was_pulled_is_a_checkpoint(run: Callable[..., Any], publish: Any, tmp_path: Path) -> None:
     assert run("pull", publish(make_state(), step=9), "--into-folder", tmp_path / "c").status == 0
-    assert_same_state(CheckpointReader().read(tmp_path / "c")[0], make_state())
+    assert_same_state(SyncCheckpointer().load(tmp_path / "c"), make_state())
     # Into a folder that has a checkpoint, which is replaced.
     other = {"other": torch.ones(3)}
     assert run("pull", publish(other), "--into-folder", tmp_path / "c").status == 0
-    assert_same_state(CheckpointReader().read(tmp_path / "c")[0], other)
+    assert_same_state(SyncCheckpointer().load(tmp_path / "c"), other)
     assert len(os.listdir(tmp_path / "c")) == 2
     assert run("verify", tmp_path / "c").status == 0
 

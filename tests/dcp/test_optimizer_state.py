@@ -9,7 +9,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
-from tensorferry.checkpointing import AsyncCheckpointer, CheckpointReader, SyncCheckpointer, load_file
+from tensorferry.checkpointing import AsyncCheckpointer, SyncCheckpointer, load_file
 from tensorferry.dcp import FileReader, FileWriter, PeerReader, PeerWriter
 from tensorferry.state import optimizers
 
@@ -63,7 +63,6 @@ def load(reader):
 DOORS = {
     "SyncCheckpointer": load(SyncCheckpointer),
     "AsyncCheckpointer": load(AsyncCheckpointer),
-    "CheckpointReader": lambda path, state: CheckpointReader().read(path, state),
     "load_file": lambda path, state: load_file(next(path.glob("rank*")), state),
     "torch.save": lambda path, state: load_file(path / "checkpoint_0.pt", state),
 }

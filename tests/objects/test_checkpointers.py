@@ -11,7 +11,7 @@ import torch
 
 from child import Child
 from stores import objects
-from tensorferry.checkpointing import AsyncCheckpointer, CheckpointReader, SyncCheckpointer, latest_checkpoint, ranks
+from tensorferry.checkpointing import AsyncCheckpointer, SyncCheckpointer, latest_checkpoint, ranks
 from tensorferry.errors import FetchTimeout, IncompleteCheckpoint
 
 pytestmark = pytest.mark.process
@@ -75,10 +75,9 @@ def test_a_trainer_does_not_wait_for_a_store_that_stalls(gateway, server, monkey
     [
         lambda place: SyncCheckpointer(patience=1).load(place),
         lambda place: SyncCheckpointer(patience=1).latest(place),
-        lambda place: CheckpointReader(timeout=timedelta(seconds=1)).read(place),
         lambda place: latest_checkpoint(place, timeout=timedelta(seconds=1)),
     ],
-    ids=["load", "latest", "CheckpointReader", "latest_checkpoint"],
+    ids=["load", "latest", "latest_checkpoint"],
 )
 def test_no_search_waits_longer_than_it_may(gateway, server, search):
     gateway.act = lambda *_: "stall"

@@ -14,14 +14,10 @@ if TYPE_CHECKING:
     from .keeper.snapshot import peer_metadata
     from .latest import latest_checkpoint
     from .loading import load_file
-    from .reader import CheckpointReader
-    from .torch_parts import CheckpointProcess, CheckpointWriter, Stager
+    from .torch_parts import Stager
 
 __all__ = [
     "AsyncCheckpointer",
-    "CheckpointProcess",
-    "CheckpointReader",
-    "CheckpointWriter",
     "Keeper",
     "Stager",
     "SyncCheckpointer",
@@ -37,9 +33,6 @@ if not TYPE_CHECKING:  # With a module __getattr__, a type checker would accept 
         __name__,
         {
             "AsyncCheckpointer": ".checkpointers",
-            "CheckpointProcess": ".torch_parts",
-            "CheckpointReader": ".reader",
-            "CheckpointWriter": ".torch_parts",
             "Keeper": ".keeper.client",
             "Stager": ".torch_parts",
             "SyncCheckpointer": ".checkpointers",

@@ -11,15 +11,18 @@ from typing import TYPE_CHECKING, Any, overload
 from .. import _validate
 from ..errors import InvalidArgument, TransportClosed
 from ..memory.accelerator import ACCELERATOR
-from ..pickles.allowlist import Allowed
+from ..memory.staging import HostStager
+from ..pickles.allowlist import REFUSED_LATER, Allowed, RefusalWarnings
+from ..state.snapshot import StateSnapshot
+from ..storage.container import Container
 from ..storage.places import AnyPlace, any_place
 from .keepers import LoadingKeeper, StateKeeper
 from .latest import find_latest
-from .orders import Options
+from .orders import Options, Order, perform
 from .ranks import Ranks
 from .saving import Saver
 from .shared_stager import SharedStager
-from .torch_parts import Checkpointer, CheckpointWriter, StrPath, state_and_path
+from .torch_parts import Checkpointer, StrPath, state_and_path
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -91,7 +94,7 @@ class _Checkpointer(Checkpointer):  # type: ignore[misc]  # mypy does not follow
 
         All ranks call it, and get the same answer. Besides what is committed on the disk, it finds what the keepers
         hold for every rank. With several ranks, the next :meth:`load` of that path loads this very save on every rank,
-        or raises, unless :meth:`save` was called before, or a ``reader=`` reads. With one, it loads what is there then.
+        or raises, unless :meth:`save` was called before. With one, it loads what is there then.
 
         Args:
             path: the folder in which the checkpoints' folders lie
@@ -120,25 +123,20 @@ class SyncCheckpointer(_Checkpointer):
     """Saves a state into a folder, and returns when the checkpoint is on the disk and committed.
 
     Args:
-        writer: writes instead of the own writer: torch's ``CheckpointWriter``, or one of this package. Then nothing
-            below that says how states are written is used
-        reader: reads instead of the own reader: torch's ``CheckpointReader``, or one of this package
         rank: the rank of this process, by default that of ``torch.distributed``, or 0
         world_size: how many ranks save together, by default as many as ``torch.distributed`` has, or 1
         agree: returns on every rank what rank 0 passes to it; needed for several ranks without ``torch.distributed``
         process_group: the process group in which ranks agree
-        commit_hook: torch's ``WriterHook``: ``pre_commit`` is called when this rank's file is written, ``post_commit``
-            when the checkpoint is committed
-        barrier: torch's ``Barrier``, executed between the two
         threads: threads with which a rank writes; ``None`` chooses by the number of cores
         cached: whether large files are written through the page cache; ``None`` chooses, see ``FileWriter``
         keep_last: how many checkpoints stay of those that lie beside each other in folders whose names differ in
             numbers only, such as ``step-100`` and ``step-200``: the oldest others are removed after each commit.
             ``None`` keeps all
-        patience: seconds without a sign of life of another rank after which a save has failed; in an object store, all
-            requests of a save, a load or :meth:`latest` may take as long together
+        patience: seconds without a sign of life of another rank after which a save has failed, and of the process that
+            writes, then at least 10; in an object store, all requests of a save, a load or :meth:`latest` may take as
+            long together
         keeper: keeps the states in memory, too, as for :class:`AsyncCheckpointer`: a save then copies the state, as
-            there, and waits until it is written. It goes without ``writer``, ``commit_hook`` and ``barrier``
+            there, and waits until it is written
         safe_globals: classes and functions that pickled objects may name in a load, besides the default list
         trust_pickle: lets them name anything
 
@@ -149,15 +147,11 @@ class SyncCheckpointer(_Checkpointer):
 
     def __init__(
         self,
-        writer: Any = None,
-        reader: Any = None,
         *,
         rank: int | None = None,
         world_size: int | None = None,
         agree: Callable[[Any], Any] | None = None,
         process_group: Any = None,
-        commit_hook: Any = None,
-        barrier: Any = None,
         threads: int | None = None,
         cached: bool | None = None,
         keep_last: int | None = None,
@@ -168,96 +162,63 @@ class SyncCheckpointer(_Checkpointer):
     ) -> None:
         self._ranks = Ranks(rank, world_size, agree, process_group)
         self._allowed = Allowed(safe_globals, trust_pickle)
-        self._reader = reader
-        options = Options(threads=threads, cached=cached, keep_last=keep_last, patience=patience)
-        self._timeout = timedelta(seconds=options.patience)
+        self._options = Options(threads=threads, cached=cached, keep_last=keep_last, patience=patience)
+        self._timeout = timedelta(seconds=self._options.patience)
         self._keeper = _connected(keeper)
-        self._writer: Any = writer
+        self._saver = None
         if self._keeper is not None:
-            if not (writer is commit_hook is barrier is None):
-                raise InvalidArgument("keeper= goes without writer=, commit_hook= and barrier=")
-            self._writer = _WaitingWriter(
-                Saver(self._ranks, options, SharedStager(None, ACCELERATOR, self._allowed), self._keeper)
+            self._saver = Saver(
+                self._ranks, self._options, SharedStager(None, ACCELERATOR, self._allowed), self._keeper
             )
-        elif writer is None:
-            self._writer = CheckpointWriter(
-                ranks=self._ranks, options=options, commit_hook=commit_hook, barrier=barrier, allowed=self._allowed
-            )
+        self._stager = HostStager(ACCELERATOR)
+        self._refusals = RefusalWarnings(self._allowed, REFUSED_LATER)
         self._is_open = True
 
     @overload
-    def save(self, path: StrPath, state_dict: Any, **options: Any) -> None: ...
+    def save(self, path: StrPath, state_dict: Any, *, step: int | None = None) -> None: ...
     @overload
-    def save(self, state_dict: Any, path: StrPath, **options: Any) -> None: ...
-    def save(self, *args: Any, **kwargs: Any) -> None:
+    def save(self, state_dict: Any, path: StrPath, *, step: int | None = None) -> None: ...
+    def save(self, *args: Any, step: int | None = None, **kwargs: Any) -> None:
         """Saves a state: ``save(path, state_dict)`` or ``save(state_dict, path)``, or both by name.
 
-        Further keyword arguments, such as ``step``, go to the writer and its hooks.
+        Args:
+            args: the path of the folder and the state, in either order
+            step: a number that is saved with the state
+            kwargs: ``path`` and ``state_dict``
 
         Raises:
             InvalidArgument: what is the path and what the state cannot be told apart
             TransportClosed: it was closed
-            TypeError: path or state is missing; or, with ``keeper``, an argument other than ``step`` is given
+            TypeError: path or state is missing, or there is another argument
             TensorferryError: the state cannot be saved
-            Exception: what the writer, its hook or the barrier raises; the checkpoint is committed if that was
-                ``post_commit``
         """
-        path, state, options = state_and_path("save", args, kwargs)
+        path, state = state_and_path("save", args, kwargs)
         if not self._is_open:
             raise TransportClosed("this checkpointer was closed: make a new one")
         self._agreed = None
-        # By name: torch has changed the order once.
-        self._writer.write(path=path, state_dict=state, **options)
+        if self._saver is not None:
+            self._saver.save(state, path, step)[1].result()
+            return
+        number = None if step is None else _validate.step_number(step)
+        folder = any_place(path, timeout=self._timeout)
+        perform(Order(folder, self._ranks.new_save(number, folder), self._options), lambda: self._container(state))
 
-    def load(
-        self,
-        path: str | os.PathLike[str],
-        state_dict: dict[str, Any] | None = None,
-        *,
-        default_map_location: Any = None,
-        strict: bool = False,
-        **kwargs: Any,
-    ) -> Any:
-        """As described for :class:`AsyncCheckpointer`; with a ``reader=``, that one reads, and gets ``kwargs``.
+    def _container(self, state: Any) -> Container:
+        snapshot = StateSnapshot(state, self._stager, "borrow")
+        self._refusals.warn(snapshot.globals)
+        snapshot.complete()
+        return snapshot.container()
+
+    def close(self) -> None:
+        """Releases the memory that is not in use; with ``keeper``, ends the process that writes. Call it again freely.
 
         Raises:
-            RuntimeError: ``strict`` is set and keys are missing; if a ``reader=`` has read, the others have new values
-            TypeError: there are ``kwargs``, and no ``reader=``
-            Exception: whatever the ``reader=`` raises
+            Exception: with ``keeper``, the error of a save that was interrupted and has failed; all is closed then
         """
-        if self._reader is None:
-            return super().load(path, state_dict, default_map_location=default_map_location, strict=strict, **kwargs)
-        state, missing = self._reader.read(
-            path=path, state_dict=state_dict, map_location=default_map_location, **kwargs
-        )
-        if strict and missing:
-            raise RuntimeError(f"the checkpoint at {path} is missing keys: {missing}")
-        return state
-
-    def close(self) -> None:
-        """Closes the writer, or with ``keeper`` that and the process that writes. It may be called again."""
-        if self._is_open:
-            # After a Ctrl-C, the next call goes on; an error of the writer's is its last word.
-            try:
-                self._writer.close()
-            except Exception:
-                self._is_open = False
-                raise
-            self._is_open = False
-
-
-class _WaitingWriter:
-    """Writes from a copy, which a keeper gets as well, and waits."""
-
-    def __init__(self, saver: Saver) -> None:
-        self._saver = saver
-
-    def write(self, path: Any, state_dict: Any, step: int | None = None) -> None:
-        _, written = self._saver.save(state_dict, path, step)
-        written.result()
-
-    def close(self) -> None:
-        self._saver.close()
+        self._is_open = False
+        self._stager.close()
+        if self._saver is not None:
+            self._saver.close()
 
 
 class AsyncCheckpointer(_Checkpointer):
@@ -342,9 +303,7 @@ class AsyncCheckpointer(_Checkpointer):
             TensorferryError: the state cannot be copied
             Exception: what a device reports when it copies
         """
-        path, state, options = state_and_path("save", args, kwargs)
-        if options:
-            raise TypeError(f"save() got unexpected keyword arguments: {', '.join(sorted(options))}")
+        path, state = state_and_path("save", args, kwargs)
         self._agreed = None
         return self._saver.save(state, path, step)
 
@@ -370,18 +329,15 @@ def _connected(keeper: str | StateKeeper | None) -> StateKeeper | None:
     return NodeKeeper(keeper)
 
 
-def make_sync_checkpointer(
-    config: Any = None, rank_info: Any = None, commit_hook: Any = None, **options: Any
-) -> SyncCheckpointer:
+def make_sync_checkpointer(config: Any = None, rank_info: Any = None, **options: Any) -> SyncCheckpointer:
     """Returns a :class:`SyncCheckpointer`; the arguments of torch's function of this name can be given.
 
     Args:
         config: torch's ``CheckpointerConfig``, of which ``writer_config.write_barrier_timeout_secs`` is used
         rank_info: torch's ``RankInfo``
-        commit_hook: torch's ``WriterHook``
         options: the arguments of the class
     """
-    return SyncCheckpointer(commit_hook=commit_hook, **_options(config, rank_info, options))
+    return SyncCheckpointer(**_options(config, rank_info, options))
 
 
 def make_async_checkpointer(config: Any = None, rank_info: Any = None, **options: Any) -> AsyncCheckpointer:

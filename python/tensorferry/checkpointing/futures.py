@@ -1,13 +1,9 @@
-"""Futures of saves: how a save went, and a copy that was begun."""
+"""Futures of saves: how a save went."""
 
 from __future__ import annotations
 
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from ..state.snapshot import StateSnapshot
-    from .shared_stager import SharedStager
+from typing import Any
 
 
 class SaveFuture(Future[Any]):
@@ -41,16 +37,3 @@ class SaveFuture(Future[Any]):
     def failure(self) -> BaseException | None:
         """The error of one that is done, which this does not count as read."""
         return super().exception()
-
-
-class Staged(SaveFuture):
-    """A copy that was begun, and is complete when this future is done.
-
-    Attributes:
-        snapshot: the copy
-        stager: who makes it
-    """
-
-    def __init__(self, snapshot: StateSnapshot, stager: SharedStager) -> None:
-        super().__init__()
-        self.snapshot, self.stager = snapshot, stager

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from .. import _validate
-from ..errors import InvalidArgument, ProtocolError, SystemRefused
+from ..errors import InvalidArgument, ProtocolError
 from ..storage.container import Container, Stored
-from ..storage.folder_save import FolderSave, SaveId, abandon
+from ..storage.folder_save import FolderSave, SaveId
 from ..storage.places import AnyPlace, any_place, begun, is_store_url
 from ..storage.room import making_room
 from ..storage.series import keep_last
@@ -91,13 +91,7 @@ class Order:
         return cls(place, SaveId(save_id, began, rank, world_size, fields.get("step")), chosen)
 
 
-def perform(
-    order: Order,
-    container: Callable[[], Container],
-    on_written: Callable[[], None] = lambda: None,
-    *,
-    leaves_folder: bool = False,
-) -> Stored:
+def perform(order: Order, container: Callable[[], Container]) -> Stored:
     """Writes this rank's state, commits it with the other ranks, and removes older checkpoints as the order says.
 
     On a full disk, what killed saves have left is removed, and the save fails all the same.
@@ -105,9 +99,6 @@ def perform(
     Args:
         order: what is to be saved where
         container: called to get the state
-        on_written: called when the file of this rank is written, before the commit
-        leaves_folder: whether a folder that the save has made stays if a hook or the state makes it fail, as torch's
-            writer leaves it; after a refusal of the system it goes
 
     Returns:
         The file that was written: its length, the bytes that went past the page cache, and its header's checksum.
@@ -116,7 +107,7 @@ def perform(
         TensorferryError: the save has failed. What was written is removed, now or by a later save; but if the system
             refuses what comes after the new index, the checkpoint is complete, and can be loaded
         OSError: likewise
-        Exception: whatever ``container`` or ``on_written`` raises; likewise
+        Exception: whatever ``container`` raises; likewise
     """
     options = order.options
     in_series = options.keep_last is not None and order.save.rank == 0
@@ -125,14 +116,9 @@ def perform(
     try:
         with making_room(order.path, in_series=in_series):
             file = save.write(container(), options.threads, options.cached)
-            on_written()
             save.commit()
     except BaseException as e:
-        reason = f"{type(e).__name__}: {e}"
-        if leaves_folder and not isinstance(e, SystemRefused):
-            abandon(order.path, order.save, reason)
-        else:
-            save.fail(reason)
+        save.fail(f"{type(e).__name__}: {e}")
         raise
     finally:
         save.close()

@@ -13,7 +13,7 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -26,7 +26,7 @@ from ..state.snapshot import StateSnapshot
 from ..storage.folder_save import abandon
 from ..storage.objects.place import ObjectPlace
 from ..storage.places import AnyPlace, any_place
-from .futures import SaveFuture, Staged
+from .futures import SaveFuture
 from .handover import Handover
 from .keepers import LoadingKeeper, StateKeeper
 from .orders import Options, Order
@@ -94,21 +94,6 @@ class Saver:
             TensorferryError: the state cannot be copied
             Exception: what a device reports when it copies
         """
-        return self._begin(path, step, lambda: (self._stage(state), None))
-
-    def write_staged(self, staged: Staged, path: Any, step: int | None = None) -> SaveFuture:
-        """As :meth:`save`, for a state whose copy was begun elsewhere; returns the second future."""
-
-        def take() -> tuple[StateSnapshot, Staged]:
-            self._turns.take(not self._writer.is_listening)
-            return staged.snapshot, staged
-
-        return self._begin(path, step, take)[1]
-
-    def _begin(
-        self, path: Any, step: int | None, stage: Callable[[], tuple[StateSnapshot, Staged | None]]
-    ) -> tuple[SaveFuture, SaveFuture]:
-        """Agrees with the other ranks on a new save, has ``stage`` copy the state, and begins to write the copy."""
         self._writer.check_process()
         if not self._is_open:
             raise TransportClosed("this checkpointer was closed: make a new one")
@@ -123,16 +108,14 @@ class Saver:
         with self._alone():
             order = Order(folder, self._ranks.new_save(step, folder, self._begun(folder)), self._options)
             try:
-                snapshot, staged = stage()
+                snapshot = self._stage(state)
             except BaseException as e:
                 if order.save.world_size > 1:
                     abandon(folder, order.save, f"{type(e).__name__}: {e}")
                 raise
-            save = _Save(order, snapshot, self._stager if staged is None else staged.stager, self._turns)
+            save = _Save(order, snapshot, self._turns)
             self._writes = [*(write for write in self._writes if not write.is_settled), save.written]
-            if staged is not None:
-                staged.add_done_callback(lambda _: self._hand_over_or_abandon(save, staged.failure))
-            elif snapshot.is_complete:
+            if snapshot.is_complete:
                 self._hand_over(save)
             else:
                 thread = threading.Thread(target=self._complete, args=(save,), name="tensorferry-stage", daemon=True)
@@ -211,12 +194,6 @@ class Saver:
             return
         self._hand_over(save)
 
-    def _hand_over_or_abandon(self, save: _Save, error: BaseException | None) -> None:
-        if error is None:
-            self._hand_over(save)
-        else:
-            self._abandon(save, error)
-
     def _hand_over(self, save: _Save) -> None:
         """Gives a complete snapshot to the process that writes, and offers it to the keeper.
 
@@ -227,7 +204,7 @@ class Saver:
         snapshot = save.snapshot
         delivery: Delivery | None = None
         try:
-            given = save.stager.handover(_SAVE, save.order.fields(), snapshot)
+            given = self._stager.handover(_SAVE, save.order.fields(), snapshot)
             delivery = Delivery(given, save.order, save.accept, save.finish)
             self._writer.hand_over(delivery)
         except BaseException as e:
@@ -331,8 +308,8 @@ class Saver:
 class _Save:
     """One save under way."""
 
-    def __init__(self, order: Order, snapshot: StateSnapshot, stager: SharedStager, turns: Turns) -> None:
-        self.order, self.stager = order, stager
+    def __init__(self, order: Order, snapshot: StateSnapshot, turns: Turns) -> None:
+        self.order = order
         self.staged, self.written = SaveFuture(), SaveFuture()
         self._snapshot: StateSnapshot | None = snapshot
         self._turns = turns
