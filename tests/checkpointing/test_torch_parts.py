@@ -86,7 +86,11 @@ def test_the_stager_warns_of_nothing_that_the_writer_allows_and_a_failed_save_is
             writer = FileWriter(tmp_path / name, safe_globals=[Colour])
             saved = dcp.async_save(state, storage_writer=writer, async_stager=stager, no_dist=True)
             written = getattr(saved, "upload_completion", saved)
-            with contextlib.nullcontext() if name == "b" else pytest.raises(dcp.CheckpointException, match="cannot be created"):
+            with (
+                contextlib.nullcontext()
+                if name == "b"
+                else pytest.raises(dcp.CheckpointException, match="cannot be created")
+            ):
                 written.result(WAIT_S)
     target = {"w": torch.zeros(8), "o": None}
     dcp.load(target, storage_reader=FileReader(tmp_path / "b", safe_globals=[Colour]), no_dist=True)

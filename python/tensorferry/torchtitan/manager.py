@@ -46,7 +46,11 @@ class FileCheckpointManager(CheckpointManager):  # type: ignore[misc]  # mypy do
 
     def __init__(self, config: Config, **given: Any) -> None:
         named = [pkgutil.resolve_name(one) if isinstance(one, str) else one for one in config.safe_globals]
-        self._options: dict[str, Any] = {"threads": config.threads, "safe_globals": named, "trust_pickle": config.trust_pickle}
+        self._options: dict[str, Any] = {
+            "threads": config.threads,
+            "safe_globals": named,
+            "trust_pickle": config.trust_pickle,
+        }
         self._cached = config.cached
         super().__init__(config, **given)
 
