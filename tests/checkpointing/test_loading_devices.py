@@ -11,7 +11,7 @@ from torch import nn
 from checkpoint_loads import load_state, save_state
 from stand_in import stand_in
 from tensorferry._native import Stored
-from tensorferry.checkpointing import load_file, torch_parts
+from tensorferry.checkpointing import checkpointers, load_file
 from tensorferry.errors import InvalidArgument, ProtocolError, TensorferryError
 from tensorferry.memory.accelerator import ACCELERATOR
 from tensorferry.memory.bounce import BounceBuffers
@@ -64,7 +64,7 @@ def test_the_device_that_was_saved_is_the_location(tmp_path, monkeypatch):
     state = {"w": torch.ones(3), "on": [torch.full((4,), 2.0), torch.full((5,), 3.0)], "base": base, "view": base[::2]}
     state["other"] = torch.full((2,), 4.0)
     with stand_in() as device:
-        monkeypatch.setattr(torch_parts, "ACCELERATOR", device)
+        monkeypatch.setattr(checkpointers, "ACCELERATOR", device)
         device.adopt(*state["on"], base)
         device.adopt(state["other"], device=1)
         save_state(tmp_path / "c", state)
