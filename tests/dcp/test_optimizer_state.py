@@ -48,6 +48,20 @@ def test_a_fresh_optimizer_that_is_loaded_by_its_state_dict_is_warned_of_once(tm
     assert "get_state_dict" in text
 
 
+def test_an_optimizer_without_state_because_of_gradients_is_warned_of_with_the_remedy(tmp_path, caplog):
+    dcp.save({"optim": get_state_dict(*trained())[1]}, storage_writer=FileWriter(tmp_path))
+    model, optimizer = trained(steps=0)
+    model(torch.ones(1, 3)).sum().backward()
+    for remedy in (lambda: None, optimizer.zero_grad):
+        remedy()
+        target = {"optim": get_state_dict(model, optimizer)[1]}
+        with caplog.at_level(logging.WARNING, "tensorferry"):
+            dcp.load(target, storage_reader=FileReader(tmp_path))
+    [text] = said(caplog)
+    assert "optimizer.zero_grad()" in text
+    assert len(target["optim"]["state"]) == 2
+
+
 def test_of_a_running_job(caplog):
     writer = PeerWriter()
     dcp.save({"optim": trained()[1].state_dict()}, storage_writer=writer)

@@ -72,7 +72,7 @@ def _warn(state: str) -> None:
     logger.warning(
         "the checkpoint has the state of an optimizer (%s*) and the state to be loaded into has none, so none "
         "is loaded: a new optimizer has no state before its first step. Load into what "
-        "torch.distributed.checkpoint.state_dict.get_state_dict(model, optimizer) returns, and call "
-        "set_state_dict afterwards",
+        "torch.distributed.checkpoint.state_dict.get_state_dict(model, optimizer) returns while no parameter has a "
+        "gradient (optimizer.zero_grad()), and call set_state_dict afterwards",
         state,
     )
