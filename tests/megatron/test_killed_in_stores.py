@@ -13,7 +13,7 @@ from placed import RELEASES, Job
 from test_errors import outcome
 from test_struck import GROUP_S, SHORT, check, states
 
-from stores import BUCKET, Gateway, environment, moments, moto, objects, uploads
+from stores import BUCKET, Gateway, environment, moments, moto, objects
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -68,4 +68,3 @@ def test_kill_9_at_the_requests_of_a_save(host, pytestconfig):
             assert numbers == {last}
             left = sorted(key.rpartition("/")[2] for key in objects(address, "killed"))
             assert len(left) == 6, f"after a kill at request {at}: {left}"
-            assert not uploads(address, "killed"), f"at {at}"

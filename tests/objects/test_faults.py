@@ -302,15 +302,6 @@ def test_ctrl_c_ends_a_load_soon(gateway, server):
         load(state(8), server.place, 600)
 
 
-@pytest.mark.waits
-def test_a_save_that_takes_too_long_leaves_no_parts(gateway, server):
-    gateway.act = lambda _, __, path: "stall" if "partNumber=2" in path else None
-    with pytest.raises(FetchTimeout):
-        save(state(9), server.place, 2)
-    assert any("partNumber=1" in path for _, path in gateway.seen)
-    assert not uploads(server.url, server.prefix)
-
-
 def test_a_failed_save_leaves_no_parts(gateway, server):
     gateway.act = lambda _, __, path: (400, b"<Error><Code>Bad</Code></Error>") if "partNumber=2" in path else None
     with pytest.raises(StoreRefused):

@@ -1,4 +1,4 @@
-"""What is said of a store in options and in the environment reaches the library and our own requests alike."""
+"""What is said of a store in options and in the environment reaches the client."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ import torch.distributed.checkpoint as dcp
 from stores import KEYS, Gateway, objects
 from tensorferry.dcp import FileWriter, own_errors
 from tensorferry.errors import InvalidArgument
-from tensorferry.storage.objects import client, uploads
+from tensorferry.storage.objects import client
 from tensorferry.storage.objects.client import options_of
-from tensorferry.storage.objects.place import ObjectPlace
 from tensorferry.storage.objects.settings import of_s3
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -23,7 +22,6 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 def settings_of_the_environment(monkeypatch):
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         monkeypatch.delenv(name)
-    monkeypatch.setattr(uploads, "_unreachable", {})
 
 
 def options(url, **more):
@@ -40,9 +38,6 @@ def test_all_requests_go_to_the_endpoint_of_the_options(server, monkeypatch, nam
         writer = FileWriter(server.place, store_options=given)
         dcp.save({"w": torch.ones(3)}, storage_writer=writer, no_dist=True)
         assert len(objects(server.url, server.prefix)) == 3
-        # A look for what killed saves have left.
-        assert any("uploads=" in path for _, path in there.seen)
-    assert not uploads._unreachable
 
 
 @pytest.mark.parametrize(
@@ -93,20 +88,17 @@ def test_an_endpoint_that_the_library_would_not_take_is_refused(server, monkeypa
 
 
 def test_options_come_before_the_environment(monkeypatch):
-    monkeypatch.setenv("AWS_REGION", "there")
+    monkeypatch.setenv("AWS_CHECKSUM_ALGORITHM", "there")
     monkeypatch.setenv("AWS_ENDPOINT", "http://there")
-    assert of_s3({"default_region": "here"}) == {"region": "here", "endpoint": "http://there"}
+    assert of_s3({"checksum_algorithm": "here"}) == {"checksum": "here", "endpoint": "http://there"}
     assert of_s3({"aws_endpoint_url": "http://here"})["endpoint"] == "http://here"
     assert of_s3(options_of({"config": {"endpoint": "http://here"}}))["endpoint"] == "http://here"
 
 
 def test_no_is_said_as_well(monkeypatch):
-    monkeypatch.setenv("AWS_VIRTUAL_HOSTED_STYLE_REQUEST", "true")
-    monkeypatch.setenv("AWS_UNSIGNED_PAYLOAD", "")
-    found = of_s3({"virtual_hosted_style_request": False, "region": ""})
-    assert found == {"virtual_hosted": "False"}
-    place = ObjectPlace("s3://bucket", options("http://there", virtual_hosted_style_request=False))
-    assert uploads._access(place).base == "http://there/bucket"
+    monkeypatch.setenv("AWS_UNSIGNED_PAYLOAD", "true")
+    monkeypatch.setenv("AWS_CHECKSUM_ALGORITHM", "")
+    assert of_s3({"unsigned_payload": False, "endpoint": ""}) == {"unsigned_payload": "False"}
 
 
 @pytest.mark.parametrize("said", [False, True])
@@ -115,31 +107,6 @@ def test_what_options_say_of_signed_bodies_is_taken(said):
         "s3://bucket", {"endpoint": "https://127.0.0.1:9", "region": "x", "unsigned_payload": said}, 5.0
     )
     assert made.config["unsigned_payload"] == str(said).lower()
-
-
-def test_uploads_are_looked_for_by_the_proxy_of_the_client(server):
-    with Gateway(server.url) as proxy:
-        place = ObjectPlace(
-            server.place, options("http://store.invalid", client_options={"proxy_url": proxy.url, "timeout": "5s"})
-        )
-        assert uploads.listed(place) == []
-        assert len(proxy.seen) == 1
-    assert proxy.seen[0][1].startswith("http://store.invalid/bucket?")
-
-
-def test_an_address_that_cannot_be_reached_is_not_asked_again_at_once(server, monkeypatch):
-    place = ObjectPlace(server.place, options("http://127.0.0.1:9"))
-    assert uploads.listed(place) == []
-    assert list(uploads._unreachable) == ["http://127.0.0.1:9/bucket"]
-    monkeypatch.setattr(uploads, "_opener", lambda _: pytest.fail("it is asked again"))
-    assert uploads.listed(place) == []
-
-
-def test_keys_of_the_environment_are_not_those_of_a_credential_provider(server, monkeypatch):
-    for name, value in KEYS.items():
-        monkeypatch.setenv(name, value)
-    assert uploads._access(ObjectPlace(server.place)) is not None
-    assert uploads._access(ObjectPlace(server.place, {"credential_provider": dict})) is None
 
 
 @pytest.mark.parametrize("name", ["allow_http", "aws_allow_http", "timeout", "Proxy_Url"])

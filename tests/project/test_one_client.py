@@ -28,11 +28,10 @@ CLIENTS |= {"requests", "httpx", "aiohttp", "urllib3", "websockets", "grpc", "as
 NAMES = {"create_connection", "open_connection", "AF_INET", "AF_INET6", "wrap_socket", "CERT_NONE", "urlopen"}
 #: The fault suite attacks servers, and `addresses` connects datagram sockets, which sends nothing.
 MAY = {"net/addresses.py": {"AF_INET", "AF_INET6"}}
-#: Object stores are reached by obstore, whose coroutines need a loop; what it cannot ask of S3 is asked in `uploads`.
+#: Object stores are reached by obstore, whose coroutines need a loop.
 MAY |= {
     f"storage/objects/{name}.py": {"asyncio"} for name in ("client", "loop", "place", "reader", "requests", "second")
 }
-MAY["storage/objects/uploads.py"] = {"asyncio", "http.client", "ssl", "urllib.request"}
 TESTING = "testing/"
 
 

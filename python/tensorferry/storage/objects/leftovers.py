@@ -1,7 +1,8 @@
 """What killed saves have left in a store, and its removal; ``commits.py`` has the rules.
 
 An object whose writer ran on this machine is left if that writer is dead (``writers.py``); any other one a day after it
-was written, by the clock of the store. The same holds for uploads that were begun.
+was written, by the clock of the store. The parts of uploads that were not completed are for a lifecycle rule of the
+bucket.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from ...errors import IncompleteCheckpoint, TensorferryError
 from ..names import may_be_left, writer_of
-from . import uploads, writers
+from . import writers
 from .place import ObjectPlace
 
 logger = logging.getLogger("tensorferry")
@@ -57,7 +58,7 @@ def remove_leftovers(
     needed: Callable[[], set[str]],
     abandoned: float,
 ) -> None:
-    """Removes objects, and ends uploads, that killed saves have left; logs what is in the way, and raises nothing.
+    """Removes objects that killed saves have left; logs what is in the way, and raises nothing.
 
     Args:
         folder: where
@@ -69,7 +70,6 @@ def remove_leftovers(
     """
     try:
         there = folder.entries()
-        begun = [one for one in uploads.listed(folder) if may_be_left(one.name, rank)]
     except TensorferryError as e:
         logger.warning("cannot look for leftovers in %s: %s", folder, e)
         return
@@ -84,13 +84,11 @@ def remove_leftovers(
             return now - written > abandoned if known[id_] is None else bool(known[id_])
 
         dead = [name for name, about in left.items() if is_dead(name, about.st_mtime)]
-        ended = [one for one in begun if is_dead(one.name, one.began)]
-        if not dead and not ended:
+        if not dead:
             return
         try:
             # Read only now: a writer that has ended may have written its index just before.
             spared = needed()
-            uploads.abort(folder, ended)
         except TensorferryError as e:
             logger.warning("the objects that killed saves have left in %s are not removed: %s", folder, e)
             return

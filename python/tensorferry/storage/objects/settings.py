@@ -1,7 +1,4 @@
-"""What is said of a store of S3: in ``store_options``, and in the environment where the options say nothing.
-
-The client's library reads both as well. Requests that it cannot make go to the same place by what is found here.
-"""
+"""The settings of S3 in ``store_options``, and in the environment where the options have none."""
 
 from __future__ import annotations
 
@@ -17,11 +14,6 @@ SCHEMES = frozenset({"s3", "s3a"})
 #: environment is asked for them in this order.
 _NAMES = {
     "endpoint": ("endpoint_url_s3", "endpoint_url", "endpoint"),
-    "region": ("region", "default_region"),
-    "token": ("session_token", "token"),
-    "key": ("access_key_id",),
-    "secret": ("secret_access_key",),
-    "virtual_hosted": ("virtual_hosted_style_request",),
     "checksum": ("checksum_algorithm",),
     "unsigned_payload": ("unsigned_payload",),
 }

@@ -22,7 +22,7 @@ from ...errors import IncompleteCheckpoint, SourceChanged, SystemRefused, Tensor
 from ..container import Container
 from ..names import writer_of
 from ..source import Progress
-from . import client, uploads, writers
+from . import client, writers
 from .commit import put_new
 from .place import ObjectPlace
 from .requests import ending
@@ -31,8 +31,6 @@ from .requests import ending
 #: under way, unless the caller chooses. Each one under way has its memory.
 PART, _MOST_PARTS, _AT_A_TIME = 8 << 20, 9_000, 8
 _MIB = 1 << 20
-#: Seconds in which the parts of an upload that has failed are ended, whatever is left of its deadline.
-_ENDING_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -111,7 +109,7 @@ def put_parts(
     at_a_time: int,
     report: Callable[[], None] | None = None,
 ) -> None:
-    """Uploads an object from its parts; of an upload that fails, no part stays.
+    """Uploads an object from its parts; the parts of one that is interrupted stay in the store.
 
     Args:
         place: the object, whose name nobody else has
@@ -127,15 +125,10 @@ def put_parts(
     """
     try:
         _put(place, parts, nbytes, size, at_a_time, report)
-    except BaseException as e:
-        if nbytes > size:
-            # Who ends an upload again, since the answer was lost, may hear that there is none.
-            if isinstance(e, IncompleteCheckpoint) and _is_there(place, nbytes):
-                return
-            folder = place.parent.begun(_ENDING_S)
-            with contextlib.suppress(TensorferryError):
-                uploads.abort(folder, [one for one in uploads.listed(folder) if one.name == place.name])
-        raise
+    except IncompleteCheckpoint:
+        # A client that completes an upload again, since the answer was lost, may hear that there is none.
+        if not _is_there(place, nbytes):
+            raise
 
 
 def _put(
@@ -146,7 +139,7 @@ def _put(
     at_a_time: int,
     report: Callable[[], None] | None = None,
 ) -> None:
-    """Uploads an object from what the library reads, as for :func:`put_parts`; parts of one that fails may stay."""
+    """Uploads an object from what the library reads, as for :func:`put_parts`."""
     library, store, key, calls = client.obstore(), place.store, place.key, place.calls()
 
     async def put() -> Any:
