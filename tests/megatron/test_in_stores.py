@@ -112,7 +112,6 @@ def save_twice_at_once(kept, variables, url):
 
 
 def test_a_commit_spares_what_another_save_has_written_and_not_committed(newest, address):
-    """In a store, no lock of a file says that the save is alive once the process that wrote has ended."""
     assert newest.job(1).run(save_twice_at_once, environment(address), f"s3://{BUCKET}/two") == [[None, None]]
     assert len([key for key in objects(address, "two/") if "/rank" in key]) == 1
 

@@ -1,4 +1,4 @@
-"""A save into a bucket whose ranks are killed at any request leaves the last checkpoint, and the next save cleans up.
+"""A save into a bucket whose ranks are killed at any request leaves the last checkpoint.
 
 ``--object-kills 99`` kills one at each request.
 """
@@ -13,7 +13,7 @@ from placed import RELEASES, Job
 from test_errors import outcome
 from test_struck import GROUP_S, SHORT, check, states
 
-from stores import BUCKET, Gateway, environment, moments, moto, objects
+from stores import BUCKET, Gateway, environment, moments, moto
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -66,5 +66,3 @@ def test_kill_9_at_the_requests_of_a_save(host, pytestconfig):
             assert saved(last) == fine
             (numbers,) = {frozenset(one) for one in host.job(2).run(check, url)}
             assert numbers == {last}
-            left = sorted(key.rpartition("/")[2] for key in objects(address, "killed"))
-            assert len(left) == 6, f"after a kill at request {at}: {left}"

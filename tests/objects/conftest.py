@@ -8,8 +8,15 @@ from dataclasses import dataclass
 import pytest
 
 from stores import BUCKET, Gateway, environment, moto, s3s, s3s_binary
+from tensorferry.storage import leftovers
 
 _numbers = itertools.count()
+
+
+@pytest.fixture
+def days_later(monkeypatch):
+    """Has what no index names count as left, as it does a day after it was written."""
+    return lambda: monkeypatch.setattr(leftovers, "_ABANDONED_S", -60.0)
 
 
 @dataclass

@@ -47,7 +47,7 @@ def is_index(path):
 
 @pytest.mark.process
 @pytest.mark.waits
-def test_a_save_whose_commit_got_no_answer_leaves_a_checkpoint_that_loads(gateway, server):
+def test_a_save_whose_commit_got_no_answer_leaves_a_checkpoint_that_loads(gateway, server, days_later):
     checkpointer = SyncCheckpointer(patience=4)
     checkpointer.save(server.place, {"w": torch.full((300,), 1.0)})
     lost = []
@@ -71,6 +71,7 @@ def test_a_save_whose_commit_got_no_answer_leaves_a_checkpoint_that_loads(gatewa
     gateway.act = lambda *_: None
     # It is committed, although nobody was told.
     assert checkpointer.load(server.place)["w"].unique().item() == 2.0
+    days_later()
     checkpointer.save(server.place, {"w": torch.full((300,), 3.0)})
     assert checkpointer.load(server.place)["w"].unique().item() == 3.0
     assert len(objects(server.url, server.prefix)) == 2

@@ -1,4 +1,4 @@
-"""A save that is killed at any of its requests leaves the last checkpoint, and the next save removes what it left.
+"""A save that is killed at any of its requests leaves the last checkpoint; a day later a save removes what it left.
 
 ``--object-kills 99`` kills one at each request that it makes.
 """
@@ -51,7 +51,7 @@ def held(place):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_kill_9_at_the_requests_of_a_save(server, pytestconfig, forked_child, monkeypatch):
+def test_kill_9_at_the_requests_of_a_save(server, pytestconfig, forked_child, monkeypatch, days_later):
     with Gateway(server.url) as between:
         with monkeypatch.context() as around:
             for name, value in environment(between.url).items():
@@ -97,8 +97,9 @@ def test_kill_9_at_the_requests_of_a_save(server, pytestconfig, forked_child, mo
                 last = 1000 + at
                 save(last)
                 assert held(server.place) == last
-                left = [key.rpartition("/")[2] for key in objects(server.url, server.prefix)]
-                assert len(left) == 3, f"after a kill at request {at}: {left}"
+            days_later()
+            dcp.save({"v": torch.ones(3)}, storage_writer=FileWriter(server.place), no_dist=True)
+            assert len(objects(server.url, server.prefix)) == 3
         finally:
             saver.stdin.close()
             saver.wait(30)
@@ -148,7 +149,6 @@ def test_kill_9_of_the_process_that_writes(gateway, server, pytestconfig):
             last = 1000 + at
             assert save(last) == ([], False)
             assert held() == last
-            assert len(objects(server.url, server.prefix)) == 2, f"after a kill at request {at}"
         assert failed
     finally:
         checkpointer.close()
@@ -173,23 +173,20 @@ def test_what_a_living_save_has_written_stays(server):
 
 
 @pytest.mark.parametrize("fails", [False, True], ids=["that has ended", "that has failed"])
-def test_what_a_writer_has_left_goes_with_the_next_save_while_the_writer_is_kept(gateway, server, fails):
-    kept = FileWriter(server.place)
-
+def test_what_a_save_has_left_goes_a_day_later(gateway, server, fails, days_later):
     def act(_, method, path):
         refused = "/index." in path if fails else "delete" in path
         return FORBIDDEN if refused and method in ("PUT", "POST", "DELETE") else None
 
-    dcp.save({"w": torch.ones(2)}, storage_writer=kept, no_dist=True)
+    dcp.save({"w": torch.ones(2)}, storage_writer=FileWriter(server.place), no_dist=True)
     gateway.act = act
-    other = FileWriter(server.place)
     with pytest.raises(StoreRefused) if fails else contextlib.nullcontext(), own_errors():
-        dcp.save({"w": torch.ones(3)}, storage_writer=other, no_dist=True)
-    assert len(objects(server.url, server.prefix)) == 4
+        dcp.save({"w": torch.ones(3)}, storage_writer=FileWriter(server.place), no_dist=True)
     gateway.act = lambda *_: None
-    dcp.save({"w": torch.ones(4)}, storage_writer=FileWriter(server.place), no_dist=True)
-    assert len(objects(server.url, server.prefix)) == 3
-    del kept, other
+    for left in (4, 3):
+        dcp.save({"w": torch.ones(4)}, storage_writer=FileWriter(server.place), no_dist=True)
+        assert len(objects(server.url, server.prefix)) == left
+        days_later()
 
 
 @pytest.mark.parametrize("first", [True, False], ids=["where nothing is", "where a checkpoint is"])

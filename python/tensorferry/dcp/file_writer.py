@@ -26,7 +26,8 @@ from ..storage import commits, reserved
 from ..storage.commits import Commit
 from ..storage.container import Container, Stored
 from ..storage.folder import INDEX
-from ..storage.places import AnyPlace, begun, new_save_id
+from ..storage.names import new_id
+from ..storage.places import AnyPlace, begun
 from ..storage.room import making_room
 from ..storage.source import Progress
 from ..storage.whole_files import listed, make_synced_folder
@@ -205,9 +206,8 @@ class FileWriter(InFolder, StorageWriter):  # type: ignore[misc]  # mypy does no
             SystemRefused: ``checkpoint_id`` is relative, and the current folder is gone
         """
         self._running.calls.check()
-        self._running.path = path = self._next(checkpoint_id)
-        self._running.id = new_save_id(path)
-        self._path = path
+        self._running.path = self._path = self._next(checkpoint_id)
+        self._running.id = new_id()
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Creates the record of this save, from the rank and role that torch passes.
@@ -356,7 +356,7 @@ class FileWriter(InFolder, StorageWriter):  # type: ignore[misc]  # mypy does no
             if not self._overwrite:
                 self._check_free(save, _names_in(save.path))
 
-        with save.ending(), save.undone(), making_room(save.path):
+        with save.undone(), making_room(save.path):
             commits.commit_index(
                 save.index,
                 [(reserved.INDEX, index.encode(metadata, stored))],

@@ -15,9 +15,10 @@ from torch.distributed.checkpoint.planner import SavePlan
 from .._reentry import CallMark
 from ..errors import InvalidArgument
 from ..storage import commits, leftovers
-from ..storage.container import Stored, release
+from ..storage.container import Stored
 from ..storage.folder import INDEX
-from ..storage.places import AnyPlace, begun, new_save_id
+from ..storage.names import new_id
+from ..storage.places import AnyPlace, begun
 from ..storage.whole_files import is_file
 from . import marker
 from .in_folder import RANK_INDEX, TORCH_INDEX
@@ -109,7 +110,7 @@ class SaveRecord:
     def __init__(self, path: AnyPlace, rank: int, coordinated: bool, writes_index: bool) -> None:
         self.path, self.rank, self.coordinated, self.writes_index = path, rank, coordinated, writes_index
         self.index = path / (INDEX if coordinated else RANK_INDEX.format(rank))
-        self.id = new_save_id(path)
+        self.id = new_id()
         self.began = 0
         self.written: Stored | None = None
         self.is_over = self.is_new_folder = False
@@ -141,15 +142,6 @@ class SaveRecord:
     def mark(self) -> str:
         """What plans of this save carry, so that they are not written by another one."""
         return _MARK + self.id
-
-    @contextlib.contextmanager
-    def ending(self) -> Iterator[None]:
-        """After the block, other saves may remove what this one has left, whoever holds on to this object."""
-        try:
-            yield
-        finally:
-            written, self.written = self.written, None
-            release(written)
 
     @contextlib.contextmanager
     def undone(self) -> Iterator[None]:

@@ -24,7 +24,7 @@ from ..dcp.file_reader import FileReader
 from ..dcp.file_writer import FileWriter
 from ..dcp.peer_writer import PeerWriter
 from ..errors import TensorferryError
-from ..storage.places import AnyPlace, kept_alive
+from ..storage.places import AnyPlace
 from . import common, shards
 from .interfaces import AsyncSaveShardedStrategy
 from .loading import common_in
@@ -120,8 +120,6 @@ class SaveStrategy(OfRanks, TorchDistSaveShardedStrategy, AsyncSaveShardedStrate
             saving = self._begin(ranks, sharded_state_dict, checkpoint_dir, folders)
         assert isinstance(saving.writer, FileWriter)
         job = FileJob(saving.writer.rank_file(), saving.plan, *folders)
-        # Until it is committed: the process that writes may end long before.
-        alive = kept_alive(job.file.path)
         # If nobody calls the last function.
         weakref.finalize(saving, remove_folder, job.folder, os.getpid())
         held = HeldData(saving.data.values)
@@ -134,11 +132,8 @@ class SaveStrategy(OfRanks, TorchDistSaveShardedStrategy, AsyncSaveShardedStrate
         def finish() -> None:
             # Since the write began, ranks have run on their own: one that has failed meanwhile does not come here.
             ranks = Together(self.process_group, self.timeout)
-            try:
-                with ranks.counting_on_each_other():
-                    saving.finish(ranks, written)
-            finally:
-                alive.close()
+            with ranks.counting_on_each_other():
+                saving.finish(ranks, written)
 
         return request(write, (job, None, None), [finish], preload_fn=held.on_host)
 

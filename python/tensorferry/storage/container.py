@@ -19,7 +19,7 @@ _METADATA = (("format", "pt"), ("tensorferry.version", str(VERSION)))
 
 
 class Stored(Protocol):
-    """A file or an object that was written; while it lives, no other save takes its writer for dead."""
+    """A file or an object that was written; while this lives, a file is locked."""
 
     @property
     def bytes(self) -> int:
@@ -32,15 +32,6 @@ class Stored(Protocol):
     @property
     def header(self) -> int:
         """The checksum of the container's header."""
-
-
-def release(written: Stored | None) -> None:
-    """Other saves may take the writer of an object for dead from now on; that of a file once ``written`` is dropped.
-
-    At once, since what holds on to ``written`` may live long, as the traceback of an error or a writer does.
-    """
-    if (alive := getattr(written, "alive", None)) is not None:
-        alive.close()
 
 
 @dataclass(frozen=True)
@@ -127,7 +118,7 @@ class Container:
             progress: called with the number of bytes written and the number of all bytes
 
         Returns:
-            How much was written; while this object lives, the file stays locked, and an object safe from other saves.
+            How much was written; while this object lives, the file stays locked.
 
         Raises:
             InvalidArgument: the entries make no valid container

@@ -22,10 +22,11 @@ from .._native import _file_entries, _file_header
 from ..errors import ConnectError, FetchTimeout, IncompleteCheckpoint, StoreRefused, SystemRefused, TensorferryError
 from . import commits, leftovers, reserved
 from .commits import Commit
-from .container import Container, Stored, release
+from .container import Container, Stored
 from .folder import ABOUT, INDEX, add_shards, committed_save, encode_index
+from .names import machine
 from .objects.place import ObjectPlace
-from .places import AnyPlace, begun, home_of_save
+from .places import AnyPlace, begun
 from .whole_files import (
     FEW,
     create_folder,
@@ -97,7 +98,7 @@ class FolderSave:
     def __init__(self, folder: AnyPlace, save: SaveId, patience: float = 600.0) -> None:
         self.folder, self.save = begun(folder), save
         self._patience = patience
-        self._name = _file_of(folder, save)
+        self._name = _file_of(save)
         in_store = isinstance(folder, ObjectPlace)
         self._soon, self._late = (_SOON_IN_STORE, _LATE_IN_STORE) if in_store else (_SOON, _LATE)
         self._written: Stored | None = None
@@ -168,8 +169,7 @@ class FolderSave:
 
     def close(self) -> None:
         """Unlocks the file of this rank."""
-        written, self._written = self._written, None
-        release(written)
+        self._written = None
 
     def _wait_for_files(self, check: Callable[[], None]) -> list[str]:
         """Waits until the files of all ranks are in the folder; returns their names, by rank."""
@@ -286,8 +286,8 @@ class FolderSave:
         )
 
 
-def _file_of(folder: AnyPlace, save: SaveId) -> str:
-    return f"rank{save.rank:05d}-{home_of_save(folder)}{save.save}.safetensors"
+def _file_of(save: SaveId) -> str:
+    return f"rank{save.rank:05d}-{machine()}{save.save}.safetensors"
 
 
 def abandon(folder: AnyPlace, save: SaveId, reason: str) -> None:
@@ -300,7 +300,7 @@ def abandon(folder: AnyPlace, save: SaveId, reason: str) -> None:
     """
     # With a deadline of its own: that of the save may have passed.
     folder = begun(folder)
-    file = folder / _file_of(folder, save)
+    file = folder / _file_of(save)
     partial = folder / f"{file.name}.partial"
     with contextlib.suppress(OSError, TensorferryError):
         # Without an answer, it may be committed; the others look for its index before they heed a failure.

@@ -49,8 +49,8 @@ def holding(folder: AnyPlace, names: Iterable[str]) -> Iterator[None]:
     if isinstance(folder, ObjectPlace):
         from .objects import leftovers as in_store
 
-        with in_store.holding(folder, names):
-            yield
+        in_store.check(folder, names)
+        yield
         return
     with contextlib.ExitStack() as stack:
         for name in sorted(names):

@@ -5,7 +5,6 @@ What can be done in object stores takes :func:`any_place`; everything else takes
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Mapping
 from datetime import timedelta
@@ -14,7 +13,6 @@ from typing import Any, TypeAlias
 
 from .. import _validate
 from ..errors import InvalidArgument, SystemRefused
-from .names import machine, new_id, writer_of
 from .objects.place import ObjectPlace
 from .objects.url import is_store, without_secrets
 
@@ -139,38 +137,6 @@ def place_as_given(
 def is_store_url(path: Any) -> bool:
     """Whether a user's argument is the URL of a place in an object store."""
     return isinstance(path, str) and is_store(path)
-
-
-def new_save_id(place: AnyPlace) -> str:
-    """Returns a new unique id for the names of one save at ``place``: 8 hexadecimal digits, and 12 random ones."""
-    if isinstance(place, ObjectPlace):
-        from .objects import writers
-
-        return writers.new_id()
-    return new_id()
-
-
-def home_of_save(place: AnyPlace) -> str:
-    """Returns the 8 digits with which ids of saves at ``place`` begin: who can tell whether such a save is alive."""
-    if isinstance(place, ObjectPlace):
-        from .objects import writers
-
-        return writers.home()
-    return machine()
-
-
-def kept_alive(path: AnyPlace) -> contextlib.ExitStack:
-    """Keeps other saves from removing what the save of the file ``path`` writes, until the result is closed.
-
-    That is for a save which one process writes and another one commits. In a folder, nothing is done: there a file is
-    safe for a minute after the last write (``leftovers.py``).
-    """
-    kept = contextlib.ExitStack()
-    if isinstance(path, ObjectPlace):
-        from .objects.writers import Alive
-
-        kept.callback(Alive(writer_of(path.name)).close)
-    return kept
 
 
 def begun(place: AnyPlace) -> AnyPlace:

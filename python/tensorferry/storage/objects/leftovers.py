@@ -1,41 +1,33 @@
 """What killed saves have left in a store, and its removal; ``commits.py`` has the rules.
 
-An object whose writer ran on this machine is left if that writer is dead (``writers.py``); any other one a day after it
-was written, by the clock of the store. The parts of uploads that were not completed are for a lifecycle rule of the
-bucket.
+An object that no index names is left a day after it was written, by the clock of the store. The parts of uploads that
+were not completed are for a lifecycle rule of the bucket.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 
 from ...errors import IncompleteCheckpoint, TensorferryError
-from ..names import may_be_left, writer_of
-from . import writers
+from ..names import may_be_left
 from .place import ObjectPlace
 
 logger = logging.getLogger("tensorferry")
 
 
-@contextlib.contextmanager
-def holding(folder: ObjectPlace, names: Iterable[str]) -> Iterator[None]:
-    """While the block runs, keeps other saves of this machine from removing these objects.
+def check(folder: ObjectPlace, names: Iterable[str]) -> None:
+    """Checks that objects are there.
 
     Raises:
         IncompleteCheckpoint: one of them is gone
         TensorferryError: the store does not answer, or refuses
     """
     names = sorted(names)
-    with writers.holding(map(writer_of, names)):
-        there = folder.entries() if names else {}
-        for name in names:
-            if name not in there:
-                raise IncompleteCheckpoint(
-                    f"{folder}: {name}, which this save has written, was removed by another process"
-                )
-        yield
+    there = folder.entries() if names else {}
+    for name in names:
+        if name not in there:
+            raise IncompleteCheckpoint(f"{folder}: {name}, which this save has written, was removed by another process")
 
 
 def remove(folder: ObjectPlace, names: Iterable[str]) -> None:
@@ -65,31 +57,18 @@ def remove_leftovers(
         now: the time by the clock of the store, in seconds
         rank: as for files
         kept: names of objects that stay
-        needed: returns the names of those that the current index names; called once no writer of a candidate is alive
-        abandoned: seconds after which the writer of an object counts as dead, wherever it ran
+        needed: returns the names of those that the current index names
+        abandoned: seconds after which the writer of an object counts as dead
     """
     try:
         there = folder.entries()
+        dead = [
+            name
+            for name, about in there.items()
+            if name not in kept and may_be_left(name, rank) and now - about.st_mtime > abandoned
+        ]
+        if dead:
+            spared = needed()
+            remove(folder, [name for name in dead if name not in spared])
     except TensorferryError as e:
         logger.warning("cannot look for leftovers in %s: %s", folder, e)
-        return
-    left = {name: about for name, about in there.items() if name not in kept and may_be_left(name, rank)}
-    with contextlib.ExitStack() as stack:
-        known: dict[str, bool | None] = {}
-
-        def is_dead(name: str, written: float) -> bool:
-            id_ = writer_of(name)
-            if id_ not in known:
-                known[id_] = writers.is_dead(id_, stack)
-            return now - written > abandoned if known[id_] is None else bool(known[id_])
-
-        dead = [name for name, about in left.items() if is_dead(name, about.st_mtime)]
-        if not dead:
-            return
-        try:
-            # Read only now: a writer that has ended may have written its index just before.
-            spared = needed()
-        except TensorferryError as e:
-            logger.warning("the objects that killed saves have left in %s are not removed: %s", folder, e)
-            return
-        remove(folder, [name for name in dead if name not in spared])

@@ -20,9 +20,8 @@ from typing import Any
 from ..._native import HostView, Parts
 from ...errors import IncompleteCheckpoint, SourceChanged, SystemRefused, TensorferryError
 from ..container import Container
-from ..names import writer_of
 from ..source import Progress
-from . import client, writers
+from . import client
 from .commit import put_new
 from .place import ObjectPlace
 from .requests import ending
@@ -41,13 +40,11 @@ class Uploaded:
         bytes: the length of the object
         header: the checksum of the container's header
         direct: 0, since no page cache is involved
-        alive: while it is open, other saves of this machine do not take the writer for dead
     """
 
     bytes: int
     header: int
     direct: int = 0
-    alive: writers.Alive | None = None
 
 
 def part_bytes(nbytes: int) -> int:
@@ -66,15 +63,11 @@ def upload(
         threads: how many parts are under way at a time; ``None`` chooses
         progress: called now and then with the number of bytes that were read and the number of all bytes
 
-    Returns:
-        What was uploaded; until its ``alive`` is closed, other saves of this machine do not take the writer for dead.
-
     Raises:
         TensorferryError: the store does not answer in time, or refuses; the message names the object and the part
         OSError: in a forked process, the system starts no process that makes the requests
         Exception: what ``progress`` raises
     """
-    alive = writers.Alive(writer_of(place.name))
     parts = Parts(rows=container.rows, control=list(container.control), metadata=container.metadata)
     size = part_bytes(parts.nbytes)
     source = _PartSource(parts, size)
@@ -92,13 +85,9 @@ def upload(
         else:
             put_parts(place, source, parts.nbytes, size, at_a_time, report)
         report()
-    except BaseException:
-        # At once: who catches the error may keep it, and all that its traceback holds.
-        alive.close()
-        raise
     finally:
         source.stop()
-    return Uploaded(parts.nbytes, parts.header, alive=alive)
+    return Uploaded(parts.nbytes, parts.header)
 
 
 def put_parts(
@@ -180,8 +169,7 @@ def upload_file(place: ObjectPlace, path: Path) -> int:
                 return nbytes
             if place.is_file():
                 raise SourceChanged(f"{place}: there is an object already")
-            with writers.holding([writer_of(place.name)]):
-                _put(place, file, nbytes, size, _AT_A_TIME)
+            _put(place, file, nbytes, size, _AT_A_TIME)
     except TensorferryError:
         raise
     except OSError as e:
