@@ -65,11 +65,6 @@ def is_installed() -> bool:
     return importlib.util.find_spec("obstore") is not None
 
 
-def is_forked() -> bool:
-    """Whether this process was forked from one that has made requests."""
-    return _loop is not None and _loop[0] != os.getpid()
-
-
 def client_paths() -> list[str]:
     """Returns the folders in which another process finds ``obstore``; none without it."""
     found = importlib.util.find_spec("obstore")
@@ -197,7 +192,7 @@ def loop() -> asyncio.AbstractEventLoop:
 
     global _loop
     with _lock.held():
-        if is_forked():
+        if _loop is not None and _loop[0] != os.getpid():
             raise ForkedProcess(
                 "requests to object stores were made before fork(): the threads behind them do not exist in the child; "
                 "start it with spawn or forkserver"

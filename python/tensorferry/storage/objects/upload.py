@@ -12,7 +12,7 @@ import ctypes
 import mmap
 import os
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,7 +65,7 @@ def upload(
 
     Raises:
         TensorferryError: the store does not answer in time, or refuses; the message names the object and the part
-        OSError: in a forked process, the system starts no process that makes the requests
+        ForkedProcess: requests were made before this process was forked
         Exception: what ``progress`` raises
     """
     parts = Parts(rows=container.rows, control=list(container.control), metadata=container.metadata)
@@ -78,46 +78,15 @@ def upload(
             progress(min(source.read, parts.nbytes), parts.nbytes)
 
     try:
-        if client.is_forked():
-            from .forked import put_elsewhere
-
-            put_elsewhere(place, source, parts.nbytes, size, at_a_time, report)
-        else:
-            put_parts(place, source, parts.nbytes, size, at_a_time, report)
+        _put(place, source, parts.nbytes, size, at_a_time, report)
         report()
+    except IncompleteCheckpoint:
+        # A client that completes an upload again, since the answer was lost, may hear that there is none.
+        if not _is_there(place, parts.nbytes):
+            raise
     finally:
         source.stop()
     return Uploaded(parts.nbytes, parts.header)
-
-
-def put_parts(
-    place: ObjectPlace,
-    parts: Iterable[Any],
-    nbytes: int,
-    size: int,
-    at_a_time: int,
-    report: Callable[[], None] | None = None,
-) -> None:
-    """Uploads an object from its parts; the parts of one that is interrupted stay in the store.
-
-    Args:
-        place: the object, whose name nobody else has
-        parts: its bytes, ``size`` of them at a time or fewer
-        nbytes: its length
-        size: the length of each part of the upload but the last one
-        at_a_time: how many parts are under way at a time
-        report: called now and then; its exception ends the upload
-
-    Raises:
-        TensorferryError: the store does not answer in time, or refuses; the message names the object and the part
-        Exception: what ``report`` raises
-    """
-    try:
-        _put(place, parts, nbytes, size, at_a_time, report)
-    except IncompleteCheckpoint:
-        # A client that completes an upload again, since the answer was lost, may hear that there is none.
-        if not _is_there(place, nbytes):
-            raise
 
 
 def _put(
@@ -128,7 +97,20 @@ def _put(
     at_a_time: int,
     report: Callable[[], None] | None = None,
 ) -> None:
-    """Uploads an object from what the library reads, as for :func:`put_parts`."""
+    """Uploads an object; the parts of an upload that is interrupted stay in the store.
+
+    Args:
+        place: the object
+        content: its bytes, as the library takes them: a file, or an iterator of pieces of ``size`` bytes or fewer
+        nbytes: its length
+        size: the length of each part of the upload but the last one
+        at_a_time: how many parts are under way at a time
+        report: called now and then; its exception ends the upload
+
+    Raises:
+        TensorferryError: the store does not answer in time, or refuses; the message names the object and the part
+        Exception: what ``report`` raises
+    """
     library, store, key, calls = client.obstore(), place.store, place.key, place.calls()
 
     async def put() -> Any:
