@@ -32,7 +32,6 @@ from tensorferry.errors import (
 from tensorferry.storage.objects import client as making
 from tensorferry.storage.objects import commit, reader, upload
 from tensorferry.storage.objects.requests import Calls, Deadline
-from tensorferry.storage.objects.second import Pace
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 QUICKLY = {"max_retries": 1}
@@ -168,16 +167,7 @@ def cancelled_by_its_deadline(slow, _):
         Calls(Deadline(0.2)).begin(slow).result(10)
 
 
-def cancelled_by_a_faster_one(slow, _):
-    async def quick():
-        return 1
-
-    pace, made = Pace(), iter([quick] * 40 + [slow, quick])
-    results = [Calls(Deadline(30)).begin(lambda: pace.read(lambda: next(made)())).result(10) for _ in range(41)]
-    assert results == [1] * 41
-
-
-@pytest.mark.parametrize("cancel", [cancelled_by_its_caller, cancelled_by_its_deadline, cancelled_by_a_faster_one])
+@pytest.mark.parametrize("cancel", [cancelled_by_its_caller, cancelled_by_its_deadline])
 def test_an_exit_waits_for_what_was_cancelled_just_before(cancel):
     """However a request of the client's own library ends before its time."""
     with socket.create_server(("127.0.0.1", 0)) as listener:

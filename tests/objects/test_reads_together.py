@@ -18,7 +18,6 @@ from tensorferry.memory.tensors import no_rows
 from tensorferry.storage import reserved
 from tensorferry.storage.commits import Commit, commit_index
 from tensorferry.storage.container import Container
-from tensorferry.storage.objects import client, reader, second
 from tensorferry.storage.objects.reader import RangeReader
 from tensorferry.storage.objects.requests import Calls, Deadline
 from tensorferry.storage.places import any_place, begun
@@ -132,60 +131,3 @@ def test_a_read_that_has_ended_leaves_the_memory_alone(server, monkeypatch):
             reading.result(30)
     assert went_on.wait(30)
     assert not any(memory.raw)
-
-
-def test_a_read_that_stands_still_is_requested_a_second_time(gateway, server, monkeypatch):
-    """Once it is known how long others take, and long before it counts as stalled."""
-    monkeypatch.setattr(reader, "_PIECE", 1 << 16)
-    monkeypatch.setattr(reader, "_STALL_S", PATIENCE)
-    monkeypatch.setattr(client, "STALL_S", PATIENCE)
-    place = any_place(server.place, timeout=timedelta(seconds=PATIENCE)) / "data"
-    data = os.urandom(40 << 16)
-    place.write_bytes(data)
-    opened, memory = begun(place).opened(), ctypes.create_string_buffer(len(data))
-    gateway.seen.clear()
-    gateway.act = lambda number, *_: "stall" if number == 30 else None
-    opened.read_all([(0, ctypes.addressof(memory), len(data))])
-    assert memory.raw == data + b"\0" * (len(memory) - len(data))
-    # The first piece came when it was opened.
-    assert len(gateway.seen) > 39
-
-
-def test_few_reads_are_requested_a_second_time(monkeypatch):
-    """Where all of them have become slow, that would make them slower."""
-    monkeypatch.setattr(second, "_LEAST_S", 0.0)
-    pace, made = second.Pace(), []
-
-    async def read_one(seconds):
-        async def make():
-            made.append(seconds)
-            await asyncio.sleep(seconds)
-            return seconds
-
-        return await pace.read(make)
-
-    async def read():
-        for _ in range(20):
-            await read_one(0.001)
-        return await asyncio.gather(*[read_one(0.2) for _ in range(100)])
-
-    assert asyncio.run(read()) == [0.2] * 100
-    assert 120 < len(made) <= 126
-
-
-def test_the_answer_of_a_read_that_does_not_fail_is_taken(monkeypatch):
-    monkeypatch.setattr(second, "_LEAST_S", 0.05)
-    pace, made = second.Pace(), []
-
-    async def make():
-        made.append(None)
-        if len(made) == 30:
-            await asyncio.sleep(0.3)
-            raise ZeroDivisionError
-        await asyncio.sleep(0.4 if len(made) == 31 else 0)
-        return len(made)
-
-    async def read():
-        return [await pace.read(make) for _ in range(30)]
-
-    assert asyncio.run(read())[-1] == 31

@@ -29,9 +29,7 @@ NAMES = {"create_connection", "open_connection", "AF_INET", "AF_INET6", "wrap_so
 #: The fault suite attacks servers, and `addresses` connects datagram sockets, which sends nothing.
 MAY = {"net/addresses.py": {"AF_INET", "AF_INET6"}}
 #: Object stores are reached by obstore, whose coroutines need a loop.
-MAY |= {
-    f"storage/objects/{name}.py": {"asyncio"} for name in ("client", "loop", "place", "reader", "requests", "second")
-}
+MAY |= {f"storage/objects/{name}.py": {"asyncio"} for name in ("client", "loop", "place", "reader", "requests")}
 TESTING = "testing/"
 
 

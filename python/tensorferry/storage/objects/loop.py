@@ -21,7 +21,7 @@ class _Result(asyncio.Future[Any]):
     """What a request will bring."""
 
     def cancel(self, msg: Any = None) -> bool:
-        """Cancels the request, whoever asks for it: a caller, a deadline, or a second request that was faster."""
+        """Cancels the request, whoever asks for it: a caller or a deadline."""
         if is_cancelled := super().cancel(msg):
             cast(Loop, self.get_loop()).cancelled = time.monotonic()
         return is_cancelled

@@ -66,13 +66,7 @@ class RangeReader:
         """
         if at + nbytes <= len(self._head):
             return memoryview(self._head)[at : at + nbytes]
-        pace = self._calls.deadline.pace
-
-        def make() -> Coroutine[Any, Any, memoryview]:
-            # How long small ones take says nothing about the others.
-            return pace.read(lambda: self._get(at, nbytes)) if nbytes > _PIECE // 2 else self._get(at, nbytes)
-
-        return self._repeated(make, f"reading bytes {at}-{at + nbytes}")
+        return self._repeated(lambda: self._get(at, nbytes), f"reading bytes {at}-{at + nbytes}")
 
     def read(self, at: int, address: int, nbytes: int) -> None:
         """Copies ``nbytes`` bytes from ``at`` on to ``address``; raises as :meth:`get`."""

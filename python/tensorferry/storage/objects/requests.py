@@ -27,7 +27,6 @@ from ...errors import (
     TransferCancelled,
 )
 from . import client
-from .second import Pace
 from .url import without_secrets
 
 if TYPE_CHECKING:
@@ -73,14 +72,10 @@ class Deadline:
 
     Args:
         seconds: how long it may take from now on
-
-    Attributes:
-        pace: how long its reads take
     """
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
-        self.pace = Pace()
         self._end = time.monotonic() + seconds
         self._lock = threading.Lock()
         self._is_over = False
