@@ -8,7 +8,6 @@ import ctypes
 import os
 import signal
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
@@ -108,26 +107,27 @@ def test_an_operation_that_was_ended_begins_no_request():
         Calls(deadline).begin(lambda: pytest.fail("it has begun"))
 
 
-def test_a_read_that_has_ended_leaves_the_memory_alone(server, monkeypatch):
+@pytest.mark.parametrize("ends", ["by an error", "by its caller"])
+def test_a_read_that_has_ended_leaves_the_memory_alone(server, monkeypatch, ends):
     """A request may go on for a moment after it was cancelled."""
     place = any_place(server.place, timeout=timedelta(seconds=PATIENCE)) / "data"
     place.write_bytes(bytes(NBYTES))
     opened, memory = begun(place).opened(), ctypes.create_string_buffer(NBYTES)
-    began, went_on = threading.Event(), threading.Event()
+    went_on = threading.Event()
 
-    async def received(_, __, nbytes):
-        began.set()
+    async def get(_, at, nbytes):
+        if at and ends == "by an error":
+            raise CorruptCheckpoint("no")
+        if at:
+            opened.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await asyncio.sleep(PATIENCE)
         asyncio.get_running_loop().call_soon(went_on.set)
-        return [memoryview(b"x" * nbytes)]
+        return memoryview(b"x" * nbytes)
 
-    monkeypatch.setattr(RangeReader, "_received", received)
-    with ThreadPoolExecutor(1) as pool:
-        reading = pool.submit(opened.read, 0, ctypes.addressof(memory), NBYTES)
-        assert began.wait(30)
-        opened.cancel()
-        with pytest.raises(TransferCancelled):
-            reading.result(30)
+    monkeypatch.setattr(RangeReader, "_get", get)
+    half, address = NBYTES // 2, ctypes.addressof(memory)
+    with pytest.raises(CorruptCheckpoint if ends == "by an error" else TransferCancelled):
+        opened.read_all([(0, address, half), (half, address + half, NBYTES - half)])
     assert went_on.wait(30)
     assert not any(memory.raw)

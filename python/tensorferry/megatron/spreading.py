@@ -16,6 +16,7 @@ from ..memory.tensors import address, no_rows, scratch
 from ..net.options import ServerOptions
 from ..storage.container import Container
 from ..storage.slices import AHEAD, SliceTuple
+from ..storage.threads import uninterrupted
 from . import shards
 from .loading import ChunkPart, Loading
 
@@ -312,7 +313,7 @@ class _Fetching:
     def end(self) -> None:
         """Waits until the thread has ended, and no longer writes to the memory."""
         if self._thread is not None:
-            self._thread.join()
+            uninterrupted(self._thread.join)
 
 
 def raise_if(failed: BaseException | None) -> None:

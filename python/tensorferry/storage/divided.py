@@ -15,6 +15,7 @@ from ..errors import TensorferryError
 from .container import Container
 from .slices import AHEAD, SliceTuple, nbytes_of
 from .source import Progress, Source
+from .threads import uninterrupted
 
 logger = logging.getLogger("tensorferry")
 
@@ -309,14 +310,8 @@ class _Fetching:
     def end(self) -> None:
         """Ends it; when this returns or raises, nothing more is written to memory."""
         self._stops = True
-        interrupted: BaseException | None = None
-        while self._thread.is_alive():
-            try:
-                self._thread.join()
-            except BaseException as e:  # Whoever presses Ctrl-C again waits for it, too.
-                interrupted = e
-        if interrupted is not None:
-            raise interrupted
+        if self._thread.is_alive():
+            uninterrupted(self._thread.join)
 
 
 class _Stopped(Exception):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Protocol, TypeAlias
 
@@ -14,9 +14,9 @@ from ..errors import IncompleteCheckpoint, ProtocolError, SourceChanged, SystemR
 from . import commits
 from .commits import Commit
 from .objects.place import ObjectPlace
-from .objects.requests import results_of
 from .places import AnyPlace
 from .slices import SliceTuple, nbytes_of
+from .threads import call_in_threads
 
 #: Objects that are read at once.
 _AT_ONCE = 4
@@ -200,9 +200,8 @@ class FolderSource:
 
             return None if progress is None else note
 
-        with ThreadPoolExecutor(min(len(slices), _AT_ONCE), "tensorferry-read") as pool:
-            running = [pool.submit(self._read_file, name, slices[name], noted(name)) for name in slices]
-            return results_of(running, place.end)
+        calls = [partial(self._read_file, name, slices[name], noted(name)) for name in slices]
+        return call_in_threads(calls, _AT_ONCE, place.end)
 
     def _missing(self, name: str) -> Exception:
         """Returns the error for a missing file, which depends on whether the index is still the one that was read."""

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import mmap
 import os
 import tempfile
 from collections.abc import Iterator
@@ -27,14 +25,11 @@ def download_file(source: ObjectPlace, target: Path) -> int:
     try:
         with target.open("x+b") as file:
             if opened.nbytes:
-                # A write to a page for which the disk has no room would end the process.
+                # A full disk is told before anything is read.
                 os.posix_fallocate(file.fileno(), 0, opened.nbytes)
-                with mmap.mmap(file.fileno(), opened.nbytes) as pages:
-                    memory = (ctypes.c_char * opened.nbytes).from_buffer(pages)
-                    try:
-                        opened.read_all([(0, ctypes.addressof(memory), opened.nbytes)])
-                    finally:
-                        del memory
+            for (at, _, _), data in opened.pieces([(0, 0, opened.nbytes)]):
+                file.seek(at)
+                file.write(data)
             file.flush()
             os.fsync(file.fileno())
     except OSError as e:

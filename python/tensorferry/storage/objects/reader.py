@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-from collections.abc import Callable, Coroutine
-from typing import Any, TypeVar
+from collections.abc import Callable, Coroutine, Iterable, Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from ...errors import ConnectError, FetchTimeout, ProtocolError, StoreRefused
-from .requests import Calls, results_of
+from .requests import LOOK_S, Calls, ending
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future  # It takes long: what needs it imports it.
 
 #: Bytes that are read when an object is opened: headers are mostly shorter.
 _HEAD = 64 << 10
@@ -18,6 +22,7 @@ _PIECE, _AT_A_TIME = 8 << 20, 8
 _STALL_S, _ATTEMPTS = 60.0, 5
 
 _T = TypeVar("_T")
+_Range: TypeAlias = tuple[int, int, int]
 
 
 class _WrongAnswer(Exception):
@@ -66,44 +71,69 @@ class RangeReader:
         """
         if at + nbytes <= len(self._head):
             return memoryview(self._head)[at : at + nbytes]
-        return self._repeated(lambda: self._get(at, nbytes), f"reading bytes {at}-{at + nbytes}")
+        return self._repeated(partial(self._get, at, nbytes), f"reading bytes {at}-{at + nbytes}")
 
-    def read(self, at: int, address: int, nbytes: int) -> None:
-        """Copies ``nbytes`` bytes from ``at`` on to ``address``; raises as :meth:`get`."""
-        if not nbytes:
-            return
-        # Here, and not where they come: all requests share that thread, and one that was cancelled may go on there for
-        # a moment, when the memory may be another's.
-        memoryview((ctypes.c_ubyte * nbytes).from_address(address)).cast("B")[:] = self.get(at, nbytes)
+    def _repeated(self, make: Callable[[], Coroutine[Any, Any, _T]], what: str, begun: Future[_T] | None = None) -> _T:
+        """Makes a request, again if its body breaks off or stalls: the client itself makes the rest again.
 
-    def _repeated(self, make: Callable[[], Coroutine[Any, Any, _T]], what: str) -> _T:
-        """Makes a request, again if its body breaks off or stalls: the client itself makes the rest again."""
+        Args:
+            make: makes it
+            what: what is done, for messages
+            begun: the first one, if it has begun
+        """
         for attempt in itertools.count(1):
             try:
-                return self._calls.call(make, self._name, what)
+                return self._calls.finish(begun or self._calls.begin(make), self._name, what)
             except (ConnectError, FetchTimeout, _WrongAnswer) as e:
                 if attempt >= _ATTEMPTS or self._calls.deadline.left() <= 0:
                     if isinstance(e, _WrongAnswer):
                         raise e.refusal from None
                     raise
+                begun = None
         raise AssertionError
 
-    def read_all(self, ranges: list[tuple[int, int, int]]) -> None:
-        """Copies ranges, ``(at, address, nbytes)`` each, several at a time; raises as :meth:`read`.
+    def read_all(self, ranges: Iterable[_Range]) -> None:
+        """Copies ranges to addresses in memory; raises as :meth:`pieces`.
 
-        Nothing is written to memory when this has returned or raised. After an error, the reader makes no more
-        requests.
+        Only the calling thread writes to the memory.
         """
-        from concurrent.futures import ThreadPoolExecutor
+        for (_, address, nbytes), data in self.pieces(ranges):
+            memoryview((ctypes.c_ubyte * nbytes).from_address(address)).cast("B")[:] = data
 
-        pieces = [
-            (at + done, address + done, min(_PIECE, nbytes - done))
-            for at, address, nbytes in ranges
-            for done in range(0, nbytes, _PIECE)
-        ]
-        with ThreadPoolExecutor(_AT_A_TIME, "tensorferry-read") as pool:
-            running = [pool.submit(self.read, *piece) for piece in pieces]
-            results_of(running, self.cancel)
+    def pieces(self, ranges: Iterable[_Range]) -> Iterator[tuple[_Range, memoryview]]:
+        """Reads ranges in pieces, several at a time; yields each piece with its bytes once they are there.
+
+        After an error, the reader makes no more requests.
+
+        Args:
+            ranges: where they begin in the object, where they go, which counts on with the bytes, and their lengths
+
+        Raises:
+            SourceChanged, TensorferryError: as for :meth:`get`
+        """
+        running: dict[Future[memoryview], _Range] = {}
+        with ending(self._calls):
+            for at, to, nbytes in ranges:
+                for done in range(0, nbytes, _PIECE):
+                    piece = at + done, to + done, min(_PIECE, nbytes - done)
+                    if piece[0] + piece[2] <= len(self._head):
+                        yield piece, self.get(piece[0], piece[2])
+                        continue
+                    running[self._calls.begin(partial(self._get, piece[0], piece[2]))] = piece
+                    while len(running) >= _AT_A_TIME:
+                        yield from self._completed(running)
+            while running:
+                yield from self._completed(running)
+
+    def _completed(self, running: dict[Future[memoryview], _Range]) -> Iterator[tuple[_Range, memoryview]]:
+        """Waits a moment for requests; takes out of ``running``, and yields, what is complete."""
+        from concurrent.futures import FIRST_COMPLETED, wait
+
+        # Without a limit, a signal would not wake the main thread of every system.
+        for future in wait(running, LOOK_S, FIRST_COMPLETED).done:
+            at, to, nbytes = running.pop(future)
+            data = self._repeated(partial(self._get, at, nbytes), f"reading bytes {at}-{at + nbytes}", future)
+            yield (at, to, nbytes), data
 
     def head(self, most: int) -> bytes:
         """Returns the first bytes, ``most`` or fewer."""

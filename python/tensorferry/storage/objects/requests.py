@@ -13,7 +13,7 @@ import re
 import threading
 import time
 import weakref
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ...errors import (
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 #: Seconds after the deadline in which a request that was told to end does so.
 _LATE_S = 1.0
 #: How often a wait for a request looks for signals, and whether the request has to end.
-_LOOK_S = 0.2
+LOOK_S = 0.2
 _LONGEST = 600
 #: Which of the library's classes the builtin ones stand for that it raises instead.
 _BUILTIN: dict[type[BaseException], str] = {
@@ -183,7 +183,7 @@ class Calls:
             while True:
                 # Without a limit, a signal would not wake the main thread of every system.
                 try:
-                    return future.result(_LOOK_S)
+                    return future.result(LOOK_S)
                 except NotYet:
                     if future.done():
                         # It may have ended just now, with a result or with a time-out of its own.
@@ -296,31 +296,6 @@ def what_was_said(text: str) -> str:
 def without_urls(text: str) -> str:
     """Returns ``text`` without any URL, whose words say nothing about an error."""
     return re.sub(r"[a-zA-Z][a-zA-Z0-9+.-]{0,20}://[^\s\"'<>)]*", "the store", text)
-
-
-def results_of(running: Sequence[concurrent.futures.Future[_T]], cancel: Callable[[], object]) -> list[_T]:
-    """Waits for reads in several threads; returns their results, in the order of ``running``.
-
-    Once one has failed, its error is raised: others may stand still until the deadline. Reads that have not begun are
-    cancelled then, and those under way are not waited for. Likewise if the wait is interrupted.
-
-    Args:
-        running: the reads
-        cancel: ends the requests of all
-    """
-    from concurrent.futures import FIRST_EXCEPTION, wait
-
-    try:
-        wait(running, return_when=FIRST_EXCEPTION)
-        for one in running:
-            if one.done():
-                one.result()
-        return [one.result() for one in running]
-    except BaseException:
-        for one in running:
-            one.cancel()
-        cancel()
-        raise
 
 
 @contextlib.contextmanager

@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from ..._native import HostView, Parts
-from ...errors import IncompleteCheckpoint, SourceChanged, SystemRefused, TensorferryError
+from ...errors import IncompleteCheckpoint, SourceChanged, SystemRefused, TensorferryError, TransferCancelled
 from ..container import Container
 from ..source import Progress
+from ..threads import uninterrupted
 from . import client
 from .commit import put_new
 from .place import ObjectPlace
@@ -70,7 +71,7 @@ def upload(
     """
     parts = Parts(rows=container.rows, control=list(container.control), metadata=container.metadata)
     size = part_bytes(parts.nbytes)
-    source = _PartSource(parts, size)
+    source = _PartSource(parts, size, container.owner)
     at_a_time = threads or _AT_A_TIME
 
     def report() -> None:
@@ -160,9 +161,16 @@ def upload_file(place: ObjectPlace, path: Path) -> int:
 
 
 class _PartSource:
-    """Yields the bytes of a container in memory that is used again once the client has let go of it."""
+    """Yields the bytes of a container in memory that is used again once the client has let go of it.
 
-    def __init__(self, parts: Parts, size: int) -> None:
+    Args:
+        parts: reads them
+        size: bytes of a part
+        owner: keeps the memory alive that they are read from
+    """
+
+    def __init__(self, parts: Parts, size: int, owner: Any) -> None:
+        self._owner = owner
         self._parts, self._size = parts, min(size, -(-parts.nbytes // 512) * 512)
         self._free: collections.deque[_Memory] = collections.deque()
         self._is_over = False
@@ -174,8 +182,10 @@ class _PartSource:
 
     def __next__(self) -> HostView:
         with self._reading:
-            if self._is_over or self.read >= self._parts.nbytes:
+            if self.read >= self._parts.nbytes:
                 raise StopIteration
+            if self._is_over:
+                raise TransferCancelled("the upload was ended")
             try:
                 memory = self._free.pop()
             except IndexError:
@@ -185,9 +195,13 @@ class _PartSource:
             return HostView(_Lease(memory, self._free), memory.address, nbytes)
 
     def stop(self) -> None:
-        """When this returns, nothing reads the state any more."""
+        """When this returns or raises, nothing reads the state any more."""
+        self._is_over = True
+        uninterrupted(self._wait)
+
+    def _wait(self) -> None:
         with self._reading:
-            self._is_over = True
+            pass
 
 
 class _Memory:
