@@ -18,23 +18,23 @@ OPTIONS = {"region": "us-east-1"}
 def made(monkeypatch):
     """Names of the clients that were made, each of which is a new object."""
     names = []
-    monkeypatch.setattr(client, "_stores", {})
-    monkeypatch.setattr(client, "_make", lambda *how: names.append(how[-1]) or object())
+    monkeypatch.setattr(client, "_clients", {})
+    monkeypatch.setattr(client, "_make", lambda *how: names.append(how[2]) or object())
     return names
 
 
 def test_the_client_that_was_used_last_stays(made):
-    used = client.store("s3://a", OPTIONS, 0)
+    used = client.client_of("s3://a", OPTIONS, 0)
     for timeout in range(1, 30):
-        client.store("s3://a", OPTIONS, timeout)
-        assert client.store("s3://a", OPTIONS, 0) is used
-        assert len(client._stores) <= client._KEPT
+        client.client_of("s3://a", OPTIONS, timeout)
+        assert client.client_of("s3://a", OPTIONS, 0) is used
+        assert len(client._clients) <= client._KEPT
     assert made == list(range(30))
 
 
 def test_options_that_differ_make_clients_of_their_own(made):
     def of(value):
-        return client.store("s3://a", {"some": value}, 1)
+        return client.client_of("s3://a", {"some": value}, 1)
 
     assert of([1, [2]]) is of([1, [2]])
     assert of([1, [2]]) is not of([1, [3]])

@@ -172,7 +172,7 @@ def test_an_exit_waits_for_what_was_cancelled_just_before(cancel):
     """However a request of the client's own library ends before its time."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         endpoint = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        store = making.store("s3://bucket", {"endpoint": endpoint, "skip_signature": True}, 30)
+        store = making.client_of("s3://bucket", {"endpoint": endpoint, "skip_signature": True}, 30).store
         before = time.monotonic()
         assert making.loop().cancelled < before
         cancel(lambda: store.get_async("object"), listener)

@@ -64,7 +64,7 @@ def test_bodies_are_signed_as_the_environment_says_and_else_without_tls(said, mo
     if said is not None:
         monkeypatch.setenv("AWS_UNSIGNED_PAYLOAD", said)
     for scheme, by_default in (("https", "true"), ("http", None)):
-        made = client.store("s3://bucket", {"endpoint": f"{scheme}://127.0.0.1:9", "region": "x"}, 5.0)
+        made = client.client_of("s3://bucket", {"endpoint": f"{scheme}://127.0.0.1:9", "region": "x"}, 5.0).store
         assert made.config.get("unsigned_payload") == (by_default if said is None else None)
 
 
@@ -103,9 +103,8 @@ def test_no_is_said_as_well(monkeypatch):
 
 @pytest.mark.parametrize("said", [False, True])
 def test_what_options_say_of_signed_bodies_is_taken(said):
-    made = client.store(
-        "s3://bucket", {"endpoint": "https://127.0.0.1:9", "region": "x", "unsigned_payload": said}, 5.0
-    )
+    options = {"endpoint": "https://127.0.0.1:9", "region": "x", "unsigned_payload": said}
+    made = client.client_of("s3://bucket", options, 5.0).store
     assert made.config["unsigned_payload"] == str(said).lower()
 
 

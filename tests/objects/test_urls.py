@@ -8,8 +8,8 @@ import pytest
 
 from tensorferry.checkpointing import load_file
 from tensorferry.errors import InvalidArgument
+from tensorferry.storage.objects.answers import what_was_said
 from tensorferry.storage.objects.place import ObjectPlace
-from tensorferry.storage.objects.requests import what_was_said
 from tensorferry.storage.objects.url import parsed, without_secrets
 from tensorferry.storage.places import any_place, place_of
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import os
+import re
+import secrets
 import threading
 from collections.abc import Mapping
 from datetime import timedelta
@@ -14,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from ..._fork import ForkSafeLock
 from ...errors import ForkedProcess, InvalidArgument, SystemRefused
 from . import settings
+from .answers import DEBUG, NoStore, is_hopeless, is_unreachable
 from .url import without_secrets
 
 if TYPE_CHECKING:
@@ -35,13 +39,17 @@ _KEPT = 8
 #: Keys of ``store_options`` that are not those of a store.
 _OF_CLIENT = frozenset({"client_options", "retry_config", "credential_provider"})
 _MISSING = "checkpoints in object stores need the package obstore: pip install 'tensorferry[objects]'"
-#: Where the library's messages begin to tell of its own structures.
-DEBUG = "\n\nDebug source:"
+#: Seconds in which something has to answer at an address that has not answered before, and those of one attempt.
+_MEET_S, _ATTEMPT_S, _PAUSE_S = 10.0, 5.0, 0.5
+#: Seconds in which a store names the region of a bucket.
+_REGION_S = 5.0
+#: How the names of the variables begin that a client reads.
+_VARIABLES = ("AWS_", "GOOGLE_", "AZURE_", "SSL_CERT_")
 #: Variables that name the address of a store that is not S3, by which a client tells whether it is encrypted.
 _ENDPOINTS = ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT", "GOOGLE_BASE_URL")
 
 _lock = ForkSafeLock()
-_stores: dict[tuple[Any, ...], tuple[Any, Mapping[str, Any]]] = {}
+_clients: dict[tuple[Any, ...], Client] = {}
 _loop: tuple[int, Loop] | None = None
 
 
@@ -90,7 +98,93 @@ def options_of(options: Mapping[str, Any] | None) -> Mapping[str, Any]:
     return MappingProxyType(options)
 
 
-def store(root: str, options: Mapping[str, Any], timeout: float) -> Any:
+class Client:
+    """Makes requests to a bucket.
+
+    Args:
+        root: the URL of the bucket
+        options: as for :func:`client_of`
+        timeout: as for :func:`client_of`
+
+    Attributes:
+        store: obstore's store
+        endpoint: the address of the server, for messages; empty where that is not known
+        is_default: whether nobody has named that address
+        region: that of a store of S3; ``None`` for others
+    """
+
+    def __init__(self, root: str, options: Mapping[str, Any], timeout: float) -> None:
+        # Its options stay, so that no other object gets the id of one while this is kept.
+        self._root, self._options = root, options
+        self.region: str | None = None
+        self.is_default = False
+        if root.partition("://")[0] in settings.SCHEMES:
+            known = settings.of_s3(options)
+            self.region = known.get("region", "us-east-1")
+            self.is_default = "endpoint" not in known
+            self.endpoint = known.get("endpoint", f"https://s3.{self.region}.amazonaws.com")
+        else:
+            self.endpoint = next(filter(None, _endpoints(options)), "")
+        self.endpoint = without_secrets(self.endpoint).rstrip("/")
+        self.store = _make(root, options, timeout, _RETRIES)
+        self._is_met = False
+
+    async def meet(self) -> None:
+        """Makes sure that something answers, and as a store does; it is asked until it has done so once.
+
+        The client's own patience is for a store that is busy. Of one that nobody has reached so far, the address is
+        mostly wrong.
+
+        Raises:
+            NoStore: what answers has an object that nobody has made
+            TimeoutError: nothing has answered in time
+            Exception: the library's error for the last attempt
+        """
+        if self._is_met:
+            return
+        import asyncio
+
+        hasty = _make(self._root, self._options, _ATTEMPT_S, 0)
+        failed: Exception | None = None
+        try:
+            async with asyncio.timeout(_MEET_S):
+                while not self._is_met:
+                    try:
+                        await obstore().head_async(hasty, f"tensorferry-{secrets.token_hex(8)}")
+                    except Exception as e:
+                        if is_hopeless(e):
+                            raise
+                        self._is_met = not is_unreachable(e)
+                        failed = e
+                    else:
+                        raise NoStore
+                    if not self._is_met:
+                        await asyncio.sleep(_PAUSE_S)
+        except TimeoutError:
+            raise failed or TimeoutError() from None
+
+    def named_region(self) -> str | None:
+        """Returns the region that the store names for the bucket; ``None`` if it names none.
+
+        The library passes on no headers of an answer that is an error.
+        """
+        import http.client
+        import urllib.error
+        import urllib.request
+
+        headers: Any = {}
+        with contextlib.suppress(OSError, http.client.HTTPException):
+            request = urllib.request.Request(f"{self.endpoint}/{self._root.partition('://')[2]}", method="HEAD")
+            try:
+                with urllib.request.urlopen(request, timeout=_REGION_S) as answer:
+                    headers = answer.headers
+            except urllib.error.HTTPError as e:
+                headers = e.headers
+        region = headers.get("x-amz-bucket-region", "")
+        return region if re.fullmatch(r"[a-z0-9-]{1,40}", region) else None
+
+
+def client_of(root: str, options: Mapping[str, Any], timeout: float) -> Client:
     """Returns the client for a bucket.
 
     Args:
@@ -100,24 +194,22 @@ def store(root: str, options: Mapping[str, Any], timeout: float) -> Any:
         timeout: seconds that a whole operation may take
 
     Raises:
-        InvalidArgument: obstore is not installed, or does not take an option; or the environment has another endpoint
+        InvalidArgument: obstore is not installed, or does not take an option; or the environment has another endpoint,
+            or an option that no request can have
         SystemRefused: obstore cannot be loaded, for lack of memory
     """
-    library = obstore()
-    environment = tuple(sorted((k, v) for k, v in os.environ.items() if k.startswith(("AWS_", "GOOGLE_", "AZURE_"))))
+    environment = tuple(sorted((k, v) for k, v in os.environ.items() if k.startswith(_VARIABLES)))
     key = (os.getpid(), root, _frozen(options), timeout, environment)
     with _lock.held():
-        known = _stores.pop(key, None)
-        made = _make(library, root, options, timeout) if known is None else known[0]
-        # The one that was used last is the last one. Its options stay, so that no other object gets the id of one.
-        _stores[key] = made, options
-        for old in [old for old in _stores if old[:2] == key[:2]][:-_KEPT]:
-            del _stores[old]
+        # The one that was used last is the last one.
+        _clients[key] = made = _clients.pop(key, None) or Client(root, options, timeout)
+        for old in [old for old in _clients if old[:2] == key[:2]][:-_KEPT]:
+            del _clients[old]
         return made
 
 
-def _make(library: Any, root: str, options: Mapping[str, Any], timeout: float) -> Any:
-    module = importlib.import_module(f"{library.__name__}.store")
+def _make(root: str, options: Mapping[str, Any], timeout: float, retries: int) -> Any:
+    module = importlib.import_module(f"{obstore().__name__}.store")
     config = {name: value for name, value in options.items() if name not in _OF_CLIENT}
     client: dict[str, Any] = {
         "timeout": timedelta(seconds=min(STALL_S, timeout)),
@@ -127,6 +219,8 @@ def _make(library: Any, root: str, options: Mapping[str, Any], timeout: float) -
         config = settings.for_s3(config)
         known = settings.of_s3(config)
         endpoints = [known.get("endpoint", "")]
+        if (bundle := settings.certificates()) is not None:
+            client["root_certificate"] = bundle
         if "checksum" not in known:
             config["checksum_algorithm"] = "CRC64NVME"
             # The checksum is in a header that is signed. To sign the bytes as well takes SHA-256 of all of them, which
@@ -134,16 +228,13 @@ def _make(library: Any, root: str, options: Mapping[str, Any], timeout: float) -
             if not _is_plain(endpoints) and "unsigned_payload" not in known:
                 config["unsigned_payload"] = True
     else:
-        endpoints = [os.environ.get(name, "") for name in _ENDPOINTS]
-        endpoints += [
-            str(value) for name, value in config.items() if "endpoint" in name.lower() or "base_url" in name.lower()
-        ]
+        endpoints = _endpoints(config)
     if _is_plain(endpoints):
         # Whoever gives such an address has chosen it.
         client["allow_http"] = True
     client |= options.get("client_options") or {}
     retry = {
-        "max_retries": _RETRIES,
+        "max_retries": retries,
         "retry_timeout": timedelta(seconds=timeout),
         "backoff": {
             "init_backoff": timedelta(seconds=_FIRST_PAUSE_S),
@@ -151,7 +242,8 @@ def _make(library: Any, root: str, options: Mapping[str, Any], timeout: float) -
             "base": _TIMES,
         },
     }
-    retry |= options.get("retry_config") or {}
+    if retries:
+        retry |= options.get("retry_config") or {}
     more = {"credential_provider": options["credential_provider"]} if "credential_provider" in options else {}
     try:
         return module.from_url(root, client_options=client, retry_config=retry, **config, **more)
@@ -162,6 +254,12 @@ def _make(library: Any, root: str, options: Mapping[str, Any], timeout: float) -
         raise InvalidArgument(
             f"{root}: this store cannot be opened: {without_secrets(str(e)).partition(DEBUG)[0][:500]}"
         ) from None
+
+
+def _endpoints(options: Mapping[str, Any]) -> list[str]:
+    """Returns the addresses of a store that is not S3, as options and the environment name them; one may be empty."""
+    named = [value for name, value in options.items() if "endpoint" in name.lower() or "base_url" in name.lower()]
+    return [*(str(value) for value in named), *(os.environ.get(name, "") for name in _ENDPOINTS)]
 
 
 def _is_plain(endpoints: list[str]) -> bool:

@@ -17,8 +17,8 @@ from ...errors import (
     TensorferryError,
 )
 from ..container import Container
+from .answers import Unsupported, is_missing
 from .place import ObjectPlace
-from .requests import Unsupported, is_missing
 
 logger = logging.getLogger("tensorferry")
 

@@ -16,8 +16,9 @@ from typing import Any
 from ... import _validate
 from ...errors import IncompleteCheckpoint, InvalidArgument, ProtocolError
 from . import client
+from .answers import is_missing, is_not_found
 from .reader import RangeReader
-from .requests import Calls, Deadline, is_missing, is_not_found
+from .requests import Calls, Deadline
 from .url import StoreUrl, parsed
 
 #: Seconds that a save or a load may take, unless the caller says how many.
@@ -58,6 +59,7 @@ class ObjectPlace:
         options: those of obstore's store, and ``client_options``, ``retry_config`` and ``credential_provider``
         timeout: seconds that an operation may take: all requests of a save, or of a load
         deadline: of an operation that has begun
+        by: makes the requests of that operation; ``None`` if none was made yet
 
     Raises:
         InvalidArgument: the URL or an option cannot be used
@@ -69,11 +71,13 @@ class ObjectPlace:
         options: Mapping[str, Any] | None = None,
         timeout: float = TIMEOUT_S,
         deadline: Deadline | None = None,
+        by: client.Client | None = None,
     ) -> None:
         self.url = url if isinstance(url, StoreUrl) else parsed(url)
         self.options = client.options_of(options)
         self.timeout = timeout
         self._deadline = deadline
+        self._by = by
 
     @classmethod
     def of(cls, url: str, name: str, options: Mapping[str, Any] | None, timeout: timedelta | None) -> ObjectPlace:
@@ -108,12 +112,18 @@ class ObjectPlace:
 
     def calls(self) -> Calls:
         """Returns requests of this operation that end together."""
-        return Calls(self._deadline or Deadline(self.timeout))
+        return Calls(self._deadline or Deadline(self.timeout), self._client)
+
+    @property
+    def _client(self) -> client.Client:
+        if self._by is None or self._deadline is None:
+            self._by = client.client_of(self.url.root, self.options, self.timeout)
+        return self._by
 
     @property
     def store(self) -> Any:
-        """The client for the bucket."""
-        return client.store(self.url.root, self.options, self.timeout)
+        """What the library makes requests by."""
+        return self._client.store
 
     @property
     def key(self) -> str:
@@ -144,7 +154,7 @@ class ObjectPlace:
         return found
 
     def _at(self, key: str) -> ObjectPlace:
-        return ObjectPlace(StoreUrl(self.url.root, key), self.options, self.timeout, self._deadline)
+        return ObjectPlace(StoreUrl(self.url.root, key), self.options, self.timeout, self._deadline, self._by)
 
     def __truediv__(self, name: str) -> ObjectPlace:
         return self._at(f"{self.key}/{name}" if self.key else name)

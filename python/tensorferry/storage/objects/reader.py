@@ -9,6 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from ...errors import ConnectError, FetchTimeout, ProtocolError, StoreRefused
+from .answers import status_of
 from .requests import LOOK_S, Calls, ending
 
 if TYPE_CHECKING:
@@ -171,7 +172,7 @@ class RangeReader:
             answer = await library.get_async(self._store, self._key, options={"range": (0, _HEAD)})
         except Exception as e:
             # Of an object without bytes there is no range.
-            if type(e).__name__ != "GenericError" or "416" not in str(e):
+            if status_of(e) != 416:
                 raise
             answer = await library.get_async(self._store, self._key)
         self.nbytes, self._tag = int(answer.meta["size"]), answer.meta.get("e_tag")

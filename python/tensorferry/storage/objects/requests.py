@@ -1,70 +1,31 @@
 """Requests to object stores: one deadline for all of an operation, an end at Ctrl-C, and errors that name the object.
 
 The client makes a request again after 5xx, 429 and lost connections, with growing pauses, and gives up one that has
-stalled (``client.py``). Here is what it does not do: nothing outlives the deadline of the operation, and what the store
-said is told without its URL, which may hold what is secret.
+stalled (``client.py``). Here is what it does not do: nothing outlives the deadline of the operation.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
-import re
 import threading
 import time
 import weakref
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ...errors import (
-    ConnectError,
-    FetchTimeout,
-    IncompleteCheckpoint,
-    SourceChanged,
-    StoreRefused,
-    SystemRefused,
-    TensorferryError,
-    TransferCancelled,
-)
+from ...errors import TensorferryError, TransferCancelled
 from . import client
-from .url import without_secrets
+from .answers import translated
 
 if TYPE_CHECKING:
+    import asyncio
     import concurrent.futures  # It takes long: what needs it imports it.
 
 #: Seconds after the deadline in which a request that was told to end does so.
 _LATE_S = 1.0
 #: How often a wait for a request looks for signals, and whether the request has to end.
 LOOK_S = 0.2
-_LONGEST = 600
-#: Which of the library's classes the builtin ones stand for that it raises instead.
-_BUILTIN: dict[type[BaseException], str] = {
-    FileNotFoundError: "NotFoundError",
-    FileExistsError: "AlreadyExistsError",
-    PermissionError: "PermissionDeniedError",
-    NotImplementedError: "NotImplementedError",
-}
-#: What is refused by the system of this machine, and how Python says that it can start no thread.
-_OF_SYSTEM = frozenset({errno.ENOMEM, errno.EMFILE, errno.ENFILE})
-_NO_THREAD = "can't start new thread"
-_NO_BUCKET = re.compile(r"\b(?:NoSuchBucket|ContainerNotFound|The specified bucket does not exist)\b")
-_PART = re.compile(r"[?&](?:partNumber|partnumber)=(\d{1,6})|[?&]blockid=")
-_STATUS = re.compile(r"\b(?:status|status code|Server returned [a-z -]*error[a-z ]*)\W{1,3}(\d{3})\b")
-_CODE = re.compile(r"<Code>([A-Za-z0-9._-]{1,80})</Code>")
-_SAID = re.compile(r"<Message>([^<]{1,300})</Message>")
-_LOST = re.compile(
-    r"error sending request|HTTP error: (?:connection|request) error|connection (?:refused|reset|closed)"
-    r"|client error \(Connect\)|response body error|error decoding response body|unexpected eof|dns error"
-    r"|error trying to connect|IncompleteMessage|tcp connect",
-    re.IGNORECASE,
-)
-_SLOW = re.compile(r"operation timed out|HTTP error: timeout|\btimed out\b", re.I)
-
 _T = TypeVar("_T")
-
-
-class Unsupported(StoreRefused):
-    """The store says that it does not have what a request asks for, such as conditional writes."""
 
 
 class Deadline:
@@ -112,10 +73,12 @@ class Calls:
 
     Args:
         deadline: when all of them have to be over
+        by: makes them, once the store has answered it
     """
 
-    def __init__(self, deadline: Deadline) -> None:
+    def __init__(self, deadline: Deadline, by: client.Client | None = None) -> None:
         self.deadline = deadline
+        self._client = by
         self._lock = threading.Lock()
         self._running: set[concurrent.futures.Future[Any]] = set()
         self._is_cancelled = False
@@ -133,7 +96,12 @@ class Calls:
         left, loop = self.deadline.left(), client.loop()
 
         async def within() -> _T:
+            task = asyncio.current_task()
+            assert task is not None
+            task.add_done_callback(_take_exception)
             async with asyncio.timeout(left):
+                if self._client is not None:
+                    await self._client.meet()
                 return await make()
 
         with self._lock:
@@ -173,7 +141,7 @@ class Calls:
 
         Raises:
             TransferCancelled: the request was cancelled
-            TensorferryError: what :func:`translated` makes of an exception of the request, or of ``watch``
+            TensorferryError: what :func:`answers.translated` makes of an exception of the request, or of ``watch``
             BaseException: any other exception of these, and that of a signal handler
         """
         from concurrent.futures import CancelledError
@@ -198,8 +166,10 @@ class Calls:
                 raise TransferCancelled(f"{name}: {what} was cancelled") from None
             if isinstance(e, TensorferryError) or not isinstance(e, Exception):
                 raise
-            if (told := translated(e, name, what, self.deadline)) is not None:
-                raise told from None
+            deadline = self.deadline
+            error = translated(e, name, what, client=self._client, seconds=deadline.seconds, left=deadline.left())
+            if error is not None:
+                raise error from None
             raise
 
     def cancel(self) -> None:
@@ -211,91 +181,10 @@ class Calls:
             future.cancel()
 
 
-def translated(error: Exception, name: str, what: str, deadline: Deadline) -> Exception | None:
-    """Returns the error of this package for one of the client's library, or for lack of time; ``None`` for others.
-
-    Errors that say that this process has no memory, descriptor or thread are among them.
-
-    Args:
-        error: what a request has raised
-        name: the URL of the object
-        what: what was done
-        deadline: that of the operation
-    """
-    if isinstance(error, TimeoutError):
-        if deadline.left() > 0:
-            return FetchTimeout(f"{name}: {what}: the store has sent nothing for too long")
-        return FetchTimeout(f"{name}: {what} was not over within {deadline.seconds:g} s")
-    if isinstance(error, MemoryError) or getattr(error, "errno", None) in _OF_SYSTEM or str(error) == _NO_THREAD:
-        return SystemRefused(f"{name}: {what}: {error or 'there is no memory'}")
-    kind = next((c.__name__ for c in type(error).__mro__ if c.__module__.startswith("obstore")), None)
-    kind = _BUILTIN.get(type(error), kind)
-    if kind is None:
-        return None
-    # Some messages begin with the key, whose words say nothing.
-    text = str(error).replace(f" {name.partition('://')[2].partition('/')[2]}", "", 1)
-    where, said = f"{name}{part_of(text)}", what_was_said(text)
-    match kind:
-        case "NotFoundError":
-            if _NO_BUCKET.search(said):
-                return StoreRefused(f"{where}: {what}: the store has no such bucket: {said}")
-            return IncompleteCheckpoint(f"{where}: there is no such object")
-        case "PermissionDeniedError" | "UnauthenticatedError":
-            return StoreRefused(
-                f"{where}: {what}: the store does not permit it: {said}. Check the credentials in the environment, and "
-                "what they may do with this bucket"
-            )
-        case "PreconditionError" | "AlreadyExistsError" | "NotModifiedError":
-            return SourceChanged(f"{where}: {what}: another writer has changed it meanwhile")
-    if deadline.left() <= 0:
-        return FetchTimeout(f"{where}: {what} was not over within {deadline.seconds:g} s; the store said last: {said}")
-    if _STATUS.search(said) is None and _SLOW.search(said):
-        return FetchTimeout(f"{where}: {what}: the store has stalled: {said}")
-    if _STATUS.search(said) is None and _LOST.search(said):
-        return ConnectError(f"{where}: {what}: the store cannot be reached: {said}")
-    kind_of_refusal = Unsupported if _is_unsupported(kind, text) else StoreRefused
-    return kind_of_refusal(f"{where}: {what}: the store refuses: {said}")
-
-
-def _is_unsupported(kind: str, text: str) -> bool:
-    """Whether an error of the client's class ``kind`` says that the store does not have what was asked for."""
-    if kind in ("NotSupportedError", "NotImplementedError"):
-        return True
-    # The library has no class for it. Its words about the status come first, and behind them what the store has sent.
-    status = _STATUS.search(without_urls(text.partition(client.DEBUG)[0]))
-    return kind == "GenericError" and status is not None and status[1] == "501"
-
-
-def is_missing(error: Exception) -> bool:
-    """Whether a request has failed because there is no such object."""
-    return isinstance(error, IncompleteCheckpoint) and str(error).endswith("there is no such object")
-
-
-def is_not_found(error: Exception) -> bool:
-    """Whether the client's library says that there is no such object."""
-    return type(error).__name__ in ("NotFoundError", "FileNotFoundError")
-
-
-def part_of(text: str) -> str:
-    """Returns which part of an object a message of the client is about, for a message; empty if it says none."""
-    found = _PART.search(text)
-    return f", part {found[1]}" if found is not None and found[1] else ""
-
-
-def what_was_said(text: str) -> str:
-    """Returns what the client tells of an answer, on one line and without URLs."""
-    code, said = _CODE.search(text), _SAID.search(text)
-    text = text.partition(client.DEBUG)[0]
-    status = _STATUS.search(without_urls(text))
-    if code is not None:
-        told = f"{code[1]}{f' ({without_secrets(said[1].strip())})' if said else ''}"
-        return f"status {status[1]}, {told}" if status else told
-    return " ".join(without_urls(text).split())[:_LONGEST]
-
-
-def without_urls(text: str) -> str:
-    """Returns ``text`` without any URL, whose words say nothing about an error."""
-    return re.sub(r"[a-zA-Z][a-zA-Z0-9+.-]{0,20}://[^\s\"'<>)]*", "the store", text)
+def _take_exception(task: asyncio.Task[Any]) -> None:
+    """Has the loop not complain of an exception that nobody waits for any more."""
+    if not task.cancelled():
+        task.exception()
 
 
 @contextlib.contextmanager
