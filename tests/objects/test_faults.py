@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import errno
+import gc
 import logging
 import os
 import re
@@ -18,7 +19,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from stores import BUCKET, SLOW_DOWN, client, objects, uploads
+from stores import BUCKET, FORBIDDEN, SLOW_DOWN, client, objects, uploads
 from tensorferry.dcp import FileReader, FileWriter, own_errors
 from tensorferry.errors import (
     ConnectError,
@@ -32,6 +33,7 @@ from tensorferry.errors import (
 from tensorferry.storage.objects import client as making
 from tensorferry.storage.objects import commit, reader, upload
 from tensorferry.storage.objects.requests import Calls, Deadline
+from tensorferry.storage.places import any_place
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 QUICKLY = {"max_retries": 1}
@@ -298,6 +300,71 @@ def test_a_failed_save_leaves_no_parts(gateway, server):
         save(state(9), server.place)
     assert not uploads(server.url, server.prefix)
     assert not objects(server.url, server.prefix)
+
+
+@pytest.mark.parametrize("parts", [0, 2], ids=["whole", "in parts"])
+def test_what_a_store_has_kept_a_part_of_only_is_not_committed(gateway, server, parts):
+    """It answers that all is well."""
+    save(state(4, parts), server.place)
+
+    def act(_, method, path):
+        is_last = "partNumber=3" in path if parts else method == "PUT"
+        return "halve" if is_last and "/rank" in path else None
+
+    gateway.act = act
+    with pytest.raises(StoreRefused, match=r"rank00000.*: the store has kept \d+ bytes of \d+"):
+        save(state(5, parts), server.place)
+    gateway.act = lambda *_: None
+    assert load(state(4, parts), server.place)
+
+
+def test_copies_notice_what_a_store_has_not_kept(gateway, server, tmp_path):
+    (tmp_path / "x").write_bytes(os.urandom(12 << 20))
+    gateway.act = lambda _, __, path: "halve" if "partNumber=3" in path else None
+    with pytest.raises(StoreRefused, match=r"the store has kept \d+ bytes of 12582912"):
+        upload.upload_file(any_place(f"{server.place}/x"), tmp_path / "x")
+
+
+@pytest.mark.parametrize("answer", [(200, b"<html>Sign in</html>"), FORBIDDEN], ids=["junk", "forbidden"])
+def test_a_marker_that_the_store_does_not_give_is_no_second_checkpoint(gateway, server, answer):
+    """Nobody is told to remove it."""
+    save(state(4), server.place)
+    gateway.act = lambda _, method, path: answer if method == "GET" and path.endswith("/.metadata") else None
+    with pytest.raises(StoreRefused, match=r"/\.metadata: opening it"):
+        load(state(4), server.place)
+
+
+@pytest.mark.parametrize("key", ["step-4160", "416"])
+def test_a_store_that_is_ill_is_not_asked_for_a_whole_object(gateway, server, key):
+    """The number of a status stands in the key."""
+    place = any_place(f"{server.place}/{key}")
+    place.write_bytes(b"x")
+    gateway.act = lambda _, method, __: (400, b"<Error><Code>Bad</Code></Error>") if method == "GET" else None
+    gateway.seen.clear()
+    with pytest.raises(StoreRefused, match="Bad"):
+        place.read_bytes()
+    assert [method for method, _ in gateway.seen] == ["GET"]
+
+
+def test_nobody_is_told_of_requests_whose_end_nobody_waits_for(caplog):
+    """A request may fail in the moment in which it is cancelled."""
+    ended = threading.Event()
+
+    async def fail():
+        try:
+            await asyncio.sleep(30)
+        finally:
+            making.loop().call_soon(making.loop().call_soon, ended.set)
+            raise StoreRefused("no")
+
+    calls = Calls(Deadline(30))
+    future = calls.begin(fail)
+    asyncio.run_coroutine_threadsafe(asyncio.sleep(0), making.loop()).result(10)
+    calls.cancel()
+    assert ended.wait(10)
+    del future
+    gc.collect()
+    assert "never retrieved" not in caplog.text
 
 
 @pytest.mark.waits

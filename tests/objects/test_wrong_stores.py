@@ -193,7 +193,7 @@ def test_a_bundle_that_cannot_be_read_is_named(at, monkeypatch):
 def test_a_server_without_tls_is_told_at_once(at):
     with answering(404) as url:
         at(url.replace("http", "https"))
-        with pytest.raises(ConnectError, match="does not speak TLS.*begins with http://"):
+        with pytest.raises(ConnectError, match=r"does not speak TLS.*begins with http://"):
             load()
 
 
@@ -224,7 +224,7 @@ def test_a_region_is_found_in_the_body_as_well(at):
         ("AWS_ENDPOINT_URL", "http://", r"must be a URL"),
         ("AWS_ENDPOINT_URL", "http://[::1", r"must be a URL"),
         ("AWS_ENDPOINT_URL", "ftp://me:secret-1@host", r"must be a URL.*ftp://host"),
-        ("AWS_SESSION_TOKEN", "secret-1\n", r"session token \(in store_options, or AWS_SESSION_TOKEN\) has a line break"),
+        ("AWS_SESSION_TOKEN", "secret-1\n", r"token \(in store_options, or AWS_SESSION_TOKEN\) has a line break"),
         ("AWS_ACCESS_KEY_ID", "secret-1\r", r"AWS_ACCESS_KEY_ID\) has a line break"),
         ("AWS_SECRET_ACCESS_KEY", "secret-1\n", r"AWS_SECRET_ACCESS_KEY\) has a line break"),
         ("AWS_REGION", "us-east-1\n", r"AWS_REGION\) has a line break"),

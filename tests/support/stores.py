@@ -125,7 +125,8 @@ def put_folder(url: str, folder: Path, prefix: str) -> None:
 
 
 #: What a gateway does with a request: ``None`` passes it on; a status and a body are the answer; ``"stall"`` never
-#: answers, ``"break"`` closes the connection; a function changes the body of the answer.
+#: answers, ``"break"`` closes the connection; ``"halve"`` passes on half of the body; a function changes the body of
+#: the answer.
 Action = None | str | tuple[int, bytes] | Callable[[bytes], bytes]
 
 
@@ -171,6 +172,9 @@ class Gateway:
                 if isinstance(action, tuple):
                     self._answer(action[0], {}, action[1])
                     return
+                if action == "halve":
+                    body = body[: len(body) // 2]
+                    del self.headers["content-length"]
                 upstream = http.client.HTTPConnection(host, timeout=60)
                 with gateway._passing(), contextlib.closing(upstream):
                     upstream.request(self.command, self.path, body, dict(self.headers.items()))

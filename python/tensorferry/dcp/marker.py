@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import stat
 
-from ..errors import TensorferryError, message_of, name_of, named
+from ..errors import IncompleteCheckpoint, message_of, name_of, named
 from ..storage.objects.place import ObjectPlace
 from ..storage.places import AnyPlace
 from ..storage.whole_files import sync_folder, write_whole
@@ -29,11 +29,15 @@ _OLDER_NS = 4_000_000_000
 
 
 def is_marker(path: AnyPlace) -> bool:
-    """Whether the file at ``path`` is a marker, and not an index of torch's; no if it cannot be read."""
+    """Whether the file at ``path`` is a marker, and not an index of torch's; no if a file cannot be read.
+
+    Raises:
+        TensorferryError: a store does not answer, or refuses
+    """
     if isinstance(path, ObjectPlace):
         try:
             return path.opened().begins_with(_BEGINS)
-        except TensorferryError:
+        except IncompleteCheckpoint:
             return False
     try:
         # A pipe of that name, say, must not make a load wait.

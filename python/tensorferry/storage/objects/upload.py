@@ -18,7 +18,14 @@ from pathlib import Path
 from typing import Any
 
 from ..._native import HostView, Parts
-from ...errors import IncompleteCheckpoint, SourceChanged, SystemRefused, TensorferryError, TransferCancelled
+from ...errors import (
+    IncompleteCheckpoint,
+    SourceChanged,
+    StoreRefused,
+    SystemRefused,
+    TensorferryError,
+    TransferCancelled,
+)
 from ..container import Container
 from ..source import Progress
 from ..threads import uninterrupted
@@ -81,10 +88,6 @@ def upload(
     try:
         _put(place, source, parts.nbytes, size, at_a_time, report)
         report()
-    except IncompleteCheckpoint:
-        # A client that completes an upload again, since the answer was lost, may hear that there is none.
-        if not _is_there(place, parts.nbytes):
-            raise
     finally:
         source.stop()
     return Uploaded(parts.nbytes, parts.header)
@@ -120,16 +123,19 @@ def _put(
             store, key, content, use_multipart=nbytes > size, chunk_size=size, max_concurrency=at_a_time
         )
 
-    with ending(calls):
-        calls.finish(calls.begin(put), str(place), "writing it", report)
-
-
-def _is_there(place: ObjectPlace, nbytes: int) -> bool:
-    """Whether an object of a name that nobody else has is there, with all of its bytes."""
+    unknown: IncompleteCheckpoint | None = None
     try:
-        return place.stat().st_size == nbytes
-    except TensorferryError:
-        return False
+        with ending(calls):
+            calls.finish(calls.begin(put), str(place), "writing it", report)
+    except IncompleteCheckpoint as e:
+        # A client that completes an upload again, since the answer was lost, may hear that there is none.
+        unknown = e
+    kept = place.stat().st_size
+    if kept != nbytes:
+        raise unknown or StoreRefused(
+            f"{place}: writing it: the store has kept {kept} bytes of {nbytes}, and has said that all is well: do not "
+            "trust it with checkpoints"
+        )
 
 
 def upload_file(place: ObjectPlace, path: Path) -> int:
