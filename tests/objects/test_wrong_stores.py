@@ -29,15 +29,15 @@ TIMEOUT = timedelta(seconds=60)
 
 
 @contextlib.contextmanager
-def answering(status, body=b"", headers=(), certificate=None):
-    """Yields the address of a server that answers everything alike."""
+def answering(status, body=b"", headers=(), certificate=None, head=None):
+    """Yields the address of a server that answers everything alike, but for ``head`` of HEAD."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
         def _any(self):
             self.rfile.read(int(self.headers.get("content-length") or 0))
-            self.send_response_only(status)
+            self.send_response_only(head or status if self.command == "HEAD" else status)
             for name, value in dict(headers).items():
                 self.send_header(name, value)
             self.send_header("content-length", str(len(body)))
@@ -110,9 +110,13 @@ DOORS = {
 
 
 @pytest.mark.parametrize("door", DOORS)
-@pytest.mark.parametrize("headers", [{}, {"ETag": '"x"', "Last-Modified": "Wed, 21 Oct 2015 07:28:00 GMT"}], ids=len)
-def test_a_server_that_has_every_object_is_no_store(at, door, headers):
-    with answering(200, HTML, {"content-type": "text/html", **headers}) as url:
+@pytest.mark.parametrize(
+    ("headers", "head"),
+    [({}, 200), ({"ETag": '"x"', "Last-Modified": "Wed, 21 Oct 2015 07:28:00 GMT"}, 200), ({}, 405)],
+    ids=["bare", "with tags", "not asked"],
+)
+def test_a_server_that_has_every_object_is_no_store(at, door, headers, head):
+    with answering(200, HTML, {"content-type": "text/html", **headers}, head=head) as url:
         at(url)
         with pytest.raises(StoreRefused, match=f"answers at {url} is no object store"):
             DOORS[door]()
@@ -142,7 +146,7 @@ def test_a_server_that_never_answers_is_named(at):
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
         at(url)
-        with pytest.raises((ConnectError, FetchTimeout), match=f"at {url}: .*begins with https"):
+        with pytest.raises((ConnectError, FetchTimeout), match=f"at {url}: it does not answer.*begins with https"):
             load()
 
 

@@ -122,10 +122,7 @@ def translated(
     at = client.endpoint if client is not None and client.endpoint else "its address"
     late = f"was not over within {seconds:g} s"
     if isinstance(error, NoStore):
-        return StoreRefused(
-            f"{name}: {what}: what answers at {at} is no object store, since it has every object that one asks for: "
-            "check the endpoint and its port"
-        )
+        return StoreRefused(f"{name}: {what}: what answers at {at} is no object store: check the endpoint and its port")
     if isinstance(error, TimeoutError):
         return FetchTimeout(
             f"{name}: {what}: the store at {at} has sent nothing for too long"
@@ -184,7 +181,7 @@ def _why_unreachable(text: str, at: str, client: Client | None) -> str:
             "Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or give store_options"
         )
     causes = _CAUSE.findall(text)
-    cause, helps = causes[-1] if causes else what_was_said(text), ""
+    cause, helps = causes[-1] if causes else "it does not answer" if "TimedOut" in text else what_was_said(text), ""
     if (certificate := _CERTIFICATE.search(text)) is not None:
         cause = f"its certificate is not accepted ({certificate[1]})"
         helps = (

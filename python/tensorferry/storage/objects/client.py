@@ -9,6 +9,7 @@ import os
 import re
 import secrets
 import threading
+import time
 from collections.abc import Mapping
 from datetime import timedelta
 from types import MappingProxyType
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from ..._fork import ForkSafeLock
 from ...errors import ForkedProcess, InvalidArgument, SystemRefused
 from . import settings
-from .answers import DEBUG, NoStore, is_hopeless, is_unreachable
+from .answers import DEBUG, NoStore, is_hopeless, is_unreachable, status_of
 from .url import without_secrets
 
 if TYPE_CHECKING:
@@ -41,6 +42,8 @@ _OF_CLIENT = frozenset({"client_options", "retry_config", "credential_provider"}
 _MISSING = "checkpoints in object stores need the package obstore: pip install 'tensorferry[objects]'"
 #: Seconds in which something has to answer at an address that has not answered before, and those of one attempt.
 _MEET_S, _ATTEMPT_S, _PAUSE_S = 10.0, 5.0, 0.5
+#: The status with which a server says that it knows no question for what is there.
+_NOT_ALLOWED = 405
 #: Seconds in which a store names the region of a bucket.
 _REGION_S = 5.0
 #: How the names of the variables begin that a client reads.
@@ -50,6 +53,8 @@ _ENDPOINTS = ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT", "GOOGLE_BASE_URL")
 
 _lock = ForkSafeLock()
 _clients: dict[tuple[Any, ...], Client] = {}
+#: Until when something has to answer, by process, bucket and address; ``None`` once it has.
+_to_meet: dict[tuple[int, str, str], float | None] = {}
 _loop: tuple[int, Loop] | None = None
 
 
@@ -126,42 +131,45 @@ class Client:
         else:
             self.endpoint = next(filter(None, _endpoints(options)), "")
         self.endpoint = without_secrets(self.endpoint).rstrip("/")
+        self._address = os.getpid(), root, self.endpoint
         self.store = _make(root, options, timeout, _RETRIES)
-        self._is_met = False
 
     async def meet(self) -> None:
         """Makes sure that something answers, and as a store does; it is asked until it has done so once.
 
         The client's own patience is for a store that is busy. Of one that nobody has reached so far, the address is
-        mostly wrong.
+        mostly wrong: it is waited for a short time, once in a process.
 
         Raises:
-            NoStore: what answers has an object that nobody has made
+            NoStore: what answers has an object that nobody has made, or does not know the question
             TimeoutError: nothing has answered in time
             Exception: the library's error for the last attempt
         """
-        if self._is_met:
+        if (until := _to_meet.setdefault(self._address, time.monotonic() + _MEET_S)) is None:
             return
         import asyncio
 
         hasty = _make(self._root, self._options, _ATTEMPT_S, 0)
         failed: Exception | None = None
         try:
-            async with asyncio.timeout(_MEET_S):
-                while not self._is_met:
+            async with asyncio.timeout(max(until - time.monotonic(), _ATTEMPT_S)):
+                while True:
                     try:
                         await obstore().head_async(hasty, f"tensorferry-{secrets.token_hex(8)}")
                     except Exception as e:
-                        if is_hopeless(e):
+                        if status_of(e) == _NOT_ALLOWED:
+                            raise NoStore from None
+                        if not is_unreachable(e):
+                            break
+                        if is_hopeless(e) or time.monotonic() > until:
                             raise
-                        self._is_met = not is_unreachable(e)
                         failed = e
                     else:
                         raise NoStore
-                    if not self._is_met:
-                        await asyncio.sleep(_PAUSE_S)
+                    await asyncio.sleep(_PAUSE_S)
         except TimeoutError:
             raise failed or TimeoutError() from None
+        _to_meet[self._address] = None
 
     def named_region(self) -> str | None:
         """Returns the region that the store names for the bucket; ``None`` if it names none.
