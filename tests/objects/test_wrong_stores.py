@@ -66,7 +66,8 @@ def answering(status, body=b"", headers=(), certificate=None, head=None):
 
 @pytest.fixture
 def at(monkeypatch):
-    """Has clients look for the store at an address."""
+    """Has clients look for the store at an address, of which they know nothing: ports come again."""
+    monkeypatch.setattr(client, "_to_meet", {})
 
     def look(url):
         for name, value in environment(url).items():
