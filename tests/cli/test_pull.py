@@ -20,7 +20,9 @@ from tensorferry import join_metadata
 from tensorferry._native import Remote
 from tensorferry.checkpointing import SyncCheckpointer, load_file
 from tensorferry.cli import exits
+from tensorferry.cli.flags import Receiving, Trust
 from tensorferry.cli.output.progress import Progress
+from tensorferry.cli.sources import open_source
 from tensorferry.dcp import FileReader, PeerWriter
 from tensorferry.errors import ConnectError, InvalidArgument, ProtocolError, SystemRefused, UnprovenSource
 from tensorferry.storage.download import Download, partial_of
@@ -109,6 +111,13 @@ def test_a_rank_that_is_gone_leaves_nothing_that_looks_like_a_backup(
     assert [name for name in os.listdir(tmp_path / "d") if name[0] != "."] == []
 
 
+def left_by_pull(metadata: str, path: Path, **trust: Any) -> Path:
+    """Where a pull that was interrupted has left what came of what a source serves."""
+    remote, step = open_source([metadata], None, Trust(**trust), Receiving())
+    with contextlib.closing(remote):
+        return partial_of(path, remote, step)
+
+
 @pytest.mark.parametrize("same_host", ["--same-host", "--no-same-host"])
 def test_what_is_there_is_not_fetched_again(
     same_host: str, run: Callable[..., Any], publish: Any, tmp_path: Path
@@ -121,7 +130,7 @@ def test_what_is_there_is_not_fetched_again(
     start = int.from_bytes(whole[:8], "little") + 8
     left[start + (10 << 20) : start + (12 << 20)] = bytes(2 << 20)
     left[start + (20 << 20) + 5] ^= 1
-    (tmp_path / "a.safetensors.partial").write_bytes(left)
+    left_by_pull(metadata, path).write_bytes(left)
     path.unlink()
     told = run("pull", metadata, "-o", path, same_host, "--json").json
     assert path.read_bytes() == whole
@@ -134,7 +143,7 @@ def test_a_complete_partial_file_is_only_compared(run: Callable[..., Any], publi
     metadata, path = publish(large()), tmp_path / "a.safetensors"
     assert run("pull", metadata, "-o", path).status == 0
     whole = path.read_bytes()
-    path.rename(tmp_path / "a.safetensors.partial")
+    path.rename(left_by_pull(metadata, path))
     assert run("pull", metadata, "-o", path, "--json").json["fetched"] == 1 << 20
     assert path.read_bytes() == whole
 
@@ -144,10 +153,11 @@ def test_the_rest_of_another_state_is_not_kept(run: Callable[..., Any], publish:
     path = tmp_path / "a.safetensors"
     assert run("pull", publish(before), "-o", path).status == 0
     # Same header, other bytes; and something else entirely.
-    path.rename(tmp_path / "a.safetensors.partial")
-    assert run("pull", publish(after), "-o", path).status == 0
+    metadata = publish(after)
+    path.rename(left_by_pull(metadata, path))
+    assert run("pull", metadata, "-o", path).status == 0
     assert_same_state(load_file(path), after)
-    (tmp_path / "a.safetensors.partial").write_bytes(b"\x00" * 100)
+    left_by_pull(metadata, path).write_bytes(b"\x00" * 100)
     assert run("pull", publish(before), "-o", path).status == 0
     assert_same_state(load_file(path), before)
 
@@ -202,7 +212,7 @@ def test_a_source_with_secret_and_tls(run: Callable[..., Any], publish: Any, tmp
     key.write_text(f"{SECRET}\n")
     assert run("pull", metadata, "-o", tmp_path / "a", "--secret-file", key, "--tls", "--no-same-host").status == 0
     assert_same_state(load_file(tmp_path / "a"), large())
-    (tmp_path / "a").rename(tmp_path / "a.partial")
+    (tmp_path / "a").rename(left_by_pull(metadata, tmp_path / "a", secret_file=key))
     told = run("pull", metadata, "-o", tmp_path / "a", "--secret-file", key, "--no-same-host", "--json").json
     assert told["fetched"] == 1 << 20
     key.write_text("another secret of 16 bytes")
@@ -282,22 +292,6 @@ def test_a_source_with_an_entry_that_only_files_have(tmp_path: Path) -> None:
     with pytest.raises(ProtocolError, match="only files have"):
         Download(Announced(8, "__tensorferry__/digests"), tmp_path / "a.partial")  # type: ignore[arg-type]
     assert os.listdir(tmp_path) == []
-
-
-@pytest.mark.parametrize("is_shortened", [False, True])
-def test_what_an_earlier_release_has_begun_is_gone_on_with_if_it_is_whole(is_shortened: bool, tmp_path: Path) -> None:
-    partial, remote = tmp_path / "a.partial", Announced(8 << 20)
-    download = Download(remote, partial)  # type: ignore[arg-type]
-    former = download._header(8 << 20, None, former=True)
-    total = partial.stat().st_size
-    download.close()
-    with partial.open("r+b") as file:
-        file.write(former)
-    if is_shortened:
-        os.truncate(partial, len(former) + 4096)
-    again = Download(remote, partial)  # type: ignore[arg-type]
-    again.close()
-    assert (again.resumed, partial.stat().st_size) == (not is_shortened, total)
 
 
 def test_a_folder_that_cannot_be_written_to(run: Callable[..., Any], publish: Any, tmp_path: Path) -> None:

@@ -65,7 +65,6 @@ class Download:
         partial: the name of the file while it is incomplete
         step: the step that is fetched
         unique: whether its header gets a random entry, as those of all files in a checkpoint's folder have
-        former: the name that an incomplete file had in releases before 0.2; one that fits is gone on with
 
     Attributes:
         partial: the name while it is incomplete
@@ -78,9 +77,7 @@ class Download:
         SystemRefused: the file cannot be made, for example because the disk is full
     """
 
-    def __init__(
-        self, remote: Remote, partial: Path, *, step: int = 0, unique: bool = False, former: Path | None = None
-    ) -> None:
+    def __init__(self, remote: Remote, partial: Path, *, step: int = 0, unique: bool = False) -> None:
         self._remote, self.partial, self._step = remote, partial, step
         self._pages: FilePages | None = None
         self._fd = -1
@@ -88,16 +85,11 @@ class Download:
             raise ProtocolError(f"the source serves an entry {DIGESTS}, which only files have")
         payload = max((start + size for start, size in zip(remote.starts, remote.sizes, strict=True)), default=0)
         try:
-            if former is not None and not unique:
-                self._take_over(former, payload)
             self._open(partial)
             self._lock(partial)
-            token = self._token() if unique else None
-            header = self._header(payload, token)
+            header = self._header(payload, self._token() if unique else None)
             total = len(header) + payload + _table(payload)
-            self.resumed = self._has(header, total) or self._is_former(
-                header, self._header(payload, token, former=True), total
-            )
+            self.resumed = self._has(header, total)
             if not self.resumed:
                 self._begin(header, total)
             self._start = len(header)
@@ -140,45 +132,16 @@ class Download:
         if not os.path.samestat(status, os.lstat(path)):
             raise InvalidArgument(f"another process has just completed {path}: download again")
 
-    def _take_over(self, former: Path, payload: int) -> None:
-        """Gives an incomplete file of an earlier release its name of today, if it is one of the same state."""
-        if os.path.lexists(self.partial):
-            return
-        try:
-            self._fd = os.open(former, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-        except OSError:
-            return
-        try:
-            about = os.fstat(self._fd)
-            headers = [self._header(payload, None, former=former) for former in (False, True)]
-            if stat.S_ISREG(about.st_mode) and any(
-                self._has(header, len(header) + payload + _table(payload)) for header in headers
-            ):
-                self._lock(former)
-                with contextlib.suppress(FileExistsError):
-                    rename_new(former, self.partial)
-        finally:
-            os.close(self._fd)
-            self._fd = -1
-
-    def _is_former(self, header: bytes, former: bytes, total: int) -> bool:
-        """Whether the file was begun by an earlier release and has its length; its header becomes today's."""
-        if len(header) != len(former) or not self._has(former, total):
-            return False
-        self._write(header)
-        return True
-
     def _token(self) -> str:
         """Returns the random entry of the header: that of the file, if it is one that was begun."""
         length = int.from_bytes(os.pread(self._fd, 8, 0), "little")
         found = _UNIQUE.search(os.pread(self._fd, min(length, _LONGEST_HEADER), 8))
         return found[1].decode() if found else secrets.token_hex(16)
 
-    def _header(self, payload: int, token: str | None, *, former: bool = False) -> bytes:
-        """Returns the header; with ``former``, that of the releases that did not mark what was pulled."""
+    def _header(self, payload: int, token: str | None) -> bytes:
         remote = self._remote
         about = {key: value for key, value in remote.about if key not in (_FILE, PULLED)}
-        about |= {} if former else {PULLED: str(self._step)}
+        about |= {PULLED: str(self._step)}
         fields: dict[str, Any] = {"__metadata__": about if token is None else {**about, _FILE: token}}
         columns = zip(remote.names, remote.dtypes, remote.shapes, remote.starts, remote.sizes, strict=True)
         for name, dtype, shape, start, size in columns:

@@ -73,13 +73,16 @@ def pull(
         there: AnyPlace | None = None
         target = None
         if is_store_url(given):
+            if force:
+                raise InvalidArgument("--force replaces nothing in an object store: name a place where nothing is")
             from ...storage.copies import scratch_folder
 
             there = any_place(given, name)
             target = stack.enter_context(scratch_folder(there, file=into_folder is None)) / (there.name or "pulled")
         elif given is not None:
             target = local_path(given, name)
-        # Receives from several sources relay nothing.
+        if relay and more:
+            raise InvalidArgument("--relay is for one source: what is fetched from several is not relayed")
         server = _relay_server(trust, stack, bool(relay)) if wants_relay(relay) and not more else None
         pulled = _Pull(
             step if step is not None else found.step, receiving, trust, quiet, force, server, resumes=there is None
@@ -173,8 +176,7 @@ class _Pull:
             path = output if output is not None else Path(f"step-{step}.safetensors")
             target = _Target(path, self._replaced(path))
             suffixes.warn(path, "safetensors", "convert it with tensorferry convert")
-            former = path.with_name(f"{path.name}.partial")
-            return target, Download(remote, partial_of(path, remote, step), step=step, former=former)
+            return target, Download(remote, partial_of(path, remote, step), step=step)
 
         path, step = self._fetch(urls, begin)
         remove_others(path)
