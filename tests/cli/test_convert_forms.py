@@ -74,7 +74,8 @@ def test_an_output_may_have_the_longest_name(
     to: str, forms: dict[str, Path], run: Callable[..., Any], tmp_path: Path
 ) -> None:
     for name in ("y" * 255, ".new"):
-        done = run("convert", forms["file"], tmp_path / name, "--to", to, "--drop-objects")
+        dropping = ["--drop-objects"] if to == "safetensors" else []
+        done = run("convert", forms["file"], tmp_path / name, "--to", to, *dropping)
         assert done.status == 0, done.err
         assert run("inspect", tmp_path / name).status == 0
     assert len(os.listdir(tmp_path)) == 2

@@ -90,7 +90,8 @@ def test_a_checkpoint_and_safetensors_have_whole_tensors(folder, tmp_path):
 @pytest.mark.parametrize("to", ["torch", "safetensors", "dcp", "torch-dcp"])
 def test_the_file_of_one_rank_alone_is_refused(folder, tmp_path, to):
     file = folder / read_index(folder).files[1][0]
-    ended = convert(file, tmp_path / "o", "--to", to, "--drop-objects")
+    dropping = ["--drop-objects"] if to == "safetensors" else []
+    ended = convert(file, tmp_path / "o", "--to", to, *dropping)
     assert ended.returncode == exits.STATUS[UnsupportedLeaf], ended.stderr
     assert "is a part of a tensor that is spread over ranks" in ended.stderr
     assert not (tmp_path / "o").exists()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
+import numpy
 import pytest
 import torch
 
@@ -77,3 +80,35 @@ def test_no_memory_for_a_comparison_has_a_status_of_its_own(
 
 def test_objects_that_cannot_be_compared_differ() -> None:
     assert not are_same(Hostile(), Hostile())
+
+
+ZERO, MINUS = 0.0, -0.0
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "same"),
+    [
+        (ZERO, MINUS, False),
+        (complex(0.0, 0.0), complex(0.0, -0.0), False),
+        (float("nan"), float("nan"), True),
+        (numpy.float64(0.0), numpy.float64(-0.0), False),
+        (numpy.float32(0.0), numpy.float32(-0.0), False),
+        (numpy.array([0.0]), numpy.array([-0.0]), False),
+        (numpy.array([float("nan"), 1.0]), numpy.array([float("nan"), 1.0]), True),
+        (Decimal("0"), Decimal("-0"), False),
+        (Box([1, ZERO]), Box([1, MINUS]), False),
+        (Box([1, MINUS]), Box([1, MINUS]), True),
+        ({ZERO}, {MINUS}, False),
+        ({1}, {True}, False),
+        ({8, 0}, {0, 8}, True),
+        (frozenset("ab"), frozenset("ba"), True),
+        (Counter("aab"), Counter("baa"), True),
+    ],
+)
+def test_bits_are_compared(a: Any, b: Any, same: bool, run: Callable[..., Any], tmp_path: Path) -> None:
+    assert are_same(a, b) == same
+    assert are_same({"x": [a]}, {"x": [b]}) == same
+    if isinstance(a, float | complex) and not isinstance(a, numpy.generic):
+        for name, value in (("a", a), ("b", b)):
+            torch.save({"x": value, "w": torch.ones(1)}, tmp_path / f"{name}.pt")
+        assert run("diff", tmp_path / "a.pt", tmp_path / "b.pt").status == (exits.OK if same else exits.NO)

@@ -143,7 +143,7 @@ def test_of_a_half_written_checkpoint_the_leftover_is_named(run: Callable[..., A
         (b"these are notes of a meeting", "it is text"),
         (b"", "it is empty"),
         (b"\x89PNG\r\n\x1a\n" + bytes(20), "it begins with the bytes 89 50 4e 47 0d 0a 1a 0a"),
-        (bytes.fromhex("80028a0a6cfc9c46f9206aa850192e80024d"), "torch before release 1.6"),
+        (bytes.fromhex("80028a0a6cfc9c46f9206aa850192e80024d"), "it had before release 1.6"),
     ],
 )
 def test_a_file_of_another_kind_is_called_that(

@@ -310,7 +310,7 @@ def test_pull_into_a_store(server, tmp_path, monkeypatch, capsys, published):
     assert torch.equal(SyncCheckpointer().load(folder)["w"], state(4)["w"])
     assert told_of_verify(capsys, folder) == 0
     held = objects(server.url, server.prefix)
-    for where in (["--output", file], ["--into-folder", folder], ["--output", f"{server.place}/step-5", "--force"]):
+    for where in (["--output", file], ["--into-folder", folder], ["--output", f"{server.place}/step-5"]):
         assert run(["pull", published, *where]) == 2
         assert "something is there already" in capsys.readouterr().err
     assert objects(server.url, server.prefix) == held

@@ -37,6 +37,7 @@ from ..pickles import torch_archives
 from ..pickles.allowlist import Allowed
 from ..state import part, tree
 from ..state.load import receive, receive_part
+from ..storage import foreign
 from ..storage.folder import Index, missing_files, read_index
 from ..storage.objects.download import local_file
 from ..storage.objects.place import ObjectPlace
@@ -51,8 +52,6 @@ logger = logging.getLogger("tensorferry")
 
 #: Where a keeper has the state of a rank: takes the checkpoint's path, the rank and how many ranks load.
 Prefer = Callable[[str, int, int], "Stored | None"]
-#: How a file of ``torch.save`` begins.
-_ARCHIVE = b"PK\x03\x04"
 
 
 def read(
@@ -246,17 +245,10 @@ class _StateLoad:
 
     def from_file(self, path: AnyPlace) -> tuple[Any, list[str]]:
         """Loads a single file."""
-        if isinstance(path, ObjectPlace):
-            is_archive = path.opened().begins_with(_ARCHIVE)
-        else:
-            try:
-                with path.open("rb") as file:
-                    is_archive = file.read(len(_ARCHIVE)) == _ARCHIVE
-            except OSError as e:
-                raise SystemRefused(e.errno, f"{path}: cannot be read: {e.strerror}") from e
-        if is_archive:
+        if foreign.is_archive(path):
             return self._from_archive(path)
         stored = Stored.open(path, threads=self.threads, checksums=False)
+        foreign.refuse_parts(path, stored)
         if not stored.is_verified:
             logger.warning("%s has no checksums: it is loaded without being verified", path)
         return self.from_container(stored)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from .._native import _file_entries
 from ..errors import ProtocolError, TensorferryError
-from ..storage import reserved
+from ..storage import foreign, reserved
 from ..storage.folder import INDEX
 from ..storage.places import AnyPlace
 from ..storage.whole_files import is_file, listed
@@ -26,10 +26,11 @@ _NAMED = 8
 
 
 def refuse(folder: AnyPlace) -> None:
-    """Refuses a folder without an index of a checkpointer if it holds torch's own distributed checkpoint.
+    """Refuses a folder without an index of a checkpointer if it holds a distributed checkpoint of torch.
 
     Raises:
         ProtocolError: it does
+        TensorferryError: it cannot be listed
     """
     if isinstance(folder, Path) and _holds_torch_dcp(folder):
         raise ProtocolError(
@@ -37,6 +38,8 @@ def refuse(folder: AnyPlace) -> None:
             f"`tensorferry convert {folder} NEW --to checkpoint` makes one of it, and tensorferry.dcp.FileReader loads "
             "it as it is"
         )
+    if not isinstance(folder, Path) or folder.is_dir():
+        foreign.refuse_folder_of_parts(folder)
 
 
 def log_passed_over(root: AnyPlace) -> None:

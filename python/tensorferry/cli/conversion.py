@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import errno
 import io
 import json
 import os
@@ -19,9 +18,7 @@ from .._native import FilePages
 from ..dcp.file_writer import FileWriter
 from ..errors import (
     InvalidArgument,
-    ProtocolError,
     SourceChanged,
-    SystemRefused,
     UnsupportedLeaf,
 )
 from ..memory.accelerator import ACCELERATOR
@@ -69,7 +66,6 @@ class Conversion:
         self._verify, self._drop, self._only = verify, drop_objects, only
         #: Those in which tensors of the source lie.
         self._pages: list[FilePages] = []
-        self._nbytes = 0
         #: How many ranks saved what is converted, if they have their own values.
         self._ranks = 1
 
@@ -84,13 +80,6 @@ class Conversion:
         with pending(output, folder=to in ("checkpoint", "dcp", "torch-dcp")) as partial:
             try:
                 return self._write(partial, to)
-            except (RuntimeError, ProtocolError) as e:
-                # torch's writers do not say that the disk is full.
-                disk = os.statvfs(partial.parent)
-                if disk.f_bavail * disk.f_frsize < self._nbytes:
-                    message = f"{output}: there is no room for {self._nbytes} bytes of tensors"
-                    raise SystemRefused(errno.ENOSPC, message) from e
-                raise
             finally:
                 # Whatever was read of it, or went wrong with it.
                 if not all(pages.is_unchanged for pages in self._pages):
@@ -110,9 +99,6 @@ class Conversion:
             state = whole_states.without_ranks(state, self._place.text)
             values = values_of(state)
         tensors = sum(isinstance(value, torch.Tensor) for value in values.values())
-        self._nbytes = sum(
-            value.numel() * value.element_size() for value in values.values() if isinstance(value, torch.Tensor)
-        )
         facts |= {"tensors": tensors, "objects": len(values) - tensors}
         if self._ranks > 1:
             facts |= {"rank": self._rank, "ranks": self._ranks}
@@ -123,7 +109,7 @@ class Conversion:
             case "safetensors":
                 facts["dropped"] = write_safetensors(values, partial, drop=self._drop)
             case "torch":
-                with partial.open("xb") as file:
+                with partial.open("xb") as file, mapped_states.typed_errors():
                     torch.save(state, file)
                     _sync(file)
             case "checkpoint":

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -11,7 +13,7 @@ from pathlib import Path
 from .._native import _file_header
 from .._validate import brief
 from ..dcp import marker
-from ..errors import CorruptCheckpoint, IncompleteCheckpoint, InvalidArgument
+from ..errors import CorruptCheckpoint, IncompleteCheckpoint, InvalidArgument, SystemRefused
 from ..storage import commits
 from ..storage.copies import Check, download_folder, read_index, refuse_taken, unchecked, upload_folder, upload_new
 from ..storage.folder import INDEX
@@ -127,7 +129,8 @@ def _files_of(place: Place) -> _Files:
     if place.kind is CheckpointKind.MEGATRON and not indexes and (below := subfolders(folder)):
         # Of the backend zarr, arrays are folders.
         raise InvalidArgument(
-            f"{folder} has folders in it ({brief(below[0])} for one), and this copies files alone: convert it first"
+            f"{folder} has folders in it ({brief(below[0])} for one), and this copies files alone: copy it by other "
+            "means"
         )
     theirs = read_index(folder / indexes[-1]) if indexes else None
     files = [name for name in listed(folder) if name not in indexes and is_file(folder / name)]
@@ -147,12 +150,34 @@ def _copy_folder(place: Place, copy: Callable[[list[str], Check, bytes | None], 
 def _download(place: Place, target: Path, *, verify: bool) -> int:
     source = place.path
     assert isinstance(source, ObjectPlace)
-    if place.kind not in _FILES:
-        return _copy_folder(place, lambda *files: download_folder(source, target, *files), verify=verify)
-    nbytes = download_file(source, target)
-    if verify and place.kind is CheckpointKind.CONTAINER:
-        require_undamaged(target, name=source)
-    return nbytes
+    if place.kind in _FILES:
+        _require_room(source, source.stat().st_size, target)
+        nbytes = download_file(source, target)
+        if verify:
+            require_undamaged(target, archive=place.kind is CheckpointKind.ARCHIVE, name=source)
+        return nbytes
+
+    def downloaded(names: list[str], check: Check, index: bytes | None) -> int:
+        there = source.entries()
+        _require_room(source, sum(there[name].st_size for name in names if name in there), target)
+        return download_folder(source, target, names, check, index)
+
+    return _copy_folder(place, downloaded, verify=verify)
+
+
+def _require_room(source: ObjectPlace, nbytes: int, target: Path) -> None:
+    """Refuses a copy for which the disk has no room, before the first byte of it.
+
+    Raises:
+        SystemRefused: it has none
+    """
+    free = shutil.disk_usage(target.parent).free
+    if nbytes > free:
+        raise SystemRefused(
+            errno.ENOSPC,
+            f"{source} has {nbytes} bytes, and {target.parent} has room for {free}: free some, or choose another "
+            "folder (TMPDIR names the one for temporary copies)",
+        )
 
 
 def _upload(place: Place, target: ObjectPlace, *, verify: bool) -> int:
@@ -161,6 +186,6 @@ def _upload(place: Place, target: ObjectPlace, *, verify: bool) -> int:
     if place.kind not in _FILES:
         return _copy_folder(place, lambda *files: upload_folder(source, target, *files), verify=verify)
     refuse_taken(target, file=True)
-    if verify and place.kind is CheckpointKind.CONTAINER:
-        require_undamaged(source)
+    if verify:
+        require_undamaged(source, archive=place.kind is CheckpointKind.ARCHIVE)
     return upload_new(target, source)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from .._native import _file_damage
-from ..errors import CorruptCheckpoint, IncompleteCheckpoint
+from ..errors import CorruptCheckpoint, IncompleteCheckpoint, ProtocolError
 from ..storage.folder import Index, missing_files, read_index
 from ..storage.places import AnyPlace
 from .leaves import distributed
@@ -40,7 +40,7 @@ def require_undamaged(path: Path, *, archive: bool = False, name: AnyPlace | Non
         TensorferryError: it cannot be read
     """
     if archive:
-        _, what = damage_of_archive(path)
+        _, what = damage_of_archive(path, name)
         if what is not None:
             raise CorruptCheckpoint(f"{name or path} is damaged: {what}")
     elif damaged := _file_damage(path):
@@ -48,12 +48,15 @@ def require_undamaged(path: Path, *, archive: bool = False, name: AnyPlace | Non
     return path
 
 
-def damage_of_archive(path: Path) -> tuple[bool, str | None]:
-    """Compares the records of an archive of torch's with their CRC-32.
+def damage_of_archive(path: Path, name: AnyPlace | None = None) -> tuple[bool, str | None]:
+    """Compares the records of an archive of ``torch.save`` with their CRC-32.
 
     Returns:
         Whether they have any, and what is wrong; ``None`` if nothing is. ``torch.save`` leaves them out after
         ``torch.serialization.set_crc32_options(False)``.
+
+    Raises:
+        ProtocolError: ``torch.save`` has not written the archive, or another program has compressed it
     """
     import zipfile
     import zlib
@@ -61,11 +64,18 @@ def damage_of_archive(path: Path) -> tuple[bool, str | None]:
     try:
         with zipfile.ZipFile(path) as archive:
             records = archive.infolist()
+            names = {record.filename.partition("/")[2] for record in records}
+            if "data.pkl" not in names or "constants.pkl" in names:
+                raise ProtocolError(f"{name or path} is an archive of another program than torch.save: TorchScript, NumPy or others")
+            if any(record.compress_type != zipfile.ZIP_STORED for record in records):
+                raise ProtocolError(f"{name or path} is compressed, which torch.save never does: unpack it")
             if sum(record.file_size for record in records) > path.stat().st_size:
                 return True, "its records are longer than the file, which torch.save never writes"
             if records and not any(record.CRC for record in records):
                 return False, None
             bad = archive.testzip()
+    except ProtocolError:
+        raise
     except (zipfile.BadZipFile, zlib.error, OSError, ValueError, EOFError, NotImplementedError, RuntimeError) as e:
         return True, str(e)
     return True, None if bad is None else f"record {bad} does not match its CRC-32"

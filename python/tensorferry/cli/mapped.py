@@ -11,7 +11,7 @@ from typing import Any
 
 from .._native import FilePages, Stored, Table
 from ..errors import SourceChanged, SystemRefused, UnsupportedLeaf
-from ..storage import reserved
+from ..storage import foreign, reserved
 from ..storage.container import VERSION, Container
 from ..storage.download import PULLED
 
@@ -108,7 +108,7 @@ def container_of(path: Path, control: list[tuple[str, bytes]] | None = None) -> 
         TensorferryError: the file cannot be read, or is not a container
     """
     stored = Stored.open(path, checksums=False)
-    check_dimensions(path, stored)
+    check_foreign(path, stored)
     mapping = Mapping(path)
     # Its checksums are what receivers compare with what they get: a file can change without its time showing it.
     mapping.pages.compare_with(stored)
@@ -125,12 +125,14 @@ def container_of(path: Path, control: list[tuple[str, bytes]] | None = None) -> 
     return Container(rows, mapping, False, control, about), mapping.pages
 
 
-def check_dimensions(path: Path, stored: Stored) -> None:
-    """Refuses a file of another program with tensors of more dimensions than this package can send.
+def check_foreign(path: Path, stored: Stored) -> None:
+    """Refuses a file of another program that has parts of tensors, or more dimensions than this package can send.
 
     Raises:
-        UnsupportedLeaf: there is one
+        ProtocolError: it has parts
+        UnsupportedLeaf: a tensor has too many dimensions
     """
+    foreign.refuse_parts(path, stored)
     for name, shape in zip(stored.names, stored.shapes, strict=True):
         if len(shape) > _MOST_DIMENSIONS:
             raise UnsupportedLeaf(

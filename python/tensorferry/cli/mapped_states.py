@@ -35,7 +35,7 @@ from ..state.manifest import Manifest
 from ..storage.reserved import DIGESTS
 from . import numbers
 from .leaves import shards
-from .mapped import Mapping, check_dimensions
+from .mapped import Mapping, check_foreign
 
 #: The dtypes of quantized tensors.
 _QUANTIZED = (torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4)
@@ -58,7 +58,7 @@ def state_of_container(path: Path, pages: list[FilePages] | None = None) -> Any:
     for dtype, name in stored.kinds.items():
         if dtype not in DTYPES:
             raise ProtocolError(f"{path}: entry {name!r} has dtype {dtype}, which this version does not support")
-    check_dimensions(path, stored)
+    check_foreign(path, stored)
     mapping = Mapping(path)
     if pages is not None:
         pages.append(mapping.pages)
@@ -156,19 +156,35 @@ def state_of_distributed(checkpoint: Path | SliceReader, scratch: Path | None = 
 
 @contextlib.contextmanager
 def typed_errors() -> Iterator[None]:
-    """Raises an error of this package for each that torch's collectives have wrapped.
+    """Raises an error of this package for each that torch has wrapped, or in whose place it has raised another one.
 
     Raises:
-        TensorferryError: the error itself; a ``SystemRefused`` or ``ProtocolError`` if it is none of this package
+        TensorferryError: the error itself
+        SystemRefused: the system refuses; torch says of a full disk that a position is not the expected one
+        ProtocolError: its collectives fail for another reason
+        RuntimeError: torch itself fails
     """
     try:
         with own_errors():
             yield
     except CheckpointException as e:
-        for failure, _ in e.failures.values():
-            if isinstance(failure, OSError):
-                raise SystemRefused(failure.errno, str(failure)) from e
-        raise ProtocolError(f"torch cannot handle this checkpoint: {[str(f) for f, _ in e.failures.values()]}") from e
+        failures = [failure for failure, _ in e.failures.values()]
+        for failure in failures:
+            _raise_of_system(failure)
+        raise ProtocolError(f"torch cannot handle this checkpoint: {[*map(str, failures)]}") from e
+    except RuntimeError as e:
+        _raise_of_system(e)
+        raise
+
+
+def _raise_of_system(error: BaseException) -> None:
+    """Raises the error of the system that is behind ``error``, if there is one."""
+    found: BaseException | None = error
+    while found is not None:
+        if isinstance(found, OSError):
+            what = f"torch cannot read or write this checkpoint: {found.strerror or found}"
+            raise SystemRefused(found.errno, what) from error
+        found = found.__cause__ or found.__context__
 
 
 class _Planner(DefaultLoadPlanner):  # type: ignore[misc]  # mypy does not follow torch

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import stat
 from collections.abc import Callable
@@ -14,25 +15,22 @@ from typing import Any, TypeVar
 from .._native import _file_entries
 from ..dcp import marker
 from ..errors import IncompleteCheckpoint, InvalidArgument, ProtocolError, StoreRefused, SystemRefused, TensorferryError
-from ..storage import reserved
+from ..storage import foreign, reserved
 from ..storage.folder import INDEX, unfinished
 from ..storage.objects.place import ObjectPlace
 from ..storage.places import AnyPlace, any_place, is_store_url
 from ..storage.settled import ATTEMPTS, read_settled
-from ..storage.whole_files import is_file
-from .leaves import shards
+from ..storage.whole_files import FEW, is_file, read_whole
 from .sources import is_metadata
 
 #: The files by which checkpoints of others are recognised.
 _MEGATRON, _RANK_FILE = "metadata.json", "checkpoint_0.pt"
-#: The files of which each checkpoint in a folder has one.
-_SIGNS = (INDEX, marker.NAME, _MEGATRON, _RANK_FILE, shards.INDEX)
+#: The files of which each checkpoint in a folder has one, but for those of Megatron's zarr.
+_SIGNS = (INDEX, marker.NAME, _RANK_FILE, foreign.MODEL_INDEX)
 #: How the names of files end that hold a state.
 FILES = (".safetensors", ".pt", ".pth")
-#: How much of a file is looked at, and how torch wrote files before release 1.6.
-_HEAD, _OLD_TORCH = 64, b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
-#: The longest header of a safetensors file, and how many other folders are named for one without a checkpoint.
-_LONGEST_HEADER, _NAMED = 100_000_000, 8
+#: How many other folders are named for one without a checkpoint.
+_NAMED = 8
 
 _T = TypeVar("_T")
 
@@ -101,17 +99,15 @@ def find(text: str) -> Place:
             return Place(_kind_of_folder(path), text)
         if not stat.S_ISREG(mode):
             raise ProtocolError(f"{path} is neither a file nor a folder")
-        if path.name == shards.INDEX:
+        if path.name == foreign.MODEL_INDEX:
             return Place(CheckpointKind.SHARDS, str(path.parent))
-        with path.open("rb") as file:
-            head = file.read(_HEAD)
     except TensorferryError:  # Some are an OSError as well, and are whole as they are.
         raise
     except FileNotFoundError:
         raise IncompleteCheckpoint(f"{path}: there is no such file or folder") from None
     except OSError as e:
         raise SystemRefused(e.errno, f"{path}: cannot be read: {e.strerror}") from e
-    return _file(path, head, text)
+    return Place(CheckpointKind.ARCHIVE if foreign.is_archive(path) else CheckpointKind.CONTAINER, text)
 
 
 def _find_in_store(text: str) -> Place:
@@ -124,18 +120,10 @@ def _find_in_store(text: str) -> Place:
         opened = None
     if opened is None:
         return Place(_kind_of_folder(place), text)
-    if place.name == shards.INDEX:
+    if place.name == foreign.MODEL_INDEX:
         return Place(CheckpointKind.SHARDS, str(place.parent))
-    return _file(place, opened.head(_HEAD), text)
-
-
-def _file(path: AnyPlace, head: bytes, text: str) -> Place:
-    """Returns what a file with this beginning is; raises as :func:`find`."""
-    if head.startswith(b"PK\x03\x04"):
-        return Place(CheckpointKind.ARCHIVE, text)
-    if (what := _unlike_a_container(head)) is not None:
-        raise ProtocolError(f"{path} is neither a safetensors nor a torch.save file: {what}")
-    return Place(CheckpointKind.CONTAINER, text)
+    is_archive = foreign.is_archive(place, opened.head(foreign.HEAD))
+    return Place(CheckpointKind.ARCHIVE if is_archive else CheckpointKind.CONTAINER, text)
 
 
 def settled(read: Callable[[], _T], *texts: str, attempts: int = ATTEMPTS, still: bool = False) -> _T:
@@ -146,22 +134,6 @@ def settled(read: Callable[[], _T], *texts: str, attempts: int = ATTEMPTS, still
         if text and "\0" not in text and not is_metadata(text)
     ]
     return read_settled(read, *paths, attempts=attempts, still=still) if paths else read()
-
-
-def _unlike_a_container(head: bytes) -> str | None:
-    """Returns what is wrong with the first bytes of a file that should be a safetensors file."""
-    if not head:
-        return "it is empty"
-    if head.startswith(_OLD_TORCH):
-        return "torch before release 1.6 has saved it, so load it with torch, and save it again"
-    length = int.from_bytes(head[:8], "little")
-    if len(head) > 8 and (length > _LONGEST_HEADER or head[8:9] != b"{"):
-        return "it is text" if _is_text(head) else f"it begins with the bytes {head[:8].hex(' ')}"
-    return None
-
-
-def _is_text(head: bytes) -> bool:
-    return all(32 <= byte < 127 or byte in b"\t\r\n" for byte in head)
 
 
 class _Looks:
@@ -192,26 +164,29 @@ class _Looks:
 def _kind_of_folder(folder: AnyPlace) -> CheckpointKind:
     """Returns what kind of checkpoint a folder holds, by the index in it; raises as :func:`find`."""
     index, looks = folder / INDEX, _Looks(folder)
-    # Megatron's folders hold one of the others.
-    if looks.has(_MEGATRON):
-        return CheckpointKind.MEGATRON
+    kind = None
     if looks.has(INDEX):
         checkpoint, distributed = _file_entries(index, [reserved.CHECKPOINT, reserved.INDEX])
         if checkpoint is not None:
             return CheckpointKind.CHECKPOINT
-        if distributed is not None:
-            return CheckpointKind.DISTRIBUTED
-        raise ProtocolError(f"{index} is not an index: it has neither {reserved.CHECKPOINT} nor {reserved.INDEX}")
-    torch_index = folder / marker.NAME
-    if looks.has(marker.NAME) and not marker.is_marker(torch_index):
-        return CheckpointKind.TORCH_DISTRIBUTED
-    if looks.has(shards.INDEX):
+        if distributed is None:
+            raise ProtocolError(f"{index} is not an index: it has neither {reserved.CHECKPOINT} nor {reserved.INDEX}")
+        kind = CheckpointKind.DISTRIBUTED
+    elif looks.has(marker.NAME) and not marker.is_marker(folder / marker.NAME):
+        kind = CheckpointKind.TORCH_DISTRIBUTED
+    # Megatron's folders hold one of these two, or arrays of zarr.
+    if looks.has(_MEGATRON) and _is_of_megatron(folder / _MEGATRON):
+        return CheckpointKind.MEGATRON
+    if kind is not None:
+        return kind
+    if looks.has(foreign.MODEL_INDEX):
         return CheckpointKind.SHARDS
     if looks.has(_RANK_FILE):
         raise InvalidArgument(f"{folder} is a folder of torch's own checkpointer: name the file of a rank in it")
     looks.check()
     if (left := unfinished(folder)) is not None:
         raise left
+    foreign.refuse_folder_of_parts(folder)
     held = _checkpoints_in(folder)
     more = f" and {len(held) - _NAMED} more" if len(held) > _NAMED else ""
     there = f". Name one of what is in it: {', '.join(held[:_NAMED])}{more}" if held else ""
@@ -220,7 +195,28 @@ def _kind_of_folder(folder: AnyPlace) -> CheckpointKind:
 
 def has_signs(folder: AnyPlace) -> bool:
     """Whether a folder has a file by which a checkpoint is recognised."""
-    return any(is_file(folder / name) for name in _SIGNS)
+    return any(is_file(folder / name) for name in _SIGNS) or _holds_megatron(folder)
+
+
+def _holds_megatron(folder: AnyPlace) -> bool:
+    return is_file(folder / _MEGATRON) and _is_of_megatron(folder / _MEGATRON)
+
+
+def _is_of_megatron(path: AnyPlace) -> bool:
+    """Whether a ``metadata.json`` is Megatron's: other programs write files of that name as well.
+
+    Raises:
+        TensorferryError: it cannot be read
+    """
+    try:
+        found = json.loads(read_whole(path, FEW))
+    except (ValueError, RecursionError):  # `ProtocolError`, of one that is too long, is a `ValueError`.
+        return False
+    except OSError as e:
+        if isinstance(e, TensorferryError):
+            raise
+        raise SystemRefused(e.errno, f"{path}: cannot be read: {e.strerror}") from e
+    return isinstance(found, dict) and isinstance(found.get("sharded_backend"), str)
 
 
 def kind_of_file(path: Path) -> str:
@@ -256,7 +252,9 @@ def checkpoint_that_was_not_pulled(folder: Path) -> str | None:
     from ..storage.download import was_pulled
 
     torch_index = folder / marker.NAME
-    for path in (folder / _MEGATRON, folder / _RANK_FILE, folder / shards.INDEX):
+    if _holds_megatron(folder):
+        return _MEGATRON
+    for path in (folder / _RANK_FILE, folder / foreign.MODEL_INDEX):
         if os.path.lexists(path):
             return path.name
     if os.path.lexists(torch_index) and not marker.is_marker(torch_index):

@@ -38,6 +38,16 @@ def is_metadata(text: str) -> bool:
     return text.startswith(("http://", "https://", f"{peers.SCHEME} "))
 
 
+def refuse_without_peers(texts: Sequence[str], step: int | None, receiving: Receiving, trust: Trust) -> None:
+    """Refuses the options for peers where none is named.
+
+    Raises:
+        InvalidArgument: one was given
+    """
+    if not any(map(is_metadata, texts)) and (step, receiving, trust) != (None, Receiving(), Trust()):
+        raise InvalidArgument("--step, --timeout, --lanes, --secret-file, --tls and --same-host are for running peers")
+
+
 @dataclass(frozen=True)
 class Peers:
     """The peers that the metadata names.

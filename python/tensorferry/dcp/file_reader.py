@@ -20,6 +20,7 @@ from ..errors import IncompleteCheckpoint, InvalidArgument, SystemRefused, Tenso
 from ..net.options import ServerOptions, wants_relay
 from ..net.serve import start
 from ..pickles.allowlist import Allowed
+from ..storage import foreign
 from ..storage.divided import DividedSource, Partners
 from ..storage.folder import INDEX, unfinished
 from ..storage.objects.place import ObjectPlace
@@ -265,7 +266,11 @@ def _refuse_two(path: AnyPlace) -> None:
 
 
 def _incomplete(folder: AnyPlace) -> IncompleteCheckpoint:
-    """Returns the error for a folder without an index, which says why there is none."""
+    """Returns the error for a folder without an index, which says why there is none.
+
+    Raises:
+        ProtocolError: it holds files of torch's that are no checkpoint here
+    """
     if not folder.is_dir():
         return IncompleteCheckpoint(f"there is no checkpoint: {folder} is not a folder")
     if marker.is_marker(folder / TORCH_INDEX):
@@ -281,4 +286,5 @@ def _incomplete(folder: AnyPlace) -> IncompleteCheckpoint:
         )
     if (left := unfinished(folder)) is not None:
         return left
+    foreign.refuse_folder_of_parts(folder)
     return IncompleteCheckpoint(f"there is no checkpoint in {folder}: it has no {INDEX}")

@@ -12,7 +12,7 @@ from typing import Any
 from ..._native import Entries, Remote, Stored, _dtypes, _file_entry_digests
 from ...errors import ProtocolError
 from ...state.grammar import children
-from ...storage import reserved
+from ...storage import foreign, reserved
 from ...storage.places import AnyPlace
 
 #: torch's names of the dtypes of a container.
@@ -82,6 +82,7 @@ def list_file(path: AnyPlace, *, digests: bool) -> Listing:
         TensorferryError: it cannot be read, or is no container
     """
     stored = Stored.open(path, checksums=False)
+    foreign.refuse_parts(path, stored)
     known = _file_entry_digests(path) if digests else None
     about: dict[str, Any] = {"kind": _kind(stored), "file_bytes": path.stat().st_size, "checksums": stored.is_verified}
     return _list_container(stored, about, lambda: known)

@@ -6,12 +6,11 @@ import json
 from typing import Any
 
 from ...errors import IncompleteCheckpoint, ProtocolError, SystemRefused, TensorferryError
+from ...storage.foreign import MODEL_INDEX
 from ...storage.names import checked_plain
 from ...storage.places import AnyPlace
 from ...storage.whole_files import is_file, read_whole
 
-#: The index's name.
-INDEX = "model.safetensors.index.json"
 #: No index is longer, in bytes.
 _LONGEST = 100_000_000
 
@@ -24,7 +23,7 @@ def files_of(folder: Any) -> dict[Any, list[str]]:
         ProtocolError: the index is not valid, or names a file outside of the folder
         SystemRefused: the index cannot be read
     """
-    index = folder / INDEX
+    index = folder / MODEL_INDEX
     try:
         fields = json.loads(read_whole(index, _LONGEST))
     except OSError as e:

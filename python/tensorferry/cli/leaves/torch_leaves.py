@@ -33,7 +33,10 @@ def list_place(place: Place, *, digests: bool) -> Listing:
         raise InvalidArgument(f"{place.text} has no digests: convert it, or compare it with tensorferry diff")
     if place.layout is CheckpointKind.TORCH_DISTRIBUTED:
         return _list_folder(place.path)
-    return _list_archive(place.path, digests=digests)
+    from ..copying import local
+
+    with local(place, verify=False) as here:
+        return _list_archive(here.path, digests=digests)
 
 
 def _list_archive(path: Path, *, digests: bool) -> Listing:

@@ -124,6 +124,11 @@ class _Comparison:
             return False
         if a is b or isinstance(a, str | bytes | int | type):
             return bool(a == b)
+        if isinstance(a, float | complex):
+            # To Python, 0.0 is -0.0.
+            return pickle.dumps(a) == pickle.dumps(b)
+        if type(a) in (set, frozenset):
+            return sorted(map(pickle.dumps, a)) == sorted(map(pickle.dumps, b))
         pair = id(a), id(b)
         if pair in self._begun:
             return True
@@ -135,12 +140,9 @@ class _Comparison:
         return self._same_objects(a, b)
 
     def _same_objects(self, a: Any, b: Any) -> bool:
-        """Compares two objects of one class by their pickles, by ``==``, and then by what they are pickled as."""
+        """Compares two objects of one class by their pickles, and then by what they are pickled as."""
         if pickle.dumps(a) == pickle.dumps(b):
             return True
-        with contextlib.suppress(Exception):
-            if bool(a == b):
-                return True
         one, other = _reduced(a), _reduced(b)
         self._made += [one, other]
         return not isinstance(one, str) and self.of(one, other)

@@ -21,8 +21,8 @@ _SUFFIXES: dict[str, Format] = {".safetensors": "tensorferry", ".pt": "torch", "
 _NAMED = 3
 #: What is in the file of a format that is one file.
 _WRITTEN = {"tensorferry": "safetensors", "safetensors": "safetensors", "torch": "torch.save"}
-#: The backends of Megatron's formats.
-_MEGATRON = {"dcp": "tensorferry", "tensorferry": "tensorferry", "torch-dcp": "torch_dist"}
+#: Megatron's backends by the formats into which its checkpoints can be converted.
+_MEGATRON = {"dcp": "tensorferry", "torch-dcp": "torch_dist"}
 
 
 def convert(
@@ -32,7 +32,7 @@ def convert(
     *,
     to: Format | None = None,
     only: str | None = None,
-    rank: int = 0,
+    rank: int | None = None,
     step: int | None = None,
     drop_objects: Switch = False,
     unverified: Switch = False,
@@ -56,9 +56,9 @@ def convert(
         only: convert what lies below this key alone, such as model, or state.model; its keys lose that prefix, so that
             load_state_dict takes them
         rank: of a checkpointer's folder that several ranks saved, the rank whose values are taken where they are not
-            spread over the ranks
-        step: the step number in a checkpoint (default: that of the source)
-        drop_objects: leave out what safetensors cannot hold, instead of refusing it
+            spread over the ranks (default: 0)
+        step: with --to checkpoint, its step number (default: that of the source)
+        drop_objects: with --to safetensors, leave out what that cannot hold, instead of refusing it
         unverified: do not compare the source with its checksums first
         json: print the result as one JSON document
     """
@@ -98,7 +98,7 @@ def _converted(
     output: AnyPlace,
     to: str | None,
     only: str | None,
-    rank: int,
+    rank: int | None,
     step: int | None,
     *,
     drop_objects: bool,
@@ -113,6 +113,8 @@ def _converted(
         raise InvalidArgument(f"{output} does not say what to write: name a format with --to")
     if place.kind is places.CheckpointKind.PEERS:
         raise InvalidArgument("pull first, then convert: a running peer may change its state meanwhile")
+    given = {"--only": only, "--rank": rank, "--step": step, "--drop-objects": drop_objects, "--unverified": not verify}
+    _check_options(place.kind, to, {name for name, value in given.items() if value is not None and value is not False})
     if isinstance(output, ObjectPlace):
         return _to_store(place, output, to, only, rank, step, drop_objects=drop_objects, verify=verify)
     if isinstance(place.path, ObjectPlace):
@@ -121,18 +123,35 @@ def _converted(
     if to in _WRITTEN and not os.path.lexists(output):
         suffixes.warn(output, _WRITTEN[to], "choose another format with --to")
     if place.kind is places.CheckpointKind.MEGATRON:
-        if only is not None:
-            raise InvalidArgument(
-                "--only is not for a checkpoint of Megatron: convert all of it, to dcp, and then a part"
-            )
         return to, _megatron(place.path, output, to)
     from ..conversion import Conversion
 
-    return to, Conversion(place, rank, step, verify=verify, drop_objects=drop_objects, only=only).write(output, to)
+    return to, Conversion(place, rank or 0, step, verify=verify, drop_objects=drop_objects, only=only).write(output, to)
+
+
+def _check_options(kind: Any, to: str, given: set[str]) -> None:
+    """Refuses options that say nothing about a conversion from ``kind`` into the format ``to``."""
+    from ..places import CheckpointKind
+
+    is_megatron = kind is CheckpointKind.MEGATRON
+    if is_megatron and to not in _MEGATRON:
+        raise InvalidArgument(f"a checkpoint of Megatron can be converted to {' or '.join(_MEGATRON)}, not to {to}")
+    unfit = {
+        "--only": "is not for a checkpoint of Megatron: convert all of it" if is_megatron else None,
+        "--rank": "is for a checkpointer's folder" if kind is not CheckpointKind.CHECKPOINT else None,
+        "--step": "is for --to checkpoint" if to != "checkpoint" else None,
+        "--drop-objects": "is for --to safetensors" if to != "safetensors" else None,
+        "--unverified": "is not for what is compared with its checksums while it is read, as this is"
+        if is_megatron or kind is CheckpointKind.DISTRIBUTED
+        else None,
+    }
+    for name in sorted(given):
+        if (why := unfit[name]) is not None:
+            raise InvalidArgument(f"{name} {why}")
 
 
 def _to_store(
-    place: Any, output: ObjectPlace, to: str, only: str | None, rank: int, step: int | None, **how: bool
+    place: Any, output: ObjectPlace, to: str, only: str | None, rank: int | None, step: int | None, **how: bool
 ) -> tuple[str, dict[str, Any]]:
     """Converts ``place`` in a temporary folder, and copies the result to a store."""
     from ...storage.copies import scratch_folder
@@ -154,16 +173,13 @@ def _first_names(names: list[str]) -> str:
 
 def _megatron(folder: Path, output: Path, to: str) -> dict[str, Any]:
     """Converts a checkpoint of Megatron with the converter that knows its layout."""
-    backend = _MEGATRON.get(to)
-    if backend is None:
-        raise InvalidArgument(f"a checkpoint of Megatron can be converted to dcp or torch-dcp, not to {to}")
     try:
         from ...megatron import convert as megatron
         from ...megatron.release import CheckpointingException
     except ImportError as e:
         raise InvalidArgument(f"{folder} is a checkpoint of Megatron, and its converter needs more: {e}") from e
     try:
-        done = megatron.convert(folder, output, to=backend)
+        done = megatron.convert(folder, output, to=_MEGATRON[to])
     except CheckpointingException as e:
         if isinstance(e.__cause__, TensorferryError):
             raise e.__cause__ from None

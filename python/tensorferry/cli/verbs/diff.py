@@ -38,6 +38,9 @@ def diff(
     """
     from .. import places
     from ..leaves.comparison import Comparison
+    from ..sources import refuse_without_peers
+
+    refuse_without_peers([a, b], step, receiving, trust)
 
     # Values are read after the listings: both must be of one save.
     def compared() -> dict[str, Any]:

@@ -43,9 +43,10 @@ def inspect(
     """
     from ..checkpoints_below import checkpoints_below
     from ..leaves.listing import listings
-    from ..sources import is_metadata
+    from ..sources import is_metadata, refuse_without_peers
 
-    if not more and path and not is_metadata(path) and (below := checkpoints_below(path)):
+    refuse_without_peers([path, *more], step, receiving, trust)
+    if not more and not digests and path and not is_metadata(path) and (below := checkpoints_below(path)):
         if json:
             console.out_json({"checkpoints": [one.fields() for one in below]})
         else:

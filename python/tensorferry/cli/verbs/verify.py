@@ -149,5 +149,5 @@ def _damage_of_archive(path: AnyPlace) -> tuple[bool, str | None]:
     from ..intact import damage_of_archive
     from ..places import CheckpointKind, Place
 
-    with copying.local(Place(CheckpointKind.ARCHIVE, str(path))) as here:
-        return damage_of_archive(here.path)
+    with copying.local(Place(CheckpointKind.ARCHIVE, str(path)), verify=False) as here:
+        return damage_of_archive(here.path, path)
