@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -11,7 +12,7 @@ from safetensors.torch import load_file as load_safetensors
 from safetensors.torch import save_file
 
 from checkpoint_ranks import run as run_ranks
-from commands import write_archive, write_checkpoint, write_distributed, write_torch_distributed
+from commands import FORMS, write_archive, write_checkpoint, write_distributed, write_torch_distributed
 from rank_worker import SHARDED, TENSORS
 from tensorferry.checkpointing import SyncCheckpointer, load_file
 from tensorferry.cli import exits
@@ -135,3 +136,22 @@ def test_a_checkpoint_of_megatron_is_converted_whole(run: Callable[..., Any], tm
     done = run("convert", tmp_path / "ck", tmp_path / "out", "--to", "dcp", "--only", "model")
     assert done.status == exits.STATUS[InvalidArgument]
     assert "not for a checkpoint of Megatron" in done.err
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_what_is_left_out_may_be_of_any_class(form: str, run: Callable[..., Any], tmp_path: Path) -> None:
+    state = {"model": {"w": torch.arange(4.0)}, "args": argparse.Namespace(a=1), "version": [torch.__version__]}
+    write, name = FORMS[form]
+    write(state, tmp_path / name)
+    assert run("convert", tmp_path / name, tmp_path / "model.pt", "--only", "model").status == 0
+    assert torch.load(tmp_path / "model.pt")["w"].tolist() == [0, 1, 2, 3]
+    done = run("convert", tmp_path / name, tmp_path / "w", "--to", "safetensors", "--drop-objects", "--json")
+    assert done.status == 0, done
+    assert {leaf.partition(".")[0] for leaf in done.json["dropped"]} == {"args", "version"}
+    assert load_safetensors(tmp_path / "w")["model.w"].tolist() == [0, 1, 2, 3]
+    done = run("convert", tmp_path / name, tmp_path / "all.pt")
+    assert done.status == 6
+    assert "argparse.Namespace" in done.err
+    shown = run("inspect", tmp_path / name)
+    assert shown.status == 0
+    assert ("argparse.Namespace, not on the allow-list" in shown.out) == (form == "archive")

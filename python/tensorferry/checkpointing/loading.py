@@ -287,18 +287,24 @@ class _StateLoad:
         """Loads the archive ``path``, which messages call ``name``."""
         if self.state_dict is None:
             return torch_archives.load_file(path, self.allowed, self.map_location, name=name), []
-        wanted = self._records(path)
+        # What is not asked for may be of any class.
+        allowed = self.allowed.sparing()
+        wanted = self._records(path, allowed)
         # Its own tensors stay where they are.
         others = "cpu" if self.map_location is None else self.map_location
 
         def stand_in(name: str, nbytes: int) -> torch.Tensor | None:
             return None if wanted is None or name in wanted else _untouched(nbytes)
 
-        state = torch_archives.load_file(path, self.allowed, others, stand_in, name=name)
+        state = torch_archives.load_file(path, allowed, others, stand_in, name=name)
+        if allowed.spared:
+            flat = tree.flatten(state)
+            chosen = part.RequestedPart(flat.tree, flat.objects, self.state_dict, self.strict)
+            allowed.refuse([flat.objects[number] for number in chosen.objects])
         check_placements(state, self.state_dict)
         return part.fill(self.state_dict, state, self.strict)
 
-    def _records(self, path: Path) -> set[str] | None:
+    def _records(self, path: Path, allowed: Allowed) -> set[str] | None:
         """Returns the names of the records of an archive that are needed; ``None`` if that cannot be found out.
 
         Raises:
@@ -314,7 +320,7 @@ class _StateLoad:
             return held[-1]
 
         try:
-            state = torch_archives.load_file(path, self.allowed, _here, stand_in)
+            state = torch_archives.load_file(path, allowed, _here, stand_in)
             flat = tree.flatten(state)
             chosen = part.RequestedPart(flat.tree, flat.objects, self.state_dict, self.strict)
             needed = part.storages_of(

@@ -24,6 +24,7 @@ from ..errors import (
 from ..memory.accelerator import ACCELERATOR
 from ..memory.staging import HostStager
 from ..memory.tensors import DTYPES, is_spread
+from ..pickles.allowlist import Allowed
 from ..state.snapshot import StateSnapshot
 from ..storage.folder_save import FolderSave, SaveId
 from ..storage.pending import pending, stem
@@ -64,6 +65,8 @@ class Conversion:
     ) -> None:
         self._place, self._rank, self._step = place, rank, step
         self._verify, self._drop, self._only = verify, drop_objects, only
+        #: What is left out may be of any class.
+        self._allowed = Allowed().sparing()
         #: Those in which tensors of the source lie.
         self._pages: list[FilePages] = []
         #: How many ranks saved what is converted, if they have their own values.
@@ -91,6 +94,8 @@ class Conversion:
         state = self._state(partial.parent)
         if self._only is not None:
             state = parts.find(state, self._only).of(state)
+        if not self._drop:
+            self._allowed.refuse([state])
         if self._place.kind in (CheckpointKind.DISTRIBUTED, CheckpointKind.TORCH_DISTRIBUTED):
             # The formats of a distributed checkpoint have all keys as text in any case.
             facts["numbers"] = [] if to in ("dcp", "torch-dcp") else numbers.dicts_with_numbers_as_keys(state)
@@ -126,9 +131,11 @@ class Conversion:
         match self._place.kind:
             case CheckpointKind.CONTAINER:
                 with without_groups():
-                    return mapped_states.state_of_container(self._require_undamaged(path), self._pages)
+                    return mapped_states.state_of_container(self._require_undamaged(path), self._pages, self._allowed)
             case CheckpointKind.ARCHIVE:
-                return mapped_states.state_of_archive(self._require_undamaged(path, archive=True), self._pages)
+                return mapped_states.state_of_archive(
+                    self._require_undamaged(path, archive=True), self._pages, self._allowed
+                )
             case CheckpointKind.SHARDS:
                 for file in shards.files_of(path):
                     self._require_undamaged(file)
@@ -136,7 +143,7 @@ class Conversion:
             case CheckpointKind.CHECKPOINT:
                 return self._state_of_rank(path)
             case _:
-                return mapped_states.state_of_distributed(path, scratch)
+                return mapped_states.state_of_distributed(path, scratch, self._only, objects=not self._drop)
 
     def _state_of_rank(self, folder: Path) -> Any:
         """Returns the state of a rank, with whole tensors in place of those that are spread over ranks.
@@ -155,7 +162,9 @@ class Conversion:
         self._ranks = index.world_size
         # Of the other ranks' files, only parts of tensors are read, each with its checksums.
         with without_groups():
-            state = mapped_states.state_of_container(self._require_undamaged(files[self._rank]), self._pages)
+            state = mapped_states.state_of_container(
+                self._require_undamaged(files[self._rank]), self._pages, self._allowed
+            )
             if self._only is not None:
                 # The files of the other ranks name tensors by their keys in the whole state.
                 state = parts.find(state, self._only).alone(state)

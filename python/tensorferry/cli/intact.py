@@ -66,7 +66,9 @@ def damage_of_archive(path: Path, name: AnyPlace | None = None) -> tuple[bool, s
             records = archive.infolist()
             names = {record.filename.partition("/")[2] for record in records}
             if "data.pkl" not in names or "constants.pkl" in names:
-                raise ProtocolError(f"{name or path} is an archive of another program than torch.save: TorchScript, NumPy or others")
+                raise ProtocolError(
+                    f"{name or path} is an archive of another program than torch.save: TorchScript, NumPy or others"
+                )
             if any(record.compress_type != zipfile.ZIP_STORED for record in records):
                 raise ProtocolError(f"{name or path} is compressed, which torch.save never does: unpack it")
             if sum(record.file_size for record in records) > path.stat().st_size:

@@ -41,7 +41,7 @@ from .mapped import Mapping, check_foreign
 _QUANTIZED = (torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4)
 
 
-def state_of_container(path: Path, pages: list[FilePages] | None = None) -> Any:
+def state_of_container(path: Path, pages: list[FilePages] | None = None, allowed: Allowed | None = None) -> Any:
     """Returns the state in a container file; of a safetensors file of another program, a dict of its tensors.
 
     The tensors lie in the pages of the file, and are compared with no checksums: whoever reads them asks
@@ -50,6 +50,7 @@ def state_of_container(path: Path, pages: list[FilePages] | None = None) -> Any:
     Args:
         path: the file
         pages: gets the pages in which the tensors lie
+        allowed: the globals that its pickle may name
 
     Raises:
         TensorferryError: it cannot be read, or its pickle names what is not allowed
@@ -84,7 +85,7 @@ def state_of_container(path: Path, pages: list[FilePages] | None = None) -> Any:
                 buffer, offset = memory(entry)
                 part = torch.frombuffer(buffer, dtype=torch.uint8, count=sizes[entry], offset=offset)
                 whole[lo : lo + sizes[entry]].copy_(part)
-    return builder.build(stored.pickle or b"", Allowed().detached(), memory)
+    return builder.build(stored.pickle or b"", (allowed or Allowed()).detached(), memory)
 
 
 def state_of_shards(folder: Path, pages: list[FilePages] | None = None) -> dict[str, Any]:
@@ -105,12 +106,13 @@ def state_of_shards(folder: Path, pages: list[FilePages] | None = None) -> dict[
     return found
 
 
-def state_of_archive(path: Path, pages: list[FilePages] | None = None) -> Any:
+def state_of_archive(path: Path, pages: list[FilePages] | None = None, allowed: Allowed | None = None) -> Any:
     """Returns what ``torch.save`` wrote, its tensors in the pages of the file, compared with no CRC-32.
 
     Args:
         path: the file
         pages: gets the pages in which the tensors lie
+        allowed: the globals that its pickle may name
 
     Raises:
         TensorferryError: it cannot be read, or its pickle names what is not allowed
@@ -126,17 +128,21 @@ def state_of_archive(path: Path, pages: list[FilePages] | None = None) -> Any:
             return torch.empty(0, dtype=torch.uint8)
         return torch.frombuffer(mapping.pages, dtype=torch.uint8, count=nbytes, offset=offset)
 
-    return torch_archives.load_file(path, Allowed(), "cpu", mapped=mapped)
+    return torch_archives.load_file(path, allowed or Allowed(), "cpu", mapped=mapped)
 
 
-def state_of_distributed(checkpoint: Path | SliceReader, scratch: Path | None = None) -> Any:
-    """Returns the whole state of a distributed checkpoint, of this package or of torch.
+def state_of_distributed(
+    checkpoint: Path | SliceReader, scratch: Path | None = None, only: str | None = None, *, objects: bool = True
+) -> Any:
+    """Returns the state of a distributed checkpoint, of this package or of torch.
 
     Keys of an optimizer's state that are numbers as text become integers, as :func:`numbers.restore` says.
 
     Args:
         checkpoint: its folder, or what reads it
         scratch: a folder in whose file system the tensors lie, in a file without a name; ``None`` takes memory
+        only: the part that is read, its keys joined with dots, where there is one; ``None`` reads all
+        objects: whether what is not a tensor is read as well; without, there is ``None`` in its place
 
     Raises:
         UnsupportedLeaf: a tensor of it is quantized
@@ -144,12 +150,14 @@ def state_of_distributed(checkpoint: Path | SliceReader, scratch: Path | None = 
         TensorferryError: it is incomplete, damaged, or names what is not allowed
     """
     state: dict[str, Any] = {}
-    planner = _Planner(scratch)
+    planner = _Planner(scratch, only, objects)
     reader = FileReader(checkpoint) if isinstance(checkpoint, Path) else checkpoint
     # Read here first: torch logs an error of the index with a traceback, and looks for another index then.
     reader.read_metadata()
     with typed_errors():
         dcp.state_dict_loader._load_state_dict(state, storage_reader=reader, planner=planner, no_dist=True)
+    for path in planner.left_out:
+        set_element(state, path, None)
     numbers.restore(state)
     return state
 
@@ -188,11 +196,13 @@ def _raise_of_system(error: BaseException) -> None:
 
 
 class _Planner(DefaultLoadPlanner):  # type: ignore[misc]  # mypy does not follow torch
-    """Makes the state that an index describes, and plans to load all of it."""
+    """Makes the state that an index describes, and plans to load what is wanted of it."""
 
-    def __init__(self, scratch: Path | None) -> None:
+    def __init__(self, scratch: Path | None, only: str | None, objects: bool) -> None:
         super().__init__()
-        self._scratch = scratch
+        self._scratch, self._only, self._objects = scratch, only, objects
+        #: The paths of the objects that are not read.
+        self.left_out: list[tuple[Any, ...]] = []
 
     def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
         """Fills ``state_dict`` with tensors over the scratch file, and for objects with what the index has of them.
@@ -202,7 +212,8 @@ class _Planner(DefaultLoadPlanner):  # type: ignore[misc]  # mypy does not follo
             SystemRefused: there is no room for the tensors
         """
         assert metadata is not None
-        tensors = {k: v for k, v in metadata.state_dict_metadata.items() if isinstance(v, TensorStorageMetadata)}
+        wanted = self._wanted(metadata)
+        tensors = {k: v for k, v in wanted.items() if isinstance(v, TensorStorageMetadata)}
         places, at = {}, 0
         for key, about in tensors.items():
             # torch ends the process when it copies into a tensor of such a dtype that is made from bytes.
@@ -213,7 +224,7 @@ class _Planner(DefaultLoadPlanner):  # type: ignore[misc]  # mypy does not follo
             places[key] = at
             at += -(-about.size.numel() * about.properties.dtype.itemsize // 64) * 64
         pages = self._pages(at)
-        for key, value in metadata.state_dict_metadata.items():
+        for key, value in wanted.items():
             if (about := tensors.get(key)) is not None:
                 dtype, nbytes = about.properties.dtype, about.size.numel() * about.properties.dtype.itemsize
                 value = over(pages if nbytes else None, places[key] if nbytes else 0, dtype, tuple(about.size), nbytes)
@@ -222,6 +233,16 @@ class _Planner(DefaultLoadPlanner):  # type: ignore[misc]  # mypy does not follo
             else:
                 state_dict[key] = value
         super().set_up_planner(state_dict, metadata, is_coordinator)
+
+    def _wanted(self, metadata: Metadata) -> dict[str, Any]:
+        """Returns what the index has of each key that is read; of all keys, if none of them is in the part."""
+        state, paths = metadata.state_dict_metadata, metadata.planner_data or {}
+        names = {key: ".".join(map(str, paths.get(key, (key,)))) for key in state}
+        only = self._only
+        part = [key for key, name in names.items() if only and f"{name}.".startswith(f"{only}.")] or [*names]
+        read = {key: state[key] for key in part if self._objects or isinstance(state[key], TensorStorageMetadata)}
+        self.left_out = [paths.get(key, (key,)) for key in part if key not in read]
+        return read
 
     def _pages(self, nbytes: int) -> mmap.mmap | None:
         """Maps ``nbytes`` bytes of a new file without a name in the scratch folder, or without such a folder of memory.

@@ -19,10 +19,12 @@ from .._validate import boolean, brief, items
 from ..errors import InvalidArgument, UnsafePickle
 from .deadline import Deadline
 from .globals import table
-from .globals.kinds import Refused, kind_of
+from .globals.kinds import Refused, Unlisted, kind_of, unlisted_in
 
 #: Modules that torch does not accept from a user's list either.
 _NEVER = ("sys", "os", "posix", "nt")
+#: How many globals a message names.
+_NAMED = 20
 
 logger = logging.getLogger("tensorferry")
 
@@ -53,6 +55,8 @@ class Allowed:
         self.detaches = False
         #: Raises when the time for the pickles is over; ``None`` if they have no deadline, as those of files.
         self.check_time: Callable[[], None] | None = None
+        #: What pickles have named that is not allowed; ``None`` if they are refused for it.
+        self.spared: list[Unlisted] | None = None
 
     def until(self, deadline: Deadline) -> Allowed:
         """Returns the same list, for the pickles of a receive that ends at ``deadline``."""
@@ -65,6 +69,24 @@ class Allowed:
         made = copy.copy(self)
         made.detaches = True
         return made
+
+    def sparing(self) -> Allowed:
+        """Returns the same list for one who takes a part of a state, which :meth:`refuse` checks.
+
+        The whole may hold :class:`Unlisted` objects in place of what is not allowed.
+        """
+        made = copy.copy(self)
+        made.spared = []
+        return made
+
+    def refuse(self, values: Iterable[Any]) -> None:
+        """Refuses values that hold an :class:`Unlisted`, at any depth.
+
+        Raises:
+            UnsafePickle: they do; the message names all that they hold
+        """
+        if self.spared and (found := unlisted_in(values)):
+            raise UnsafePickle(refusal(*found))
 
     @property
     def trusts(self) -> bool:
@@ -102,7 +124,7 @@ class Allowed:
         return kind.call(self, factory)
 
     def find(self, module: str, name: str, leaf: object = None) -> Any:
-        """Returns the object that a global stands for: from the reviewed table, or as the user gave it.
+        """Returns the object that a global stands for; an :class:`Unlisted` if it is not allowed.
 
         A peer's text only selects a row of these lists: it never names a module to import or an attribute to look up.
 
@@ -112,31 +134,32 @@ class Allowed:
             leaf: the path of a leaf that needs it, if known, for the message
 
         Raises:
-            UnsafePickle: the global is not allowed, or does not exist in this process
+            UnsafePickle: the global does not exist in this process
         """
         # Pickles of old protocols, such as torchft's, have the names of Python 2.
         module, name = _compat_pickle.NAME_MAPPING.get((module, name), (module, name))
         module = _compat_pickle.IMPORT_MAPPING.get(module, module)
         if (module, name) in self._extra:
             return self._extra[module, name]
-        try:
-            if table.has(module, name):
+        if table.has(module, name):
+            try:
                 return table.find(module, name)
-        except LookupError as e:
-            raise UnsafePickle(f"{refusal(module, name, leaf)} (it does not exist in this process)") from e
-        users = _torch_user_globals()
-        if f"{module}.{name}" in users:
-            return users[f"{module}.{name}"]
-        raise UnsafePickle(refusal(module, name, leaf))
+            except LookupError as e:
+                text = f"{refusal(Unlisted(module, name, leaf))} (it does not exist in this process)"
+                raise UnsafePickle(text) from e
+        return _torch_user_globals().get(f"{module}.{name}", Unlisted(module, name, leaf))
 
 
-def refusal(module: str, name: str, leaf: object = None) -> str:
-    """Returns the message for a global that is not allowed; ``leaf`` is the path of a leaf that needs it, if known."""
-    module, name = module[:200], name[:200]
-    needed = f" for {leaf[:200]!r}" if isinstance(leaf, str) and leaf else ""
+def refusal(*refused: Unlisted) -> str:
+    """Returns the message for globals that are not allowed."""
+    names = [f"{one.module[:200]}.{one.name[:200]}" for one in refused[:_NAMED]]
+    needed = [f" for {one.leaf[:200]!r}" if isinstance(one.leaf, str) and one.leaf else "" for one in refused]
+    listed = " and ".join(map("".join, zip(names, needed, strict=False)))
+    more = f" and {len(refused) - _NAMED} more" if len(refused) > _NAMED else ""
+    which, them = ("which is", "it") if len(refused) == 1 else ("which are", "them")
     return (
-        f"the checkpoint's pickle names {module}.{name}{needed}, which is not on the allow-list; if you trust it, pass "
-        f"safe_globals=[{module}.{name}] to what receives or loads it, or trust_pickle=True to allow everything"
+        f"the checkpoint's pickle names {listed}{more}, {which} not on the allow-list; if you trust {them}, pass "
+        f"safe_globals=[{', '.join(names)}] to what receives or loads it, or trust_pickle=True to allow everything"
     )
 
 
@@ -162,7 +185,7 @@ class RefusalWarnings:
         for module, name in globals_.keys() - self._warned:
             if not self._allowed.allows(module, name):
                 self._warned.add((module, name))
-                logger.warning(self._message, refusal(module, name, globals_[module, name]))
+                logger.warning(self._message, refusal(Unlisted(module, name, globals_[module, name])))
 
 
 _read: tuple[Any, dict[str, Any]] = (None, {})

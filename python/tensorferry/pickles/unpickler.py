@@ -15,17 +15,15 @@ import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from struct import unpack_from
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
 from torch.serialization import StorageType
 
 from .._rebuild import FORMER
 from ..errors import ProtocolError, TensorferryError, UnsafePickle
-from .globals.kinds import Function, Pending, Refused, kind_of, require
+from .allowlist import Allowed, refusal
+from .globals.kinds import Function, Pending, Refused, Unlisted, kind_of, require, unlisted_in
 from .limits import OWN_HASH, Limits
-
-if TYPE_CHECKING:
-    from .allowlist import Allowed
 
 #: How many parts a reference to something outside of the pickle may have, and how many characters each of them: torch
 #: prints references in its messages.
@@ -55,6 +53,7 @@ class Unpickler(Limits):
         """Reads ``file`` to its end. Other arguments that torch passes concern pickles of Python 2 and are ignored."""
         self._data = file.read()
         super().__init__(len(self._data))
+        self._unlisted: dict[tuple[str, str], Unlisted] = {}
         self._pending: list[weakref.ref[Pending]] = []
 
     def persistent_load(self, pid: Any) -> Any:  # noqa: ARG002
@@ -62,8 +61,12 @@ class Unpickler(Limits):
         raise ProtocolError("the pickle refers to something outside of itself")
 
     def find_class(self, module: str, name: str) -> Any:
-        """Returns the object of a global: a class itself, and a ``Function`` in place of a function of the table."""
-        return self.allowed.find(module, name, self.needs(f"{module}.{name}"))
+        """Returns the object of a global: a class itself, and a ``Function`` in place of a function of the table.
+
+        In place of what is not allowed it is an ``Unlisted``, so that one error names all of it.
+        """
+        found = self.allowed.find(module, name, self.needs(f"{module}.{name}"))
+        return self._unlisted.setdefault((module, name), found) if type(found) is Unlisted else found
 
     def load(self) -> Any:
         """Returns the object that the pickle describes.
@@ -73,6 +76,22 @@ class Unpickler(Limits):
             ProtocolError: the pickle is damaged
             TensorferryError: what ``check_time`` and ``persistent_load`` raise, such as ``FetchTimeout``
         """
+        spared = self.allowed.spared
+        try:
+            value = self._loaded()
+        except (UnsafePickle, ProtocolError) as e:
+            # What follows may be wrong only because something was not made.
+            if self._unlisted:
+                raise UnsafePickle(refusal(*self._unlisted.values())) from e
+            raise
+        if self._unlisted and spared is None:
+            raise UnsafePickle(refusal(*self._unlisted.values()))
+        if spared is not None:
+            spared += self._unlisted.values()
+        return value
+
+    def _loaded(self) -> Any:
+        """As :meth:`load`, with each ``Unlisted`` where it is."""
         try:
             value = self._run()
         except TensorferryError:
@@ -99,15 +118,20 @@ class Unpickler(Limits):
             UnsafePickle: it is not allowed
             Exception: whatever a class raises that the user has listed
         """
+        if type(cls) is Unlisted:
+            return cls
         kind = kind_of(cls)
         if kind is not None and kind.new is not None and not named:
             return self._run_reviewed(kind.cls, kind.new, args)
         if kind is not None or not isinstance(cls, type) or not self.is_user_listed(cls):
             raise self._refusal("asks for an instance of", cls)
+        self._require_listed((args, named))
         return cls.__new__(cls, *args, **named)
 
     def _call(self, function: Any, args: Any) -> Any:
         """Calls a global with ``args``, as the table reviews it or because the user has listed it."""
+        if type(function) is Unlisted:
+            return function
         require(type(args) is tuple, "arguments that are not a tuple")
         if type(function) is Function:
             return self._run_reviewed(function.name, function.run, args)
@@ -118,19 +142,23 @@ class Unpickler(Limits):
             raise self._refusal("asks for a call of", function)
         # Called with more than one value, an enum class would create a new class.
         require(len(args) == 1 or not isinstance(function, enum.EnumMeta), "an enum called with more than a value")
+        self._require_listed(args)
         return function(*args)
 
     def _build(self, value: Any, state: Any) -> Any:
         """Sets the state of an object, if its class allows that; returns the object to use from now on."""
         cls = type(value)
+        if cls is Unlisted:
+            return value
         if cls is Pending:
             return value.finish(self, state)
         kind = kind_of(cls)
         if kind is not None and kind.build is not None:
-            return self._run_reviewed(cls, kind.build, (value, state))
+            return self._run_reviewed(cls, kind.build, (value, state), is_new=False)
         if kind is not None or not self.is_user_listed(cls) or isinstance(value, type):
             raise self._refusal(f"sets a state of {'' if isinstance(value, type) else 'an instance of '}", cls)
         if (setstate := getattr(value, "__setstate__", None)) is not None:
+            self._require_listed(state)
             setstate(state)
             return value
         slots = None
@@ -142,18 +170,30 @@ class Unpickler(Limits):
             setattr(value, name, part)
         return value
 
-    def _run_reviewed(self, what: Any, run: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    def _run_reviewed(self, what: Any, run: Callable[..., Any], args: tuple[Any, ...], *, is_new: bool = True) -> Any:
         """Runs what the table of reviewed globals (``globals/table.py``) has for ``what``; returns what it returns.
 
-        Its ``Refused`` becomes ``UnsafePickle``. An object that is still to be finished (``Pending``) is noted.
+        Its ``Refused`` becomes ``UnsafePickle``, or if an ``Unlisted`` among ``args`` is the cause and the object is
+        new, that one. An object that is still to be finished (``Pending``) is noted.
         """
         try:
             made = run(self, *args)
         except Refused as e:
+            if is_new and self._unlisted and (found := unlisted_in(args)):
+                return found[0]
             raise self._refusal("uses", what, f" with {e}") from e
         if type(made) is Pending:
             self._pending.append(weakref.ref(made))
         return made
+
+    def _require_listed(self, given: Any) -> None:
+        """Refuses to give an ``Unlisted`` to code of the user's, which could make anything of it.
+
+        Raises:
+            UnsafePickle: one is in ``given``
+        """
+        if self._unlisted and (found := unlisted_in([given])):
+            raise UnsafePickle(refusal(*found))
 
     def _refusal(self, asked: str, what: Any, given: str = "") -> UnsafePickle:
         """Returns the error for what a pickle does with ``what``, a class or function.
@@ -374,7 +414,9 @@ class Unpickler(Limits):
                 self.check_nesting(value, items)
             value.extend(items)
             return
-        self._require_user_listed(value, "items")
+        if kind is Unlisted:
+            return
+        self._require_user_listed(value, "items", items)
         if hasattr(value, "extend"):
             value.extend(items)
             return
@@ -389,8 +431,10 @@ class Unpickler(Limits):
         for key in keys:
             if type(key) is not str:
                 check_key(key)
+        if type(value) is Unlisted:
+            return
         if type(value) not in _DICTS:
-            self._require_user_listed(value, "items")
+            self._require_user_listed(value, "items", items)
         if type(value) is defaultdict:
             self.check_nesting(value, items[1::2])
         # Keys can be chosen so that each one takes the longer, the more there are.
@@ -407,14 +451,17 @@ class Unpickler(Limits):
         """
         for item in items:
             self.check_key(item)
+        if type(value) is Unlisted:
+            return
         if type(value) is not set:
-            self._require_user_listed(value, "elements")
+            self._require_user_listed(value, "elements", items)
         for item in items:
             value.add(item)
 
-    def _require_user_listed(self, value: Any, what: str) -> None:
+    def _require_user_listed(self, value: Any, what: str, items: list[Any]) -> None:
         if isinstance(value, type) or not self.is_user_listed(type(value)):
             raise self._refusal(f"adds {what} to an instance of", type(value))
+        self._require_listed(items)
 
 
 class _Trusting(pickle.Unpickler):

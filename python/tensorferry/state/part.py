@@ -17,6 +17,7 @@ import torch
 from .._native import _add_pieces
 from ..errors import StateMismatch
 from ..memory.tensors import storage_key
+from ..pickles.globals.kinds import Unlisted
 from . import pickling, tree
 from .grammar import Node, children, objects_of
 from .in_place import IN_FILE, InPlaceTargets, differing_kinds
@@ -116,6 +117,8 @@ class RequestedPart:
             below = f"{path}.{key}" if path else str(key)
             if key not in there:
                 self.missing.append(below)
+                # It may be one whose class is not allowed.
+                self.objects |= {text[1] for known, (text, _) in there.items() if type(known) is Unlisted}
                 continue
             text, value = there[key]
             if type(text) is list:
@@ -136,7 +139,7 @@ class RequestedPart:
                 self._refuse(path, target, "tensor")
             elif number < 0 and (kinds := differing_kinds(target, value)) is not None:
                 self._wrong.append(f"{path or 'the state itself'}: {kinds[0]} here, {kinds[1]} in the checkpoint")
-        elif not isinstance(target, type(value)):
+        elif type(value) is not Unlisted and not isinstance(target, type(value)):
             self._refuse(path, target, type(value).__name__)
 
     def _refuse(self, path: str, target: Any, there: str) -> Node:

@@ -15,6 +15,7 @@ from ...dcp.torch_folder import TorchFolderSource, with_stand_ins
 from ...errors import InvalidArgument
 from ...pickles import torch_archives
 from ...pickles.allowlist import Allowed
+from ...pickles.globals.kinds import Unlisted
 from ...state import tree
 from ..places import CheckpointKind, Place
 from .leaf import Leaf, Listing, UniqueNames, walk
@@ -43,7 +44,8 @@ def _list_archive(path: Path, *, digests: bool) -> Listing:
     """Lists a ``torch.save`` file; without ``digests``, of its storages only the indices of sparse tensors are read."""
     from ..mapped_states import state_of_archive
 
-    state = torch_archives.load_file(path, Allowed(), _here) if digests else state_of_archive(path)
+    allowed = Allowed().sparing()
+    state = torch_archives.load_file(path, allowed, _here) if digests else state_of_archive(path, allowed=allowed)
     leaves = list(leaves_of(state, digests=digests))
     about: dict[str, Any] = {
         "kind": CheckpointKind.ARCHIVE.value,
@@ -69,7 +71,9 @@ def leaves_of(state: Any, *, digests: bool) -> list[Leaf]:
             digest = digest_of(value) if digests else None
             found.append(Leaf(path, kind, dtype, tuple(value.shape), nbytes, [], digest))
         else:
-            found.append(Leaf(path, "object", notes=[type(value).__name__]))
+            is_allowed = type(value) is not Unlisted
+            note = type(value).__name__ if is_allowed else f"{value.module}.{value.name}, not on the allow-list"
+            found.append(Leaf(path, "object", notes=[note]))
     return found
 
 

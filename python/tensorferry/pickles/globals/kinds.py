@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -31,6 +32,41 @@ class Function:
 
     def __reduce__(self) -> Any:
         raise TypeError(f"{self.name} cannot be pickled or copied here")
+
+
+class Unlisted:
+    """Stands for a global that is not allowed, and for whatever a pickle makes with it: nothing is run for it.
+
+    Attributes:
+        module: of the global
+        name: of the global
+        leaf: the path of a leaf that needs it, if known
+    """
+
+    __slots__ = ("leaf", "module", "name")
+
+    def __init__(self, module: str, name: str, leaf: object) -> None:
+        self.module, self.name, self.leaf = module, name, leaf
+
+    def __reduce__(self) -> Any:
+        raise TypeError(f"{self.module}.{self.name} is not allowed, and cannot be pickled or copied")
+
+
+def unlisted_in(values: Iterable[Any]) -> list[Unlisted]:
+    """Returns each :class:`Unlisted` that ``values`` hold, at any depth."""
+    found: dict[int, Unlisted] = {}
+    seen: set[int] = set()
+    todo = list(values)
+    while todo:
+        value = todo.pop()
+        if id(value) in seen or isinstance(value, _CODE):
+            continue
+        seen.add(id(value))
+        if type(value) is Unlisted:
+            found[id(value)] = value
+        # numpy does not tell the garbage collector of what its arrays hold.
+        todo += value.ravel().tolist() if is_object_array(value) else gc.get_referents(value)
+    return list(found.values())
 
 
 class Kind:
@@ -91,6 +127,8 @@ class Pending:
 Globals: TypeAlias = dict[str, dict[str, Callable[..., Any]]]
 
 _kinds: dict[int, Kind] = {}
+#: What belongs to the process, and not to a state.
+_CODE = (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType)
 
 
 def register(cls: Any, kind: Callable[[Any], Kind]) -> None:
