@@ -297,10 +297,6 @@ class _StateLoad:
             return None if wanted is None or name in wanted else _untouched(nbytes)
 
         state = torch_archives.load_file(path, allowed, others, stand_in, name=name)
-        if allowed.spared:
-            flat = tree.flatten(state)
-            chosen = part.RequestedPart(flat.tree, flat.objects, self.state_dict, self.strict)
-            allowed.refuse([flat.objects[number] for number in chosen.objects])
         check_placements(state, self.state_dict)
         return part.fill(self.state_dict, state, self.strict)
 

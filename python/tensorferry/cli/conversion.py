@@ -24,7 +24,7 @@ from ..errors import (
 from ..memory.accelerator import ACCELERATOR
 from ..memory.staging import HostStager
 from ..memory.tensors import DTYPES, is_spread
-from ..pickles.allowlist import Allowed
+from ..pickles.allowlist import Allowed, refuse_unlisted
 from ..state.snapshot import StateSnapshot
 from ..storage.folder_save import FolderSave, SaveId
 from ..storage.pending import pending, stem
@@ -95,7 +95,7 @@ class Conversion:
         if self._only is not None:
             state = parts.find(state, self._only).of(state)
         if not self._drop:
-            self._allowed.refuse([state])
+            refuse_unlisted([state])
         if self._place.kind in (CheckpointKind.DISTRIBUTED, CheckpointKind.TORCH_DISTRIBUTED):
             # The formats of a distributed checkpoint have all keys as text in any case.
             facts["numbers"] = [] if to in ("dcp", "torch-dcp") else numbers.dicts_with_numbers_as_keys(state)

@@ -55,8 +55,8 @@ class Allowed:
         self.detaches = False
         #: Raises when the time for the pickles is over; ``None`` if they have no deadline, as those of files.
         self.check_time: Callable[[], None] | None = None
-        #: What pickles have named that is not allowed; ``None`` if they are refused for it.
-        self.spared: list[Unlisted] | None = None
+        #: Whether what is not allowed is an :class:`Unlisted` in the result, for :func:`refuse_unlisted`.
+        self.spares = False
 
     def until(self, deadline: Deadline) -> Allowed:
         """Returns the same list, for the pickles of a receive that ends at ``deadline``."""
@@ -71,22 +71,10 @@ class Allowed:
         return made
 
     def sparing(self) -> Allowed:
-        """Returns the same list for one who takes a part of a state, which :meth:`refuse` checks.
-
-        The whole may hold :class:`Unlisted` objects in place of what is not allowed.
-        """
+        """Returns the same list for one who takes a part of a state, and gives it to :func:`refuse_unlisted`."""
         made = copy.copy(self)
-        made.spared = []
+        made.spares = True
         return made
-
-    def refuse(self, values: Iterable[Any]) -> None:
-        """Refuses values that hold an :class:`Unlisted`, at any depth.
-
-        Raises:
-            UnsafePickle: they do; the message names all that they hold
-        """
-        if self.spared and (found := unlisted_in(values)):
-            raise UnsafePickle(refusal(*found))
 
     @property
     def trusts(self) -> bool:
@@ -148,6 +136,16 @@ class Allowed:
                 text = f"{refusal(Unlisted(module, name, leaf))} (it does not exist in this process)"
                 raise UnsafePickle(text) from e
         return _torch_user_globals().get(f"{module}.{name}", Unlisted(module, name, leaf))
+
+
+def refuse_unlisted(values: Iterable[Any]) -> None:
+    """Refuses values that hold something that is not allowed, at any depth.
+
+    Raises:
+        UnsafePickle: they do; the message names all of it
+    """
+    if found := unlisted_in(values):
+        raise UnsafePickle(refusal(*found))
 
 
 def refusal(*refused: Unlisted) -> str:

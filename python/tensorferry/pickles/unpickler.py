@@ -21,7 +21,7 @@ from torch.serialization import StorageType
 
 from .._rebuild import FORMER
 from ..errors import ProtocolError, TensorferryError, UnsafePickle
-from .allowlist import Allowed, refusal
+from .allowlist import Allowed, refusal, refuse_unlisted
 from .globals.kinds import Function, Pending, Refused, Unlisted, kind_of, require, unlisted_in
 from .limits import OWN_HASH, Limits
 
@@ -76,7 +76,6 @@ class Unpickler(Limits):
             ProtocolError: the pickle is damaged
             TensorferryError: what ``check_time`` and ``persistent_load`` raise, such as ``FetchTimeout``
         """
-        spared = self.allowed.spared
         try:
             value = self._loaded()
         except (UnsafePickle, ProtocolError) as e:
@@ -84,10 +83,8 @@ class Unpickler(Limits):
             if self._unlisted:
                 raise UnsafePickle(refusal(*self._unlisted.values())) from e
             raise
-        if self._unlisted and spared is None:
+        if self._unlisted and not self.allowed.spares:
             raise UnsafePickle(refusal(*self._unlisted.values()))
-        if spared is not None:
-            spared += self._unlisted.values()
         return value
 
     def _loaded(self) -> Any:
@@ -125,7 +122,7 @@ class Unpickler(Limits):
             return self._run_reviewed(kind.cls, kind.new, args)
         if kind is not None or not isinstance(cls, type) or not self.is_user_listed(cls):
             raise self._refusal("asks for an instance of", cls)
-        self._require_listed((args, named))
+        self._refuse_unlisted(args, named)
         return cls.__new__(cls, *args, **named)
 
     def _call(self, function: Any, args: Any) -> Any:
@@ -142,7 +139,7 @@ class Unpickler(Limits):
             raise self._refusal("asks for a call of", function)
         # Called with more than one value, an enum class would create a new class.
         require(len(args) == 1 or not isinstance(function, enum.EnumMeta), "an enum called with more than a value")
-        self._require_listed(args)
+        self._refuse_unlisted(args)
         return function(*args)
 
     def _build(self, value: Any, state: Any) -> Any:
@@ -158,7 +155,7 @@ class Unpickler(Limits):
         if kind is not None or not self.is_user_listed(cls) or isinstance(value, type):
             raise self._refusal(f"sets a state of {'' if isinstance(value, type) else 'an instance of '}", cls)
         if (setstate := getattr(value, "__setstate__", None)) is not None:
-            self._require_listed(state)
+            self._refuse_unlisted(state)
             setstate(state)
             return value
         slots = None
@@ -186,14 +183,10 @@ class Unpickler(Limits):
             self._pending.append(weakref.ref(made))
         return made
 
-    def _require_listed(self, given: Any) -> None:
-        """Refuses to give an ``Unlisted`` to code of the user's, which could make anything of it.
-
-        Raises:
-            UnsafePickle: one is in ``given``
-        """
-        if self._unlisted and (found := unlisted_in([given])):
-            raise UnsafePickle(refusal(*found))
+    def _refuse_unlisted(self, *given: Any) -> None:
+        """Refuses to give what is not allowed to code of the user's, which could make anything of it."""
+        if self._unlisted:
+            refuse_unlisted(given)
 
     def _refusal(self, asked: str, what: Any, given: str = "") -> UnsafePickle:
         """Returns the error for what a pickle does with ``what``, a class or function.
@@ -461,7 +454,7 @@ class Unpickler(Limits):
     def _require_user_listed(self, value: Any, what: str, items: list[Any]) -> None:
         if isinstance(value, type) or not self.is_user_listed(type(value)):
             raise self._refusal(f"adds {what} to an instance of", type(value))
-        self._require_listed(items)
+        self._refuse_unlisted(items)
 
 
 class _Trusting(pickle.Unpickler):

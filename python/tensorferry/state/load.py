@@ -95,11 +95,9 @@ def receive_part(
             whole, _, _ = _receive(stored, builder, pickled, allowed, None, bounce, None, None)
             flat = tree.flatten(whole)
             part = RequestedPart(flat.tree, flat.objects, target, strict, kept)
-            allowed.refuse([flat.objects[number] for number in part.objects])
             chosen = tree.unflatten(part.tree, flat.plain, flat.objects)
             return InPlaceTargets(target, bounce.accelerator).fill(chosen, IN_FILE), part.missing
         part = RequestedPart(builder.manifest.tree, objects, target, strict, kept)
-        allowed.refuse([objects[number] for number in part.objects])
         storages = storages_of([objects[number] for number in part.objects])
         del objects
         builder.manifest.tree = part.tree

@@ -17,6 +17,7 @@ import torch
 from .._native import _add_pieces
 from ..errors import StateMismatch
 from ..memory.tensors import storage_key
+from ..pickles.allowlist import refuse_unlisted
 from ..pickles.globals.kinds import Unlisted
 from . import pickling, tree
 from .grammar import Node, children, objects_of
@@ -41,6 +42,7 @@ class RequestedPart:
         missing: the paths of ``target`` that the state does not have
 
     Raises:
+        UnsafePickle: an object of the part holds something that is not on the allow-list
         StateMismatch: values at the same path have different types, or keys are missing and ``strict`` is set; the
             message names all of them
     """
@@ -61,6 +63,7 @@ class RequestedPart:
         self._wrong: list[str] = []
         whole = json.loads(text)
         node = self._chosen(whole, target, "")
+        refuse_unlisted([objects[place] for place in self.objects])
         if self._wrong:
             raise StateMismatch(
                 "nothing was overwritten: the checkpoint does not fit into this state:\n  " + "\n  ".join(self._wrong)

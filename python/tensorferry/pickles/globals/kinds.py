@@ -6,6 +6,7 @@ import gc
 import inspect
 import sys
 import types
+import weakref
 from collections.abc import Callable, Iterable
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -43,10 +44,11 @@ class Unlisted:
         leaf: the path of a leaf that needs it, if known
     """
 
-    __slots__ = ("leaf", "module", "name")
+    __slots__ = ("__weakref__", "leaf", "module", "name")
 
     def __init__(self, module: str, name: str, leaf: object) -> None:
         self.module, self.name, self.leaf = module, name, leaf
+        _unlisted.add(self)
 
     def __reduce__(self) -> Any:
         raise TypeError(f"{self.module}.{self.name} is not allowed, and cannot be pickled or copied")
@@ -56,7 +58,8 @@ def unlisted_in(values: Iterable[Any]) -> list[Unlisted]:
     """Returns each :class:`Unlisted` that ``values`` hold, at any depth."""
     found: dict[int, Unlisted] = {}
     seen: set[int] = set()
-    todo = list(values)
+    # Mostly there is none anywhere.
+    todo = list(values) if _unlisted else []
     while todo:
         value = todo.pop()
         if id(value) in seen or isinstance(value, _CODE):
@@ -127,6 +130,7 @@ class Pending:
 Globals: TypeAlias = dict[str, dict[str, Callable[..., Any]]]
 
 _kinds: dict[int, Kind] = {}
+_unlisted: weakref.WeakSet[Unlisted] = weakref.WeakSet()
 #: What belongs to the process, and not to a state.
 _CODE = (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType)
 
