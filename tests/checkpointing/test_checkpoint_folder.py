@@ -6,11 +6,12 @@ import errno
 import itertools
 import json
 import os
+import re
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
@@ -27,13 +28,14 @@ from tensorferry.errors import (
     TensorferryError,
 )
 from tensorferry.memory.tensors import no_rows
-from tensorferry.storage import commits, folder, leftovers, reserved, series
+from tensorferry.storage import folder, leftovers, lineage, reserved
 from tensorferry.storage.commits import Commit
 from tensorferry.storage.container import Container
 from tensorferry.storage.folder import read_index
 from tensorferry.storage.folder_save import FolderSave, SaveId, abandon
+from tensorferry.storage.lineage import Lineage
 from tensorferry.storage.names import machine
-from tensorferry.storage.series import KnownSaves, checkpoints, keep_last
+from tensorferry.storage.series import checkpoints
 
 pytestmark = pytest.mark.timeout(120)
 WAIT_S = 60
@@ -206,21 +208,6 @@ def test_a_rank_whose_first_look_at_the_index_is_refused_looks_again(tmp_path, m
         save.close()
 
 
-def test_an_index_of_a_series_that_may_not_be_read_once_is_read_for_the_next_save(tmp_path, monkeypatch) -> None:
-    late = time.time_ns() + 3600 * 10**9
-    save = FolderSave(tmp_path / "step-1", SaveId("0123456789ab", late))
-    save.write(Container(no_rows(), None, True))
-    save.commit()
-    save.close()
-    known = KnownSaves()
-    with monkeypatch.context() as broken:
-        broken.setattr(commits, "files_of", mock.Mock(side_effect=SystemRefused("Too many open files")))
-        assert known.beginnings(tmp_path / "step-2") == [0]
-    assert known.beginnings(tmp_path / "step-2") == [late]
-    monkeypatch.setattr(commits, "files_of", mock.Mock(side_effect=AssertionError("it is known")))
-    assert known.beginnings(tmp_path / "step-2") == [late]
-
-
 def test_a_rank_that_never_comes_is_given_up(tmp_path) -> None:
     for rank, missing in ((0, 1), (1, 0)):
         save = FolderSave(tmp_path, SaveId("0123456789ab", 1, rank, 2), patience=0.3)
@@ -241,8 +228,17 @@ def test_what_ends_the_wait_for_other_ranks_is_raised(tmp_path) -> None:
         save.commit(check)
 
 
-def write(path: Path, value: float, **options) -> None:
-    SyncCheckpointer(**options).save(path, {"w": torch.full((100,), float(value))})
+def write(path: Path, value: float, checkpointer: SyncCheckpointer | None = None, **options) -> None:
+    number = re.search("[0-9]+$", path.name)
+    step = None if number is None or len(number[0]) > 9 else int(number[0])
+    (checkpointer or SyncCheckpointer(**options)).save(path, {"w": torch.full((100,), float(value))}, step=step)
+
+
+def saved_last(newest: Path) -> Callable[[int], None]:
+    """Returns ``keep_last`` as a process calls it that has just saved ``newest``, and nothing else."""
+    known, index = Lineage(), read_index(newest)
+    known.begin(newest, SaveId(index.save_id, index.began, step=index.step), 1)
+    return lambda count: known.keep_last(count, newest, index.commit)
 
 
 def test_the_older_checkpoint_stays_until_the_newer_one_is_committed_and_its_files_go_then(tmp_path) -> None:
@@ -320,7 +316,7 @@ def test_a_save_that_commits_while_the_remains_of_its_series_are_removed_stays(t
     slow.write(Container(no_rows(), None, True))
     os.utime(slow.path, (time.time() - 3600,) * 2)
     write(tmp_path / "step-1", 1)
-    is_remains = series._is_remains
+    is_remains = lineage._is_remains
 
     def commits_now(names: list[str]) -> bool:
         found = is_remains(names)
@@ -329,8 +325,8 @@ def test_a_save_that_commits_while_the_remains_of_its_series_are_removed_stays(t
             slow.close()
         return found
 
-    monkeypatch.setattr(series, "_is_remains", commits_now)
-    keep_last(2, tmp_path / "step-1")
+    monkeypatch.setattr(lineage, "_is_remains", commits_now)
+    saved_last(tmp_path / "step-1")(2)
     assert folder.missing_files(tmp_path / "step-2", read_index(tmp_path / "step-2")) == []
 
 
@@ -378,13 +374,12 @@ def test_what_is_no_complete_checkpoint_is_told_apart(tmp_path) -> None:
         {"files": ["other.safetensors"]},
         {"files": None},
         {"shards": []},
-        {"step": "a"},
         {"files": ["../../etc/passwd"]},
     ],
 )
 def test_an_index_that_contradicts_itself_is_refused(change, tmp_path) -> None:
     name = "rank00000-00000000000000000000.safetensors"
-    fields = {"version": 1, "save": "0" * 12, "step": 1, "files": [name], "shards": {}, **change}
+    fields = {"version": 1, "save": "0" * 12, "files": [name], "shards": {}, **change}
     control = [
         (reserved.CHECKPOINT, json.dumps(fields).encode()),
         (reserved.INDEX_FILES, Commit({name: 1}, 5).encode()),
@@ -428,11 +423,13 @@ def test_the_last_checkpoints_stay_and_nothing_of_others_is_removed(tmp_path) ->
 @pytest.mark.parametrize("order", [(1, 2, 3), (3, 2, 1), (2, 3, 1)])
 def test_savers_of_one_series_never_remove_what_began_after_their_own(order, tmp_path) -> None:
     """Such as the writer of a trainer that was killed, which finishes beside the trainer that came back."""
+    checkpointer = SyncCheckpointer()
     for n in (1, 2, 3):
-        write(tmp_path / f"step-{n}", n)
+        write(tmp_path / f"step-{n}", n, checkpointer)
     left = {1, 2, 3}
+    savers = {n: saved_last(tmp_path / f"step-{n}") for n in left}
     for mine in order:
-        keep_last(1, tmp_path / f"step-{mine}")
+        savers[mine](1)
         left -= set(range(1, mine))
         assert [path.name for path, _ in checkpoints(tmp_path)] == [f"step-{n}" for n in sorted(left)]
     assert left == {3}
@@ -446,16 +443,6 @@ def test_a_checkpoint_whose_ranks_have_an_index_each_is_not_what_a_killed_save_h
         os.utime(tmp_path / "step-0" / name, (time.time() - 3600,) * 2)
     write(tmp_path / "step-1", 1, keep_last=1)
     assert files_in(tmp_path / "step-0") == names
-
-
-def test_what_a_link_leads_to_is_not_removed(tmp_path) -> None:
-    write(tmp_path / "others" / "step-9", 9)
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "step-0").symlink_to(tmp_path / "others" / "step-9")
-    for n in range(1, 4):
-        write(tmp_path / "run" / f"step-{n}", n, keep_last=1)
-    assert [path.name for path, _ in checkpoints(tmp_path / "run")] == ["step-0", "step-3"]
-    read_index(tmp_path / "others" / "step-9")
 
 
 def test_a_folder_that_must_not_be_entered_is_no_checkpoint_and_fails_no_save(tmp_path, monkeypatch) -> None:
@@ -477,8 +464,9 @@ def test_a_folder_that_must_not_be_entered_is_no_checkpoint_and_fails_no_save(tm
 
 
 def test_a_removal_that_is_interrupted_leaves_no_checkpoint_and_is_finished_later(tmp_path, monkeypatch) -> None:
+    checkpointer = SyncCheckpointer()
     for n in range(2):
-        write(tmp_path / f"step-{n}", n)
+        write(tmp_path / f"step-{n}", n, checkpointer)
 
     class PowerLoss(BaseException):
         pass
@@ -489,14 +477,14 @@ def test_a_removal_that_is_interrupted_leaves_no_checkpoint_and_is_finished_late
 
     monkeypatch.setattr(leftovers, "remove", remove)
     with pytest.raises(PowerLoss):
-        keep_last(1, tmp_path / "step-1")
+        saved_last(tmp_path / "step-1")(1)
     monkeypatch.undo()
     assert len(files_in(tmp_path / "step-0")) == 1, "the index has gone first"
     with pytest.raises(IncompleteCheckpoint):
         read_index(tmp_path / "step-0")
     for path in (tmp_path / "step-0").iterdir():
         os.utime(path, (time.time() - 3600,) * 2)
-    keep_last(1, tmp_path / "step-1")
+    saved_last(tmp_path / "step-1")(1)
     assert files_in(tmp_path) == ["step-1"]
 
 

@@ -6,11 +6,8 @@ import contextlib
 import json
 import logging
 import shutil
-import signal
-import socket
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -20,7 +17,7 @@ import torch
 from keepers import KeeperAtWork, Told, eventually, offered, staged
 from tensorferry._native import Table
 from tensorferry.checkpointing import Keeper, handover, make_async_checkpointer, peer_metadata
-from tensorferry.checkpointing.keeper import client, connecting, index, location, questions
+from tensorferry.checkpointing.keeper import client, index, location
 from tensorferry.errors import InvalidArgument, ProtocolError
 from tensorferry.net import serve
 from tensorferry.net.options import ServerOptions
@@ -212,22 +209,6 @@ def clock(monkeypatch):
     return ahead
 
 
-def test_a_save_after_the_clock_was_set_right_is_the_newer_one(folder, tmp_path, clock):
-    """Where the keeper alone has the first, as if its trainer had ended before it was written."""
-    path = tmp_path / "run" / "step-1"
-    with KeeperAtWork(folder, name="two"):
-        clock[0] = HOUR_NS
-        saved("two", "B", path, 1, on_disk=False)
-        clock[0] = 0
-        saved("two", "B", path, 2)
-        assert loaded("two", "B", path) == 2
-        shutil.rmtree(path)
-        assert loaded("two", "B", path) == 2
-        # Another folder of the run, by a trainer that has asked before.
-        saved("two", "B", path.with_name("step-2"), 3, on_disk=False)
-        assert latest("two", "B", path.parent) == str(path.with_name("step-2"))
-
-
 def test_what_was_loaded_from_a_buddy_is_older_than_what_is_saved_then(buddies, tmp_path, clock):
     _one, two = buddies
     root = tmp_path / "run"
@@ -242,36 +223,6 @@ def test_what_was_loaded_from_a_buddy_is_older_than_what_is_saved_then(buddies, 
     eventually("it is kept", lambda: len(two.held(job="B")) == 2)
     assert checkpointer.latest(root) == str(root / "step-2")
     checkpointer.close()
-
-
-def test_other_jobs_and_other_machines_do_not_set_the_clock_of_a_job(buddies, tmp_path, clock, monkeypatch):
-    _one, two = buddies
-    root = tmp_path / "run"
-    clock[0] = 9 * HOUR_NS
-    saved("two", "A", root / "step-1", 1, on_disk=False)
-    with machine(monkeypatch, THERE):
-        saved("two", None, root / "step-1", 1, on_disk=False)
-    clock[0] = 48 * HOUR_NS
-    saved("one", "B", root / "step-1", 1, on_disk=False)
-    clock[0] = 0
-    copied(two, 1)
-    for job in ("B", None):
-        with Keeper("two", job=job) as asking:
-            assert asking.begun(root / "step-1") == []
-
-
-def test_a_stopped_keeper_holds_a_save_up_only_briefly_when_it_is_asked(folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(connecting, "OFFER_S", 0.3)
-    waits = []
-    begin = questions.Question.begin
-    monkeypatch.setattr(questions.Question, "begin", lambda question, s: waits.append(s) or begin(question, s))
-    with KeeperAtWork(folder, name="two") as process, Keeper("two") as keeper:
-        process.process.send_signal(signal.SIGSTOP)
-        try:
-            assert [keeper.begun(tmp_path / "run" / str(n)) for n in range(3)] == [[], [], []]
-            assert waits == [0.3]
-        finally:
-            process.process.send_signal(signal.SIGCONT)
 
 
 def test_a_message_of_another_version_is_answered_by_an_error_that_says_so(folder, tmp_path, monkeypatch, caplog):
@@ -359,33 +310,3 @@ def test_a_location_is_a_folder_of_a_machine_or_of_a_server(tmp_path, monkeypatc
     # Where nothing is known, nothing is the same.
     for lines in ("", "nonsense\n"):
         assert here(tmp_path / "a" / "1", lines) != here(tmp_path / "a" / "1", lines)
-
-
-def test_a_keeper_that_stops_after_it_has_shown_itself_holds_a_save_up_only_briefly(folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(connecting, "OFFER_S", 0.3)
-    monkeypatch.setattr(questions, "_ANSWER_S", 300.0)
-    folder.mkdir(0o700)
-    asked, over = threading.Event(), threading.Event()
-
-    def serve_once(listener: socket.socket) -> None:
-        client, _ = listener.accept()
-        with client:
-            handover.receive(client)
-            handover.send(client, handover.Message("status", {}))
-            handover.receive(client)
-            asked.set()
-            over.wait(300)
-
-    found: list = []
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener, Keeper("two") as keeper:
-        listener.bind(str(folder / "keeper-two.sock"))
-        listener.listen()
-        threading.Thread(target=serve_once, args=(listener,), daemon=True).start()
-        asking = threading.Thread(target=lambda: found.append(keeper.begun(tmp_path / "run" / "1")), daemon=True)
-        asking.start()
-        try:
-            assert asked.wait(20)
-            asking.join(20)
-            assert found == [[]]
-        finally:
-            over.set()

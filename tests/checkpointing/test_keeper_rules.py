@@ -17,6 +17,7 @@ from tensorferry.checkpointing.keeper.partners import Partner
 from tensorferry.checkpointing.keeper.place import SocketPlace, find_socket
 from tensorferry.checkpointing.keeper.snapshot import LOCAL, Snapshot, peer_metadata, snapshot
 from tensorferry.errors import InvalidArgument, ProtocolError, SystemRefused
+from tensorferry.storage.commits import Commit
 from tensorferry.storage.folder import Index
 
 
@@ -174,7 +175,7 @@ def test_the_limit_holds_whatever_comes():
 
 
 def index(save_id: str, began: int) -> Index:
-    return Index(save_id, None, began, 1, {0: ("f", None)}, {})
+    return Index(save_id, Commit({"f": None}, began), 1, {0: ("f", None)}, {})
 
 
 def test_a_load_takes_what_all_ranks_can_take():

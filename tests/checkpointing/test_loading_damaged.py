@@ -25,7 +25,6 @@ from tensorferry.errors import (
     SystemRefused,
     TensorferryError,
 )
-from tensorferry.storage import series
 from tensorferry.storage.folder import INDEX
 
 pytestmark = pytest.mark.timeout(120)
@@ -125,17 +124,16 @@ def test_a_root_of_which_the_system_does_not_say_what_it_is_is_not_one_without_c
 @pytest.mark.parametrize("moment", ["read_index", "missing_files"])
 @pytest.mark.parametrize("name", ["step-1", "step-2"])
 def test_the_latest_is_found_while_a_save_replaces_it(name, moment, tmp_path, monkeypatch):
-    save_state(tmp_path / "step-1", {"w": torch.tensor(1)})
-    room = {"read_index": series, "missing_files": latest}[moment]
-    real, calls = getattr(room, moment), []
+    SyncCheckpointer().save(tmp_path / "step-1", {"w": torch.tensor(1)}, step=1)
+    real, calls = getattr(latest, moment), []
 
     def interrupted(*args):
         calls.append(args)
         if len(calls) == 1:
-            SyncCheckpointer(keep_last=1).save(tmp_path / name, {"w": torch.tensor(2)})
+            SyncCheckpointer(keep_last=1).save(tmp_path / name, {"w": torch.tensor(2)}, step=int(name[-1]))
         return real(*args)
 
-    monkeypatch.setattr(room, moment, interrupted)
+    monkeypatch.setattr(latest, moment, interrupted)
     assert latest_checkpoint(tmp_path) == str(tmp_path / name)
     assert len(calls) > 1
 

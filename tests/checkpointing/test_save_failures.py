@@ -502,7 +502,7 @@ def test_a_writer_that_cannot_start_says_why(tmp_path, monkeypatch) -> None:
 
 @pytest.mark.parametrize("letter", ["\U0001f600", "a", "\u20ac", "\x01", "\ud800"])
 def test_a_failure_with_a_long_text_is_told_and_the_next_order_is_carried_out(letter, monkeypatch) -> None:
-    def performed(order, _) -> dict[str, int]:
+    def performed(order, *_) -> dict[str, int]:
         if order.save.save == "first":
             raise SystemRefused(letter * 40000)
         return {"bytes": 1, "direct": 0}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
@@ -12,7 +13,8 @@ import torch
 from child import Child
 from stores import objects
 from tensorferry.checkpointing import AsyncCheckpointer, SyncCheckpointer, latest_checkpoint, ranks
-from tensorferry.errors import FetchTimeout, IncompleteCheckpoint
+from tensorferry.errors import ConnectError, FetchTimeout, IncompleteCheckpoint
+from tensorferry.storage.objects import upload
 
 pytestmark = pytest.mark.process
 
@@ -67,6 +69,46 @@ def test_a_trainer_does_not_wait_for_a_store_that_stalls(gateway, server, monkey
     finally:
         answers.set()
         checkpointer.close()
+
+
+@pytest.mark.waits
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("slow", [0, 1])
+def test_a_rank_that_uploads_for_longer_than_others_are_patient_is_waited_for(gateway, server, monkeypatch, slow):
+    part, patience = 5 << 20, 8.0
+    monkeypatch.setattr(upload, "PART", part)
+    agreed, has_agreed = [], threading.Event()
+
+    def agree(value):
+        if not agreed:
+            agreed.append(value)
+            has_agreed.set()
+        has_agreed.wait(30)
+        return agreed[0]
+
+    # Six parts, one after the other, take longer.
+    gateway.act = lambda _, method, path: time.sleep(patience / 4) if method == "PUT" and "partNumber" in path else None
+
+    def save(rank):
+        value = torch.full((6 * part if rank == slow else 10,), rank, dtype=torch.uint8)
+        saver = SyncCheckpointer(rank=rank, world_size=2, agree=agree, patience=patience, threads=1)
+        saver.save(server.place, {"w": value})
+
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(save, 0)
+        has_agreed.wait(30)
+        second = pool.submit(save, 1)
+        for one in (first, second):
+            one.result(100)
+    assert len(objects(server.url, server.prefix)) == 3
+    assert SyncCheckpointer().load(server.place)["w"].unique().item() == 0
+
+
+@pytest.mark.waits
+def test_an_upload_that_the_store_takes_nothing_of_ends(gateway, server):
+    gateway.act = lambda _, method, path: "stall" if method == "PUT" and "/rank" in path else None
+    with pytest.raises((FetchTimeout, ConnectError), match=r"rank00000-.*: writing it: the store"):
+        SyncCheckpointer(patience=1).save(server.place, state())
 
 
 @pytest.mark.waits

@@ -18,7 +18,7 @@ from tensorferry.dcp import FileReader, FileWriter, PeerWriter
 from tensorferry.errors import CorruptCheckpoint, IncompleteCheckpoint, SourceChanged
 from tensorferry.storage import copies
 from tensorferry.storage.folder import read_index
-from tensorferry.storage.series import remove_checkpoint
+from tensorferry.storage.lineage import remove_checkpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -181,7 +181,7 @@ def test_a_copy_of_what_a_save_replaces_has_no_index(server, tmp_path, monkeypat
 def test_a_copy_whose_list_of_files_is_outdated_when_it_begins_fails(server, tmp_path, monkeypatch, change):
     there = tmp_path / "there"
     save_one(there)
-    after = {"replaced": lambda: save_one(there), "removed": lambda: remove_checkpoint(there, read_index(there))}
+    after = {"replaced": lambda: save_one(there), "removed": lambda: remove_checkpoint(there, read_index(there).commit)}
     then(monkeypatch, copying, "_files_of", after[change])
     error = SourceChanged if change == "replaced" else IncompleteCheckpoint
     assert run(["copy", str(there), server.place]) == exits.STATUS[error]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from datetime import timedelta
 
 import pytest
@@ -10,15 +11,15 @@ import torch
 
 from stores import BUCKET, FORBIDDEN, client, objects
 from tensorferry.checkpointing import SyncCheckpointer, latest_checkpoint
-from tensorferry.checkpointing.latest import complete_checkpoints, find_latest
+from tensorferry.checkpointing.latest import find_latest, newest_complete
 from tensorferry.checkpointing.ranks import Ranks
 from tensorferry.errors import FetchTimeout, StoreRefused, TensorferryError
 from tensorferry.storage.places import any_place
-from tensorferry.storage.series import KnownSaves
+from tensorferry.storage.series import checkpoints
 
 #: Checkpoints beside each other: with a deadline for each of them, the tests here would take minutes.
 BESIDE, PATIENCE = 20, 2.0
-pytestmark = [pytest.mark.process, pytest.mark.timeout(30)]
+pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 
 
 def state(value):
@@ -44,29 +45,32 @@ def is_index_beside(path):
 @pytest.mark.waits
 def test_a_save_waits_once_for_indexes_that_stall(gateway, series, caplog):
     gateway.act = lambda _, method, path: "stall" if is_index_beside(path) and method in ("GET", "HEAD") else None
-    SyncCheckpointer(patience=PATIENCE, keep_last=1).save(f"{series.place}/step-99", state(99))
-    assert "older checkpoints are not removed" in caplog.text
+    SyncCheckpointer(patience=PATIENCE, keep_last=1).save(f"{series.place}/step-99", state(99), step=99)
+    assert "does not remove what earlier runs have saved" in caplog.text
     gateway.act = lambda *_: None
-    assert len(complete_checkpoints(any_place(series.place))) == BESIDE + 1
+    assert len(checkpoints(any_place(series.place))) == BESIDE + 1
 
 
 @pytest.mark.waits
 def test_a_search_waits_once_for_indexes_that_stall(gateway, series):
     gateway.act = lambda _, method, path: "stall" if is_index_beside(path) and method == "GET" else None
     with pytest.raises(FetchTimeout):
-        complete_checkpoints(any_place(series.place, timeout=timedelta(seconds=PATIENCE)))
+        newest_complete(any_place(series.place, timeout=timedelta(seconds=PATIENCE)))
 
 
-def test_each_index_of_a_series_is_read_once(gateway, series):
-    known, place = KnownSaves(), any_place(f"{series.place}/step-7")
-    (newest,) = known.beginnings(place)
-    assert newest > 0
-    assert sum(method == "GET" and is_index_beside(path) for method, path in gateway.seen) == BESIDE
+def test_a_search_among_many_foreign_folders_asks_for_many_at_a_time(gateway, server):
+    """One after the other, the answers would take longer than the search may."""
+    foreign, answer_s, within_s = 300, 0.2, 30
+    s3 = client(server.url)
+    for n in range(foreign):
+        s3.put_object(Bucket=BUCKET, Key=f"{server.prefix}/step-{n}/model.bin", Body=b"x")
+    s3.close()
+    SyncCheckpointer().save(f"{server.place}/step-7", state(7))
     gateway.seen.clear()
-    assert known.beginnings(place) == [newest]
-    # One list of the folders, and a look at each index.
-    assert sorted({method for method, path in gateway.seen if is_index_beside(path)}) == ["HEAD"]
-    assert len(gateway.seen) == BESIDE + 1
+    gateway.act = lambda _, method, __: time.sleep(answer_s) if method == "HEAD" else None
+    assert latest_checkpoint(server.place, timeout=timedelta(seconds=within_s)) == f"{server.place}/step-7"
+    assert 2 * foreign * answer_s > 3 * within_s
+    assert len(gateway.seen) < 2 * foreign + 20
 
 
 def test_a_refusal_is_not_taken_for_no_checkpoint(gateway, series):

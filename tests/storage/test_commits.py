@@ -20,13 +20,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from tensorferry.checkpointing import SyncCheckpointer, latest_checkpoint
-from tensorferry.dcp import FileReader, FileWriter
+from tensorferry.dcp import FileReader, FileWriter, own_errors
 from tensorferry.dcp.removal import remove_keys
 from tensorferry.dcp.save_plan import ABOUT
 from tensorferry.errors import IncompleteCheckpoint, SourceChanged, SystemRefused
 from tensorferry.memory.tensors import no_rows
 from tensorferry.pickles.allowlist import Allowed
-from tensorferry.storage import commits, folder, folder_lock, leftovers, names, reserved, series
+from tensorferry.storage import commits, folder, folder_lock, leftovers, lineage, names, reserved
 from tensorferry.storage.container import Container
 
 pytestmark = [
@@ -305,6 +305,30 @@ def test_a_pull_or_another_commit_that_began_before_a_save_does_not_replace_it(t
     assert len(files(tmp_path)) == 2
 
 
+@pytest.mark.parametrize("door", ["dcp", "checkpointer"])
+def test_a_commit_that_cannot_be_synced_is_whole_and_nobody_is_told_to_remove_it(door, tmp_path, monkeypatch) -> None:
+    def fails(_) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def save_of(value: float) -> None:
+        if door == "dcp":
+            with own_errors():
+                save(tmp_path, value)
+        else:
+            SyncCheckpointer().save(tmp_path, {"a": torch.full((100,), value)})
+
+    save_of(1.0)
+    with monkeypatch.context() as broken:
+        broken.setattr(commits, "sync_folder", fails)
+        with pytest.raises(SystemRefused) as refused:
+            save_of(2.0)
+    assert refused.value.errno == errno.ENOSPC
+    assert "committed, but not synchronised" in str(refused.value)
+    assert "remove" not in str(refused.value)
+    found = held(tmp_path) if door == "dcp" else SyncCheckpointer().load(tmp_path)
+    assert found["a"] == 2.0 if door == "dcp" else torch.all(found["a"] == 2.0)
+
+
 def refusing(monkeypatch, module) -> None:
     """Makes the system refuse to read any index for ``module``."""
 
@@ -434,12 +458,12 @@ def test_an_old_checkpoint_that_is_saved_anew_while_it_is_to_be_removed_stays(at
         saver.save(tmp_path / f"step-{step}", {"w": torch.full((10,), float(step))})
     seen = folder.read_index(tmp_path / "step-1")
     saver.save(tmp_path / "step-1", {"w": torch.full((10,), 3.0)})
-    series.remove_checkpoint(tmp_path / "step-1", seen)
+    lineage.remove_checkpoint(tmp_path / "step-1", seen.commit)
     assert float(saver.load(tmp_path / "step-1")["w"][0]) == 3
     # And when its index is just being removed: the save comes after it.
     other = Waiting(monkeypatch, lambda: saver.save(tmp_path / "step-2", {"w": torch.full((10,), 4.0)}))
     at("checked", other.begin)
-    series.remove_checkpoint(tmp_path / "step-2", folder.read_index(tmp_path / "step-2"))
+    lineage.remove_checkpoint(tmp_path / "step-2", folder.read_index(tmp_path / "step-2").commit)
     other.end()
     assert float(saver.load(tmp_path / "step-2")["w"][0]) == 4
     assert latest_checkpoint(tmp_path) == str(tmp_path / "step-2")

@@ -15,6 +15,7 @@ from ..memory.staging import HostStager
 from ..pickles.allowlist import REFUSED_LATER, Allowed, RefusalWarnings
 from ..state.snapshot import StateSnapshot
 from ..storage.container import Container
+from ..storage.lineage import Lineage
 from ..storage.places import AnyPlace, any_place
 from .keepers import LoadingKeeper, StateKeeper
 from .latest import find_latest
@@ -81,6 +82,9 @@ class _Checkpointer(Checkpointer):  # type: ignore[misc]  # mypy does not follow
         )
         if save_id is not None:
             self._agreed = None
+        self._ranks.go_on_from(any_place(path, timeout=self._timeout))
+        if isinstance(keeper, LoadingKeeper):
+            self._ranks.note_beginning(keeper.newest_loaded)
         return state
 
     #: How long the requests of a load, or of the search for the newest checkpoint, may take in an object store.
@@ -129,12 +133,12 @@ class SyncCheckpointer(_Checkpointer):
         process_group: the process group in which ranks agree
         threads: threads with which a rank writes; ``None`` chooses by the number of cores
         cached: whether large files are written through the page cache; ``None`` chooses, see ``FileWriter``
-        keep_last: how many checkpoints stay of those that lie beside each other in folders whose names differ in
-            numbers only, such as ``step-100`` and ``step-200``: the oldest others are removed after each commit.
-            ``None`` keeps all
+        keep_last: how many checkpoints stay of those that this run, and the runs from which it goes on, have saved
+            beside each other under names that differ in the step alone, such as ``step-100`` and ``step-200``: the
+            oldest others are removed after each commit. It needs ``step=`` in :meth:`save`. ``None`` keeps all
         patience: seconds without a sign of life of another rank after which a save has failed, and of the process that
-            writes, then at least 10; in an object store, all requests of a save, a load or :meth:`latest` may take as
-            long together
+            writes, then at least 10; in an object store, also seconds in which nothing is sent, and all requests of a
+            load or :meth:`latest` may take as long together
         keeper: keeps the states in memory, too, as for :class:`AsyncCheckpointer`: a save then copies the state, as
             there, and waits until it is written
         safe_globals: classes and functions that pickled objects may name in a load, besides the default list
@@ -170,6 +174,7 @@ class SyncCheckpointer(_Checkpointer):
             self._saver = Saver(
                 self._ranks, self._options, SharedStager(None, ACCELERATOR, self._allowed), self._keeper
             )
+        self._lineage = Lineage()
         self._stager = HostStager(ACCELERATOR)
         self._refusals = RefusalWarnings(self._allowed, REFUSED_LATER)
         self._is_open = True
@@ -201,7 +206,8 @@ class SyncCheckpointer(_Checkpointer):
             return
         number = None if step is None else _validate.step_number(step)
         folder = any_place(path, timeout=self._timeout)
-        perform(Order(folder, self._ranks.new_save(number, folder), self._options), lambda: self._container(state))
+        order = Order(folder, self._ranks.new_save(number, folder), self._options)
+        perform(order, lambda: self._container(state), self._lineage)
 
     def _container(self, state: Any) -> Container:
         snapshot = StateSnapshot(state, self._stager, "borrow")

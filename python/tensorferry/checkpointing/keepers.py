@@ -34,10 +34,13 @@ class StateKeeper(Protocol):
 
 @runtime_checkable
 class LoadingKeeper(StateKeeper, Protocol):
-    """A keeper from which states are loaded, too, as ``keeper/client.py`` describes it. None of its methods raises."""
+    """A keeper from which states are loaded, too, as ``keeper/client.py`` describes it. None of its methods raises.
 
-    def begun(self, path: Path) -> list[int]:
-        """Returns when saves of the job of ``path`` began."""
+    Attributes:
+        newest_loaded: when the newest save began that it has given out, in nanoseconds since the epoch
+    """
+
+    newest_loaded: int
 
     def below(self, root: Path, rank: int, world_size: int) -> list[Snapshot]:
         """Returns the snapshots of ``rank`` of the checkpoints in ``root``."""

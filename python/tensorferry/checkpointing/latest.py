@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import SystemRefused, TensorferryError
-from ..storage.folder import Index, missing_files
+from ..storage.folder import Index, missing_files, read_index
 from ..storage.places import AnyPlace, begun, place_as_given
-from ..storage.series import checkpoints, index_versions
+from ..storage.series import index_versions, read_indexes
+from ..storage.whole_files import subfolders
 from . import other_formats
 
 if TYPE_CHECKING:
@@ -32,9 +33,8 @@ def latest_checkpoint(
     """Returns the path of the newest complete checkpoint directly below ``root``, or ``None`` if there is none.
 
     The newest is the one whose save began last, as its index says; times of files and step numbers do not matter. A
-    save begins after those of its series, even if the clock has gone back. A folder whose index or one of whose files
-    is missing, and a folder of another program, does not count. If there are checkpoints of other formats alone, a
-    warning names them.
+    folder whose index or one of whose files is missing, and a folder of another program, does not count. If there are
+    checkpoints of other formats alone, a warning names them.
 
     Args:
         root: the folder, or a place in an object store
@@ -47,14 +47,14 @@ def latest_checkpoint(
         TensorferryError: a store does not answer, or refuses
     """
     place = place_as_given(root, "root", store_options=store_options, timeout=timeout)
-    if complete := complete_checkpoints(place):
-        return str(complete[-1][0])
+    if (newest := newest_complete(place)) is not None:
+        return str(newest[0])
     other_formats.log_passed_over(place)
     return None
 
 
-def complete_checkpoints(root: AnyPlace) -> list[tuple[AnyPlace, Index]]:
-    """Returns the folders directly below ``root`` that are complete checkpoints with all their files, oldest first.
+def newest_complete(root: AnyPlace) -> tuple[AnyPlace, Index] | None:
+    """Returns the newest checkpoint directly below ``root`` that has all its files; ``None`` without one.
 
     Raises:
         SystemRefused: the system does not say what is in ``root``
@@ -62,18 +62,23 @@ def complete_checkpoints(root: AnyPlace) -> list[tuple[AnyPlace, Index]]:
     """
     root = begun(root)
     if isinstance(root, Path) and not is_folder(root):
-        return []
-    complete: list[tuple[AnyPlace, Index]] = []
-    before = index_versions(root)
+        return None
+    newest: tuple[AnyPlace, Index] | None = None
+    there = _index_versions(root)
     for _ in range(_ATTEMPTS):
-        complete = [checkpoint for checkpoint in checkpoints(root) if not missing_files(*checkpoint)]
+        found = read_indexes(there, read_index)
+        found.sort(key=lambda one: (one[1].began, one[0].name), reverse=True)
+        newest = next((one for one in found if not missing_files(*one)), None)
         # A save that replaced or removed one meanwhile has left none of its files, and committed another one: which may
         # have been looked for before it was there.
-        now = index_versions(root)
-        if now == before:
+        before, there = there, _index_versions(root)
+        if there == before:
             break
-        before = now
-    return complete
+    return newest
+
+
+def _index_versions(root: AnyPlace) -> dict[AnyPlace, tuple[object, ...]]:
+    return index_versions([root / name for name in subfolders(root)])
 
 
 def is_folder(path: Path) -> bool:
@@ -111,9 +116,10 @@ def find_latest(root: AnyPlace, ranks: Ranks, keeper: LoadingKeeper | None) -> t
     choice: list[Any] | None = None
     if ranks.rank == 0:
         try:
-            choice = max(
-                [*_committed(root), *_kept_for_all_ranks(gathered or [own], gathered is not None)], default=None
-            )
+            candidates = _kept_for_all_ranks(gathered or [own], gathered is not None)
+            if (newest := newest_complete(root)) is not None:
+                candidates.append([newest[1].began, newest[0].name, newest[1].save_id])
+            choice = max(candidates, default=None)
         except TensorferryError as e:
             # The others wait for an answer.
             if ranks.world_size > 1:
@@ -124,12 +130,10 @@ def find_latest(root: AnyPlace, ranks: Ranks, keeper: LoadingKeeper | None) -> t
     choice = ranks.from_first(choice)
     if choice is not None and choice[0] is None:
         raise TensorferryError(f"rank 0 cannot find the newest checkpoint: {choice[1]}")
-    return None if choice is None else (root / choice[1], str(choice[2]))
-
-
-def _committed(root: AnyPlace) -> list[list[Any]]:
-    """Returns for each complete checkpoint below ``root`` when its save began, its folder's name and the save's id."""
-    return [[index.began, folder.name, index.save_id] for folder, index in complete_checkpoints(root)]
+    if choice is None:
+        return None
+    ranks.note_beginning(int(choice[0]))
+    return root / choice[1], str(choice[2])
 
 
 def _kept_for_all_ranks(gathered: Sequence[list[list[Any]]], of_all: bool) -> list[list[Any]]:

@@ -13,9 +13,8 @@ from .. import _validate
 from ..errors import InvalidArgument, ProtocolError
 from ..storage.container import Container, Stored
 from ..storage.folder_save import FolderSave, SaveId
-from ..storage.places import AnyPlace, any_place, begun, is_store_url
-from ..storage.room import making_room
-from ..storage.series import keep_last
+from ..storage.lineage import Lineage
+from ..storage.places import AnyPlace, any_place, is_store_url
 
 
 class Options:
@@ -24,7 +23,7 @@ class Options:
     Args:
         threads: threads with which a rank writes; ``None`` chooses by the number of cores
         cached: whether large files are written through the page cache; ``None`` chooses, see ``FileWriter``
-        keep_last: how many checkpoints of a folder's series stay, see ``storage/series.py``; ``None`` keeps all
+        keep_last: how many checkpoints of a run stay, see ``storage/lineage.py``; ``None`` keeps all
         patience: seconds without a sign of life of another rank after which a save has failed
 
     Raises:
@@ -83,22 +82,24 @@ class Order:
         path, save_id = texts
         if not re.fullmatch("[0-9a-f]{12}", save_id):
             raise ProtocolError("a handover has no valid id of its save")
+        lineage = fields.get("lineage")
+        if not (lineage is None or isinstance(lineage, str)):
+            raise ProtocolError("a handover has no valid lineage of its save")
         options = {name: fields[name] for name in ("threads", "cached", "keep_last", "patience") if name in fields}
         chosen = Options(**options)
         # In a store, no save takes longer than a rank waits for another one.
         timeout = timedelta(seconds=chosen.patience)
         place = any_place(path, timeout=timeout) if is_store_url(path) else Path(path)
-        return cls(place, SaveId(save_id, began, rank, world_size, fields.get("step")), chosen)
+        return cls(place, SaveId(save_id, began, rank, world_size, fields.get("step"), lineage), chosen)
 
 
-def perform(order: Order, container: Callable[[], Container]) -> Stored:
+def perform(order: Order, container: Callable[[], Container], lineage: Lineage) -> Stored:
     """Writes this rank's state, commits it with the other ranks, and removes older checkpoints as the order says.
-
-    On a full disk, what killed saves have left is removed, and the save fails all the same.
 
     Args:
         order: what is to be saved where
         container: called to get the state
+        lineage: what this process knows of its earlier saves
 
     Returns:
         The file that was written: its length, the bytes that went past the page cache, and its header's checksum.
@@ -109,19 +110,18 @@ def perform(order: Order, container: Callable[[], Container]) -> Stored:
         OSError: likewise
         Exception: whatever ``container`` raises; likewise
     """
-    options = order.options
-    in_series = options.keep_last is not None and order.save.rank == 0
-    with making_room(order.path, in_series=in_series):
-        save = FolderSave(order.path, order.save, options.patience)
+    options, save_id = order.options, order.save
+    if save_id.rank == 0:
+        save_id = lineage.begin(order.path, save_id, options.keep_last)
+    save = FolderSave(order.path, save_id, options.patience)
     try:
-        with making_room(order.path, in_series=in_series):
-            file = save.write(container(), options.threads, options.cached)
-            save.commit()
+        file = save.write(container(), options.threads, options.cached)
+        commit = save.commit()
     except BaseException as e:
         save.fail(f"{type(e).__name__}: {e}")
         raise
     finally:
         save.close()
-    if options.keep_last is not None and order.save.rank == 0:
-        keep_last(options.keep_last, begun(order.path))
+    if options.keep_last is not None and commit is not None:
+        lineage.keep_last(options.keep_last, order.path, commit)
     return file

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import contextlib
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from .. import _validate
-from ..errors import InvalidArgument
+from ..errors import InvalidArgument, TensorferryError
 from ..state.ranks import WITHOUT_NUMPY, lack_numpy
+from ..storage import commits
+from ..storage.folder import INDEX
 from ..storage.folder_save import SaveId
-from ..storage.places import AnyPlace
-from ..storage.series import KnownSaves
+from ..storage.objects.place import ObjectPlace
+from ..storage.places import AnyPlace, begun
 
-#: Seconds that a store may take to say which checkpoints lie beside a new one: trainers stand still meanwhile.
+#: Seconds that a store may take to say what is in the folder of a new save: trainers stand still meanwhile.
 _ASK_S = 5.0
 
 
@@ -48,38 +52,51 @@ class Ranks:
         self.rank = _validate.integer("rank", rank, 0, self.world_size - 1)
         self._agree = _validate.function("agree", agree)
         self._group = group
-        self._saves = KnownSaves(_ASK_S)
+        #: When the newest save began that this process knows of, and the lineage of what it has loaded, by parent.
+        self._newest = 0
+        self._lineages: dict[AnyPlace, str | None] = {}
         if self.world_size > 1 and agree is None and not (started and dist.get_world_size(group) == self.world_size):
             raise InvalidArgument(
                 f"{self.world_size} ranks have to agree on each save: initialise torch.distributed with as many, or "
                 "pass agree=, a function that returns on every rank what rank 0 passes to it"
             )
 
-    def new_save(self, step: int | None, folder: AnyPlace, known: Iterable[int] = ()) -> SaveId:
+    def new_save(self, step: int | None, folder: AnyPlace) -> SaveId:
         """Returns the id of a new save into ``folder``, after agreeing on it with all other ranks.
 
-        It begins after the saves that rank 0 finds in the folder and in the folders of its series; where a store does
-        not tell of them within seconds, by the clock. All ranks have to call it, as :meth:`gather` and
-        :meth:`from_first`.
+        It begins after the save that rank 0 finds in the folder, and after those that this process has found, loaded or
+        saved. All ranks have to call it, as :meth:`gather` and :meth:`from_first`.
 
         Args:
             step: the number that the caller gave the state
             folder: the folder
-            known: when other saves began after which it is to begin; those that rank 0 passes count
 
         Raises:
             InvalidArgument: ``torch.distributed`` cannot collect without NumPy, which is not installed
             Exception: what ``agree`` or the process group raises
         """
-        if self.rank != 0:
-            own = SaveId.new(self.rank, self.world_size, step)
-        else:
-            own = SaveId.new(0, self.world_size, step, [*self._saves.beginnings(folder), *known])
-            self._saves.add(own.began)
+        own = SaveId.new(self.rank, self.world_size, step)
+        if self.rank == 0:
+            asked = folder.begun(_ASK_S) if isinstance(folder, ObjectPlace) else folder
+            known = [*commits.beginnings(asked / INDEX), self._newest]
+            own = SaveId.new(0, self.world_size, step, known, self._lineages.get(folder.parent))
+            self.note_beginning(own.began)
         if self.world_size == 1:
             return own
         agreed = self.from_first([own.save, own.began])
-        return SaveId(str(agreed[0]), int(agreed[1]), self.rank, self.world_size, step)
+        return replace(own, save=str(agreed[0]), began=int(agreed[1]))
+
+    def note_beginning(self, began: int) -> None:
+        """Notes when a save began, for those that begin later."""
+        self._newest = max(self._newest, began)
+
+    def go_on_from(self, checkpoint: AnyPlace) -> None:
+        """Notes that the state of a checkpoint was loaded: what is saved beside it is of its lineage."""
+        if self.rank == 0:
+            with contextlib.suppress(TensorferryError):
+                commit = commits.files_of(begun(checkpoint) / INDEX)
+                self.note_beginning(commit.began)
+                self._lineages[checkpoint.parent] = commit.lineage
 
     def gather(self, value: Any) -> list[Any] | None:
         """Returns what each rank passes, by rank; ``None`` where ranks agree by a function, which cannot collect."""

@@ -25,10 +25,10 @@ from ..memory.shared import NoRoom
 from ..state.snapshot import StateSnapshot
 from ..storage.folder_save import abandon
 from ..storage.objects.place import ObjectPlace
-from ..storage.places import AnyPlace, any_place
+from ..storage.places import any_place
 from .futures import SaveFuture
 from .handover import Handover
-from .keepers import LoadingKeeper, StateKeeper
+from .keepers import StateKeeper
 from .orders import Options, Order
 from .ranks import Ranks
 from .shared_stager import SharedStager
@@ -106,7 +106,7 @@ class Saver:
         step = None if step is None else _validate.step_number(step)
         self._log_failures()
         with self._alone():
-            order = Order(folder, self._ranks.new_save(step, folder, self._begun(folder)), self._options)
+            order = Order(folder, self._ranks.new_save(step, folder), self._options)
             try:
                 snapshot = self._stage(state)
             except BaseException as e:
@@ -216,13 +216,6 @@ class Saver:
             return
         if self._keeper is not None:
             self._offer(self._keeper, given, snapshot)
-
-    def _begun(self, folder: AnyPlace) -> list[int]:
-        """Returns when the saves of this job that the keeper has began, on rank 0: a new save is later than they."""
-        keeper = self._keeper
-        if isinstance(folder, ObjectPlace) or self._ranks.rank != 0 or not isinstance(keeper, LoadingKeeper):
-            return []
-        return keeper.begun(folder)
 
     def _offer(self, keeper: StateKeeper, given: Handover, snapshot: StateSnapshot) -> None:
         """Offers a snapshot to the keeper, and holds its buffers for as long as the keeper has it."""

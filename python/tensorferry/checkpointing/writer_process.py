@@ -38,6 +38,7 @@ from typing import Any
 
 from .. import errors
 from ..errors import ProtocolError, TensorferryError
+from ..storage.lineage import Lineage
 from . import handover
 from .handover import Handover, Message
 from .orders import Order, perform
@@ -62,6 +63,7 @@ class _Process:
         self._orders: queue.SimpleQueue[tuple[Order, Handover] | None] = queue.SimpleQueue()
         self._sending = threading.Lock()
         self._worked_ns = 0
+        self._lineage = Lineage()
 
     def run(self) -> None:
         """Accepts states until the trainer sends no more or is gone; another thread writes them meanwhile."""
@@ -122,7 +124,7 @@ class _Process:
         """Writes the accepted states one after the other, and tells the trainer how each went."""
         while (order := self._orders.get()) is not None:
             try:
-                result = _performed(*order)
+                result = _performed(*order, self._lineage)
             except Exception as e:  # Whatever it is, the trainer learns it, and the next order is carried out.
                 result = {}
                 self._tell("failed", save_id=order[0].save.save, error=errors.name_of(e), text=str(e))
@@ -147,9 +149,9 @@ def _cut(text: str) -> str:
     return text
 
 
-def _performed(order: Order, given: Handover) -> dict[str, int]:
+def _performed(order: Order, given: Handover, lineage: Lineage) -> dict[str, int]:
     """Carries ``order`` out; returns the fields of ``written``."""
-    written = perform(order, given.container)
+    written = perform(order, given.container, lineage)
     return {"bytes": written.bytes, "direct": written.direct}
 
 

@@ -278,7 +278,7 @@ def _incomplete(folder: AnyPlace) -> IncompleteCheckpoint:
             f"{folder} holds an incomplete checkpoint: {INDEX} was removed. Load another checkpoint, or restore it"
         )
     try:
-        listed(folder)
+        listed(folder, INDEX)
     except (OSError, TensorferryError) as e:
         why = e.__cause__ if isinstance(e.__cause__, OSError) else e
         return IncompleteCheckpoint(

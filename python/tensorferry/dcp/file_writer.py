@@ -28,9 +28,8 @@ from ..storage.container import Container, Stored
 from ..storage.folder import INDEX
 from ..storage.names import new_id
 from ..storage.places import AnyPlace, begun
-from ..storage.room import making_room
 from ..storage.source import Progress
-from ..storage.whole_files import listed, make_synced_folder
+from ..storage.whole_files import is_file, listed, make_synced_folder
 from . import index, marker
 from .failures import fail_without_numpy
 from .in_folder import TORCH_INDEX, InFolder, thread_count
@@ -108,14 +107,13 @@ class RankFile:
             snapshot.warn_of_refusals(allowed)
         # A random entry in the header, so that the checksum of the header, which the index records, is unique.
         about = [*ABOUT, ("tensorferry.file", secrets.token_hex(16))]
-        with making_room(self.path.parent):
-            written = Container(snapshot.rows, snapshot.owner, snapshot.private, about=about).write(
-                self.path,
-                partial=self.path.with_name(f"{self.path.name}.partial"),
-                threads=self.threads,
-                cached=self.cached,
-                progress=progress,
-            )
+        written = Container(snapshot.rows, snapshot.owner, snapshot.private, about=about).write(
+            self.path,
+            partial=self.path.with_name(f"{self.path.name}.partial"),
+            threads=self.threads,
+            cached=self.cached,
+            progress=progress,
+        )
         return written, snapshot.results(self.path.name, written.header)
 
 
@@ -356,7 +354,7 @@ class FileWriter(InFolder, StorageWriter):  # type: ignore[misc]  # mypy does no
             if not self._overwrite:
                 self._check_free(save, _names_in(save.path))
 
-        with save.undone(), making_room(save.path):
+        with save.undone():
             commits.commit_index(
                 save.index,
                 [(reserved.INDEX, index.encode(metadata, stored))],
@@ -374,9 +372,10 @@ class FileWriter(InFolder, StorageWriter):  # type: ignore[misc]  # mypy does no
 
 
 def _names_in(folder: AnyPlace) -> set[str]:
-    """Returns the names of all files of a folder but the marker."""
-    names = set(listed(folder))
-    return names - {TORCH_INDEX} if marker.is_marker(folder / TORCH_INDEX) else names
+    """Returns the names of all files of a folder but the marker; in a store, of indexes and of torch's files."""
+    names = {name for name in listed(folder, "index", "__") if name != TORCH_INDEX}
+    of_torch = folder / TORCH_INDEX
+    return names | {TORCH_INDEX} if is_file(of_torch) and not marker.is_marker(of_torch) else names
 
 
 def _refused(folder: AnyPlace, error: OSError) -> SystemRefused:

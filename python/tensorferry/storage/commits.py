@@ -10,7 +10,7 @@ whole:
   store, which has no locks, writes are conditional instead; removals are not, and a window remains. A save neither
   replaces nor removes the index of one that began later. An edit or a removal replaces only the very index that it was
   made from; an edit starts again from the new one, and keeps the time at which the save began whose index it changes.
-- A save begins later than every save that it knows of, whatever the clock says: :func:`begin_after`.
+- A save begins later than the one in its folder, whatever the clock says: :func:`begin_after`.
 - Whoever has replaced an index removes the files that only the old one had named. None of them belongs to a save that
   still runs.
 - Other files are removed only if their writer is dead (``leftovers.py``). Writers keep their files locked until their
@@ -34,7 +34,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -60,12 +60,8 @@ logger = logging.getLogger("tensorferry")
 
 #: The last time that counts as the beginning of a save, in nanoseconds since the epoch: in the year 2116.
 _LAST = 1 << 62
-#: By how much clocks of machines that are set right may differ, in nanoseconds.
-_SKEW_NS = 1_000_000_000
 #: How often an edit starts again because a save has replaced the index meanwhile.
 _ATTEMPTS = 20
-
-_warned_of_clock = False
 
 
 @dataclass(frozen=True)
@@ -76,41 +72,30 @@ class Commit:
         files: the name of each file, mapped to the checksum of its header; ``None`` if the index was written by a
             version that did not record checksums
         began: when the save began, in nanoseconds since the epoch: see :func:`begin_after`
+        lineage: the id of the runs that go on from each other, of which one has saved it, see ``lineage.py``
+        step: the number that the caller gave the state
     """
 
     files: dict[str, int | None]
     began: int = 0
+    lineage: str | None = None
+    step: int | None = None
 
     def encode(self) -> bytes:
         """Returns the bytes of the index's entry ``INDEX_FILES``."""
         files = {name: f"{header or 0:016x}" for name, header in self.files.items()}
-        return json.dumps({"began": self.began, "files": files}, separators=(",", ":")).encode()
+        fields: dict[str, Any] = {"began": self.began, "files": files}
+        fields |= {name: value for name in ("lineage", "step") if (value := getattr(self, name)) is not None}
+        return json.dumps(fields, separators=(",", ":")).encode()
 
 
 def begin_after(known: Iterable[int]) -> int:
-    """Returns when a new save begins, in nanoseconds since the epoch: later than every save that is known to it.
-
-    That is the time by the clock, unless a known save began at that time or later, because the clock has gone back or
-    is behind that of another machine: then it is the nanosecond after the newest one. So the order in which saves begin
-    is the order in which they know of each other, whatever clocks do. If the clock is behind by more than a second, a
-    warning says so, once per process.
+    """Returns when a new save begins, in nanoseconds since the epoch: now, or right after the newest of ``known``.
 
     Args:
         known: when earlier saves began, those that the new one may replace or stand beside
     """
-    global _warned_of_clock
-    now = time.time_ns()
-    newest = min(max(known, default=0), _LAST - 1)
-    if newest < now:
-        return now
-    if newest - now > _SKEW_NS and not _warned_of_clock:
-        _warned_of_clock = True
-        logger.warning(
-            "the clock of this machine is %.1f s behind the beginning of an earlier save: it has gone back, or that of "
-            "another machine was ahead. New saves still count as later than the earlier ones",
-            (newest - now) / 1e9,
-        )
-    return newest + 1
+    return max(time.time_ns(), min(max(known, default=0), _LAST - 1) + 1)
 
 
 def read(path: AnyPlace) -> tuple[bytes, Commit]:
@@ -142,7 +127,10 @@ def _decode(path: AnyPlace, text: bytes, files: bytes | None) -> Commit:
         if not all(0 <= header < 1 << 64 for header in headers):
             raise ValueError("a checksum does not have 64 bits")
         names = checked_files(fields["files"], path)
-        return Commit({name: header for name, header in zip(names, headers, strict=True)}, began)  # noqa: C416
+        lineage, step = fields.get("lineage"), fields.get("step")
+        if not (lineage is None or isinstance(lineage, str)) or not (step is None or type(step) is int):
+            raise ValueError("its lineage or step has another type")
+        return Commit(dict(zip(names, headers, strict=True)), began, lineage, step)
     except ProtocolError:
         raise
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
@@ -252,8 +240,8 @@ def commit_index(
         IncompleteCheckpoint: a save that began later has finished before this one, whose files are removed then; or
             another process has removed one of its files
         SystemRefused: the index cannot be written, and in a folder, the files of the save are removed then; it cannot
-            be put in its place; it is there, and the folder cannot be synced; or another process keeps the folder
-            locked
+            be put in its place; the checkpoint is committed, and the folder cannot be synced; or another process keeps
+            the folder locked
         SourceChanged: other saves have replaced the index in a store again and again
         InvalidArgument: the calling thread is in the middle of a commit
         TensorferryError: a store does not answer, or refuses; the index may be there then
@@ -293,7 +281,14 @@ def edit_index(
                 if name in needed
             }
             _replace(
-                index, [(INDEX, text)], Commit(files, seen[1].began), about, seen, None, lambda: None, lambda: None
+                index,
+                [(INDEX, text)],
+                replace(seen[1], files=files),
+                about,
+                seen,
+                None,
+                lambda: None,
+                lambda: None,
             )
         except _Outdated:
             continue
@@ -465,15 +460,31 @@ def _rename(
             _removed_if_raised(check, index, commit)
             reached("checked", index)
             os.rename(partial, index)
-        sync_folder(folder)
     except BaseException as e:
         with contextlib.suppress(OSError):
             partial.unlink()
         if isinstance(e, OSError) and not isinstance(e, TensorferryError):
             raise SystemRefused(e.errno, f"{index}: cannot be put in its place: {e.strerror}") from e
         raise
+    sync_committed(folder)
     del written
     return before
+
+
+def sync_committed(folder: AnyPlace) -> None:
+    """Syncs a folder whose index is in its place.
+
+    Raises:
+        SystemRefused: the system refuses
+    """
+    try:
+        sync_folder(folder)
+    except OSError as e:
+        raise SystemRefused(
+            e.errno,
+            f"{folder}: its checkpoint is committed, but not synchronised: {e.strerror}. It can be loaded, and may be "
+            "lost if the machine goes down before the file system has written it",
+        ) from e
 
 
 def _removed_if_raised(check: Callable[[], object], index: AnyPlace, commit: Commit) -> None:

@@ -11,7 +11,6 @@ entries: ``INDEX_FILES``, the commit with name and checksum of each file, and ``
 
     version      of this entry
     save         the id of the save, 12 hexadecimal digits, the same on all ranks
-    step         the number that the caller gave the state, or null
     files        the name of each rank's file, by rank
     shards       for each path of the state at which some rank has a DTensor or a ShardedTensor: the global shape, the
                  dtype, and for each part of it the fields of its manifest (docs/reference/format.md), with ``rank``
@@ -27,10 +26,9 @@ from .._native import _file_entries
 from ..errors import IncompleteCheckpoint, InvalidArgument, ProtocolError, SystemRefused, TensorferryError
 from . import commits, reserved
 from .commits import Commit
-from .names import is_ours
-from .objects.place import ObjectPlace
+from .names import BEGINNINGS, is_ours
 from .places import AnyPlace
-from .whole_files import is_file, listed
+from .whole_files import is_file, listed, missing
 
 #: The file that makes a folder a checkpoint.
 INDEX = "index.safetensors"
@@ -45,24 +43,27 @@ class Index:
 
     Attributes:
         save_id: the id of the save
-        step: the number that the caller gave the state
-        began: when the save began, in nanoseconds since the epoch
+        commit: its files without their ranks, when the save began, its lineage and its step
         world_size: how many ranks have saved
         files: by rank the name of its file and the checksum of that file's header
         shards: by path where the parts of a DTensor lie
     """
 
     save_id: str
-    step: int | None
-    began: int
+    commit: Commit
     world_size: int
     files: dict[int, tuple[str, int | None]]
     shards: dict[str, Any]
 
     @property
-    def commit(self) -> Commit:
-        """Its files without their ranks, and when the save began."""
-        return Commit(dict(self.files.values()), self.began)
+    def began(self) -> int:
+        """When the save began, in nanoseconds since the epoch."""
+        return self.commit.began
+
+    @property
+    def step(self) -> int | None:
+        """The number that the caller gave the state."""
+        return self.commit.step
 
 
 def read_index(folder: AnyPlace) -> Index:
@@ -98,13 +99,13 @@ def read_index(folder: AnyPlace) -> Index:
             raise ProtocolError(
                 f"{path} has version {str(fields['version'])[:20]}, not {_VERSION}: upgrade tensorferry"
             )
-        step, names, shards = fields["step"], fields["files"], fields["shards"]
-        if not (step is None or type(step) is int) or not isinstance(shards, dict) or not isinstance(names, list):
+        names, shards = fields["files"], fields["shards"]
+        if not isinstance(shards, dict) or not isinstance(names, list):
             raise ValueError("a field of it has another type")
         files = {rank: (name, commit.files[name]) for rank, name in enumerate(names)}
         if not files or set(commit.files) != {name for name, _ in files.values()} or len(commit.files) != len(files):
             raise ValueError("its two lists of files differ")
-        return Index(str(fields["save"]), step, commit.began, len(files), files, shards)
+        return Index(str(fields["save"]), commit, len(files), files, shards)
     except (ValueError, KeyError, TypeError, RecursionError) as e:
         if isinstance(e, TensorferryError):
             raise
@@ -118,11 +119,7 @@ def missing_files(folder: AnyPlace, index: Index) -> list[str]:
         SystemRefused: the system does not say whether one is
         TensorferryError: a store does not answer, or refuses
     """
-    names = [name for name, _ in index.files.values()]
-    if isinstance(folder, ObjectPlace):
-        there = folder.entries()
-        return [name for name in names if name not in there]
-    return [name for name in names if not is_file(folder / name)]
+    return missing(folder, [name for name, _ in index.files.values()])
 
 
 def unfinished(folder: AnyPlace) -> IncompleteCheckpoint | None:
@@ -131,7 +128,7 @@ def unfinished(folder: AnyPlace) -> IncompleteCheckpoint | None:
     ``None`` as well if the folder cannot be listed.
     """
     try:
-        left = sorted(name for name in listed(folder) if is_ours(name))
+        left = sorted(name for name in listed(folder, *BEGINNINGS) if is_ours(name))
     except (OSError, TensorferryError):
         return None
     if not left or INDEX in left:
@@ -149,7 +146,7 @@ def _no_index(folder: AnyPlace) -> IncompleteCheckpoint:
 def _left_in(folder: AnyPlace) -> str:
     """Returns the end of a message that there is no checkpoint in ``folder``: what is there instead."""
     try:
-        names = listed(folder)
+        names = listed(folder, *BEGINNINGS)
     except (OSError, TensorferryError) as e:
         cause = e.__cause__
         return f" ({cause.strerror if isinstance(cause, OSError) and cause.strerror else e})"
@@ -173,9 +170,9 @@ def committed_save(folder: AnyPlace) -> str | None:
         return None
 
 
-def encode_index(save_id: str, step: int | None, files: list[str], shards: dict[str, Any]) -> bytes:
+def encode_index(save_id: str, files: list[str], shards: dict[str, Any]) -> bytes:
     """Returns the bytes of the index's entry ``CHECKPOINT``; ``shards`` is what :func:`add_shards` has put together."""
-    fields = {"version": _VERSION, "save": save_id, "step": step, "files": files, "shards": shards}
+    fields = {"version": _VERSION, "save": save_id, "files": files, "shards": shards}
     return json.dumps(fields, separators=(",", ":")).encode()
 
 

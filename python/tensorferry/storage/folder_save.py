@@ -2,7 +2,8 @@
 
 Ranks need not talk to each other to commit, since their trainers may be gone by then. Rank 0 waits until the files of
 all ranks are in the folder, and writes the index; the others wait until it is there. A rank that fails leaves a
-file ``<its file>.failed`` with its reason as the text, which ends the wait of all others.
+file ``<its file>.failed`` with its reason as the text, which ends the wait of all others. In a store, where nothing
+shows before it is complete, a rank that uploads replaces an empty object ``<its file>.partial`` now and then.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from . import commits, leftovers, reserved
 from .commits import Commit
 from .container import Container, Stored
 from .folder import ABOUT, INDEX, add_shards, committed_save, encode_index
-from .names import machine
+from .names import BEGINNINGS, machine
 from .objects.place import ObjectPlace
 from .places import AnyPlace, begun
 from .whole_files import (
@@ -34,7 +35,6 @@ from .whole_files import (
     make_synced_folder,
     read_whole,
     remove_empty,
-    sync_folder,
     version_of,
     write_whole,
 )
@@ -48,6 +48,8 @@ _UNKNOWN = (FetchTimeout, ConnectError, StoreRefused, SystemRefused)
 #: Seconds between two looks into the folder, at first and at most; and into a store, which bills them.
 _SOON, _LATE = 0.005, 0.25
 _SOON_IN_STORE, _LATE_IN_STORE = 0.1, 2.0
+#: How many signs of life a rank that uploads gives in the time in which another one waits for one.
+_SIGNS = 4
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,7 @@ class SaveId:
         rank: the rank of this process
         world_size: how many ranks save
         step: the number that the caller gave the state
+        lineage: as for :class:`Commit`; that of rank 0 counts
     """
 
     save: str
@@ -67,9 +70,17 @@ class SaveId:
     rank: int = 0
     world_size: int = 1
     step: int | None = None
+    lineage: str | None = None
 
     @classmethod
-    def new(cls, rank: int = 0, world_size: int = 1, step: int | None = None, known: Iterable[int] = ()) -> SaveId:
+    def new(
+        cls,
+        rank: int = 0,
+        world_size: int = 1,
+        step: int | None = None,
+        known: Iterable[int] = (),
+        lineage: str | None = None,
+    ) -> SaveId:
         """Returns the id of a new save, which the other ranks are to take over.
 
         Args:
@@ -77,8 +88,9 @@ class SaveId:
             world_size: how many ranks save
             step: the number that the caller gave the state
             known: when the saves began after which it is to begin, see :func:`commits.begin_after`
+            lineage: that of the checkpoint from which the run goes on
         """
-        return cls(secrets.token_hex(6), commits.begin_after(known), rank, world_size, step)
+        return cls(secrets.token_hex(6), commits.begin_after(known), rank, world_size, step, lineage)
 
 
 class FolderSave:
@@ -89,7 +101,8 @@ class FolderSave:
     Args:
         folder: the folder of the checkpoint
         save: which save, and which rank
-        patience: seconds without a sign of life from another rank after which the save has failed
+        patience: seconds without a sign of life from another rank after which the save has failed; in a store, also
+            seconds in which nothing is sent
 
     Raises:
         SystemRefused: the folder cannot be created
@@ -127,22 +140,54 @@ class FolderSave:
         about = [*container.about, *ABOUT, ("tensorferry.file", secrets.token_hex(16))]
         described = dataclasses.replace(container, about=about)
         partial = self.folder / f"{self._name}.partial"
+        if isinstance(self.folder, ObjectPlace):
+            self._written = self._upload(self.folder, described, threads)
+            return self._written
         try:
             self._written = described.write(self.path, partial=partial, threads=threads, cached=cached)
         except SystemRefused:
-            if isinstance(self.folder, ObjectPlace) or self.folder.is_dir():
+            if self.folder.is_dir():
                 raise
             # Another process has removed it while it was empty: a save of its own has failed, or old ones went.
             create_folder(self.folder)
             self._written = described.write(self.path, partial=partial, threads=threads, cached=cached)
         return self._written
 
-    def commit(self, check: Callable[[], None] = lambda: None) -> None:
+    def _upload(self, folder: ObjectPlace, container: Container, threads: int | None) -> Stored:
+        """Uploads the state of this rank, for as long as it takes, unless nothing is sent for :attr:`_patience`.
+
+        The object shows when it is complete. Until then, another one is replaced now and then, as a sign of life.
+        """
+        sign = folder / f"{self._name}.partial"
+        sent, moved, shown, is_shown = 0, time.monotonic(), time.monotonic(), False
+
+        def on_progress(done: int, _: int) -> None:
+            nonlocal sent, moved, shown, is_shown
+            now = time.monotonic()
+            if done > sent:
+                sent, moved = done, now
+            elif now - moved > self._patience:
+                raise FetchTimeout(f"{self.path}: writing it: the store has taken nothing for {self._patience:g} s")
+            if self.save.world_size > 1 and moved > shown and now - shown > self._patience / _SIGNS:
+                shown, is_shown = now, True
+                with contextlib.suppress(TensorferryError):
+                    begun(sign).write_bytes(b"")
+
+        try:
+            return container.write(folder.patient() / self._name, partial=sign, threads=threads, progress=on_progress)
+        finally:
+            if is_shown:
+                leftovers.remove(begun(folder), [sign.name])
+
+    def commit(self, check: Callable[[], None] = lambda: None) -> Commit | None:
         """Commits the checkpoint once all ranks have written; when it returns, the checkpoint is on the disk.
 
         Args:
             check: called now and then while other ranks are waited for, and by rank 0 right before the commit, in a
                 folder while it is locked; what it raises ends the save
+
+        Returns:
+            On rank 0, what the index says.
 
         Raises:
             IncompleteCheckpoint: another rank has failed, or shows no sign of life; a save that began later has
@@ -153,9 +198,10 @@ class FolderSave:
             Exception: what ``check`` raises
         """
         if self.save.rank == 0:
-            self._commit_index(self._wait_for_files(check), check)
-        else:
-            self._wait_for_index(check)
+            names = [self._name] if self.save.world_size == 1 else self._wait_for_files(check)
+            return self._commit_index(begun(self.folder), names, check)
+        self._wait_for_index(check)
+        return None
 
     def fail(self, reason: str) -> None:
         """Ends the save for all ranks, unless it is committed; see :func:`abandon`.
@@ -192,13 +238,14 @@ class FolderSave:
             nonlocal seen
             if INDEX not in names:
                 return False
-            if (version := version_of(self.folder / INDEX)) is None:
+            folder = begun(self.folder)
+            if (version := version_of(folder / INDEX)) is None:
                 return False
             # Each index is read once: it may be long, and that of an earlier save may stay for minutes.
             if version == seen:
                 return False
             with contextlib.suppress(*_UNKNOWN):
-                found = committed_save(self.folder)
+                found = committed_save(folder)
                 seen = version
                 return found == self.save.save
             # It is read again at the next look.
@@ -206,10 +253,7 @@ class FolderSave:
 
         self._wait(is_committed, check, lambda: [0])
         # Rank 0 may be about to sync it; this rank must not say that it is done before.
-        try:
-            sync_folder(self.folder)
-        except OSError as e:
-            raise SystemRefused(f"the folder {self.folder} cannot be synchronised: {e}") from e
+        commits.sync_committed(self.folder)
 
     def _wait(
         self, complete: Callable[[list[str]], bool], check: Callable[[], None], missing: Callable[[], list[int]]
@@ -223,16 +267,16 @@ class FolderSave:
         """
         pause, last, seen = self._soon, time.monotonic(), None
         while True:
-            names = listed(self.folder)
-            if complete(names):
+            signs = self._signs_of_life()
+            if complete([name for name, *_ in signs]):
                 return
-            for name in names:
+            for name, *_ in signs:
                 if (match := self._of_this_save(name)) and match["suffix"] == ".failed":
                     raise IncompleteCheckpoint(
                         f"{self.folder}: rank {int(match['rank'])} has failed, and the save with it: "
-                        f"{_reason(self.folder / name)}"
+                        f"{_reason(begun(self.folder) / name)}"
                     )
-            now, signs = time.monotonic(), self._signs_of_life(names)
+            now, signs = time.monotonic(), [sign for sign in signs if self._of_this_save(sign[0])]
             if signs != seen:
                 last, seen, pause = now, signs, self._soon
             elif now - last > self._patience:
@@ -244,17 +288,20 @@ class FolderSave:
             time.sleep(pause)
             pause = min(pause * 1.5, self._late)
 
-    def _signs_of_life(self, names: list[str]) -> list[tuple[str, int, int]]:
-        """Returns name, blocks and time of modification of this save's files, which change while ranks write them."""
-        if isinstance(self.folder, ObjectPlace):
-            # An object shows only when it is complete.
-            return [(name, 0, 0) for name in sorted(names) if self._of_this_save(name)]
+    def _signs_of_life(self) -> list[tuple[str, int, int]]:
+        """Returns name, size and time of modification of the files of saves, which change while ranks write them."""
+        folder = begun(self.folder)
+        if isinstance(folder, ObjectPlace):
+            beginnings = BEGINNINGS if self.save.rank else BEGINNINGS[1:]
+            return [(name, one.st_size, one.st_mtime_ns) for name, one in sorted(folder.entries(*beginnings).items())]
         signs = []
-        for name in sorted(names):
+        for name in sorted(listed(folder)):
+            size = modified = 0
             if self._of_this_save(name):
                 with contextlib.suppress(OSError):
-                    about = os.stat(self.folder / name)
-                    signs.append((name, about.st_blocks, about.st_mtime_ns))
+                    about = os.stat(folder / name)
+                    size, modified = about.st_blocks, about.st_mtime_ns
+            signs.append((name, size, modified))
         return signs
 
     def _of_this_save(self, name: str) -> re.Match[str] | None:
@@ -263,7 +310,7 @@ class FolderSave:
         pattern = rf"rank(?P<rank>\d{{5,}})-[0-9a-f]{{8}}{self.save.save}\.safetensors(?P<suffix>|\.partial|\.failed)"
         return re.fullmatch(pattern, name)
 
-    def _commit_index(self, names: list[str], check: Callable[[], None]) -> None:
+    def _commit_index(self, folder: AnyPlace, names: list[str], check: Callable[[], None]) -> Commit:
         """Commits the save: replaces the index by one of the ranks' files ``names``, with the shards they describe.
 
         Then removes the files that only the earlier save needed, and torch's own ``checkpoint_<rank>.pt``.
@@ -271,19 +318,21 @@ class FolderSave:
         headers: dict[str, int | None] = {}
         parts: dict[str, Any] = {}
         for rank, name in enumerate(names):
-            path = self.folder / name
+            path = folder / name
             headers[name] = _file_header(path)
             (manifest,) = _file_entries(path, [reserved.MANIFEST])
             add_shards(parts, rank, manifest)
+        commit = Commit(headers, self.save.began, self.save.lineage, self.save.step)
         torchs = [_TORCH_FILE.format(rank) for rank in range(self.save.world_size)]
         commits.commit_index(
-            self.folder / INDEX,
-            [(reserved.CHECKPOINT, encode_index(self.save.save, self.save.step, names, parts))],
-            Commit(headers, self.save.began),
+            folder / INDEX,
+            [(reserved.CHECKPOINT, encode_index(self.save.save, names, parts))],
+            commit,
             about=ABOUT,
             check=check,
-            then=lambda: leftovers.remove(self.folder, torchs),
+            then=lambda: leftovers.remove(folder, torchs),
         )
+        return commit
 
 
 def _file_of(save: SaveId) -> str:

@@ -24,8 +24,6 @@ logger = logging.getLogger("tensorferry")
 _GRACE_S = 60.0
 #: Seconds without a write after which the writer of a file counts as dead, wherever it ran.
 _ABANDONED_S = 24 * 3600.0
-#: The unit in which the system counts how much of the disk a file takes, in bytes.
-BLOCK = 512
 #: How many files are locked at a time.
 _BATCH = 64
 
@@ -77,36 +75,27 @@ def _hold(path: Path, stack: contextlib.ExitStack) -> None:
     lock(file, fcntl.LOCK_SH, str(path), "it removes what killed saves have left")
 
 
-def remove(folder: AnyPlace, names: Iterable[str]) -> int:
+def remove(folder: AnyPlace, names: Iterable[str]) -> None:
     """Removes files that are no longer needed; logs those that cannot be removed.
 
     A link is removed, and what it leads to stays.
-
-    Returns:
-        How many bytes of the disk they took; 0 in a store.
     """
     if isinstance(folder, ObjectPlace):
         from .objects import leftovers as in_store
 
         in_store.remove(folder, names)
-        return 0
-    freed = 0
+        return
     for name in names:
         try:
-            about = (folder / name).lstat()
-            (folder / name).unlink()
-            freed += about.st_blocks * BLOCK
-        except FileNotFoundError:
-            pass
+            (folder / name).unlink(missing_ok=True)
         except OSError as e:
             # Only a warning: the new checkpoint is complete all the same.
             logger.warning("cannot remove %s, which is no longer needed: %s", folder / name, e)
-    return freed
 
 
 def remove_leftovers(
     folder: AnyPlace, now: float, rank: int | None, kept: set[str], needed: Callable[[], set[str]]
-) -> int:
+) -> None:
     """Removes the files that killed saves have left; logs what is in the way, and raises nothing.
 
     Args:
@@ -116,21 +105,17 @@ def remove_leftovers(
         kept: names of files that are not removed
         needed: returns the names of the files that the current index names; called for each batch of candidates, with
             these locked. If it raises a :class:`TensorferryError`, they stay
-
-    Returns:
-        How many bytes of the disk they took; 0 in a store.
     """
     if isinstance(folder, ObjectPlace):
         from .objects import leftovers as in_store
 
         in_store.remove_leftovers(folder, now, rank, kept, needed, _ABANDONED_S)
-        return 0
-    freed = 0
+        return
     try:
         entries = sorted(os.listdir(folder))
     except OSError as e:
         logger.warning("cannot look for leftovers in %s: %s", folder, e)
-        return freed
+        return
     left = [name for name in entries if name not in kept and may_be_left(name, rank)]
     for first in range(0, len(left), _BATCH):
         with contextlib.ExitStack() as stack:
@@ -142,9 +127,8 @@ def remove_leftovers(
                 spared = needed()
             except TensorferryError as e:
                 logger.warning("the files that killed saves have left in %s are not removed: %s", folder, e)
-                return freed
-            freed += remove(folder, [name for name in dead if name not in spared])
-    return freed
+                return
+            remove(folder, [name for name in dead if name not in spared])
 
 
 def _is_dead(path: Path, now: float, stack: contextlib.ExitStack) -> bool:

@@ -21,6 +21,8 @@ from ..errors import ProtocolError
 _LONGEST = 255
 _RANDOM_DIGITS = 12
 _RANK_FILE = re.compile(r"rank(?P<rank>[0-9]{5,})-(?P<id>[0-9a-f]{12,20})\.safetensors")
+#: With what the names of objects begin that saves into stores write.
+BEGINNINGS = ("index", "rank")
 #: Files of saves, complete or in part; those in part may belong to a save that was killed.
 _OURS = re.compile(
     rf"({_RANK_FILE.pattern}"

@@ -119,19 +119,34 @@ def write_whole(
         raise
 
 
-def listed(folder: AnyPlace) -> list[str]:
-    """Returns the names in ``folder``; in a store, those of the objects.
+def listed(folder: AnyPlace, *beginnings: str) -> list[str]:
+    """Returns the names in ``folder``; in a store, those of the objects that begin with one of ``beginnings``, if any.
 
     Raises:
         SystemRefused: it cannot be listed
         TensorferryError: the store does not answer, or refuses
     """
     if isinstance(folder, ObjectPlace):
-        return sorted(folder.entries())
+        return sorted(folder.entries(*beginnings))
     try:
         return os.listdir(folder)
     except OSError as e:
         raise SystemRefused(e.errno, f"the folder {folder} cannot be listed: {e.strerror}") from e
+
+
+def missing(folder: AnyPlace, names: Sequence[str]) -> list[str]:
+    """Returns which of the files ``names`` are not in ``folder``.
+
+    A store is asked for each of them: what it lists may be some seconds behind.
+
+    Raises:
+        SystemRefused: the system does not say whether one is
+        TensorferryError: a store does not answer, or refuses
+    """
+    if isinstance(folder, ObjectPlace):
+        there = ObjectPlace.stats([folder / name for name in names])
+        return [name for name in names if folder / name not in there]
+    return [name for name in names if not is_file(folder / name)]
 
 
 def version_of(path: AnyPlace) -> tuple[object, ...] | None:

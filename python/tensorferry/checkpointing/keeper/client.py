@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import time
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from pathlib import Path
@@ -35,7 +34,7 @@ from ...storage.places import place_of
 from ...storage.series import checkpoints
 from ..handover import Handover, Message
 from ..latest import is_folder
-from . import connecting, questions
+from . import questions
 from .choice import choose
 from .connecting import OFFER_S, not_at_work
 from .connecting import start as start_keeper
@@ -45,14 +44,12 @@ from .location import location_of
 from .offers import Offer, Offers
 from .place import DEFAULT_NAME, keeper_name
 from .questions import Loan, Question
-from .snapshot import LOCAL, Snapshot, default_job, most_trusted, snapshot
+from .snapshot import Snapshot, default_job, most_trusted, snapshot
 
 logger = logging.getLogger("tensorferry")
 
 #: Seconds in which a buddy has to begin to send a snapshot.
 _REACH_S = 5.0
-#: Nanoseconds that the clock of another machine may be ahead.
-_FAR_NS = 24 * 3600 * 10**9
 
 
 class Keeper:
@@ -92,11 +89,8 @@ class Keeper:
         #: A question that the keeper has left unanswered, so that nobody waits for it again before it answers.
         self._unanswered: Question | None = None
         self._was_missed = False
-        #: By job and location, when the latest save began that the keeper is known to have; and the jobs for which it
-        #: has been asked.
-        self._began: dict[tuple[str, str], int] = {}
-        self._asked: set[str] = set()
-        self._offers = Offers(self.name, self._asked.clear, self._secret)
+        self.newest_loaded = 0
+        self._offers = Offers(self.name, self._secret)
         if _validate.boolean("start", start):
             start_keeper(self.name)
 
@@ -129,7 +123,6 @@ class Keeper:
             path = str(given.fields.get("path"))
             fields |= {"job": self._job_of(path), "location": location_of(path)}
             self._offers.add(offer, Handover("keep", fields, given.rows, given.control, given.buffers))
-            self._note_beginning(str(fields["job"]), str(fields["location"]), int(given.fields.get("began", 0)))
             self._was_missed = False
         except Exception as e:
             if not self._was_missed:
@@ -179,34 +172,6 @@ class Keeper:
             question.send(Message("held", fields))
             found = question.snapshots(fields)
         return sorted(found, key=lambda one: one.began)
-
-    def begun(self, path: str | os.PathLike[str]) -> list[int]:
-        """Returns when saves began that the keeper is known to have of the job of ``path``, the latest at least.
-
-        A new save has to begin after them, whatever the clock says. What comes from a buddy counts if it began less
-        than a day from now. It raises nothing, and returns nothing if the keeper does not answer; the keeper is asked
-        until it has answered once for each job, and waited for two seconds at most.
-        """
-        try:
-            job, location = self._job_of(path), location_of(path)
-            if job not in self._asked:
-                deadline = time.monotonic() + connecting.OFFER_S
-                with self._question(connecting.OFFER_S) as question:
-                    question.end_at(deadline)
-                    question.send(Message("held", {"job": job}))
-                    for one in question.snapshots({"job": job}):
-                        own = one.origin == LOCAL and not one.remote
-                        if own or one.began < time.time_ns() + _FAR_NS:
-                            self._note_beginning(one.job, one.location, one.began)
-                self._asked.add(job)
-        except Exception as e:
-            logger.debug("when earlier saves began is not asked: %s", message_of(e))
-            return []
-        began = self._began.get((job, location))
-        return [] if began is None else [began]
-
-    def _note_beginning(self, job: str, location: str, began: int) -> None:
-        self._began[job, location] = max(self._began.get((job, location), 0), began)
 
     def status(self) -> dict[str, Any]:
         """Returns what the keeper says about itself: its process, address, memory, clients and buddies.
@@ -267,7 +232,7 @@ class Keeper:
             ProtocolError: it answers something else
             TensorferryError: the buddy cannot be reached, does not prove itself, or has evicted it
         """
-        self._note_beginning(about.job, about.location, about.began)
+        self.newest_loaded = max(self.newest_loaded, about.began)
         if about.remote:
             if self._tls:
                 encrypted([about.metadata])

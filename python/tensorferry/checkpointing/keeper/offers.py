@@ -48,12 +48,11 @@ class Offers:
 
     Args:
         name: the keeper's name
-        is_gone: called when the connection has ended, before anybody can offer again
         secret: the trainer's, which is to be the keeper's
     """
 
-    def __init__(self, name: str, is_gone: Callable[[], None], secret: Secret | None) -> None:
-        self._name, self._is_gone, self._secret = name, is_gone, secret
+    def __init__(self, name: str, secret: Secret | None) -> None:
+        self._name, self._secret = name, secret
         self._is_warned = False
         self._call = CallLock("offer() or let_go()")
         #: The same lock, which a signal handler in the middle of such a call may enter for what does not wait.
@@ -120,7 +119,6 @@ class Offers:
                 logger.debug("the keeper %s is gone: %s", self._name, message_of(e))
         with self._lock:
             self._sock = None
-            self._is_gone()
             # After close(), the keeper holds what it was given: the memory is not to be used again.
             offers = [] if self._is_closed else list(self._offers)
             if not self._is_closed:

@@ -224,9 +224,10 @@ class _Pull:
 
     def folder(self, urls: list[str], folder: Path) -> None:
         """Pulls a state into a checkpoint folder as a checkpointer writes it."""
+        from ...storage import commits
         from ...storage.download import Download
+        from ...storage.folder import INDEX
         from ...storage.folder_save import FolderSave, SaveId
-        from ...storage.series import KnownSaves
 
         self._check_folder(folder)
         saves: list[FolderSave] = []
@@ -234,7 +235,7 @@ class _Pull:
         with _removed_unless_committed(folder) as names:
 
             def begin(remote: Remote, step: int) -> tuple[_Target, Download]:
-                save = SaveId.new(step=step, known=KnownSaves().beginnings(folder))
+                save = SaveId.new(step=step, known=commits.beginnings(folder / INDEX))
                 saves.append(FolderSave(folder, save))
                 names.append(saves[-1].path.name)
                 partial = folder / _partial_name(urls[:1], step)
@@ -262,12 +263,12 @@ class _Pull:
 
     def _states(self, urls: list[str], folder: Path) -> None:
         """Pulls the state of each rank, as keepers hold them, into a folder as a checkpointer writes it."""
-        from ...storage import reserved
+        from ...storage import commits, reserved
         from ...storage.download import Download
+        from ...storage.folder import INDEX
         from ...storage.folder_save import FolderSave, SaveId
-        from ...storage.series import KnownSaves
 
-        first = SaveId.new(0, len(urls), self._step, KnownSaves().beginnings(folder))
+        first = SaveId.new(0, len(urls), self._step, commits.beginnings(folder / INDEX))
         saves: list[FolderSave] = []
         with _removed_unless_committed(folder) as names:
             for rank, url in enumerate(urls):

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Iterable
 
 from ...errors import IncompleteCheckpoint, TensorferryError
-from ..names import may_be_left
+from ..names import BEGINNINGS, may_be_left
 from .place import ObjectPlace
 
 logger = logging.getLogger("tensorferry")
@@ -24,9 +24,10 @@ def check(folder: ObjectPlace, names: Iterable[str]) -> None:
         TensorferryError: the store does not answer, or refuses
     """
     names = sorted(names)
-    there = folder.entries() if names else {}
+    # A list may be some seconds behind.
+    there = folder.stats([folder / name for name in names])
     for name in names:
-        if name not in there:
+        if folder / name not in there:
             raise IncompleteCheckpoint(f"{folder}: {name}, which this save has written, was removed by another process")
 
 
@@ -61,7 +62,7 @@ def remove_leftovers(
         abandoned: seconds after which the writer of an object counts as dead
     """
     try:
-        there = folder.entries()
+        there = folder.entries(*BEGINNINGS)
         dead = [
             name
             for name, about in there.items()

@@ -6,27 +6,32 @@ store has no folders: every prefix of a key counts as one in which something is.
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
 
 from ... import _validate
-from ...errors import IncompleteCheckpoint, InvalidArgument, ProtocolError
+from ...errors import IncompleteCheckpoint, InvalidArgument, ProtocolError, StoreRefused
 from . import client
-from .answers import is_missing, is_not_found
+from .answers import DEBUG, is_missing, is_not_found
 from .reader import RangeReader
 from .requests import Calls, Deadline
 from .url import StoreUrl, parsed
 
 #: Seconds that a save or a load may take, unless the caller says how many.
 TIMEOUT_S = 600.0
+_NEVER_S = 1e9
 #: How many objects are removed at a time.
 _BATCH = 500
 #: How many objects are asked for at once.
-_ASKED_AT_ONCE = 16
+_ASKED_AT_ONCE = 64
+#: How the names of buckets end that do not list keys in their order.
+_UNSORTED = "--x-s3"
 
 
 @dataclass(frozen=True)
@@ -100,6 +105,10 @@ class ObjectPlace:
         """
         seconds = self.timeout if at_most is None else min(at_most, self.timeout)
         return ObjectPlace(self.url, self.options, seconds, Deadline(seconds))
+
+    def patient(self) -> ObjectPlace:
+        """Returns the same place in an operation that begins now, and that its caller ends: it has no deadline."""
+        return ObjectPlace(self.url, self.options, self.timeout, Deadline(_NEVER_S))
 
     def end(self) -> None:
         """Ends all requests of the operation that has begun here, also those that are under way in other threads."""
@@ -274,39 +283,75 @@ class ObjectPlace:
 
     def is_dir(self) -> bool:
         """Whether there is an object whose key begins with this one and a slash; raises as :meth:`entries`."""
-        objects, folders = self._listing()
-        return bool(objects or folders)
+        store, prefix = self.store, self.key or None
 
-    def entries(self) -> dict[str, ObjectStat]:
+        async def is_any() -> bool:
+            async for objects in client.obstore().list(store, prefix=prefix, chunk_size=1):
+                return bool(objects)
+            return False
+
+        return self.calls().call(is_any, str(self), "listing it")
+
+    def entries(self, *beginnings: str) -> dict[str, ObjectStat]:
         """Returns the objects directly in this folder, by their names.
+
+        Args:
+            beginnings: with what the names begin; of what else is in the folder, at most a page is listed. Without any,
+                all are
 
         Raises:
             TensorferryError: the store does not answer, or refuses
         """
-        return self._listing()[0]
+        return self._listing(beginnings)[0]
 
     def folders(self) -> list[str]:
         """Returns the names of the folders directly in this one; raises as :meth:`entries`."""
         return self._listing()[1]
 
-    def _listing(self) -> tuple[dict[str, ObjectStat], list[str]]:
-        """Returns the objects directly in this folder, and the names of the folders there."""
-        store, prefix = self.store, f"{self.key}/" if self.key else ""
+    def _listing(self, beginnings: tuple[str, ...] = ()) -> tuple[dict[str, ObjectStat], list[str]]:
+        """Returns the objects directly in this folder, and unless ``beginnings`` are given the names of its folders."""
+        store, prefix, library = self.store, f"{self.key}/" if self.key else "", client.obstore()
 
         async def listed() -> tuple[dict[str, ObjectStat], list[str]]:
+            if beginnings and not self.url.root.endswith(_UNSORTED):
+                import asyncio
+
+                with contextlib.suppress(library.exceptions.InvalidPathError):
+                    found = await asyncio.gather(*map(beginning_with, beginnings))
+                    return {name: about for part in found for name, about in part.items()}, []
+            try:
+                answer = await library.list_with_delimiter_async(store, prefix=prefix or None)
+            except library.exceptions.InvalidPathError as e:
+                raise StoreRefused(
+                    f"{self}: the client for stores cannot list it, because of one object there: "
+                    f"{str(e).partition(DEBUG)[0]}. Remove that object, or give it another key"
+                ) from None
+            below = [folder.removeprefix(prefix).rstrip("/") for folder in answer["common_prefixes"]]
+            return {
+                name: about for name, about in named(answer["objects"]) if not beginnings or name.startswith(beginnings)
+            }, below
+
+        async def beginning_with(beginning: str) -> dict[str, ObjectStat]:
             found: dict[str, ObjectStat] = {}
-            answer = await client.obstore().list_with_delimiter_async(store, prefix=prefix or None)
-            for meta in answer["objects"]:
+            async for objects in library.list(store, prefix=prefix or None, offset=prefix + beginning, chunk_size=1000):
+                for name, about in named(objects):
+                    if not name.startswith(beginning):
+                        return found
+                    found[name] = about
+            return found
+
+        def named(objects: Any) -> Iterator[tuple[str, ObjectStat]]:
+            for meta in objects:
                 name = meta["path"].removeprefix(prefix)
                 if name and "/" not in name:
-                    found[name] = _stat(meta)
-            return found, [below.removeprefix(prefix).rstrip("/") for below in answer["common_prefixes"]]
+                    yield name, _stat(meta)
 
         return self.calls().call(listed, str(self), "listing it")
 
     def glob(self, pattern: str) -> Iterator[ObjectPlace]:
         """Yields the objects directly in this folder whose names match ``pattern``; raises as :meth:`entries`."""
-        yield from (self / name for name in self.entries() if fnmatch.fnmatchcase(name, pattern))
+        beginnings = filter(None, re.split(r"[*?[]", pattern)[:1])
+        yield from (self / name for name in self.entries(*beginnings) if fnmatch.fnmatchcase(name, pattern))
 
     def write_bytes(self, data: bytes) -> None:
         """Puts ``data`` in the place of what is there, in one step; raises as :meth:`put`."""

@@ -1,0 +1,110 @@
+"""What stores list is late, long, and may have keys that are none of ours: no save depends on it, and no load."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from stores import BUCKET, client
+from tensorferry.checkpointing import SyncCheckpointer, latest_checkpoint
+from tensorferry.dcp import FileReader, FileWriter, own_errors
+from tensorferry.errors import StoreRefused
+from tensorferry.storage.places import any_place
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(120), pytest.mark.filterwarnings("ignore::UserWarning")]
+
+
+def save_dcp(place, value):
+    with own_errors():
+        dcp.save({"w": torch.full((30,), value)}, storage_writer=FileWriter(place), no_dist=True)
+
+
+def load_dcp(place):
+    found = {"w": torch.zeros(30)}
+    with own_errors():
+        dcp.load(found, storage_reader=FileReader(place), no_dist=True)
+    return found["w"].unique().item()
+
+
+def save_checkpointer(place, value):
+    SyncCheckpointer(keep_last=1).save(place, {"w": torch.full((30,), value)})
+
+
+def load_checkpointer(place):
+    return SyncCheckpointer().load(place)["w"].unique().item()
+
+
+DOORS = pytest.mark.parametrize(
+    ("save", "load"), [(save_dcp, load_dcp), (save_checkpointer, load_checkpointer)], ids=["dcp", "checkpointer"]
+)
+
+
+def is_list(method, path):
+    return method == "GET" and ("list-type=2" in path or "delimiter" in path)
+
+
+def put(server, *keys):
+    s3 = client(server.url)
+    for key in keys:
+        s3.put_object(Bucket=BUCKET, Key=f"{server.prefix}/{key}", Body=b"x")
+    s3.close()
+
+
+@DOORS
+def test_lists_that_are_behind(gateway, server, save, load):
+    """For some seconds, they have nothing of what was written."""
+    empty = (
+        b'<ListBucketResult xmlns="http://s3.amazonaws.com/doc/2006-03-01/"><Name>bucket</Name><Prefix></Prefix>'
+        b"<KeyCount>0</KeyCount><MaxKeys>1000</MaxKeys><IsTruncated>false</IsTruncated></ListBucketResult>"
+    )
+    end = time.monotonic() + 4
+    gateway.act = lambda _, method, path: (200, empty) if is_list(method, path) and time.monotonic() < end else None
+    save(server.place, 1.0)
+    end = time.monotonic() + 60
+    assert load(server.place) == 1.0
+
+
+@DOORS
+def test_many_keys_of_others_beside_the_files_cost_no_more_lists(gateway, server, save, load):
+    counts = []
+    for prefix in ("empty", "full"):
+        if prefix == "full":
+            put(server, *(f"full/{letter}{n}" for letter in "ax" for n in range(600)))
+        for value in (1.0, 2.0):
+            save(f"{server.place}/{prefix}", value)
+        gateway.seen.clear()
+        save(f"{server.place}/{prefix}", 3.0)
+        counts.append(sum(is_list(*request) for request in gateway.seen))
+        assert load(f"{server.place}/{prefix}") == 3.0
+    assert counts[0] == counts[1]
+    gateway.seen.clear()
+    assert any_place(f"{server.place}/full").is_dir()
+    assert not any_place(f"{server.place}/ful").is_dir()
+    assert len(gateway.seen) == 2
+
+
+@DOORS
+@pytest.mark.parametrize("key", ["run/step-1//x", "run/step-1/./x", "run/step-1/zz//x", "run/zz/./x", "zz//x"])
+def test_keys_that_are_no_paths(server, save, load, key):
+    place = f"{server.place}/run/step-1"
+    put(server, key)
+    for value in (1.0, 2.0):
+        save(place, value)
+    assert load(place) == 2.0
+    assert latest_checkpoint(f"{server.place}/run") == (None if save is save_dcp else place)
+
+
+def test_a_key_that_hides_all_checkpoints_beside_it_is_named(server, caplog):
+    """The client of stores has no way around one among the folders themselves; what a run has saved it still knows."""
+    put(server, "run//x")
+    run = SyncCheckpointer(keep_last=1)
+    for step in (1, 2):
+        run.save(f"{server.place}/run/step-{step}", {"w": torch.zeros(3)}, step=step)
+    with pytest.raises(StoreRefused, match=rf"{server.prefix}/run//.*Remove that object"):
+        latest_checkpoint(f"{server.place}/run")
+    assert not any_place(f"{server.place}/run/step-1").is_dir()
+    assert load_checkpointer(f"{server.place}/run/step-2") == 0.0
+    assert "does not remove what earlier runs have saved" in caplog.text
