@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
+import socket
 import urllib.parse
+import weakref
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 
 from exchange import TIMEOUT, receive, small_state
-from tensorferry import InvalidArgument, TransportClosed
+from tensorferry import HTTPTransport, InvalidArgument, TransportClosed
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -96,3 +100,25 @@ def test_constructor(transport_class: Any) -> None:
         transport_class(TIMEOUT, snapshot="later")
     with pytest.raises(ValueError, match="num_chunks"):
         transport_class(TIMEOUT, num_chunks=-1)
+
+
+@pytest.mark.beyond_torchft
+def test_a_transport_that_is_dropped_gives_everything_back_without_a_collection() -> None:
+    """torchtitan turns the garbage collector off."""
+    gc.collect()
+    gc.disable()
+    try:
+        live = {"w": torch.zeros(4)}
+        source = HTTPTransport(TIMEOUT, interface="127.0.0.1")
+        target = HTTPTransport(TIMEOUT, interface="127.0.0.1", state_dict=lambda: live)
+        state = {"w": torch.ones(4), "views": torch.ones(8)[::2], "lr": 0.5}
+        source.send_checkpoint([1], 1, state, TIMEOUT)
+        target.recv_checkpoint(0, source.metadata(), 1, TIMEOUT)
+        port = urllib.parse.urlsplit(source.metadata()).port
+        held = [weakref.ref(one) for one in (source, target, state["w"])]
+        del source, target, state
+        assert [one() for one in held] == [None, None, None]
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", port), timeout=5).close()
+    finally:
+        gc.enable()

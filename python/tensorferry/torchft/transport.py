@@ -30,7 +30,6 @@ from ..state.in_place import InPlaceTargets
 from ..state.load import receive
 from ..state.snapshot import SnapshotMode, StateSnapshot, snapshot_mode
 from . import compat
-from .first_send import prepare
 from .live_state import LiveState
 
 if TYPE_CHECKING:
@@ -57,7 +56,7 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
     """Streams training state to healing replicas, and receives it from healthy ones.
 
     It replaces ``torchft.checkpointing.HTTPTransport``. The constructor starts a server, which serves nothing until
-    ``send_checkpoint`` is called, and prepares what the first send of the process needs.
+    ``send_checkpoint`` is called.
 
     Args:
         timeout: how long a request waits for a checkpoint to be allowed, and how long ``disallow_checkpoint`` lets
@@ -163,8 +162,6 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
         self._relay = wants_relay(relay)
         self._sources_besides: Callable[[], list[str]] | None = None
         self._server, self._address = serve(timeout, self._options, self._relay, ACCELERATOR.pci_address())
-        self._checkpoint_lock = _Gate(self)
-        prepare(self._server, self._snapshot, self._refusals)
 
     def address(self) -> str:
         """Returns the URL to which ``{step}.safetensors`` or, by stock peers, ``{step}/full`` is appended."""
@@ -483,14 +480,3 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
             fit.there,
             fit.here,
         )
-
-
-class _Gate:
-    """Has the one method of the transport's lock that torchft's own test calls."""
-
-    def __init__(self, transport: HTTPTransport[Any]) -> None:
-        self._transport = transport
-
-    def w_locked(self) -> bool:
-        """Whether requests wait because nothing is allowed."""
-        return self._transport._disallowed
