@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
 import torch
 
-from tensorferry import HalfReceived, StateMismatch, TensorferryError
+from tensorferry import HalfReceived, InvalidArgument, StateMismatch, TensorferryError
 
 SECONDS = timedelta(seconds=20)
 SIZE = 4 << 20
@@ -130,3 +132,89 @@ def test_a_later_receive_that_finds_no_source_is_given_its_step_and_mends_nothin
     pair.target.disallow_checkpoint()
     with pytest.raises(HalfReceived):
         pair.target.disallow_checkpoint()
+
+
+def test_a_second_receive_into_it_is_refused_while_the_first_is_under_way(open_transport):
+    """Both would write to the same tensors, and leave a mixture."""
+    refused = []
+
+    def again(_done, _all):
+        if not refused:
+            with pytest.raises(InvalidArgument, match="another receive into the live state is under way") as raised:
+                pair.target.recv_checkpoint(0, other.metadata(), 2, SECONDS)
+            refused.append(raised.value)
+
+    pair = Pair(open_transport, progress=again)
+    other = open_transport(interface="127.0.0.1")
+    other.send_checkpoint([1], 2, {"w": torch.full((SIZE,), 2.0)}, SECONDS)
+    pair.send()
+    assert torch.equal(pair.receive()["w"], torch.ones(SIZE))
+    assert refused
+    # It is refused no longer, and nothing is left of it.
+    pair.target.disallow_checkpoint()
+    assert pair.target.recv_checkpoint(0, other.metadata(), 2, SECONDS)["w"][0] == 2
+    pair.target.send_checkpoint([0], 1, pair.live, SECONDS)
+
+
+def test_receives_of_two_threads_leave_no_mixture(open_transport):
+    pair = Pair(open_transport, progress=None)
+    other = open_transport(interface="127.0.0.1")
+    other.send_checkpoint([1], 2, {"w": torch.full((SIZE,), 2.0)}, SECONDS)
+    pair.send()
+    barrier, ended = threading.Barrier(2), []
+
+    def receive(source, step):
+        barrier.wait(20)
+        try:
+            pair.target.recv_checkpoint(0, source.metadata(), step, SECONDS)
+            ended.append(step)
+        except InvalidArgument:
+            pass
+
+    for _ in range(10):
+        ended.clear()
+        threads = [threading.Thread(target=receive, args=one) for one in ((pair.source, 1), (other, 2))]
+        for one in threads:
+            one.start()
+        for one in threads:
+            one.join(30)
+        assert ended
+        assert pair.live["w"].eq(pair.live["w"][0]).all()
+
+
+def test_a_receiver_without_a_live_state_receives_several_at_once(open_transport):
+    pair = Pair(open_transport, state_dict=None, progress=None)
+    pair.send()
+    with ThreadPoolExecutor(4) as pool:
+        for received in pool.map(lambda _: pair.receive(), range(4)):
+            assert received["w"].eq(1).all()
+
+
+@pytest.mark.parametrize("raised", [Broken, KeyboardInterrupt])
+@pytest.mark.parametrize("stock", [False, True])
+def test_a_log_filter_that_raises_at_the_end_of_a_receive_leaves_a_whole_state(
+    stock, raised, open_transport, open_stock
+):
+    def fails(record):
+        if record.getMessage().startswith("received step"):
+            raise raised
+        return True
+
+    pair = Pair(open_transport, progress=None)
+    if stock:
+        pair.source = open_stock()
+    logger, level = logging.getLogger("tensorferry"), logging.getLogger("tensorferry").level
+    logger.setLevel(logging.INFO)
+    logger.addFilter(fails)
+    try:
+        pair.send()
+        with pytest.raises(raised):
+            pair.receive()
+    finally:
+        logger.removeFilter(fails)
+        logger.setLevel(level)
+        pair.source.disallow_checkpoint()
+    assert pair.live["w"].eq(1).all()
+    for _ in range(2):
+        pair.target.disallow_checkpoint()
+    pair.target.send_checkpoint([0], 1, pair.live, SECONDS)

@@ -132,6 +132,7 @@ class InPlaceTargets:
         self._offered: dict[int, tuple[str, str, list[int]]] = {}
         self._waiting: Iterator[tuple[int | None, int]] = iter(())
         self._pairs: list[tuple[torch.Tensor, torch.Tensor, int]] = []
+        self.is_written = False
 
     def assign(self, builder: StateBuilder, names: list[str], there: str = AT_SOURCE) -> None:
         """Compares the two states, then finds one of our tensors for each leaf of a container.
@@ -376,3 +377,4 @@ class InPlaceTargets:
                     raise
                 except Exception as e:
                     raise self._copy_failed(here, e) from e
+        self.is_written = True

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from ..errors import HalfReceived
+from ..errors import HalfReceived, InvalidArgument
 
 if TYPE_CHECKING:
     from ..state.in_place import InPlaceTargets
@@ -24,40 +24,53 @@ class LiveState:
     """
 
     def __init__(self) -> None:
-        self._targets: InPlaceTargets | None = None
+        #: What the receive that is under way writes to, in a list that is its own.
+        self._under_way: dict[str, list[InPlaceTargets]] = {}
         self._failed: str | None = None
         self._heals = False
 
     @contextmanager
     def received(self, step: int) -> Iterator[None]:
-        """Runs a receive of ``step``, and notes how it ends."""
-        self._targets = None
+        """Runs a receive of ``step`` into the live state, and notes how it ends.
+
+        Raises:
+            InvalidArgument: another one is under way
+        """
+        targets: list[InPlaceTargets] = []
         try:
+            # Not a lock: an exception of a signal handler may come between its acquisition and the block.
+            if self._under_way.setdefault("targets", targets) is not targets:
+                raise InvalidArgument(
+                    "another receive into the live state is under way, and two would leave a mixture of both: wait "
+                    "until recv_checkpoint() has returned, or receive with a transport without state_dict="
+                )
             yield
+            self._end(step, targets)
         except BaseException as e:
-            self._note(step, e)
+            if self._under_way.get("targets") is targets:
+                self._end(step, targets, e)
             raise
-        if self._targets is not None:
-            self.accept()
-        self._targets = None
+        finally:
+            if self._under_way.get("targets") is targets:
+                del self._under_way["targets"]
 
     def written(self, targets: InPlaceTargets) -> InPlaceTargets:
         """Notes, and returns, what the receive will write to."""
-        self._targets = targets
+        self._under_way["targets"].append(targets)
         return targets
 
-    def _note(self, step: int, error: BaseException) -> None:
-        targets, self._targets = self._targets, None
+    def _end(self, step: int, targets: list[InPlaceTargets], error: BaseException | None = None) -> None:
         self._heals = True
-        if targets is None or not targets.fit.matched:
-            # The two states were not compared yet, or do not fit: nothing was overwritten.
-            return
-        self._failed = f"of step {step} failed ({type(error).__name__}: {error})"
-        logger.error(
-            "a receive %s after it had begun to write to the live state: some of its tensors may have new values. "
-            "Receive again, or load a checkpoint and call accept_live_state()",
-            self._failed,
-        )
+        # A log handler that fails behind the last write has written nothing.
+        if targets and targets[0].is_written:
+            self.accept()
+        elif targets and targets[0].fit.matched:
+            self._failed = f"of step {step} failed ({type(error).__name__}: {error})"
+            logger.error(
+                "a receive %s after it had begun to write to the live state: some of its tensors may have new values. "
+                "Receive again, or load a checkpoint and call accept_live_state()",
+                self._failed,
+            )
 
     def accept(self) -> None:
         """Notes that all tensors of the live state belong together."""

@@ -281,8 +281,8 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
                 overwritten.
             UnsafePickle: the state holds objects that are not on the allow-list
             InvalidArgument: the metadata names no source, an argument has a wrong type, ``state_dict`` returns
-                something that cannot hold tensors, or the live state is on an accelerator while a graph is being
-                captured on its current stream
+                something that cannot hold tensors, the live state is on an accelerator while a graph is being
+                captured on its current stream, or another receive into the live state is under way
             TransportClosed: after :meth:`shutdown`
             Exception: what ``state_dict`` or ``progress`` raises
         """
@@ -297,7 +297,8 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
             sources = list(dict.fromkeys(sources + self._sources_besides()))
         if self._options.tls:
             sources = encrypted(sources)
-        with self._live.received(step), Span("receive", step=step, sources=len(sources)) as span:
+        live = contextlib.nullcontext() if self._state_dict is None else self._live.received(step)
+        with live, Span("receive", step=step, sources=len(sources)) as span:
             if len(sources) == 1 and is_stock(sources[0]):
                 return self._receive_stock(sources[0], step, timeout, started)
             receive = self._server.begin_receive(step)
