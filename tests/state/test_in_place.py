@@ -390,9 +390,10 @@ def test_tensors_of_another_kind_are_named(
 ) -> None:
     import tensorferry
 
-    live = {"late": torch.zeros(2), "s": here()}
-    with pytest.raises(tensorferry.StateMismatch, match=r"^s is .* in this state and .* at the source"):
-        heal({"late": torch.ones(4)[::2], "s": there()}, live)
+    live = {"direct": torch.zeros(2), "late": torch.zeros(2), "s": here()}
+    with pytest.raises(tensorferry.StateMismatch, match=r"nothing was overwritten.*\n  s: .* here, .* at the source"):
+        heal({"direct": torch.ones(2), "late": torch.ones(4)[::2], "s": there()}, live)
+    assert not live["direct"].any()
     assert not live["late"].any()
 
 

@@ -62,18 +62,6 @@ def test_attributes_are_given_back() -> None:
     assert (made, made._metadata) == (collections.OrderedDict(x=1), 7)
 
 
-def test_leaves_are_taken_in_the_order_of_their_positions() -> None:
-    text = '{"b":1,"a":["l",0,-1,{"c":1}]}'
-    taken: list[Any] = []
-
-    def take(value: Any) -> Any:
-        taken.append(value)
-        return (value,)
-
-    assert tree.unflatten(text, [10, 11], [12], take) == {"b": (11,), "a": [(10,), (12,), {"c": (11,)}]}
-    assert taken == [[10, 11, 12][number] for number, _ in tree.positions(text, {})]
-
-
 def test_more_keys_than_are_shared() -> None:
     state = {f"{i}": {"step": i, f"k{i}": i} for i in range(2000)}
     flat = tree.flatten(state)
@@ -167,7 +155,7 @@ def test_factories_are_those_that_a_pickle_may_name(factory: Any, options: dict[
     allowed = Allowed(**options)
 
     def make() -> Any:
-        return tree.unflatten('["f",0,{"x":0}]', [1], [factory], None, allowed.defaultdict)
+        return tree.unflatten('["f",0,{"x":0}]', [1], [factory], allowed.defaultdict)
 
     if known:
         assert (make(), make().default_factory) == (collections.defaultdict(factory, x=1), factory)

@@ -46,7 +46,7 @@ from ..storage.settled import ATTEMPTS, is_outdated
 from ..storage.whole_files import is_file
 from . import other_formats
 from .map_location import relocation
-from .resharding import Resharding, check_parts, check_placements
+from .resharding import Resharding
 
 logger = logging.getLogger("tensorferry")
 
@@ -266,9 +266,7 @@ class _StateLoad:
             if self.state_dict is None:
                 state, _, _ = receive(stored, allowed, None, bounce, relocate)
                 return (state if resharding is None else resharding.with_whole_tensors(state)), []
-            if resharding is None:
-                check_parts(stored, self.state_dict)
-            kept = None if resharding is None else resharding.plan(self.state_dict)
+            kept = () if resharding is None else resharding.plan(self.state_dict)
             found, missing = receive_part(stored, allowed, self.state_dict, bounce, relocate, self.strict, kept)
             if resharding is not None:
                 resharding.fill()
@@ -297,7 +295,6 @@ class _StateLoad:
             return None if wanted is None or name in wanted else _untouched(nbytes)
 
         state = torch_archives.load_file(path, allowed, others, stand_in, name=name)
-        check_placements(state, self.state_dict)
         return part.fill(self.state_dict, state, self.strict)
 
     def _records(self, path: Path, allowed: Allowed) -> set[str] | None:
@@ -318,7 +315,7 @@ class _StateLoad:
         try:
             state = torch_archives.load_file(path, allowed, _here, stand_in)
             flat = tree.flatten(state)
-            chosen = part.RequestedPart(flat.tree, flat.objects, self.state_dict, self.strict)
+            chosen = part.chosen(flat, self.state_dict)
             needed = part.storages_of(
                 [flat.plain[n] for n in chosen.leaves] + [flat.objects[n] for n in chosen.objects]
             )

@@ -23,6 +23,7 @@ from ..memory.tensors import (
     why_not_writable,
 )
 from ..state import tree
+from ..state.match import tensors_in
 from ..state.shards import Shard, described, entry_of
 from ..storage.folder import Index
 from ..storage.places import AnyPlace
@@ -88,7 +89,7 @@ class Resharding:
         """
         kept: set[int] = set()
         wrong: list[str] = []
-        for value, path in _tensors(target):
+        for path, value in tensors_in(target):
             if (found := self._described(path, is_spread(value))) is None:
                 continue
             dtype, shape, shards = found
@@ -237,57 +238,11 @@ class Resharding:
         self._temporary = 0
 
 
-def check_parts(stored: Stored, target: Any) -> None:
-    """Checks that the DTensors of ``target`` are the parts of the whole that the container ``stored`` has.
-
-    Raises:
-        StateMismatch: one of them is another part, of a tensor with other placements or of another rank
-    """
-    shards = json.loads(stored.manifest or b"{}").get("shards")
-    if not isinstance(shards, dict) or not shards:
-        return
-    wrong = []
-    for value, path in _tensors(target):
-        if (parts := spread_parts(value)) is None or not isinstance(shard := shards.get(path), dict):
-            continue
-        here = [(offsets, list(local.shape)) for local, offsets in parts if math.prod(local.shape)]
-        listed = shard.get("parts", [shard])
-        there = [(one.get("offsets"), one.get("shape")) for one in listed if isinstance(one, dict)]
-        if not all(one in there for one in here):
-            wrong.append(f"{path}: the parts {here} here, {there} in the checkpoint, as [offsets, shape]")
-    _refuse(wrong)
-
-
-def check_placements(state: Any, target: Any) -> None:
-    """Checks that the DTensors of ``target`` have the placements of those of ``state``.
-
-    Raises:
-        StateMismatch: one of them has others
-    """
-    there = {path: value for value, path in _tensors(state) if _is_dtensor(value)}
-    wrong = []
-    for tensor, path in _tensors(target):
-        value: Any = tensor
-        if not _is_dtensor(value) or path not in there:
-            continue
-        here, other = (getattr(value, "placements", None), getattr(there[path], "placements", None))
-        if here != other and value.device_mesh.size() > 1:
-            wrong.append(f"{path}: placements {here} here, {other} in the checkpoint")
-    _refuse(wrong)
-
-
 def _refuse(wrong: list[str]) -> None:
     if wrong:
         raise StateMismatch(
             "nothing was overwritten: the checkpoint does not fit into this state:\n  " + "\n  ".join(wrong)
         )
-
-
-def _tensors(state: Any) -> list[tuple[Tensor, str]]:
-    """Returns the tensors of a state with their paths."""
-    flat = tree.flatten(state)
-    leaves = [*zip(flat.plain, flat.rows.names, strict=True), *zip(flat.objects, flat.object_paths, strict=True)]
-    return [(value, path) for value, path in leaves if isinstance(value, Tensor)]
 
 
 def _is_dtensor(value: Any) -> bool:

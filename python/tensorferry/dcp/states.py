@@ -167,7 +167,7 @@ class _State:
         builder, stand_ins = self._builder, self._stand_ins
         leaves = [stand_ins.leaf(number) for number in range(len(builder.plain))]
         objects = builder.objects(self._pickled, self._allowed, leaves, stand_ins.storage)
-        state = tree.unflatten(builder.manifest.tree, leaves, objects, None, self._allowed.defaultdict)
+        state = tree.unflatten(builder.manifest.tree, leaves, objects, self._allowed.defaultdict)
         if not isinstance(state, Mapping):
             raise ProtocolError(f"{self.where} is a {type(state).__name__}; a distributed checkpoint is a dict")
         try:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.nn import Parameter
 
 from .._native import Arena, Rows, _check_machine_has, _dtypes
@@ -328,9 +329,21 @@ def view_as(flat: Tensor, dtype: torch.dtype, shape: list[int], strides: list[in
     return whole.as_strided(shape, [stride // size for stride in strides])
 
 
+def count_as_written(values: list[Tensor]) -> None:
+    """Tells autograd that the values of existing tensors are about to change, behind its back.
+
+    A gradient that needs their old values is then an error, as after ``copy_``, and not a wrong number. Every door
+    calls this before it writes the first byte.
+    """
+    spread = [local for value in values if isinstance(local := getattr(value, "_local_tensor", None), Tensor)]
+    # Inference tensors have no counter, which older releases of torch allow in this mode alone.
+    with torch.inference_mode():
+        increment_version([*values, *spread])
+
+
 def copy_into(target: Tensor, source: Tensor) -> None:
     """Copies the values of ``source`` into ``target``, which has the same dtype and shape and may be on a device."""
-    with torch.no_grad():
+    with torch.inference_mode() if target.is_inference() else torch.no_grad():
         if type(target) is not Tensor and type(target) is type(source) and hasattr(target, "_local_tensor"):
             # A received DTensor has its local part on the host, whatever device its mesh has.
             target._local_tensor.copy_(source._local_tensor)

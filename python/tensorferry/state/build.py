@@ -85,6 +85,7 @@ class StateBuilder:
         made: tuple[list[torch.Tensor | None], Sequence[int]] | None = None,
         stand_ins: StandIns | None = None,
         relocate: Relocate | None = None,
+        objects: list[Any] | None = None,
     ) -> Any:
         """Builds the state and returns it.
 
@@ -96,6 +97,7 @@ class StateBuilder:
             made: the plain tensors, ``None`` for those that do not exist yet; and the places of these in the list
             stand_ins: where only a part of the state was read, what stands in for the rest
             relocate: moves storages that are not the receiver's own to the device where they belong
+            objects: the objects of the pickle, if they are known and refer to no tensor
 
         Raises:
             ProtocolError: pickle and manifest contradict each other, or a tensor cannot be built
@@ -125,11 +127,12 @@ class StateBuilder:
                     storages[k] = relocate(storages[k], self.manifest.location(pieces[0][0]) if pieces else "cpu")
             return storages[k]
 
-        known = leaves if stand_ins is None else stand_ins.among(leaves)
-        objects = self.objects(pickled, allowed, known, storage)
-
-        take = targets.take if targets is not None else None
-        return tree.unflatten(self.manifest.tree, leaves, objects, take, allowed.defaultdict)
+        if objects is None:
+            known = leaves if stand_ins is None else stand_ins.among(leaves)
+            objects = self.objects(pickled, allowed, known, storage)
+        if targets is None:
+            return tree.unflatten(self.manifest.tree, leaves, objects, allowed.defaultdict)
+        return tree.unflatten(targets.tree, targets.take(leaves, objects), objects, allowed.defaultdict)
 
     def objects(
         self,
@@ -257,6 +260,11 @@ class StandIns:
     def number_of(self, storage: torch.UntypedStorage) -> int | None:
         """Returns the number of the storage for which ``storage`` stands in, ``None`` if it is none of these."""
         return self._number_of.get(storage_key(storage))
+
+    @property
+    def are_unused(self) -> bool:
+        """Whether the objects of the pickle refer to no tensor."""
+        return not self._made and not self._builder.manifest.storages
 
     def note_read(self) -> None:
         """Notes that the bytes of what is read are in the memory that stands in for them."""

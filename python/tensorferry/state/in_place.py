@@ -6,7 +6,10 @@ Nothing is overwritten before the two states have been compared.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+import json
+import math
+from collections import deque
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,11 +17,12 @@ import torch
 from .._validate import brief
 from ..errors import InvalidArgument, ProtocolError, StateMismatch
 from ..memory.accelerator import ACCELERATOR, Accelerator
-from ..memory.tensors import DTYPES, as_bytes, copy_into, why_not_writable
+from ..memory.tensors import DTYPES, as_bytes, copy_into, count_as_written, spread_parts, why_not_writable
 from ..net.report import InPlace
 from . import aliases, tree
 from .aliases import LeafMemory
-from .manifest import describe, dtype_and_shape
+from .manifest import dtype_and_shape, kind_of
+from .match import Match, tensors_in
 
 if TYPE_CHECKING:
     from .build import StateBuilder
@@ -29,12 +33,90 @@ _LISTED = 20
 AT_SOURCE, IN_FILE = "at the source", "in the checkpoint"
 
 
-def _matches(value: Any, dtype: str, shape: list[int]) -> bool:
-    """Whether ``value`` is a tensor of this dtype and shape."""
-    try:
-        return isinstance(value, torch.Tensor) and (str(value.dtype), list(value.shape)) == (dtype, shape)
-    except Exception:  # As in manifest.dtype_and_shape.
-        return False
+class _Announced:
+    """The tensors of a container's state, as its manifest and its header describe them."""
+
+    def __init__(self, builder: StateBuilder, names: list[str]) -> None:
+        manifest, plain = builder.manifest, builder.plain
+        self.tree = manifest.tree
+        self.keys, rows = manifest.described()
+        self.groups = manifest.shared()
+        self.count = len(plain)
+        self._rows = {-number - 1: (path, (dtype, shape)) for number, path, dtype, shape in rows}
+        self._kinds = {-number - 1: kind for number, kind in manifest.kinds().items()}
+        #: The numbers of the tensors among the objects.
+        self.tensors = dict.fromkeys([*self._rows, *self._kinds])
+        self._builder, self._plain, self._names, self._parts = builder, plain, names, manifest.parts
+
+    def name(self, number: int) -> str:
+        """Returns the path of a tensor."""
+        return self._names[self._plain[number]] if number >= 0 else self._rows.get(number, ("an object", None))[0]
+
+    def dtype_and_shape(self, number: int) -> tuple[str, list[int]] | None:
+        """Returns what :func:`manifest.dtype_and_shape` returns for a tensor."""
+        if number < 0:
+            return self._rows.get(number, ("", None))[1]
+        entry = self._plain[number]
+        return str(DTYPES[self._builder.dtypes[entry]]), list(self._builder.shapes[entry])
+
+    def kind(self, number: int) -> str:
+        """Returns what :func:`manifest.kind_of` returns for a tensor."""
+        return self._kinds.get(number, "strided")
+
+    def parts(self, number: int) -> list[Any] | None:
+        """Returns what :func:`_parts_of` returns for a tensor."""
+        return self._parts(self._rows[number][0]) if number in self._rows else None
+
+
+class _Built:
+    """The tensors of a state that is in memory; the methods are those of :class:`_Announced`."""
+
+    def __init__(self, flat: tree.Flat) -> None:
+        self.tree, self.keys, self.count = flat.tree, flat.keys, len(flat.plain)
+        self.groups = LeafMemory(flat).groups
+        self.tensors = dict.fromkeys(-n - 1 for n, one in enumerate(flat.objects) if isinstance(one, torch.Tensor))
+        self._flat = flat
+
+    def name(self, number: int) -> str:
+        return self._flat.rows.names[number] if number >= 0 else self._flat.object_paths[-number - 1]
+
+    def dtype_and_shape(self, number: int) -> tuple[str, list[int]] | None:
+        return dtype_and_shape(self._flat.leaf(number))
+
+    def kind(self, number: int) -> str:
+        return kind_of(self._flat.leaf(number))
+
+    def parts(self, number: int) -> list[Any] | None:
+        return _parts_of(self._flat.leaf(number), {})
+
+    def placements(self, number: int, live: Any) -> tuple[Any, Any] | None:
+        """Returns the placements of ``live`` and of a tensor, if they differ."""
+        placed = getattr(live, "placements", None), getattr(self._flat.leaf(number), "placements", None)
+        return None if placed[0] == placed[1] or live.device_mesh.size() == 1 else placed
+
+
+def _parts_of(value: Any, offsets: dict[Any, list[int]]) -> list[Any] | None:
+    """Returns where the parts of a tensor begin in the whole one, and their shapes; ``None`` if it is not spread.
+
+    Args:
+        value: the tensor
+        offsets: what is known of DTensors already: torch takes long to compute it, and many are placed alike
+    """
+    local = getattr(value, "_local_tensor", None)
+    if isinstance(local, torch.Tensor):
+        key = (id(value.device_mesh), value.placements, value.shape)
+        if key not in offsets:
+            ((_, offsets[key]),) = spread_parts(value) or [(local, [])]
+        parts = [(local, offsets[key])]
+    elif (found := spread_parts(value)) is not None:
+        parts = found
+    else:
+        return None
+    return sorted([offset, list(local.shape)] for local, offset in parts if math.prod(local.shape))
+
+
+def _text(described: tuple[str, list[int]] | None) -> str:
+    return "a tensor without a shape" if described is None else f"{described[0]} {described[1]}"
 
 
 def _shape(value: torch.Tensor) -> torch.Size | None:
@@ -42,39 +124,6 @@ def _shape(value: torch.Tensor) -> torch.Size | None:
         return value.shape
     except Exception:  # As in manifest.dtype_and_shape.
         return None
-
-
-def _shape_text(value: torch.Tensor) -> str:
-    try:
-        return f"{value.dtype} {list(value.shape)}"
-    except Exception:  # As in manifest.dtype_and_shape.
-        return f"a {type(value).__name__} without a shape"
-
-
-def _kind(value: torch.Tensor) -> list[str]:
-    """Returns what describes a tensor besides dtype and shape: values can be copied if this is equal for both."""
-    try:
-        local = getattr(value, "_local_tensor", None)
-        properties = [
-            "on the meta device" if value.device.type == "meta" else "",
-            "nested" if value.is_nested else "",
-            "quantised" if value.is_quantized else "",
-            str(value.layout).removeprefix("torch."),
-        ]
-        if isinstance(local, torch.Tensor):
-            properties += [f"a DTensor with the local tensor {_shape_text(local)}", *_kind(local)]
-    except Exception:  # As in manifest.dtype_and_shape.
-        return [f"a {type(value).__name__} of unknown layout"]
-    return [one for one in properties if one]
-
-
-def differing_kinds(live: torch.Tensor, value: torch.Tensor) -> tuple[str, str] | None:
-    """Returns what two tensors of the same dtype and shape are besides, if values cannot be copied for that."""
-    described = dtype_and_shape(value)
-    kinds = _kind(live), _kind(value)
-    if described is None or not _matches(live, *described) or kinds[0] == kinds[1]:
-        return None
-    return ", ".join(kinds[0]), ", ".join(kinds[1])
 
 
 class InPlaceTargets:
@@ -87,19 +136,27 @@ class InPlaceTargets:
         accelerator: knows which of them are on a device
         may_stage: whether bytes may be copied to a device while others are still being received; otherwise they are
             copied at the end
-        strict: whether each tensor of either state must have a counterpart in the other one
+        strict: whether each tensor of either state must have a counterpart in the other one; of a part, whether each
+            path of ``live`` must
         name: what ``live`` came from, for messages
+        is_part: whether only what ``live`` has is taken of the source's state
+        kept: the identities of values in ``live`` that are left as they are
 
     Attributes:
         direct: for each entry that is received without a copy into its final place, the tensor with that place
         places: for those of these entries whose tensor is in host memory, its address
         staged: for those whose tensor is on an accelerator, a 1-D uint8 tensor over its storage
         fit: how the source's state matches, once it has been compared
+        match: the counterparts, likewise
+        tree: the tree of the state that is built, likewise; :meth:`take` returns its leaves
+        missing: the paths that only ``live`` has, likewise
+        is_written: whether all values are in their final place
 
     Raises:
         InvalidArgument: ``live`` is neither a tensor nor a container that can hold tensors
-        UnsupportedLeaf: as for :func:`tree.flatten`
     """
+
+    match: Match
 
     def __init__(
         self,
@@ -108,72 +165,60 @@ class InPlaceTargets:
         may_stage: bool = False,
         strict: bool = False,
         name: str = "state_dict",
+        is_part: bool = False,
+        kept: Collection[int] = (),
     ) -> None:
         self.direct: dict[int, torch.Tensor] = {}
         self.places: dict[int, int] = {}
         self.staged: dict[int, torch.Tensor] = {}
         self.fit = InPlace(0, 0, "", "")
-        self._there = AT_SOURCE
+        self.tree = ""
+        self.missing: list[str] = []
+        self.is_written = False
         self._accelerator = accelerator
         self._may_stage = may_stage
         self._strict = strict
-        self._live = flat = tree.flatten(live)
-        if flat.tree == "-1" and not isinstance(live, torch.Tensor):
+        self._is_part, self._kept = is_part, kept
+        if not isinstance(live, torch.Tensor | dict | list | tuple | deque):
             raise InvalidArgument(
                 f"{name} gave {brief(live)}, which has no tensors to receive into: the live state is a tensor, a dict "
                 "or another container with tensors in it"
             )
-        self._memory = LeafMemory(flat)
-        self._by_path = {
-            path: number
-            for number, path in tree.positions(flat.tree, flat.keys)
-            if number >= 0 or isinstance(flat.leaf(number), torch.Tensor)
-        }
-        self._offered: dict[int, tuple[str, str, list[int]]] = {}
-        self._waiting: Iterator[tuple[int | None, int]] = iter(())
-        self._pairs: list[tuple[torch.Tensor, torch.Tensor, int]] = []
-        self.is_written = False
+        self._live = live
+        self._copies: list[tuple[torch.Tensor, torch.Tensor, str]] = []
 
-    def assign(self, builder: StateBuilder, names: list[str], there: str = AT_SOURCE) -> None:
+    def assign(
+        self, builder: StateBuilder, names: list[str], there: str = AT_SOURCE, objects: Sequence[Any] | None = None
+    ) -> None:
         """Compares the two states, then finds one of our tensors for each leaf of a container.
 
         Args:
             builder: the container's manifest and entries
             names: the names of its entries
             there: where the container is, for messages: ``AT_SOURCE`` or ``IN_FILE``
+            objects: the objects of its pickle, if they are known
 
         Raises:
-            StateMismatch: a leaf differs in dtype or shape, cannot be written to here, or shares memory here in another
-                way than at the source; or, if ``strict`` was given, only one side has it. The message names all such
-                leaves, of the last two kinds the first ones
+            StateMismatch: a leaf differs in dtype, shape, kind or part, cannot be written to here, or shares memory
+                here in another way than at the source; one side has a tensor where the other one has another value; or,
+                if ``strict`` was given, only one side has it. The message names all such leaves, of the last two kinds
+                the first ones
             ProtocolError: the manifest does not describe its tensors, keys or shared memory as it should
             InvalidArgument: a graph is being captured on a device that is to be written to
+            UnsupportedLeaf: as for :func:`tree.flatten`
         """
-        self._there = there
-        plain = builder.plain
-        offered = {
-            number: (names[i], str(DTYPES[builder.dtypes[i]]), list(builder.shapes[i]))
-            for number, i in enumerate(plain)
-        }
-        keys, tensors = builder.manifest.described()
-        offered |= {-number - 1: (path, dtype, shape) for number, path, dtype, shape in tensors}
-        places = tree.positions(builder.manifest.tree, keys)
-        self._match(places, offered, builder.manifest.shared())
-        flat, owners = self._live, self._live.rows.owners
+        self._compare(_Announced(builder, names), there, objects)
+        flat, owners = self._flat, self._flat.rows.owners
         # Only one of several tensors that share memory is filled directly.
         group = {layout.leaf: number for number, group in enumerate(self._memory.groups) for layout in group}
         used: set[int] = set()
         filled: set[int] = set()
         late = []
-        for number, path in places:
-            here = self._by_path.get(path)
-            if here is None:
-                continue
-            target = flat.leaf(here)
-            if number < 0 or here < 0 or not builder.size(plain[number]):
+        for (number, target, _), here in zip(self.match.pairs, self._here, strict=True):
+            if number < 0 or here < 0 or not builder.size(builder.plain[number]):
                 late.append(target)
                 continue
-            entry = plain[number]
+            entry = builder.plain[number]
             storage = owners[here]
             on_device = self._accelerator.device_of(storage) is not None
             filled_already = here in used or group.get(here) in filled or entry in self.direct
@@ -203,83 +248,90 @@ class InPlaceTargets:
             leaves of ``state`` elsewhere.
 
         Raises:
-            StateMismatch: the states do not fit, as for :meth:`assign` and :meth:`take`, and nothing was overwritten;
-                or torch cannot copy a tensor, and others may have new values
+            StateMismatch: the states do not fit, as for :meth:`assign`, and nothing was overwritten; or torch cannot
+                copy a tensor, and others may have new values
             UnsupportedLeaf: as for :func:`tree.flatten`
             InvalidArgument, torch.OutOfMemoryError: as for :meth:`write`
         """
-        self._there = there
         flat = tree.flatten(state)
-        names = flat.rows.names
-        offered = {n: (names[n], str(t.dtype), list(t.shape)) for n, t in enumerate(flat.plain)}
-        offered |= {-number - 1: (path, dtype, shape) for number, path, dtype, shape in describe(flat)}
-        self._match(tree.positions(flat.tree, flat.keys), offered, LeafMemory(flat).groups)
-        filled = tree.unflatten(flat.tree, flat.plain, flat.objects, self.take)
+        self._compare(_Built(flat), there, flat.objects)
+        filled = tree.unflatten(self.tree, self.take(flat.plain, flat.objects), flat.objects)
         self.write()
         return filled
 
-    def _match(
-        self,
-        places: list[tuple[int, tuple[str, ...]]],
-        offered: dict[int, tuple[str, str, list[int]]],
-        theirs: aliases.Groups,
-    ) -> None:
-        """Compares the source's state with ours, and sets ``fit``.
-
-        Args:
-            places: the source's leaves and their paths, as of ``tree.positions``
-            offered: path, dtype and shape of each of the source's tensors, by leaf number
-            theirs: the source's leaves that share memory
-
-        Raises:
-            StateMismatch: as for :meth:`assign`
-        """
-        wrong = []
+    def _compare(self, source: _Announced | _Built, there: str, objects: Sequence[Any] | None) -> None:
+        """Compares the source's state with ours; raises as :meth:`assign`."""
+        node = json.loads(source.tree)
+        self.match = match = Match(
+            node, self._live, source.tensors, source.count, there, source.keys, objects, self._is_part, self._kept
+        )
+        self._flat = flat = tree.flatten([live for _, live, _ in match.pairs])
+        self._here: list[int] = json.loads(flat.tree)[1:]
+        self._memory = LeafMemory(flat)
+        self._source, self._there = source, there
+        wrong = match.wrong
         landed: dict[int, int] = {}
         twice = []
-        found = set()
-        for number, path in places:
-            here = self._by_path.get(path)
-            if here is None or number not in offered:
-                continue
-            found.add(number)
-            live = self._live.leaf(here)
-            name, dtype, shape = offered[number]
-            if not _matches(live, dtype, shape):
-                wrong.append(f"{name}: {_shape_text(live)} here, {dtype} {shape} {self._there}")
-            elif number >= 0 and here < 0 and (kind := _kind(live)) != ["strided"]:
-                wrong.append(f"{name}: {', '.join(kind)} here, strided {self._there}")
-            # A plain leaf had a place of its own for each element when it was flattened; to ask again takes 5 us.
-            elif here < 0 and (why := why_not_writable(live)) is not None:
-                wrong.append(f"{name}: cannot be written to here: {why}")
+        offsets: dict[Any, list[int]] = {}
+        for (number, live, path), here in zip(match.pairs, self._here, strict=True):
+            if (why := self._why_not(number, live, here, offsets)) is not None:
+                wrong.append(f"{path or 'the state itself'}: {why}")
             elif landed.setdefault(here, number) != number:
                 twice.append(((here, landed[here]), (here, number)))
         if not wrong:
-            clashing = aliases.clashes(self._live, self._memory, theirs, landed, twice)
-            wrong = [self._clash(places, one, two) for one, two in itertools.islice(clashing, _LISTED)]
-        if self._strict:
-            wrong += self._unmatched(places, offered, found)
+            clashing = aliases.clashes(flat, self._memory, source.groups, landed, twice)
+            wrong = [self._clash(one, two) for one, two in itertools.islice(clashing, _LISTED)]
+        self.missing = [path for path, _ in match.alone]
+        numbers = [*range(source.count), *source.tensors]
+        found = {number for number, _, _ in match.pairs}
+        if self._strict and not self._is_part:
+            only = [f"{source.name(number)}: only {there}" for number in numbers if number not in found]
+            only += [f"{path}: only here" for above, value in match.alone for path, _ in tensors_in(value, above)]
+            wrong += only[:_LISTED] + ([f"and {len(only) - _LISTED} more"] if len(only) > _LISTED else [])
         if wrong:
             raise StateMismatch(
-                f"nothing was overwritten: the state {self._there} does not fit into this one; the leaves that differ:"
+                f"nothing was overwritten: the state {there} does not fit into this one; the leaves that differ:"
                 + "".join(f"\n  {line}" for line in wrong)
             )
-        theirs_alone = (path for number, path in places if number in offered and number not in found)
-        theirs_first = (path for number, path in places if number in offered)
-        there = next((tree.path_as_text(path) for path in itertools.chain(theirs_alone, theirs_first)), "nowhere")
-        first = next(map(tree.path_as_text, self._by_path), "nowhere")
-        self.fit = InPlace(len(found), len(offered), there, first)
-        self._offered = offered
-        self._waiting = iter([(self._by_path.get(path), number) for number, path in places])
+        if self._strict and self._is_part and self.missing:
+            raise StateMismatch(f"nothing was overwritten: the checkpoint is missing keys: {self.missing}")
+        first = next((number for number in numbers if number not in found), next(iter(numbers), None))
+        self.fit = InPlace(
+            len(found),
+            len(numbers),
+            "nowhere" if first is None else source.name(first),
+            match.pairs[0].path if match.pairs else next((path for path, _ in tensors_in(self._live)), "nowhere"),
+        )
+        self.tree = json.dumps(match.tree, separators=(",", ":"))
+        count_as_written([live for _, live, _ in match.pairs])
 
-    def _clash(self, places: list[tuple[int, tuple[str, ...]]], *landed: aliases.Landed) -> str:
+    def _why_not(self, number: int, live: torch.Tensor, here: int, offsets: dict[Any, list[int]]) -> str | None:
+        """Returns why our tensor ``live`` cannot take the values of the source's ``number``; ``None`` if it can."""
+        source, there = self._source, self._there
+        described = dtype_and_shape(live), source.dtype_and_shape(number)
+        if described[0] != described[1]:
+            return f"{_text(described[0])} here, {_text(described[1])} {there}"
+        # A plain leaf had a place of its own for each element when it was flattened; to ask again takes 5 us.
+        kinds = "strided" if here >= 0 else kind_of(live), source.kind(number)
+        if kinds[0] != kinds[1]:
+            return f"{kinds[0]} here, {kinds[1]} {there}"
+        parts = None if here >= 0 else _parts_of(live, offsets), None if number >= 0 else source.parts(number)
+        if parts[0] != parts[1]:
+            texts = ["a whole tensor" if one is None else f"the parts {one}" for one in parts]
+            return f"{texts[0]} here, {texts[1]} {there}, as [offsets, shape]"
+        if number < 0 and isinstance(source, _Built) and (placed := source.placements(number, live)) is not None:
+            return f"placements {placed[0]} here, {placed[1]} {there}"
+        if here < 0 and (why := why_not_writable(live)) is not None:
+            return f"cannot be written to here: {why}"
+        return None
+
+    def _clash(self, *landed: aliases.Landed) -> str:
         """Returns the message about two leaves that share memory, or about one whose own elements do."""
         # The first place of each of the two leaves, in the order of the source's tree.
         found: dict[aliases.Landed, str] = {}
-        for number, path in places:
-            one = (self._by_path.get(path, 0), number)
-            if path in self._by_path and one in landed:
-                found.setdefault(one, tree.path_as_text(path))
+        for (number, _, path), here in zip(self.match.pairs, self._here, strict=True):
+            if (here, number) in landed:
+                found.setdefault((here, number), path)
         paths = list(found.values())
         if len(paths) == 1:
             return f"{paths[0]}: several of its elements share memory here, but not in the same way {self._there}"
@@ -288,75 +340,41 @@ class InPlaceTargets:
             "only one of them would keep its values"
         )
 
-    def _unmatched(
-        self,
-        places: list[tuple[int, tuple[str, ...]]],
-        offered: dict[int, tuple[str, str, list[int]]],
-        found: set[int],
-    ) -> list[str]:
-        """Returns a line for each tensor that only one side has; ``found`` are the source's that we have, too."""
-        theirs = {path for number, path in places if number in offered}
-        only = [f"{name}: only {self._there}" for number, (name, *_) in offered.items() if number not in found]
-        only += [f"{tree.path_as_text(path)}: only here" for path in self._by_path if path not in theirs]
-        return only[:_LISTED] + ([f"and {len(only) - _LISTED} more"] if len(only) > _LISTED else [])
+    def take(self, leaves: Sequence[Any], objects: Sequence[Any]) -> list[Any]:
+        """Returns the leaves of ``tree``: the source's ``leaves``, and behind them our tensors.
 
-    def take(self, value: Any) -> Any:
-        """Returns what belongs at the next place of the tree: our tensor for it, or ``value`` if we have none.
-
-        Our tensor has the received values already, or :meth:`write` copies them from ``value``.
+        Ours have the received values already, or :meth:`write` copies them.
 
         Raises:
-            ProtocolError: ``value`` is not what the source's manifest announced
-            StateMismatch: our tensor is of another kind, or was given other memory during the receive
+            ProtocolError: a leaf is not what the source's manifest announced
+            StateMismatch: one of ours was given other memory during the receive
         """
-        here, number = next(self._waiting)
-        if here is None:
-            return value
-        # Plain tensors need no check: they were built from the manifest.
-        if number < 0 and (offered := self._offered.get(number)) is not None and not _matches(value, *offered[1:]):
+        for (number, live, path), here in zip(self.match.pairs, self._here, strict=True):
+            value = leaves[number] if number >= 0 else objects[-number - 1]
+            # Plain tensors need no check: they were built from the manifest.
+            if number < 0:
+                self._check_announced(value, number, path)
+            if self._memory.has_moved(here) or (
+                live is not value and self._memory.start(here) and _shape(live) != _shape(value)
+            ):
+                raise StateMismatch(
+                    f"{path} was given other memory, or another shape, while its values were being received: it was "
+                    "not updated, and other tensors of the live state may have new values already; do not change the "
+                    "live state until the receive has ended, and receive again"
+                )
+            if live is not value:
+                self._copies.append((live, value, path))
+        return [*leaves, *[live for _, live, _ in self.match.pairs]]
+
+    def _check_announced(self, value: Any, number: int, path: str) -> None:
+        """Refuses an object that is not the tensor that the source has announced."""
+        announced = self._source.dtype_and_shape(number), self._source.kind(number)
+        is_tensor = isinstance(value, torch.Tensor)
+        if not is_tensor or (dtype_and_shape(value), kind_of(value)) != announced:
             raise ProtocolError(
-                f"the source announced {self._shown(here)} as a tensor, {offered[1]} {offered[2]}, but sent something "
+                f"the source announced {path} as a tensor, {_text(announced[0])}, {announced[1]}, but sent something "
                 "else"
             )
-        if not isinstance(value, torch.Tensor):
-            return value
-        if number not in self._offered and (found := dtype_and_shape(value)) is not None:
-            raise ProtocolError(
-                f"the source did not announce {self._shown(here)} as a tensor, but sent one, {found[0]} {found[1]}"
-            )
-        live = self._live.leaf(here)
-        if live is not value:
-            self._compare_kinds(live, value, here)
-        if self._memory.has_moved(here) or (
-            live is not value and self._memory.start(here) and _shape(live) != _shape(value)
-        ):
-            raise StateMismatch(
-                f"{self._shown(here)} was given other memory, or another shape, while its values were being received: "
-                "it was not updated, and other tensors of the live state may have new values already; do not change "
-                "the live state until the receive has ended, and receive again"
-            )
-        if live is not value:
-            self._pairs.append((live, value, here))
-        return live
-
-    def _compare_kinds(self, live: torch.Tensor, value: torch.Tensor, here: int) -> None:
-        """Refuses a received ``value`` that is of another kind than ``live``, our tensor with the number ``here``."""
-        kinds = _kind(live), _kind(value)
-        if kinds[0] != kinds[1]:
-            raise StateMismatch(
-                f"{self._shown(here)} is {', '.join(kinds[0])} in this state and {', '.join(kinds[1])} "
-                f"{self._there}: it cannot be received in place, and other tensors may have new values already"
-            )
-
-    def _shown(self, here: int) -> str:
-        return next(tree.path_as_text(path) for path, number in self._by_path.items() if number == here)
-
-    def _copy_failed(self, here: int, error: Exception) -> StateMismatch:
-        """Returns the error for a leaf whose tensor did not take the received values."""
-        return StateMismatch(
-            f"{self._shown(here)} cannot take the values that the source sent for it ({type(error).__name__}: "
-            f"{error}): it was not updated, and other tensors may have new values already"
-        )
 
     def write(self) -> None:
         """Copies the values that were not received directly into their final place.
@@ -368,13 +386,16 @@ class InPlaceTargets:
             InvalidArgument: a graph is being captured on one of the devices
             torch.OutOfMemoryError: a device has no memory for a copy
         """
-        pairs, self._pairs = self._pairs, []
-        with self._accelerator.writing(self._accelerator.holding([live for live, *_ in pairs])):
-            for live, value, here in pairs:
+        copies, self._copies = self._copies, []
+        with self._accelerator.writing(self._accelerator.holding([live for live, *_ in copies])):
+            for live, value, path in copies:
                 try:
                     copy_into(live, value)
                 except torch.OutOfMemoryError:
                     raise
                 except Exception as e:
-                    raise self._copy_failed(here, e) from e
+                    raise StateMismatch(
+                        f"{path} cannot take the values that the source sent for it ({type(e).__name__}: {e}): it was "
+                        "not updated, and other tensors may have new values already"
+                    ) from e
         self.is_written = True

@@ -15,11 +15,10 @@ from ..memory.tensors import DTYPES
 from ..net.report import InPlace
 from ..net.tracing import Span
 from ..pickles.allowlist import Allowed
-from . import tree
 from .build import Relocate, StandIns, StateBuilder
 from .in_place import AT_SOURCE, IN_FILE, InPlaceTargets
 from .manifest import Manifest
-from .part import RequestedPart, storages_of
+from .part import storages_of
 
 
 def receive(
@@ -49,7 +48,10 @@ def receive(
     """
     with _gc.gc_paused():
         builder, pickled = begin(remote)
-    return _receive(remote, builder, pickled, allowed, live, bounce, None, relocate)
+        targets = live() if live is not None else None
+        if targets is not None:
+            targets.assign(builder, remote.names, AT_SOURCE if isinstance(remote, Remote) else IN_FILE)
+    return _receive(remote, builder, pickled, allowed, targets, bounce, None, relocate)
 
 
 def receive_part(
@@ -59,7 +61,7 @@ def receive_part(
     bounce: BounceBuffers,
     relocate: Relocate | None = None,
     strict: bool = False,
-    kept: Collection[int] | None = None,
+    kept: Collection[int] = (),
 ) -> tuple[Any, list[str]]:
     """Reads the part of a container's state that ``target`` has keys for (``part.py``) into the tensors of ``target``.
 
@@ -80,6 +82,7 @@ def receive_part(
             was overwritten then
         TensorferryError: as for :func:`receive`
     """
+    targets = InPlaceTargets(target, bounce.accelerator, True, strict, is_part=True, kept=kept)
     # What is not asked for may be of any class.
     allowed = allowed.sparing()
     with _gc.gc_paused():
@@ -93,21 +96,15 @@ def receive_part(
             objects = None
         if objects is None:
             whole, _, _ = _receive(stored, builder, pickled, allowed, None, bounce, None, None)
-            flat = tree.flatten(whole)
-            part = RequestedPart(flat.tree, flat.objects, target, strict, kept)
-            chosen = tree.unflatten(part.tree, flat.plain, flat.objects)
-            return InPlaceTargets(target, bounce.accelerator).fill(chosen, IN_FILE), part.missing
-        part = RequestedPart(builder.manifest.tree, objects, target, strict, kept)
-        storages = storages_of([objects[number] for number in part.objects])
-        del objects
-        builder.manifest.tree = part.tree
-        stored.leave_out(stand_ins.want(part.leaves, storages))
-
-    def live() -> InPlaceTargets:
-        return InPlaceTargets(target, bounce.accelerator, may_stage=True)
-
-    state, _, _ = _receive(stored, builder, pickled, allowed, live, bounce, stand_ins, relocate)
-    return state, part.missing
+            return targets.fill(whole, IN_FILE), targets.missing
+        targets.assign(builder, stored.names, IN_FILE, objects)
+        match = targets.match
+        storages = set() if stand_ins.are_unused else storages_of([objects[number] for number in match.objects])
+        stored.leave_out(stand_ins.want(match.leaves, storages))
+        if not stand_ins.are_unused:
+            objects = None
+    state, _, _ = _receive(stored, builder, pickled, allowed, targets, bounce, stand_ins, relocate, objects)
+    return state, targets.missing
 
 
 def begin(remote: Remote | Stored) -> tuple[StateBuilder, bytes]:
@@ -139,16 +136,14 @@ def _receive(
     builder: StateBuilder,
     pickled: bytes,
     allowed: Allowed,
-    live: Callable[[], InPlaceTargets] | None,
+    targets: InPlaceTargets | None,
     bounce: BounceBuffers,
     stand_ins: StandIns | None,
     relocate: Relocate | None,
+    objects: list[Any] | None = None,
 ) -> tuple[Any, Report, InPlace | None]:
     """Fetches what the state of ``builder`` needs, and builds it."""
     with _gc.gc_paused():
-        targets = live() if live is not None else None
-        if targets is not None:
-            targets.assign(builder, remote.names, AT_SOURCE if isinstance(remote, Remote) else IN_FILE)
         addresses = builder.scattered_entries()
         if targets is not None:
             addresses |= targets.places
@@ -173,7 +168,7 @@ def _receive(
     with _gc.gc_paused(), Span("build"):
         made = arena.tensors(torch.Tensor)
         try:
-            state = builder.build(pickled, allowed, memory, targets, made, stand_ins, relocate)
+            state = builder.build(pickled, allowed, memory, targets, made, stand_ins, relocate, objects)
         except UnsafePickle as e:
             if isinstance(remote, Remote) or remote.path is None:
                 raise

@@ -54,7 +54,7 @@ def encode(
         layout,
         b',"tensors":',
         _described(flat),
-        f',"shared":{_json(shared)},"shards":'.encode(),
+        f',"kinds":{_json(_kinds(flat))},"shared":{_json(shared)},"shards":'.encode(),
         _shards(flat, numbers),
         f',"globals":{_json(needs)}'.encode(),
     ]
@@ -70,7 +70,10 @@ def _json(value: Any) -> str:
 
 
 def _described(flat: Flat) -> bytes:
-    """Returns :func:`describe` as JSON."""
+    """Returns as JSON ``[object, path, dtype, shape]`` for every leaf that is a tensor with a shape, but no plain one.
+
+    A receiver compares them with its own tensors before it fetches.
+    """
     others = [_entry(flat, -n - 1) for n in flat.unread]
     return _describe_objects(flat.rows, [(entry[0], _json(entry)) for entry in others if entry is not None])
 
@@ -104,15 +107,6 @@ def with_tree(fields: Fields, tree: str) -> bytes:
     return b"".join([*parts, b" " * (-sum(map(len, parts)) % 64)])
 
 
-def describe(flat: Flat) -> list[list[Any]]:
-    """Returns ``[object, path, dtype, shape]`` for every leaf that is a tensor but not a plain one.
-
-    A receiver compares them with its own tensors before it fetches.
-    """
-    described: list[list[Any]] = json.loads(_described(flat))
-    return described
-
-
 def _entry(flat: Flat, number: int) -> list[Any] | None:
     found = dtype_and_shape(flat.objects[number])
     return None if found is None else [number, flat.object_paths[number], *found]
@@ -124,6 +118,26 @@ def dtype_and_shape(value: torch.Tensor) -> tuple[str, list[int]] | None:
         return str(value.dtype), [int(dim) for dim in value.shape]
     except Exception:  # Nested tensors and uninitialised parameters have no shape, and raise various errors.
         return None
+
+
+def _kinds(flat: Flat) -> dict[str, str]:
+    """Returns by object the kinds of the tensors that are not simply strided."""
+    kinds = {str(-n - 1): kind_of(flat.leaf(n)) for n in flat.unread}
+    return {number: kind for number, kind in kinds.items() if kind != "strided"}
+
+
+def kind_of(value: torch.Tensor) -> str:
+    """Returns what there is to a tensor besides dtype and shape: values can be copied if it is equal for both."""
+    try:
+        found = []
+        for one in (value, getattr(value, "_local_tensor", value)):
+            found += ["on the meta device"] if one.device.type == "meta" else []
+            found += ["nested"] if one.is_nested else []
+            found += ["quantised"] if one.is_quantized else []
+            found.append(str(one.layout).removeprefix("torch."))
+        return ", ".join(dict.fromkeys(found))
+    except Exception:  # As in dtype_and_shape.
+        return f"a {type(value).__name__} of unknown layout"
 
 
 def _shards(flat: Flat, numbers: Callable[[torch.UntypedStorage], int | None]) -> bytes:
@@ -220,6 +234,31 @@ class Manifest:
                 case _:
                     raise ProtocolError("the source's manifest lacks a valid description of its tensors")
         return keys, found
+
+    def kinds(self) -> dict[int, str]:
+        """Returns by object the kinds of the tensors that are not simply strided.
+
+        Raises:
+            ProtocolError: the field is malformed
+        """
+        kinds = self._fields.get("kinds", {})
+        try:
+            return {int(number): str(kind) for number, kind in kinds.items()}
+        except (AttributeError, ValueError) as e:
+            raise ProtocolError(f"the source's manifest lacks a valid list of the kinds of its tensors: {e}") from e
+
+    def parts(self, path: str) -> list[Any] | None:
+        """Returns where the parts of a tensor begin in the whole one, and their shapes; ``None`` if it is not spread.
+
+        They are unchecked, and only for comparison; parts without elements are left out.
+        """
+        shards = self._fields.get("shards")
+        shard = shards.get(path) if isinstance(shards, dict) else None
+        if not isinstance(shard, dict):
+            return None
+        listed = shard.get("parts", [shard])
+        found = [[one.get("offsets"), one.get("shape")] for one in listed if isinstance(one, dict)]
+        return sorted([one for one in found if isinstance(one[1], list) and 0 not in one[1]], key=str)
 
     def shared(self) -> Groups:
         """Returns the groups of leaves that share memory at the source.

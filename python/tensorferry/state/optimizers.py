@@ -6,7 +6,7 @@ A fresh optimizer has no state before its first step, and a load reads what the 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from .grammar import Node, children
@@ -39,31 +39,15 @@ def warn_of_missing(wanted: Iterable[str], present: Callable[[], Iterable[str]])
             return
 
 
-def warn_of_missing_in(target: Any, tree: Node) -> None:
-    """Warns as :func:`warn_of_missing` of the optimizers in a state that is loaded from one with the tree ``tree``."""
-    if not _warned and (state := next(_without_state(target, tree, ""), None)) is not None:
-        _warn(state)
-
-
-def _without_state(target: Any, node: Node, path: str) -> Iterator[str]:
-    """Yields the name of each optimizer's state that ``node`` has and ``target``, in its place, has not."""
-    if type(node) is int:
+def warn_of_bare(target: dict[Any, Any], node: Node, path: str) -> None:
+    """Warns as :func:`warn_of_missing` if ``target``, which is loaded from ``node``, is an optimizer without state."""
+    own = target.get(_STATE, {})
+    if _warned or _GROUPS not in target or not isinstance(own, dict) or own:
         return
-    below = list(children(node))
-    if below and below[0][0] == "same":
-        yield from _without_state(target, below[0][2], path)
-    elif isinstance(target, dict):
-        there = {key: child for step, key, child in below if step == "key" and type(key) is not list}
-        state = there.get(_STATE, 0)
-        # None takes whatever there is.
-        if _GROUPS in target and target.get(_STATE, {}) == {} and type(state) is not int and any(children(state)):
-            yield f"{path}{_STATE}."
-        for key, child in there.items():
-            if key in target:
-                yield from _without_state(target[key], child, f"{path}{key}.")
-    elif isinstance(target, (list, tuple)):
-        for (_, number, child), value in zip(below, target, strict=False):
-            yield from _without_state(value, child, f"{path}{number}.")
+    state = next((child for _, key, child in children(node) if key == _STATE), 0)
+    # None takes whatever there is.
+    if type(state) is not int and any(children(state)):
+        _warn(f"{path}.{_STATE}." if path else f"{_STATE}.")
 
 
 def _warn(state: str) -> None:

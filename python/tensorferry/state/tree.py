@@ -10,7 +10,6 @@ import collections
 import functools
 import itertools
 import json
-from collections import Counter
 from collections.abc import Callable, Container, Iterable
 from typing import Any
 
@@ -20,7 +19,6 @@ from torch.nn import Parameter
 from .._native import _unflatten
 from ..memory.tensors import DTYPE_NAMES, is_plain, no_rows
 from ..storage.reserved import is_reserved
-from .grammar import Node, children
 
 _SAFE_INT = 2**53
 
@@ -162,15 +160,32 @@ class _Walk:
 
     def _key(self, value: Any, below: str) -> str:
         """Returns the JSON of a dict's key: the key itself, or a reference to an object."""
-        kind = type(value)
-        plain_int = kind is int and -_SAFE_INT < value < _SAFE_INT
-        if value is None or kind is bool or plain_int or (kind is str and _is_text(value)):
+        if _is_plain_key(value):
             return json.dumps(value)
-        text, is_whole = _show(value, repr)
-        number = self._reference(value, f"{below}{text} (a key)")
-        if is_whole:
-            self._flat.keys[str(number)] = f"{kind.__module__}.{kind.__qualname__} {text}"
+        number = self._reference(value, f"{below}{_show(value, repr)[0]} (a key)")
+        if (text := key_text(value)) is not None:
+            self._flat.keys[str(number)] = text
         return f'["r",{number}]'
+
+
+def _is_plain_key(value: Any) -> bool:
+    """Whether a dict's key stands in the tree itself, and is no object."""
+    kind = type(value)
+    plain_int = kind is int and -_SAFE_INT < value < _SAFE_INT
+    return value is None or kind is bool or plain_int or (kind is str and _is_text(value))
+
+
+def key_text(value: Any) -> str | None:
+    """Returns the text by which a dict's key that is an object is found; ``None`` for other keys, and too long ones."""
+    if _is_plain_key(value):
+        return None
+    text, is_whole = _show(value, repr)
+    return f"{type(value).__module__}.{type(value).__qualname__} {text}" if is_whole else None
+
+
+def show_key(value: Any) -> str:
+    """Returns a dict's key as it stands in a path."""
+    return value if type(value) is str else _show(value, str)[0]
 
 
 def _show(key: Any, show: Callable[[Any], str]) -> tuple[str, bool]:
@@ -254,7 +269,6 @@ def unflatten(
     tree: str,
     leaves: list[Any],
     objects: list[Any],
-    take: Callable[[Any], Any] | None = None,
     defaultdict: Callable[[Any], Any] | None = None,
 ) -> Any:
     """Builds the state from its tree and its leaves.
@@ -265,65 +279,9 @@ def unflatten(
         tree: the tree as JSON text, see :class:`Flat`
         leaves: the leaves with the numbers 0, 1, ...
         objects: the leaves with negative numbers, and the classes, keys and attributes to which the tree refers
-        take: called with each leaf, in the order of :func:`positions`; returns what is put in its place
         defaultdict: creates an empty ``defaultdict`` from its factory, or raises; ``None`` accepts every factory
 
     Raises:
-        ProtocolError: the tree's containers cannot be built from these objects; what ``take`` raises passes as it is
+        ProtocolError: the tree's containers cannot be built from these objects
     """
-    return _unflatten(tree, leaves, objects, take, defaultdict)
-
-
-def positions(tree: str, keys: dict[str, str]) -> list[tuple[int, tuple[str, ...]]]:
-    """Lists every place of a leaf in the tree: the leaf's number, and a key path that no other place has.
-
-    A place below a key of which the texts do not say which one it is has a path that is in no other list either.
-
-    Args:
-        tree: the tree as JSON text
-        keys: the texts of keys that are objects, see :class:`Flat`
-    """
-    found: list[tuple[int, tuple[str, ...]]] = []
-    _visit(json.loads(tree), (), keys, found)
-    return found
-
-
-def path_as_text(path: tuple[str, ...]) -> str:
-    """Returns a key path of :func:`positions` as text for messages."""
-    keys = (key[1:] if key[0] in "s#" else key.rpartition(" ")[2] for key in path)
-    return ".".join(keys) or "the state itself"
-
-
-def _visit(node: Node, path: tuple[str, ...], keys: dict[str, str], places: list[tuple[int, tuple[str, ...]]]) -> None:
-    """Adds the leaves below ``node`` to ``places``, each with its path; :func:`positions` explains both."""
-    if type(node) is int:
-        places.append((node, path))
-        return
-    pairs = node[2] if type(node) is list and node[0] == "d" else ()
-    same = Counter(keys.get(str(key[1])) for key, _ in pairs if type(key) is list) if pairs else {}
-    for step, key, child in children(node):
-        if step == "key" and type(key) is list:
-            text = keys.get(str(key[1]))
-            below = (*path, _Alone("r …") if text is None else _Alone("r" + text) if same[text] > 1 else "r" + text)
-        elif step == "key":
-            below = (*path, "s" + key if type(key) is str else f"{type(key).__name__} {key}")
-        else:
-            below = path if step == "same" else (*path, f"#{key}")
-        if type(child) is int:
-            places.append((child, below))
-        else:
-            _visit(child, below, keys, places)
-
-
-class _Alone(str):
-    """A step of a path that is equal to no other, even one of the same text."""
-
-    __slots__ = ()
-
-    def __eq__(self, other: object) -> bool:
-        return self is other
-
-    def __ne__(self, other: object) -> bool:
-        return self is not other
-
-    __hash__ = object.__hash__
+    return _unflatten(tree, leaves, objects, None, defaultdict)
