@@ -16,6 +16,7 @@ from ..memory.tensors import (
     DTYPES,
     address,
     byte_strides,
+    count_as_written,
     is_spread,
     scratch,
     spread_parts,
@@ -71,6 +72,7 @@ class Resharding:
         self._path, self._index, self._threads = path, index, threads
         self._rank, self._is_same = rank, world_size == index.world_size
         self._boxes: list[_Box] = []
+        self._wholes: list[Tensor] = []
         self._entries: dict[int, _Entries] = {}
         self._slices: dict[int, list[SliceTuple]] = defaultdict(list)
         self._after: list[tuple[Tensor, Tensor]] = []
@@ -107,6 +109,7 @@ class Resharding:
                 if (why := why_not_writable(local)) is not None
             ]
             kept.add(id(value))
+            self._wholes.append(value)
             self._boxes += [_Box(path, local.detach(), offsets, shards) for local, offsets in parts]
         _refuse(wrong)
         return kept
@@ -141,6 +144,7 @@ class Resharding:
             SystemRefused: a file cannot be read, or there is no temporary memory
             TensorferryError: a store does not answer in time, or refuses
         """
+        count_as_written([*self._wholes, *[box.target for box in self._boxes]])
         for box in self._boxes:
             covered = 0
             for shard in box.shards:

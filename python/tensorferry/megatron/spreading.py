@@ -12,7 +12,7 @@ import torch
 
 from .._native import Readiness, Server, _fetch_slices
 from ..memory.layout import side_by_side
-from ..memory.tensors import address, no_rows, scratch
+from ..memory.tensors import address, count_as_written, no_rows, scratch
 from ..net.options import ServerOptions
 from ..storage.container import Container
 from ..storage.slices import AHEAD, SliceTuple
@@ -143,6 +143,7 @@ class Exchange:
                 # One memory for all turns: that of a former one may be held for a moment longer.
                 self._room = scratch(most)
             places = self._places(turn)
+            count_as_written(places.values())
             own = {shard: places[shard] for shard in turn.get(self._rank, ())}
             received = {shard: places[shard] for wanted in others.values() for shard in wanted.values()}
             orders = [

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from .. import _validate
-from ..memory.tensors import scratch, why_not_writable
+from ..memory.tensors import count_as_written, scratch, why_not_writable
 from ..pickles.allowlist import Allowed
 from ..storage.places import local_path
 from . import common, shards
@@ -264,6 +264,7 @@ class _Part:
         if shard.data is None:
             shard.data = target
         target = target.detach()
+        count_as_written([target])
         whole = target[(None,) * shard.prepend_axis_num]
         _zero_beyond(whole, self._there)
         self._target = whole[tuple(slice(0, n) for n in self._there)]

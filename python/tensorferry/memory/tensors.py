@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -329,16 +330,15 @@ def view_as(flat: Tensor, dtype: torch.dtype, shape: list[int], strides: list[in
     return whole.as_strided(shape, [stride // size for stride in strides])
 
 
-def count_as_written(values: list[Tensor]) -> None:
-    """Tells autograd that the values of existing tensors are about to change, behind its back.
+def count_as_written(values: Iterable[Any]) -> None:
+    """Tells autograd that the values of existing tensors are about to change behind its back.
 
     A gradient that needs their old values is then an error, as after ``copy_``, and not a wrong number. Every door
     calls this before it writes the first byte.
     """
-    spread = [local for value in values if isinstance(local := getattr(value, "_local_tensor", None), Tensor)]
-    # Inference tensors have no counter, which older releases of torch allow in this mode alone.
-    with torch.inference_mode():
-        increment_version([*values, *spread])
+    both = [one for value in values for one in (value, getattr(value, "_local_tensor", None))]
+    # Inference tensors have no counter.
+    increment_version([one for one in both if isinstance(one, Tensor) and not one.is_inference()])
 
 
 def copy_into(target: Tensor, source: Tensor) -> None:
