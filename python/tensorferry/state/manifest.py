@@ -122,7 +122,10 @@ def dtype_and_shape(value: torch.Tensor) -> tuple[str, list[int]] | None:
 
 def _kinds(flat: Flat) -> dict[str, str]:
     """Returns by object the kinds of the tensors that are not simply strided."""
-    kinds = {str(-n - 1): kind_of(flat.leaf(n)) for n in flat.unread}
+    numbers = {-n - 1 for n in flat.unread}
+    if any(_is_partial(value) for _, value in flat.rows.first_specs):
+        numbers |= {n for n, value in enumerate(flat.objects) if isinstance(value, torch.Tensor)}
+    kinds = {str(n): kind_of(flat.objects[n]) for n in sorted(numbers)}
     return {number: kind for number, kind in kinds.items() if kind != "strided"}
 
 
@@ -135,9 +138,15 @@ def kind_of(value: torch.Tensor) -> str:
             found += ["nested"] if one.is_nested else []
             found += ["quantised"] if one.is_quantized else []
             found.append(str(one.layout).removeprefix("torch."))
+        found += ["summands of partial sums"] if _is_partial(value) else []
         return ", ".join(dict.fromkeys(found))
     except Exception:  # As in dtype_and_shape.
         return f"a {type(value).__name__} of unknown layout"
+
+
+def _is_partial(value: Any) -> bool:
+    """Whether a tensor is a DTensor whose local tensors are to be added up."""
+    return any(placement.is_partial() for placement in getattr(value, "placements", ()))
 
 
 def _shards(flat: Flat, numbers: Callable[[torch.UntypedStorage], int | None]) -> bytes:
