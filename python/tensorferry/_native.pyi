@@ -535,7 +535,6 @@ def _unflatten(
     tree: str,
     leaves: list[Any],
     objects: list[Any],
-    take: Callable[[Any], Any] | None = None,
     defaultdict: Callable[[Any], Any] | None = None,
 ) -> Any: ...
 def _interfaces() -> list[tuple[str, str]]: ...

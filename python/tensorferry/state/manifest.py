@@ -54,7 +54,8 @@ def encode(
         layout,
         b',"tensors":',
         _described(flat),
-        f',"kinds":{_json(_kinds(flat))},"shared":{_json(shared)},"shards":'.encode(),
+        f',"kinds":{_json(kinds)}'.encode() if (kinds := _kinds(flat)) else b"",
+        f',"shared":{_json(shared)},"shards":'.encode(),
         _shards(flat, numbers),
         f',"globals":{_json(needs)}'.encode(),
     ]
@@ -132,14 +133,19 @@ def _kinds(flat: Flat) -> dict[str, str]:
 def kind_of(value: torch.Tensor) -> str:
     """Returns what there is to a tensor besides dtype and shape: values can be copied if it is equal for both."""
     try:
+        local = getattr(value, "_local_tensor", None)
         found = []
-        for one in (value, getattr(value, "_local_tensor", value)):
-            found += ["on the meta device"] if one.device.type == "meta" else []
-            found += ["nested"] if one.is_nested else []
-            found += ["quantised"] if one.is_quantized else []
-            found.append(str(one.layout).removeprefix("torch."))
-        found += ["summands of partial sums"] if _is_partial(value) else []
-        return ", ".join(dict.fromkeys(found))
+        for one in (value,) if local is None else (value, local):
+            if one.is_meta:
+                found.append("on the meta device")
+            if one.is_nested:
+                found.append("nested")
+            if one.is_quantized:
+                found.append("quantised")
+            found.append("strided" if one.layout is torch.strided else str(one.layout).removeprefix("torch."))
+        if local is not None and _is_partial(value):
+            found.append("summands of partial sums")
+        return ", ".join(dict.fromkeys(found)) if len(found) > 1 else found[0]
     except Exception:  # As in dtype_and_shape.
         return f"a {type(value).__name__} of unknown layout"
 

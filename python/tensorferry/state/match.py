@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from ..errors import ProtocolError
 from .grammar import Node, children, objects_of
 from .optimizers import warn_of_bare
 from .tree import is_namedtuple, key_text, show_key
@@ -95,14 +96,14 @@ class Match:
             # Of a subclass of a container, a tree has no node: it is a value.
             if is_container(live) and holds_tensors(live):
                 return self._refuse(node, live, path)
-        elif type(node) is dict or node[0] in "odfa":
+        elif _is_dict(node):
             if isinstance(live, dict):
                 return self._of_dict(node, live, path)
             if holds_tensors(live):
                 return self._refuse(node, live, path)
         elif holds_tensors(live):
-            kind, first = _SEQUENCES[node[0]]
-            if not isinstance(live, kind):
+            kind, first = _SEQUENCES.get(node[0], (None, 0))
+            if kind is None or not isinstance(live, kind):
                 return self._refuse(node, live, path)
             return self._of_sequence(node, first, live, path)
         self._note(node)
@@ -115,9 +116,9 @@ class Match:
             self.wrong.append(f"{_shown(path)}: a {kind} of {len(live)} here, of {len(below)} {self._there}")
             return node
         self.objects += objects_of(node)
-        step = f"{path}[{{}}]" if self._is_part else f"{path}.{{}}" if path else "{}"
+        before, behind = (f"{path}[", "]") if self._is_part else (f"{path}." if path else "", "")
         both = enumerate(zip(below, live, strict=True))
-        return [*node[:first], *[self._of(child, value, step.format(i)) for i, (child, value) in both]]
+        return [*node[:first], *[self._of(child, value, f"{before}{i}{behind}") for i, (child, value) in both]]
 
     def _of_dict(self, node: Node, live: dict[Any, Any], path: str) -> Node:
         if type(node) is list and node[0] in "fa":
@@ -153,7 +154,7 @@ class Match:
             if type(key) is not list:
                 yield key, key, child
             elif self._all is not None:
-                yield key, self._all[key[1]], child
+                yield key, _hashable(self._all[key[1]]), child
             else:
                 if by_text is None:
                     by_text = self._keys_by_text(node, live)
@@ -176,7 +177,7 @@ class Match:
 
     def _refuse(self, node: Node, live: Any, path: str) -> Node:
         if type(node) is not int:
-            kind = "dict" if type(node) is dict or node[0] in "odfa" else _SEQUENCES[node[0]][0].__name__
+            kind = "dict" if _is_dict(node) else _SEQUENCES.get(node[0], (dict, 1))[0].__name__
         elif self._is_tensor(node):
             kind = "tensor"
         else:
@@ -204,6 +205,19 @@ class Match:
 
 class _Absent:
     """A key that no live state has."""
+
+
+def _hashable(key: Any) -> Any:
+    try:
+        hash(key)
+    except TypeError as e:
+        raise ProtocolError(f"the tree has a dict with a key that cannot be one: {e}") from e
+    return key
+
+
+def _is_dict(node: Node) -> bool:
+    """Whether a container is a dict; a hostile source may also give a list a factory or attributes."""
+    return type(node) is dict or node[0] in "od" or (node[0] in "fa" and type(node[2]) is not int and _is_dict(node[2]))
 
 
 def _shown(path: str) -> str:

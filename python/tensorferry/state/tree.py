@@ -284,4 +284,4 @@ def unflatten(
     Raises:
         ProtocolError: the tree's containers cannot be built from these objects
     """
-    return _unflatten(tree, leaves, objects, None, defaultdict)
+    return _unflatten(tree, leaves, objects, defaultdict)

@@ -28,27 +28,25 @@ const KEYS_BELOW: u64 = 1 << 53;
 /// The state whose tree is the JSON text `tree`, which `tensorferry_wire::manifest` has checked, or this process has
 /// made. The caller has compared the lengths of `leaves` and `objects` with what the manifest says.
 ///
-/// A leaf `n >= 0` stands for `leaves[n]`, a negative one for `objects[-n - 1]`. `take`, if there is one, is called
-/// with each leaf in the order of the text and returns what takes its place. `defaultdict` is called with an object
+/// A leaf `n >= 0` stands for `leaves[n]`, a negative one for `objects[-n - 1]`. `defaultdict` is called with an object
 /// that is to be the factory of a `defaultdict`, and returns an empty one or raises.
 ///
 /// # Errors
-/// `ProtocolError` for a tree that is malformed or has something that cannot be made; whatever `take` raises;
-/// `IndexError` for a leaf or an object that the lists do not have.
+/// `ProtocolError` for a tree that is malformed or has something that cannot be made; `IndexError` for a leaf or an
+/// object that the lists do not have.
 #[pyfunction]
-#[pyo3(name = "_unflatten", signature = (tree, leaves, objects, take = None, defaultdict = None))]
+#[pyo3(name = "_unflatten", signature = (tree, leaves, objects, defaultdict = None))]
 pub(crate) fn unflatten<'py>(
     py: Python<'py>,
     tree: &str,
     leaves: &Bound<'py, PyList>,
     objects: &Bound<'py, PyList>,
-    take: Option<&Bound<'py, PyAny>>,
     defaultdict: Option<&Bound<'py, PyAny>>,
 ) -> PyResult<Bound<'py, PyAny>> {
     let collections = py.import("collections")?;
     let keys = HashMap::with_capacity(SHARED_KEYS);
     let mut reader =
-        Reader { py, cursor: Cursor::new(tree), leaves, objects, take, defaultdict, collections, keys, read: 0 };
+        Reader { py, cursor: Cursor::new(tree), leaves, objects, defaultdict, collections, keys, read: 0 };
     let state = reader.node(MAX_DEPTH).and_then(|state| match reader.cursor.peek() {
         None => Ok(state),
         Some(_) => Ok(reader.cursor.fail("the end of the tree")?),
@@ -85,7 +83,6 @@ struct Reader<'a, 'py> {
     cursor: Cursor<'a>,
     leaves: &'a Bound<'py, PyList>,
     objects: &'a Bound<'py, PyList>,
-    take: Option<&'a Bound<'py, PyAny>>,
     defaultdict: Option<&'a Bound<'py, PyAny>>,
     collections: Bound<'py, PyModule>,
     keys: HashMap<String, Bound<'py, PyString>>,
@@ -119,10 +116,7 @@ impl<'py> Reader<'_, 'py> {
         if self.read.is_multiple_of(YIELD_INTERVAL) {
             self.py.detach(std::thread::yield_now);
         }
-        Ok(match self.take {
-            Some(take) => take.call1((value,))?,
-            None => value,
-        })
+        Ok(value)
     }
 
     /// Fills `dict` with the members of an object, and returns it.
