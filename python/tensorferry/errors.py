@@ -111,9 +111,10 @@ class TornCheckpoint(CorruptCheckpoint):
 class StateMismatch(TensorferryError, ValueError, RuntimeError):
     """The source's state cannot be received into the receiver's own tensors.
 
-    The receiver's tensors differ in shape, dtype or kind (dense or sparse, say), cannot be written to, share memory
-    that the source's tensors do not share, or were given other memory during the receive; or, with ``strict=True``, one
-    side has tensors that the other one lacks. A ``RuntimeError`` as well, which is what torch raises for it.
+    The receiver's tensors differ in shape, dtype, kind (dense or sparse, say) or part, have no tensor in their place,
+    are in a list of another length, cannot be written to, share memory that the source's tensors do not share, or were
+    given other memory during the receive; or, with ``strict=True``, one side has tensors that the other one lacks. A
+    ``RuntimeError`` as well, which is what torch raises for it.
     """
 
 

@@ -72,8 +72,8 @@ def read(
 
     Args:
         path: the checkpoint's folder, or a single file: a container (``.safetensors``) or what ``torch.save`` wrote
-        state_dict: loads only the keys of this state, at every level of nested dicts, into its tensors; ``None`` in
-            place of a value takes whatever is there. Without it, everything is loaded
+        state_dict: loads only the keys of this state, at every level of nested dicts, into its tensors; values that
+            are no tensors are replaced, lists and tuples without tensors as a whole. Without it, everything is loaded
         map_location: where tensors go, as ``torch.load`` has it: ``None`` restores the device that each was on. With
             ``state_dict``, those of it stay where they are, and ``None`` puts others on the CPU. A
             checkpoint that does not say which device a tensor was on, since an earlier version saved it, counts as one
@@ -93,8 +93,9 @@ def read(
 
     Raises:
         IncompleteCheckpoint: there is no complete checkpoint; what is missing is named
-        StateMismatch: values differ in dtype, shape or type, or keys are missing and ``strict`` is set; nothing was
-            overwritten, unless the message says that some tensors may have new values
+        StateMismatch: tensors differ in dtype, shape, kind or part, or have no tensor in their place, lists with
+            tensors differ in length, or keys are missing and ``strict`` is set; nothing was overwritten, unless the
+            message says that some tensors may have new values
         CorruptCheckpoint: bytes do not match their checksums. After this error and all others but ``StateMismatch``,
             some tensors of ``state_dict`` may have new values
         SourceChanged: saves have replaced the checkpoint again and again meanwhile, or the folder does not hold the

@@ -137,9 +137,9 @@ class Reading:
                 tensors.append((item, ref, self._target(item)))
         self._accelerator.check(self._devices)
         # A DTensor has a counter besides that of its local tensor, which is the target.
-        wholes = getattr(self._planner, "state_dict", None)
-        names = {item.dest_index.fqn for item, *_ in tensors} if isinstance(wholes, dict) else ()
-        count_as_written([*[target for *_, target in tensors], *[wholes.get(name) for name in names]])
+        state = getattr(self._planner, "state_dict", None)
+        wholes = [state.get(item.dest_index.fqn) for item, *_ in tensors] if isinstance(state, dict) else []
+        count_as_written([*[target for *_, target in tensors], *wholes])
         objects, tensors = self._without_built(objects, tensors)
         if self._progress is not None:
             wanted = sum(ref.nbytes for _, ref in objects) + sum(self._nbytes(item, ref) for item, ref, _ in tensors)

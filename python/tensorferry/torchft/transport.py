@@ -274,11 +274,11 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
             ForkedProcess: this process was forked from the one that made the transport
             UnprovenSource: the source does not know the shared secret, shows another certificate than its metadata
                 names, or, if this transport has ``tls=True``, does not encrypt
-            StateMismatch: the live state's tensors differ in dtype or shape, cannot be written to, or share memory that
-                the source's tensors do not share; or ``strict`` is set and one side has tensors that the other one
-                lacks. Nothing was overwritten then. Or a tensor is of another kind than the source's, was given other
-                memory during the receive, or torch cannot copy the values into it; then some tensors may have been
-                overwritten.
+            StateMismatch: the live state's tensors differ in dtype, shape, kind or part, have another value than a
+                tensor in their place, are in a list of another length, cannot be written to, or share memory that the
+                source's tensors do not share; or ``strict`` is set and one side has tensors that the other one lacks.
+                Nothing was overwritten then. Or a tensor was given other memory during the receive, or torch cannot
+                copy the values into it; then some tensors may have been overwritten.
             UnsafePickle: the state holds objects that are not on the allow-list
             InvalidArgument: the metadata names no source, an argument has a wrong type, ``state_dict`` returns
                 something that cannot hold tensors, the live state is on an accelerator while a graph is being

@@ -45,8 +45,7 @@ pub(crate) fn unflatten<'py>(
 ) -> PyResult<Bound<'py, PyAny>> {
     let collections = py.import("collections")?;
     let keys = HashMap::with_capacity(SHARED_KEYS);
-    let mut reader =
-        Reader { py, cursor: Cursor::new(tree), leaves, objects, defaultdict, collections, keys, read: 0 };
+    let mut reader = Reader { py, cursor: Cursor::new(tree), leaves, objects, defaultdict, collections, keys, read: 0 };
     let state = reader.node(MAX_DEPTH).and_then(|state| match reader.cursor.peek() {
         None => Ok(state),
         Some(_) => Ok(reader.cursor.fail("the end of the tree")?),
