@@ -86,7 +86,7 @@ DOORS = {
 @pytest.mark.parametrize("door", DOORS)
 def test_a_checkpointer_warns_of_a_fresh_optimizer_too(tmp_path, caplog, door):
     def state(optimizer):
-        return {"m": torch.zeros(2), "of": [{"o": optimizer.state_dict()}]}
+        return {"m": torch.zeros(2), "of": [torch.zeros(1), {"o": optimizer.state_dict()}]}
 
     if door == "torch.save":
         torch.save(state(trained()[1]), tmp_path / "checkpoint_0.pt")
@@ -96,12 +96,14 @@ def test_a_checkpointer_warns_of_a_fresh_optimizer_too(tmp_path, caplog, door):
         saver.close()
     DOORS[door](tmp_path, state(trained()[1]))
     # None takes whatever there is.
-    DOORS[door](tmp_path, {"of": [{"o": {"param_groups": None, "state": None}}]})
+    DOORS[door](tmp_path, {"of": [torch.zeros(1), {"o": {"param_groups": None, "state": None}}]})
+    # A list without tensors is a value, and so is the optimizer in it.
+    DOORS[door](tmp_path, {"m": torch.zeros(2), "of": [trained(steps=0)[1].state_dict()]})
     assert said(caplog) == []
     for _ in range(2):
         DOORS[door](tmp_path, state(trained(steps=0)[1]))
     [text] = said(caplog)
-    assert "(of.0.o.state.*)" in text
+    assert "(of[1].o.state.*)" in text
 
 
 def test_megatrons_keys(caplog):
