@@ -336,14 +336,19 @@ def count_as_written(values: Iterable[Any]) -> None:
     A gradient that needs their old values is then an error, as after ``copy_``, and not a wrong number. Every door
     calls this before it writes the first byte.
     """
-    both = [one for value in values for one in (value, getattr(value, "_local_tensor", None))]
-    # Inference tensors have no counter.
-    increment_version([one for one in both if isinstance(one, Tensor) and not one.is_inference()])
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    others = [value for value in tensors if type(value) is not Tensor]
+    tensors += [local for value in others if isinstance(local := getattr(value, "_local_tensor", None), Tensor)]
+    # Inference tensors have no counter. ShardedTensors refuse to say whether they are some.
+    with torch._C.DisableTorchFunctionSubclass():
+        increment_version([one for one in tensors if not one.is_inference()])
 
 
 def copy_into(target: Tensor, source: Tensor) -> None:
     """Copies the values of ``source`` into ``target``, which has the same dtype and shape and may be on a device."""
-    with torch.inference_mode() if target.is_inference() else torch.no_grad():
+    with torch._C.DisableTorchFunctionSubclass():
+        is_inference = target.is_inference()
+    with torch.inference_mode() if is_inference else torch.no_grad():
         if type(target) is not Tensor and type(target) is type(source) and hasattr(target, "_local_tensor"):
             # A received DTensor has its local part on the host, whatever device its mesh has.
             target._local_tensor.copy_(source._local_tensor)
