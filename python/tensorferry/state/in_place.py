@@ -19,6 +19,7 @@ from ..errors import InvalidArgument, ProtocolError, StateMismatch
 from ..memory.accelerator import ACCELERATOR, Accelerator
 from ..memory.tensors import DTYPES, as_bytes, copy_into, count_as_written, spread_parts, why_not_writable
 from ..net.report import InPlace
+from ..pickles.allowlist import refuse_unlisted
 from . import aliases, tree
 from .aliases import LeafMemory
 from .manifest import dtype_and_shape, kind_of
@@ -205,6 +206,7 @@ class InPlaceTargets:
                 the first ones
             ProtocolError: the manifest does not describe its tensors, keys or shared memory as it should
             InvalidArgument: a graph is being captured on a device that is to be written to
+            UnsafePickle: of a part, an object of it holds something that is not on the allow-list
             UnsupportedLeaf: as for :func:`tree.flatten`
         """
         self._compare(_Announced(builder, names), there, objects)
@@ -269,6 +271,8 @@ class InPlaceTargets:
         self._here: list[int] = json.loads(flat.tree)[1:]
         self._memory = LeafMemory(flat)
         self._source, self._there = source, there
+        if objects is not None and self._is_part:
+            refuse_unlisted([objects[place] for place in match.objects])
         wrong = match.wrong
         landed: dict[int, int] = {}
         twice = []

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ..errors import ProtocolError
+from ..pickles.globals.kinds import Unlisted
 from .grammar import Node, children, objects_of
 from .optimizers import warn_of_bare
 from .tree import is_namedtuple, key_text, show_key
@@ -141,6 +142,10 @@ class Match:
                 taken.append((json_key, child))
         if len(found) < len(live):
             self.alone += [(f"{dotted}{show_key(key)}", value) for key, value in live.items() if key not in found]
+            if self._all is not None:
+                # One of them may be a key whose class is not allowed.
+                places = [key[1] for _, key, _ in children(node) if type(key) is list]
+                self.objects += [place for place in places if type(self._all[place]) is Unlisted]
         if self._is_part:
             warn_of_bare(live, node, path)
         if type(node) is dict:
@@ -176,6 +181,7 @@ class Match:
         return number >= 0 or number in self._tensors
 
     def _refuse(self, node: Node, live: Any, path: str) -> Node:
+        self._note(node)
         if type(node) is not int:
             kind = "dict" if _is_dict(node) else _SEQUENCES.get(node[0], (dict, 1))[0].__name__
         elif self._is_tensor(node):
