@@ -174,6 +174,7 @@ def load_key(kept, folder, key, shape, dtype, options, prepare=None):
     try:
         with unittest.mock.patch.dict(sys.modules, hidden):
             loaded = strategy.load({"one": ShardedTensor.from_rank_offsets(key, data)}, folder)["one"]
+        assert data._version, "autograd was not told that it was written to"
         # As bytes: torch would send a tensor's memory by a file, which only processes of one family can open.
         return loaded.contiguous().numpy().tobytes(), strategy.report, logged
     except CheckpointingException as e:

@@ -8,7 +8,7 @@ level of nested dicts; its ``None`` takes whatever there is.
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -167,8 +167,8 @@ class Match:
 
     def _keys_by_text(self, node: Node, live: dict[Any, Any]) -> dict[str, Any]:
         """Returns the keys of ``live`` that are objects by their texts, without texts that say too little."""
-        texts = [self._keys.get(str(key[1])) for _, key, _ in children(node) if type(key) is list]
-        several = {text for text in texts if texts.count(text) > 1} if len(set(texts)) < len(texts) else set()
+        texts = Counter(self._keys.get(str(key[1])) for _, key, _ in children(node) if type(key) is list)
+        several = {text for text, count in texts.items() if count > 1}
         found: dict[str, Any] = {}
         for key in live:
             if (text := key_text(key)) is not None:
