@@ -12,7 +12,8 @@ use crate::common::local::{
 use crate::common::raw::{connections, get};
 use crate::common::{BLOCK, PATIENCE, Rig, STEP, State, eventually, lanes, noise};
 use tensorferry_core::{
-    Destination, ErrorKind, FetchOptions, Item, Memory, Publication, Remote, Report, ServerConfig, Stability, Withdrawn,
+    Destination, ErrorKind, FetchOptions, Item, Memory, Publication, Remote, Report, Server, ServerConfig, Stability,
+    Withdrawn,
 };
 use tensorferry_wire::dtype::Dtype;
 
@@ -357,6 +358,32 @@ fn a_shutdown_does_not_wait_for_receivers() {
     reader.await_all_slots();
     rig.server.shutdown(PATIENCE);
     assert_eq!(reader.stream.read(&mut [0]).unwrap(), 0);
+}
+
+#[test]
+fn a_server_whose_runtime_is_gone_does_not_wait_for_receivers() {
+    // As when a process exits: its runtime ends before its objects do.
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
+    let config = ServerConfig { patience: Duration::from_mins(5), ..ServerConfig::default() };
+    let server = Server::bind(&config, runtime.handle()).unwrap();
+    let rig = Rig { server, runtime };
+    // One stands still in the middle of a body in memory, the other one in that of a text longer than a socket's buffer.
+    let state = State::of(&[&[LARGE], &[1; 20_000][..]].concat(), 1);
+    rig.server.store().publish(STEP, state.publication(Stability::Borrowed));
+    let _stopped = [format!("{STEP}.safetensors"), format!("{STEP}/header")].map(|path| {
+        let mut reader = LocalReader::connect(&name_of(&rig));
+        reader.request(&rig.path(&path));
+        reader.head();
+        reader
+    });
+    let Rig { server, runtime } = rig;
+    let (done, ended) = std::sync::mpsc::channel();
+    std::thread::spawn(move || {
+        runtime.shutdown_timeout(Duration::from_secs(1));
+        drop(server);
+        done.send(()).unwrap();
+    });
+    ended.recv_timeout(PATIENCE).expect("it waits for a receiver that takes nothing");
 }
 
 #[test]

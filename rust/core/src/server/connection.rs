@@ -133,19 +133,32 @@ pub(super) async fn serve_local(
     // The runtime must not watch the socket any more: it would wake up for every slot of the ring that comes back.
     drop(socket);
     let connection = Arc::new(ConnectionContext::new(shared, slot, true));
-    let (end, over) = watch::channel(false);
+    let (over, is_over) = watch::channel(false);
+    let end = LocalEnd { over, socket: handle };
     let mut serving = tokio::task::spawn_blocking({
         let connection = Arc::clone(&connection);
         // As above: the peer's business.
-        move || drop(Local::serve(stream, connection, over))
+        move || drop(Local::serve(stream, connection, is_over))
     });
     tokio::select! {
         _ = &mut serving => {}
         () = connection.to_be_ended(stopped) => {
-            end.send_replace(true);
-            let _ = handle.shutdown(Shutdown::Both);
+            drop(end);
             let _ = serving.await;
         }
+    }
+}
+
+/// Ends the thread of a connection to a process of this machine when it is dropped: with the runtime, too.
+struct LocalEnd {
+    over: watch::Sender<bool>,
+    socket: CloseOnFork<UnixStream>,
+}
+
+impl Drop for LocalEnd {
+    fn drop(&mut self) {
+        self.over.send_replace(true);
+        let _ = self.socket.shutdown(Shutdown::Both);
     }
 }
 

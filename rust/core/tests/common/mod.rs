@@ -47,7 +47,7 @@ impl Frontend for TestFrontend {
 /// A server on a runtime of its own. Fields drop in order: the server before the runtime it uses.
 pub(crate) struct Rig {
     pub(crate) server: Server,
-    _runtime: Runtime,
+    pub(crate) runtime: Runtime,
 }
 
 impl Rig {
@@ -63,7 +63,7 @@ impl Rig {
         let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
         let config = ServerConfig { frontend: Arc::new(TestFrontend), ..config.clone() };
         let server = Server::bind(&config, runtime.handle()).unwrap();
-        Self { server, _runtime: runtime }
+        Self { server, runtime }
     }
 
     /// A server that serves `state` as [`STEP`] from a private copy.
