@@ -368,7 +368,7 @@ fn a_server_whose_runtime_is_gone_does_not_wait_for_receivers() {
     let server = Server::bind(&config, runtime.handle()).unwrap();
     let rig = Rig { server, runtime };
     // One stands still in the middle of a body in memory, the other one in that of a text longer than a socket's buffer.
-    let state = State::of(&[&[LARGE], &[1; 20_000][..]].concat(), 1);
+    let state = State::of(&[vec![LARGE], vec![1; 20_000]].concat(), 1);
     rig.server.store().publish(STEP, state.publication(Stability::Borrowed));
     let _stopped = [format!("{STEP}.safetensors"), format!("{STEP}/header")].map(|path| {
         let mut reader = LocalReader::connect(&name_of(&rig));
