@@ -32,8 +32,10 @@ impl LeftAlone {
             && let Some(until) = Instant::now().checked_add(length)
         {
             all.retain(|one| (one.0, one.1) != (pair, port) && one.2 > Instant::now());
-            all.truncate(MOST - 1);
             if !length.is_zero() {
+                // The oldest are forgotten.
+                let over = (all.len() + 1).saturating_sub(MOST);
+                all.drain(..over);
                 all.push((pair, port, until));
             }
         }
@@ -44,5 +46,23 @@ impl LeftAlone {
         let all = self.0.try_lock().ok();
         let until = all.and_then(|all| all.iter().find(|one| (one.0, one.1) == (pair, port)).map(|one| one.2));
         until.map_or(Duration::ZERO, |until| until.saturating_duration_since(Instant::now()))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_latest_are_remembered_and_a_success_makes_forget_none_of_them() {
+        let all = LeftAlone::new();
+        let pair = |number: usize| (None, [10, 0, 0, u8::try_from(number).unwrap()].into());
+        let known = |all: &LeftAlone| (0..=MOST).filter(|&one| !all.left(pair(one), 1).is_zero()).collect::<Vec<_>>();
+        (0..=MOST).for_each(|number| all.leave(pair(number), 1, Duration::from_mins(1)));
+        assert_eq!(known(&all), (1..=MOST).collect::<Vec<_>>());
+        all.leave(pair(0), 1, Duration::ZERO);
+        assert_eq!(known(&all).len(), MOST);
+        all.leave(pair(7), 1, Duration::ZERO);
+        assert!(known(&all).len() == MOST - 1 && !known(&all).contains(&7));
     }
 }
