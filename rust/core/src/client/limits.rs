@@ -85,14 +85,15 @@ impl Limits {
         Self { deadline, ..self.clone() }
     }
 
-    /// Sleeps for `length`, in steps of 20 ms, or until `over` holds or the operation must end; says whether it may go
-    /// on.
+    /// Sleeps for `length`, in steps of at most 20 ms, or until `over` holds or the operation must end; says whether it
+    /// may go on.
     pub(crate) fn pause(&self, length: Duration, over: impl Fn() -> bool) -> bool {
-        let step = Duration::from_millis(20);
-        let mut slept = Duration::ZERO;
-        while slept < length && !over() && self.left().is_ok() {
-            std::thread::sleep(step);
-            slept += step;
+        let (step, started) = (Duration::from_millis(20), Instant::now());
+        while !over()
+            && let Ok(left) = self.left()
+            && let Some(rest) = length.checked_sub(started.elapsed()).filter(|rest| !rest.is_zero())
+        {
+            std::thread::sleep(step.min(rest).min(left));
         }
         self.left().is_ok()
     }
@@ -122,5 +123,12 @@ mod tests {
         assert!(!run(1000));
         let mut pace = StallDetector::default();
         assert!(!pace.is_stuck(1, stall), "the first byte comes whenever it comes");
+    }
+
+    #[test]
+    fn a_pause_is_as_long_as_it_is_said_to_be() {
+        let (started, stall) = (Instant::now(), Duration::from_secs(9));
+        let limits = Limits { started, deadline: started + Duration::from_millis(3900), stall, cancel: Cancel::new() };
+        assert!((0..200).all(|_| limits.pause(Duration::from_millis(1), || false)));
     }
 }
