@@ -12,7 +12,6 @@ use std::fs::{File, OpenOptions};
 use std::io;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
-use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use crate::error::Error;
@@ -51,10 +50,12 @@ fn is_in_memory(file: &File) -> bool {
 }
 
 impl Output {
-    /// Writes to `cached`, the file of `len` bytes at `path`. Past the page cache if `direct` and the system lets us;
+    /// Writes to `cached`, a file of `len` bytes. Past the page cache if `direct` and the system lets us;
     /// without saying, through it for as long as that is good for everybody.
-    pub(super) fn new(cached: File, path: &Path, len: u64, direct: Option<bool>) -> Self {
-        let open = || OpenOptions::new().write(true).custom_flags(libc::O_DIRECT).open(path).ok();
+    pub(super) fn new(cached: File, len: u64, direct: Option<bool>) -> Self {
+        // The same file, whatever its name leads to by now.
+        let again = format!("/proc/self/fd/{}", cached.as_raw_fd());
+        let open = || OpenOptions::new().write(true).custom_flags(libc::O_DIRECT).open(&again).ok();
         let through = direct.is_none() && available_memory().is_none_or(|memory| len <= memory / SHARE);
         let direct = (direct.unwrap_or(true) && !is_in_memory(&cached)).then(open).flatten();
         Self {
@@ -202,7 +203,7 @@ impl Buffer {
 
 #[cfg(test)]
 mod tests {
-    use std::path::PathBuf;
+    use std::path::{Path, PathBuf};
 
     use super::*;
 
@@ -219,7 +220,7 @@ mod tests {
         static COUNT: AtomicU64 = AtomicU64::new(0);
         let number = COUNT.fetch_add(1, Ordering::Relaxed);
         let path = std::env::temp_dir().join(format!("tensorferry-output-{}-{number}", std::process::id()));
-        let output = Output::new(File::create(&path).unwrap(), &path, 1, Some(direct));
+        let output = Output::new(File::create(&path).unwrap(), 1, Some(direct));
         (Gone(path), output)
     }
 
@@ -244,6 +245,21 @@ mod tests {
     }
 
     #[test]
+    fn bytes_go_to_the_file_that_was_opened_whatever_its_name_leads_to() {
+        let (file, _) = output(true);
+        let opened = File::create(&file.0).unwrap();
+        let moved = Gone(file.0.with_extension("moved"));
+        std::fs::rename(&file.0, &moved.0).unwrap();
+        std::fs::write(&file.0, b"of somebody else").unwrap();
+        let output = Output::new(opened, 1, Some(true));
+        let mut buffer = Buffer::new(PAGE).unwrap();
+        buffer.extend(&[7; PAGE]);
+        output.write_past(buffer.filled(), 0).unwrap();
+        assert_eq!(std::fs::read(&moved.0).unwrap(), [7; PAGE]);
+        assert_eq!(std::fs::read(&file.0).unwrap(), b"of somebody else");
+    }
+
+    #[test]
     fn where_the_system_refuses_bytes_go_through_the_cache() {
         let bytes = vec![7; 8 * PAGE];
         let (file, output) = output(true);
@@ -262,7 +278,7 @@ mod tests {
     fn what_is_slow_in_the_cache_goes_past_it_from_then_on() {
         let path = std::env::temp_dir().join(format!("tensorferry-slow-{}", std::process::id()));
         let file = Gone(path);
-        let output = Output::new(File::create(&file.0).unwrap(), &file.0, 1, None);
+        let output = Output::new(File::create(&file.0).unwrap(), 1, None);
         let able = output.direct.is_some();
         assert!(!output.goes_past(), "a small file goes through the cache");
         output.write_through(&[1; 100], 0).unwrap();
@@ -272,7 +288,7 @@ mod tests {
         output.write_through(&[2; 100], 100).unwrap();
         assert_eq!(output.goes_past(), able);
         assert!(is_slow(SLOWEST - 1, 1_000_000_000) && !is_slow(SLOWEST, 1_000_000_000));
-        let large = Output::new(File::create(&file.0).unwrap(), &file.0, u64::MAX, None);
+        let large = Output::new(File::create(&file.0).unwrap(), u64::MAX, None);
         assert_eq!(large.goes_past(), able, "a file larger than all memory");
     }
 
@@ -295,7 +311,7 @@ mod tests {
         let Ok(file) = File::create(&path) else { return };
         let file = (Gone(path), file);
         assert!(is_in_memory(&file.1));
-        let output = Output::new(file.1, &file.0.0, 1, Some(true));
+        let output = Output::new(file.1, 1, Some(true));
         assert!(output.direct.is_none());
     }
 }

@@ -108,7 +108,7 @@ fn write_partial(
     reserve(&file, total).map_err(|e| refused(path, &format!("there is no room for its {total} bytes"), e))?;
     let failed = |e| refused(path, "cannot be written", e);
     let direct = if len < DIRECT_FROM { Some(false) } else { options.cached.map(|cached| !cached) };
-    let output = Output::new(file, path, total, direct);
+    let output = Output::new(file, total, direct);
     output.cached().write_all_at(&layout.header, 0).map_err(failed)?;
     let start = layout.header.len() as u64;
     let blocks =
