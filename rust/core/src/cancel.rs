@@ -36,6 +36,7 @@ pub struct Cancel {
 #[derive(Debug, Default)]
 struct CancelState {
     cancelled: AtomicBool,
+    parent: Option<Cancel>,
     sockets: Mutex<Vec<Weak<CloseOnFork<Socket>>>>,
 }
 
@@ -44,6 +45,12 @@ impl Cancel {
     #[must_use]
     pub fn new() -> Self {
         Self::default()
+    }
+
+    /// A token that is cancelled with this one, or alone.
+    #[must_use]
+    pub fn child(&self) -> Self {
+        Self { inner: Arc::new(CancelState { parent: Some(self.clone()), ..CancelState::default() }) }
     }
 
     /// Cancels the transfers that use this token; they end with [`crate::ErrorKind::Cancelled`].
@@ -55,7 +62,7 @@ impl Cancel {
     /// Whether it was cancelled.
     #[must_use]
     pub fn is_cancelled(&self) -> bool {
-        self.inner.cancelled.load(Ordering::SeqCst)
+        self.inner.cancelled.load(Ordering::SeqCst) || self.inner.parent.as_ref().is_some_and(Self::is_cancelled)
     }
 
     /// Shuts down all watched sockets, so that calls that block on them return.
@@ -75,6 +82,8 @@ impl Cancel {
         drop(sockets);
         if self.is_cancelled() {
             self.shut_down();
+        } else if let Some(parent) = &self.inner.parent {
+            parent.watch(socket);
         }
     }
 }

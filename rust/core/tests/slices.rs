@@ -222,8 +222,13 @@ fn slices_of_many_sources_are_gathered_and_the_first_failure_ends_it() {
         assert!(*buffer == expected(&states[i], &part(i)[0]).0, "source {i}");
     }
     assert_eq!(report.wanted, (0..5).map(|i| (BLOCK / 2 + i) as u64).sum::<u64>());
-    let refused = fetch_slices(orders(&mut buffers, STEP + 1), &sliced(4)).unwrap_err();
+    let options = sliced(4);
+    let refused = fetch_slices(orders(&mut buffers, STEP + 1), &options).unwrap_err();
     assert_eq!(refused.kind(), ErrorKind::Status(400), "{refused}");
+    fetch_slices(orders(&mut buffers, STEP), &options).expect("a failure ends itself alone");
+    options.cancel.cancel();
+    let refused = fetch_slices(orders(&mut buffers, STEP), &options).unwrap_err();
+    assert_eq!(refused.kind(), ErrorKind::Cancelled);
     assert_eq!(fetch_slices(Vec::new(), &sliced(4)).unwrap().bytes, 0);
 }
 

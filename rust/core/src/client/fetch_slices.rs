@@ -9,7 +9,7 @@ use std::time::Instant;
 
 use super::lane_count;
 use super::{FetchOptions, Remote, Report};
-use crate::error::{Error, ErrorKind};
+use crate::error::Error;
 use crate::payload::Slice;
 
 /// Requests that are fetched at the same time, at most.
@@ -30,7 +30,7 @@ pub struct SliceRequest {
 }
 
 /// Fetches what `requests` ask for, several at a time; the lanes are divided among them. The first failure ends
-/// everything, by `options.cancel`, which is then cancelled for good.
+/// everything.
 ///
 /// ```
 /// use std::time::Duration;
@@ -56,8 +56,7 @@ pub struct SliceRequest {
 /// ```
 ///
 /// # Errors
-/// As [`Remote::open`] and [`Remote::fetch_slices`]; [`ErrorKind::System`] when a thread cannot be started. After an
-/// error the slices may hold some of the new bytes.
+/// As [`Remote::open`] and [`Remote::fetch_slices`]. After an error the slices may hold some of the new bytes.
 pub fn fetch_slices(requests: Vec<SliceRequest>, options: &FetchOptions) -> Result<Report, Error> {
     let started = Instant::now();
     let deadline = started.checked_add(options.timeout);
@@ -65,41 +64,40 @@ pub fn fetch_slices(requests: Vec<SliceRequest>, options: &FetchOptions) -> Resu
     let lanes = (options.lanes.unwrap_or_else(lane_count::few) / threads).max(1);
     let waiting = Mutex::new(VecDeque::from(requests));
     let outcome: Mutex<Result<Report, Error>> = Mutex::new(Ok(Report::default()));
+    let cancel = options.cancel.child();
     let one = |request: SliceRequest| -> Result<Report, Error> {
         let timeout = deadline.map_or(options.timeout, |deadline| deadline.saturating_duration_since(Instant::now()));
         let relay = options.relay.clone().filter(|_| request.is_shared);
-        let options = FetchOptions { lanes: Some(lanes), timeout, relay, beside: threads, ..options.clone() };
+        let cancel = cancel.clone();
+        let options = FetchOptions { lanes: Some(lanes), timeout, relay, beside: threads, cancel, ..options.clone() };
         let urls: Vec<_> = request.urls.iter().map(String::as_str).collect();
         let remote = Remote::open(&urls, request.step, options)?;
         remote.fetch_slices(&request.slices).map_err(|e| e.at(&format!("slices from {}", remote_name(&urls))))
     };
-    std::thread::scope(|scope| {
-        for index in 0..threads {
-            let spawned =
-                std::thread::Builder::new().name(format!("tensorferry-slices-{index}")).spawn_scoped(scope, || {
-                    loop {
-                        let next = waiting.lock().unwrap_or_else(PoisonError::into_inner).pop_front();
-                        let Some(request) = next else { return };
-                        let result = one(request);
-                        let mut outcome = outcome.lock().unwrap_or_else(PoisonError::into_inner);
-                        match (outcome.as_mut(), result) {
-                            (Err(_), _) => return,
-                            (Ok(all), Ok(report)) => all.add(report),
-                            (Ok(_), Err(e)) => {
-                                *outcome = Err(e);
-                                drop(outcome);
-                                options.cancel.cancel();
-                                return;
-                            }
-                        }
-                    }
-                });
-            if let Err(e) = spawned {
-                let error = Error::caused(ErrorKind::System, "cannot start a thread for a source", e);
-                *outcome.lock().unwrap_or_else(PoisonError::into_inner) = Err(error);
-                options.cancel.cancel();
+    let work = || {
+        loop {
+            let next = waiting.lock().unwrap_or_else(PoisonError::into_inner).pop_front();
+            let Some(request) = next else { return };
+            let result = one(request);
+            let mut outcome = outcome.lock().unwrap_or_else(PoisonError::into_inner);
+            match (outcome.as_mut(), result) {
+                (Err(_), _) => return,
+                (Ok(all), Ok(report)) => all.add(report),
+                (Ok(_), Err(e)) => {
+                    *outcome = Err(e);
+                    drop(outcome);
+                    cancel.cancel();
+                    return;
+                }
             }
         }
+    };
+    std::thread::scope(|scope| {
+        for index in 1..threads {
+            // Without a thread more this one does it all.
+            let _ = std::thread::Builder::new().name(format!("tensorferry-slices-{index}")).spawn_scoped(scope, work);
+        }
+        work();
     });
     let mut report = outcome.into_inner().unwrap_or_else(PoisonError::into_inner)?;
     report.fetching = started.elapsed().saturating_sub(report.opening);
