@@ -109,6 +109,8 @@ fn answers_that_make_no_sense_are_protocol_errors() {
         ("no length", format!("{part}Content-Range: bytes 0-3/4\r\n\r\nabcd")),
         ("no entity tag", "HTTP/1.1 206 P\r\nContent-Range: bytes 0-3/4\r\nContent-Length: 4\r\n\r\nabcd".to_owned()),
         ("a length that is none", format!("{part}Content-Range: bytes 0-3/4\r\nContent-Length: many\r\n\r\nabcd")),
+        ("a length with a sign", "HTTP/1.1 400 Bad\r\nContent-Length: +2\r\n\r\nno".to_owned()),
+        ("more than its length", "HTTP/1.1 400 Bad\r\nContent-Length: 2\r\n\r\nno, and more".to_owned()),
         (
             "a huge length",
             format!("{part}Content-Range: bytes 0-3/4\r\nContent-Length: 18446744073709551615\r\n\r\nabcd"),

@@ -122,7 +122,9 @@ impl Head {
         for header in response.headers.iter() {
             let value = || std::str::from_utf8(header.value).map_or("", str::trim);
             if header.name.eq_ignore_ascii_case("content-length") {
-                let length = value().parse().map_err(|_| "its Content-Length is no number")?;
+                // Rust's numbers may have a sign.
+                let digits = Some(value()).filter(|value| value.bytes().all(|b| b.is_ascii_digit()));
+                let length = digits.and_then(|digits| digits.parse().ok()).ok_or("its Content-Length is no number")?;
                 if head.content_length.is_some_and(|l| l != length) {
                     return Err("it sent two Content-Length headers that differ");
                 }

@@ -152,6 +152,10 @@ impl Connection {
         let head = self.read_head(patience)?;
         self.stage = Stage::Answering;
         self.remaining = head.content_length.unwrap_or(0);
+        let here = (self.ahead.len() - self.taken) as u64;
+        if !head.in_ring && head.content_length.is_some_and(|length| length < here) {
+            return Err(self.protocol("it sent more than its answer has"));
+        }
         self.filling = head.filling;
         self.copying |= head.filling;
         self.reusable = head.keep_alive && head.content_length.is_some();
