@@ -177,10 +177,11 @@ impl Connection {
         use std::fmt::Write as _;
         if !self.is_reusable() {
             // The last answer announced that it ends the connection, or was not read to its end.
-            *self = match self.at {
+            let opened = match self.at {
                 Some(pair) => Self::open_at(&self.url, pair, &self.limits)?,
                 None => Self::open(&self.url, &self.limits)?,
             };
+            *self = Self { hurry: self.hurry, copying: self.copying, ..opened };
         }
         let path = if path.starts_with('/') { path.to_owned() } else { format!("{}{path}", self.url.prefix()) };
         let range = range.map(|(start, end)| format!("bytes={start}-{}", end - 1));
@@ -399,4 +400,34 @@ fn printable(said: &str) -> String {
         c.is_control() || moves || matches!(c, '\u{ad}' | '\u{feff}')
     };
     said.chars().take(MAX_SAID).map(|c| if hidden(c) { ' ' } else { c }).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::TcpListener;
+    use std::time::Instant;
+
+    use super::*;
+    use crate::cancel::Cancel;
+
+    #[test]
+    fn a_connection_that_is_made_anew_is_as_patient_as_before() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let url = Arc::new(SourceUrl::parse(&format!("http://{}/", listener.local_addr().unwrap())).unwrap());
+        let source = std::thread::spawn(move || {
+            // It ends the connection with its first answer, and says nothing on the next one.
+            let (mut first, _) = listener.accept().unwrap();
+            first.write_all(b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: 0\r\n\r\n").unwrap();
+            listener.accept().unwrap()
+        });
+        let (started, stall) = (Instant::now(), Duration::from_secs(5));
+        let limits = Limits { started, deadline: started + 2 * stall, stall, cancel: Cancel::new() };
+        let mut connection = Connection::open(&url, &limits).unwrap();
+        (connection.hurry, connection.copying) = (Some(Duration::from_millis(200)), true);
+        connection.get("a", None, None, None).unwrap();
+        let error = connection.get("b", None, None, None).unwrap_err();
+        assert!(error.to_string().contains("for 0.200 s"), "{error}");
+        assert_eq!(error.waited_for().map(|what| what.contains("copying")), Some(true));
+        source.join().unwrap();
+    }
 }
