@@ -141,6 +141,10 @@ impl Transfer<'_> {
                 if let Some(brought) = &connection {
                     source.note_answered(brought);
                 }
+                if slow.is_some() || was_recalled {
+                    // It was shut down when all had come.
+                    connection = None;
+                }
                 continue;
             };
             if was_recalled {
@@ -272,6 +276,7 @@ impl Transfer<'_> {
 #[cfg(test)]
 mod tests {
     use std::sync::Arc;
+    use std::sync::atomic::AtomicBool;
     use std::time::Instant;
 
     use bytes::Bytes;
@@ -287,6 +292,16 @@ mod tests {
     /// Runs three lanes on a source that is well. Those that `watch` does not know panic when they get a range; for the
     /// last `threadless` there is no thread.
     fn run(known: usize, threadless: usize) -> Result<u64, Error> {
+        run_beside(known, threadless, |_, _| ()).map(|(bytes, _)| bytes)
+    }
+
+    /// As [`run`], while `beside` runs until it is told that the lanes have ended. Returns the bytes, and how many ranges
+    /// were fetched again.
+    fn run_beside(
+        known: usize,
+        threadless: usize,
+        beside: impl Fn(&StragglerMonitor, &AtomicBool) + Sync,
+    ) -> Result<(u64, u64), Error> {
         let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
         let server = Server::bind(&ServerConfig::default(), runtime.handle()).unwrap();
         let bytes = Bytes::from(vec![7; 12 * block_len()]);
@@ -333,8 +348,29 @@ mod tests {
         // A stack of more than all addresses there are.
         let impossible = || thread::Builder::new().stack_size(1 << 60);
         let builder = |index| if index < LANES - threadless { thread::Builder::new() } else { impossible() };
-        transfer.run_all(LANES, Vec::new(), builder);
-        queue.finish().map(|()| received.take_bytes())
+        let over = AtomicBool::new(false);
+        thread::scope(|scope| {
+            scope.spawn(|| beside(&transfer.watch, &over));
+            transfer.run_all(LANES, Vec::new(), builder);
+            over.store(true, Ordering::Relaxed);
+        });
+        queue.finish().map(|()| (received.take_bytes(), received.take_retries()))
+    }
+
+    #[test]
+    fn a_connection_that_is_shut_down_when_its_range_has_come_is_no_fault() {
+        for recalled in [true, false] {
+            let cuts = AtomicUsize::new(0);
+            let cut = |watch: &StragglerMonitor, over: &AtomicBool| {
+                while !over.load(Ordering::Relaxed) {
+                    cuts.fetch_add(usize::from(watch.cut_one_that_is_through(recalled)), Ordering::Relaxed);
+                }
+            };
+            // It may take a few rounds to come between the last byte of a range and its end.
+            let rounds = (0..100).take_while(|_| cuts.load(Ordering::Relaxed) < 10);
+            let retries: u64 = rounds.map(|_| run_beside(LANES, 0, cut).unwrap().1).sum();
+            assert_eq!((retries, cuts.into_inner() > 0), (0, true), "recalled: {recalled}");
+        }
     }
 
     #[test]

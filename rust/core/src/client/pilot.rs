@@ -136,7 +136,10 @@ impl Transfer<'_> {
                 };
                 wait = false;
                 self.fetch_range(index, from, &mut connection, (&mut range, &mut sink), || ())?;
-                self.watch.end(index);
+                if self.watch.end(index).is_some() {
+                    // It was shut down when all had come.
+                    connection = None;
+                }
             }
         }
     }

@@ -213,11 +213,13 @@ impl Transfer<'_> {
                     let from = (lane.source, source, limits);
                     let result = self.fetch_range(index, from, &mut connection, (&mut range, &mut sink), || ());
                     slow = self.watch.end(index).is_some();
+                    if slow || result.is_err() {
+                        connection = None;
+                    }
                     let Err(error) = result else {
                         failures = 0;
                         continue;
                     };
-                    connection = None;
                     if error.kind() != ErrorKind::Cancelled && !limits.cancel.is_cancelled() {
                         self.received.note_retry();
                         self.received.note_trouble(&SocketAddr::from((lane.pair.1, port)).to_string(), &error);

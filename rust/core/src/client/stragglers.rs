@@ -256,6 +256,21 @@ pub(super) fn format_rate(rate: u64) -> String {
 }
 
 #[cfg(test)]
+impl StragglerMonitor {
+    /// Shuts down the connection of a lane to a source whose range has come and has not ended yet: it is recalled, or
+    /// was slow. Returns whether there was one.
+    pub(super) fn cut_one_that_is_through(&self, recalled: bool) -> bool {
+        let mut ranges = self.lanes.iter().map(|lane| (lane, lane.range.lock().unwrap()));
+        ranges.any(|(lane, range)| {
+            let through = range.as_ref().filter(|range| lane.got.load(Ordering::Relaxed) >= range.len);
+            let Some(socket) = through.and_then(|range| range.socket.upgrade()) else { return false };
+            (if recalled { &lane.recalled } else { &lane.cut }).store(true, Ordering::Relaxed);
+            socket.shutdown(std::net::Shutdown::Both).is_ok()
+        })
+    }
+}
+
+#[cfg(test)]
 mod tests {
     use super::*;
 
