@@ -87,22 +87,19 @@ extern "C" fn after_in_child() {
     locked.descriptors().clear();
 }
 
-/// Opens `/dev/null` and installs the handlers, once in the life of the process.
-fn install() -> io::Result<()> {
+/// Opens `/dev/null` and installs the handlers, once in the life of the process. Threads that come meanwhile wait for
+/// the lock.
+fn install(_: &mut Locked) -> io::Result<()> {
     if NOTHING.get().is_some() {
         return Ok(());
     }
-    let nothing = File::options().read(true).write(true).open("/dev/null")?.into_raw_fd();
-    if NOTHING.set(nothing).is_ok() {
-        // SAFETY: the three functions are there for as long as the process is.
-        let failed = unsafe { libc::pthread_atfork(Some(before), Some(after_in_parent), Some(after_in_child)) };
-        if failed != 0 {
-            return Err(io::Error::from_raw_os_error(failed));
-        }
-    } else {
-        // SAFETY: another thread was first, and no other thread has this pointer.
-        unsafe { libc::close(nothing) };
+    let nothing = File::options().read(true).write(true).open("/dev/null")?;
+    // SAFETY: the three functions are there for as long as the process is.
+    let failed = unsafe { libc::pthread_atfork(Some(before), Some(after_in_parent), Some(after_in_child)) };
+    if failed != 0 {
+        return Err(io::Error::from_raw_os_error(failed));
     }
+    let _ = NOTHING.set(nothing.into_raw_fd());
     Ok(())
 }
 
@@ -131,8 +128,8 @@ impl<S: AsRawFd> CloseOnFork<S> {
 
     /// As [`CloseOnFork::make`], for a `make` that may have nothing to open yet, such as an accept.
     pub(crate) fn poll_make(make: impl FnOnce() -> Poll<io::Result<S>>) -> Poll<io::Result<Self>> {
-        install()?;
         let mut locked = Locked::new();
+        install(&mut locked)?;
         make().map_ok(|socket| {
             locked.descriptors().push(socket.as_raw_fd());
             Self(ManuallyDrop::new(socket))

@@ -7,7 +7,7 @@
 //!
 //! Invariants:
 //!
-//! * the handler acts on addresses of [`FilePages`] that exist, and leaves all others to the handler before it;
+//! * the handler acts on addresses of [`FilePages`] that exist, and calls the handler before it for all others;
 //! * it takes no lock and allocates nothing.
 
 use std::fs::{File, Metadata, OpenOptions};
