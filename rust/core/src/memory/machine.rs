@@ -145,7 +145,7 @@ fn address_space() -> Option<Limit> {
 /// Bytes of this process's address space that are in use.
 fn mapped(root: &Path) -> Option<u64> {
     let text = std::fs::read_to_string(root.join("proc/self/statm")).ok()?;
-    text.split(' ').next()?.parse::<u64>().ok()?.checked_mul(super::PAGE as u64)
+    text.split(' ').next()?.parse::<u64>().ok()?.checked_mul(rustix::param::page_size() as u64)
 }
 
 fn meminfo(root: &Path) -> String {

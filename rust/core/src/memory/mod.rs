@@ -50,5 +50,5 @@ pub(crate) use self::room::{check_room, make_room, zeroed, zeroed_for};
 pub(crate) use self::shared::{SharedMemory, SharedView};
 pub use self::shared_buffer::SharedBuffer;
 
-/// A page of memory, and of a file.
+/// A page of a file, and of memory with most kernels. What depends on pages asks for [`rustix::param::page_size`].
 pub(crate) const PAGE: usize = 4096;
