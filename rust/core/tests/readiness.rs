@@ -285,7 +285,10 @@ impl Alternate for Told {
 
 #[test]
 fn a_body_that_is_being_built_keeps_those_waiting_who_ask_for_it_and_nobody_else() {
-    let rig = Rig::new();
+    let rig = Rig::on(
+        tokio::runtime::Builder::new_multi_thread().worker_threads(2).max_blocking_threads(3).enable_all(),
+        &ServerConfig::default(),
+    );
     let (begins, begun) = mpsc::channel();
     let (tell, told) = mpsc::channel();
     let alternate: Box<dyn Alternate> = Box::new(Told(begins, Mutex::new(told)));
@@ -303,6 +306,8 @@ fn a_body_that_is_being_built_keeps_those_waiting_who_ask_for_it_and_nobody_else
     // More than the threads of the runtime, and they wait for the first body. A slow machine can hide that one waits for
     // too long, and cannot make it.
     std::thread::sleep(Duration::from_millis(100));
+    // Nor do they have the threads that compute digests and serve receivers of this machine.
+    assert_eq!(get(&rig, &rig.path("7/digests"), &[]).status, 200);
     tell.send(()).unwrap();
     assert_eq!(begun.recv_timeout(PATIENCE).unwrap(), "2");
     assert_eq!(get(&rig, "/healthz", &[]).status, 200);

@@ -6,7 +6,9 @@
 
 use std::any::Any;
 use std::collections::HashMap;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use tokio::sync::Notify;
 
 use super::Publication;
 use crate::memory::Memory;
@@ -59,7 +61,7 @@ pub(super) struct RenderedBodies {
     /// Never locked while a body is built: threads of the runtime look here.
     bodies: Mutex<Bodies>,
     /// Told when a turn is over.
-    over: Condvar,
+    over: Notify,
 }
 
 #[derive(Default)]
@@ -69,8 +71,8 @@ struct Bodies {
     is_building: bool,
 }
 
-/// The right to build a body, which one caller has at a time.
-struct Turn<'a>(&'a RenderedBodies);
+/// The right to build a body of a publication, which one caller has at a time.
+pub(crate) struct Turn(Arc<Publication>);
 
 impl RenderedBodies {
     fn bodies(&self) -> MutexGuard<'_, Bodies> {
@@ -81,23 +83,12 @@ impl RenderedBodies {
     pub(super) fn get(&self, name: &str) -> Option<Arc<Segments>> {
         self.bodies().built.get(name).map(|(segments, _)| Arc::clone(segments))
     }
-
-    /// Waits until the body called `name` may be built; `None` once another has built it.
-    fn turn(&self, name: &str) -> Option<Turn<'_>> {
-        let waits = |bodies: &mut Bodies| bodies.is_building && !bodies.built.contains_key(name);
-        let mut bodies = self.over.wait_while(self.bodies(), waits).unwrap_or_else(PoisonError::into_inner);
-        if bodies.built.contains_key(name) {
-            return None;
-        }
-        bodies.is_building = true;
-        Some(Turn(self))
-    }
 }
 
-impl Drop for Turn<'_> {
+impl Drop for Turn {
     fn drop(&mut self) {
-        self.0.bodies().is_building = false;
-        self.0.over.notify_all();
+        self.0.rendered.bodies().is_building = false;
+        self.0.rendered.over.notify_waiters();
     }
 }
 
@@ -116,17 +107,37 @@ impl Publication {
         self
     }
 
-    /// Where the alternate body called `name` is; built on the first call, so this may take long.
-    pub(crate) fn render(&self, name: &str) -> Result<Option<Found>, String> {
-        let Some(alternate) = &self.alternate else { return Ok(None) };
-        let Some(_turn) = self.rendered.turn(name) else { return Ok(Some(Found::Here)) };
+    /// Waits until the alternate body called `name` may be built; `None` once another has built it.
+    pub(crate) async fn turn(self: &Arc<Self>, name: &str) -> Option<Turn> {
+        loop {
+            let over = self.rendered.over.notified();
+            tokio::pin!(over);
+            over.as_mut().enable();
+            {
+                let mut bodies = self.rendered.bodies();
+                if bodies.built.contains_key(name) {
+                    return None;
+                }
+                if !std::mem::replace(&mut bodies.is_building, true) {
+                    return Some(Turn(Arc::clone(self)));
+                }
+            }
+            over.await;
+        }
+    }
+}
+
+impl Turn {
+    /// Builds the alternate body called `name`, which may take long; returns where it is.
+    pub(crate) fn render(self, name: &str) -> Result<Option<Found>, String> {
+        let Some(alternate) = &self.0.alternate else { return Ok(None) };
         let (parts, owner) = match alternate.render(name)? {
             Some(Rendered::Body { parts, owner }) => (parts, owner),
             Some(Rendered::Elsewhere(url)) => return Ok(Some(Found::Elsewhere(url))),
             None => return Ok(None),
         };
         let segments = Arc::new(Segments::new(parts));
-        self.rendered.bodies().built.insert(name.to_owned(), (segments, owner));
+        self.0.rendered.bodies().built.insert(name.to_owned(), (segments, owner));
         Ok(Some(Found::Here))
     }
 }

@@ -60,7 +60,11 @@ impl Rig {
     }
 
     pub(crate) fn configured(config: &ServerConfig) -> Self {
-        let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
+        Self::on(tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all(), config)
+    }
+
+    pub(crate) fn on(runtime: &mut tokio::runtime::Builder, config: &ServerConfig) -> Self {
+        let runtime = runtime.build().unwrap();
         let config = ServerConfig { frontend: Arc::new(TestFrontend), ..config.clone() };
         let server = Server::bind(&config, runtime.handle()).unwrap();
         Self { server, runtime }

@@ -240,13 +240,15 @@ async fn alternate<B>(
         return refused;
     }
     let missing = connection.shared.frontend.missing(&name);
-    let wanted = name.clone();
-    match tokio::task::spawn_blocking(move || publication.render(&wanted)).await {
-        Ok(Ok(Some(Found::Here))) => {}
-        Ok(Ok(Some(Found::Elsewhere(url)))) => return elsewhere(&url),
-        Ok(Ok(None)) => return text(StatusCode::NOT_FOUND, &missing),
-        Ok(Err(message)) => return text(StatusCode::INTERNAL_SERVER_ERROR, &message),
-        Err(_) => return text(StatusCode::INTERNAL_SERVER_ERROR, "the body could not be built"),
+    if let Some(turn) = publication.turn(&name).await {
+        let wanted = name.clone();
+        match tokio::task::spawn_blocking(move || turn.render(&wanted)).await {
+            Ok(Ok(Some(Found::Here))) => {}
+            Ok(Ok(Some(Found::Elsewhere(url)))) => return elsewhere(&url),
+            Ok(Ok(None)) => return text(StatusCode::NOT_FOUND, &missing),
+            Ok(Err(message)) => return text(StatusCode::INTERNAL_SERVER_ERROR, &message),
+            Err(_) => return text(StatusCode::INTERNAL_SERVER_ERROR, "the body could not be built"),
+        }
     }
     match waiting::lease(connection, store, Some(step), asked, false).await {
         Ok(lease) => match lease.rendered(&name).filter(|_| lease.publication().etag() == etag) {
