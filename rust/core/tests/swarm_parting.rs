@@ -9,7 +9,7 @@ use tensorferry_core::{
 };
 use tensorferry_wire::dtype::Dtype;
 
-use crate::common::{BLOCK, PATIENCE, Rig, STEP, eventually, lanes, noise};
+use crate::common::{BLOCK, PATIENCE, Rig, STEP, State, eventually, lanes, noise};
 
 /// Memory of a trainer, which is lent to a source and changed when that has given it back.
 struct Lent(Vec<AtomicU8>);
@@ -72,17 +72,28 @@ fn receives(
     secret: Option<&Secret>,
     then: impl FnOnce(Rig, &dyn Fn() -> usize),
 ) -> Vec<Result<(Vec<u8>, u64), Error>> {
+    receives_within(PATIENCE, source, rigs, secret, then)
+}
+
+/// The same within `timeout`. What `then` returns is kept until all have ended.
+fn receives_within<K>(
+    timeout: Duration,
+    source: Rig,
+    rigs: &[Rig],
+    secret: Option<&Secret>,
+    then: impl FnOnce(Rig, &dyn Fn() -> usize) -> K,
+) -> Vec<Result<(Vec<u8>, u64), Error>> {
     let progress: Vec<Arc<AtomicU64>> = rigs.iter().map(|_| Arc::default()).collect();
     let url = source.url();
     let receive = |(rig, progress): (_, &Arc<AtomicU64>)| {
         let (progress, secret) = (Arc::clone(progress), secret.cloned());
-        receive(&url, rig, FetchOptions { progress, secret, ..lanes(2) })
+        receive(&url, rig, FetchOptions { progress, secret, timeout, ..lanes(2) })
     };
     std::thread::scope(|scope| {
         let receive = &receive;
         let threads: Vec<_> = rigs.iter().zip(&progress).map(|of| scope.spawn(move || receive(of))).collect();
         eventually("all have begun", || progress.iter().all(|bytes| bytes.load(Ordering::Relaxed) > 2 * BLOCK as u64));
-        then(source, &|| threads.iter().filter(|thread| !thread.is_finished()).count());
+        let _kept = then(source, &|| threads.iter().filter(|thread| !thread.is_finished()).count());
         threads.into_iter().map(|thread| thread.join().unwrap()).collect()
     })
 }
@@ -137,6 +148,28 @@ fn a_source_that_withdraws_before_all_is_out_ends_every_receive() {
     });
     for result in results {
         result.map(drop).unwrap_err();
+    }
+}
+
+/// Members that have not all of it between them wait for nothing when the source is gone.
+#[test]
+fn what_no_member_has_is_not_waited_for_when_the_source_refuses_or_is_gone() {
+    for is_replaced in [true, false] {
+        let lent = Lent::new(64);
+        let rigs: Vec<_> = (0..3).map(|_| server(None, None)).collect();
+        let results = receives_within(Duration::from_secs(10), lent.source(8, None), &rigs, None, |source, _| {
+            source.server.store().withdraw(Duration::ZERO);
+            if is_replaced {
+                let state = State::of(&[BLOCK], 3);
+                source.server.store().publish(STEP + 1, state.publication(Stability::Private));
+                return Some(source);
+            }
+            None
+        });
+        for result in results {
+            let error = result.map(drop).unwrap_err();
+            assert!(!error.is_timeout(), "replaced: {is_replaced}: {error}");
+        }
     }
 }
 

@@ -177,7 +177,8 @@ impl Transfer<'_> {
             let can_go_on = |swarm: &Swarm<'_>| swarm.receiver().note_source_lost(swarm.now());
             if fatal && !over && self.swarm.is_some_and(can_go_on) {
                 self.received.note_trouble(source.url.authority(), &error);
-                failures = 0;
+                // It is asked once more when relays bring nothing.
+                failures = MAX_FAILURES - 1;
                 continue;
             }
             if over || !(error.is_transient() || elsewhere) {

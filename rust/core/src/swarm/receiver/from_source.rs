@@ -15,8 +15,8 @@ use crate::swarm::picker::Picker;
 /// there are relays. It is half as long each time after that.
 pub(crate) const STARVED: Duration = Duration::from_secs(5);
 /// The same where the source is to go, or is gone: without a new byte, and each time.
-const STARVED_FREE: Duration = Duration::from_secs(10);
-/// The same as [`STARVED`] where no relay is left.
+pub(super) const STARVED_FREE: Duration = Duration::from_secs(10);
+/// The same as [`STARVED`] where no relay is left, or where the source is gone and none has what is lacking.
 const STARVED_ALONE: Duration = Duration::from_millis(500);
 /// Lanes to the source that find nothing but what relays offer wait for so long, then they ask for that.
 const PATIENCE: Duration = Duration::from_millis(250);
@@ -62,6 +62,9 @@ impl Receiver {
             }
         }
         let Some(&(first, end)) = waiting.first() else { return FromSource::Wait(LOOK) };
+        if self.rule == Rule::Free {
+            self.patience_free = if self.is_unoffered(waiting) { STARVED_ALONE } else { STARVED_FREE };
+        }
         let is_starved = self.is_starved(now);
         if is_starved && self.starves != Some(self.fed) {
             (self.starves, self.starved) = (Some(self.fed), self.starved + 1);
@@ -102,6 +105,11 @@ impl Receiver {
             return FromSource::Wait(LOOK);
         }
         FromSource::Ask(need)
+    }
+
+    /// Whether no relay has any block of `waiting`.
+    fn is_unoffered(&self, waiting: &[(u64, u64)]) -> bool {
+        waiting.iter().flat_map(|&(first, end)| first..end).all(|block| self.picker.is_unoffered(block))
     }
 
     /// The blocks of `waiting` that nobody offers who is no farther than the source.
@@ -177,7 +185,7 @@ impl Receiver {
     pub(super) fn is_starved(&self, now: Duration) -> bool {
         let patience = match (self.relays, self.rule) {
             (0, _) => STARVED_ALONE,
-            (_, Rule::Free) => STARVED_FREE,
+            (_, Rule::Free) => self.patience_free,
             // Others that bring nothing again and again are waited for less and less.
             _ => STARVED / 2_u32.saturating_pow(self.starved),
         };

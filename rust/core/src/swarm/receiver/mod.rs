@@ -16,7 +16,7 @@ use std::time::Duration;
 use tensorferry_wire::request::MAX_RUNS;
 use tensorferry_wire::swarm::{Nearness, Place};
 
-use self::from_source::STARVED;
+use self::from_source::{STARVED, STARVED_FREE};
 use self::joining::{Pace, Phase, within};
 use self::standing::Independence;
 use super::BlockSet;
@@ -95,6 +95,8 @@ pub(crate) struct Receiver {
     bytes: u64,
     came: Duration,
     unoffered: Duration,
+    /// How long it waits for a byte where the source is to go, or is gone.
+    patience_free: Duration,
     /// When enough bytes had last come, how many there were then, and how many a second are enough: a member that lets them
     /// drip does not feed anybody.
     fed: Duration,
@@ -143,6 +145,7 @@ impl Receiver {
             bytes: 0,
             came: never,
             unoffered: never,
+            patience_free: STARVED_FREE,
             fed: never,
             fed_bytes: 0,
             least: 0,

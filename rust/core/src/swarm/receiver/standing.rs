@@ -138,6 +138,26 @@ mod tests {
     }
 
     #[test]
+    fn what_no_relay_has_is_not_waited_for_without_the_source() {
+        let (mut receiver, relay) = independent();
+        receiver.learn(relay, set(4..64));
+        assert!(receiver.note_source_lost(at(0)));
+        let both = [(0, 4), (8, 9)];
+        assert!(matches!(receiver.next_from_source(at(499), &both), FromSource::Wait(_)));
+        assert!(matches!(receiver.next_from_source(at(9999), &both), FromSource::Wait(_)), "a relay may bring some");
+        receiver.note_bytes(at(9999), 1);
+        assert!(matches!(receiver.next_from_source(at(10_498), &both[..1]), FromSource::Wait(_)));
+        assert_eq!(receiver.next_from_source(at(10_499), &both[..1]), FromSource::Take(0, (0, 1)));
+        assert!(!receiver.note_source_lost(at(10_499)));
+        receiver.learn(relay, set(0..64));
+        assert!(
+            matches!(receiver.next_from_source(at(10_500), &both), FromSource::Wait(_)),
+            "another member has it now"
+        );
+        assert!(receiver.note_source_lost(at(10_500)));
+    }
+
+    #[test]
     fn a_receiver_says_how_it_stands() {
         let (mut receiver, relay) = independent();
         let all = Standing { has_table: true, is_covered: true, leaves: false };
