@@ -243,6 +243,43 @@ def test_ctrl_c_ends_a_blocked_receive(wait_for: str, forked_child: Child) -> No
     assert "goes on" in forked_child.finish(within=30)
 
 
+@pytest.mark.parametrize("same_host", [False, True])
+def test_nobody_writes_into_memory_after_two_ctrl_c(same_host: bool, forked_child: Child) -> None:
+    process = forked_child.start(f"""
+        import ctypes, mmap
+        heard, nbytes = [], 64 << 20
+        def handle(*_):
+            heard.append(1)
+            if len(heard) == 1:
+                raise KeyboardInterrupt
+        signal.signal(signal.SIGINT, handle)
+        libc = ctypes.CDLL(None, use_errno=True)
+        libc.mmap.restype = ctypes.c_void_p
+        protection, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        address = libc.mmap(None, ctypes.c_size_t(nbytes), protection, flags, -1, ctypes.c_size_t(0))
+        live = torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), dtype=torch.uint8)
+        said = []
+        def progress(done, total):
+            if done > total // 8 and not said:
+                said.append(print("ready", flush=True))
+        source = HTTPTransport(LONG, max_bandwidth=16 << 20)
+        target = HTTPTransport(LONG, same_host={same_host}, state_dict=lambda: {{"w": live}}, progress=progress)
+        source.send_checkpoint([1], 1, {{"w": torch.ones(nbytes, dtype=torch.uint8)}}, LONG)
+        try:
+            target.recv_checkpoint(0, source.metadata(), 1, LONG)
+        except KeyboardInterrupt:
+            assert libc.munmap(ctypes.c_void_p(address), ctypes.c_size_t(nbytes)) == 0
+        time.sleep(2)
+        assert heard
+        print("goes on", flush=True)
+    """)
+    forked_child.wait_for("ready")
+    for _ in range(2):
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.06)
+    assert "goes on" in forked_child.finish(within=30)
+
+
 def test_ctrl_c_ends_the_drain_of_a_withdrawal(forked_child: Child) -> None:
     """The readers are then cut off, so that the state may be changed, as after every withdrawal."""
     forked_child.start("""
