@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from .._gc import gc_paused
 from ..errors import InvalidArgument, ProtocolError, TensorferryError
+from ..memory.tensors import DTYPE_NAMES
 from ..pickles.allowlist import Allowed
 from ..pickles.unpickler import unpickler_class
 
@@ -66,6 +67,7 @@ class EntryRef(NamedTuple):
         nbytes: the entry's length in bytes
         kind: one of ``ELEMENTS``, ``OBJECT``, ``PICKLED_TENSOR``, ``BUILT``
         header: during a save, the checksum of the file's header; otherwise ``None``
+        tensor: during a save, dtype and shape of the tensor that was written; otherwise, and for objects, ``None``
         layout: where the elements are in an entry that they do not fill in their order: the offset of the first byte,
             and the strides in elements
     """
@@ -76,6 +78,7 @@ class EntryRef(NamedTuple):
     nbytes: int
     kind: str
     header: int | None = None
+    tensor: tuple[str, Sequence[int]] | None = None
     layout: tuple[int, tuple[int, ...]] | None = None
 
 
@@ -83,9 +86,12 @@ class EntryRef(NamedTuple):
 def encode(metadata: Metadata, stored: dict[MetadataIndex, EntryRef]) -> bytes:
     """Encodes ``metadata``; ``stored`` maps each of its chunks and objects to the entry that holds it.
 
+    The dtype of a tensor is that of what was written, whatever the planner says: one that caches plans may say what a
+    tensor was in an earlier save.
+
     Raises:
-        InvalidArgument: the planner's metadata refers to something that no rank has written, or has a key that is not a
-            string
+        InvalidArgument: the planner's metadata and what the ranks have written contradict each other; a tensor was
+            written in several dtypes; or a key is not a string
         Exception: what pickling the planner's data raises
     """
     containers = sorted({ref.container for ref in stored.values()})
@@ -102,6 +108,9 @@ def encode(metadata: Metadata, stored: dict[MetadataIndex, EntryRef]) -> bytes:
             )
         return [number[ref.container], ref.entry, ref.dtype, ref.nbytes, ref.kind]
 
+    if forgotten := {fqn for fqn, _ in by_key} - metadata.state_dict_metadata.keys():
+        raise InvalidArgument(f"{min(map(str, forgotten))} was written, and the planner's metadata does not describe it")
+
     state: dict[str, list[Any]] = {}
     strides: dict[str, Any] = {}
     for fqn, value in metadata.state_dict_metadata.items():
@@ -112,7 +121,7 @@ def encode(metadata: Metadata, stored: dict[MetadataIndex, EntryRef]) -> bytes:
             continue
         chunks = [[*map(list, (c.offsets, c.sizes)), written(fqn, c.offsets)] for c in value.chunks]
         properties = value.properties
-        dtype = str(properties.dtype).removeprefix("torch.")
+        dtype = _dtype_of(fqn, value, [by_key[fqn, chunk.offsets] for chunk in value.chunks])
         state[fqn] = ["t", dtype, list(value.size), bool(properties.requires_grad), chunks]
         if _HAS_STRIDES and properties.strides != _contiguous(value.size):
             strides[fqn] = properties.strides
@@ -123,6 +132,40 @@ def encode(metadata: Metadata, stored: dict[MetadataIndex, EntryRef]) -> bytes:
     if save_id := getattr(metadata.storage_meta, "save_id", None):
         index["save"] = str(save_id)
     return json.dumps(index, separators=(",", ":")).encode()
+
+
+def _dtype_of(fqn: str, about: TensorStorageMetadata, refs: list[EntryRef]) -> str:
+    """Returns the dtype in which the tensor ``fqn`` was written, after comparing the rest with what ``about`` says.
+
+    Raises:
+        InvalidArgument: they contradict each other
+    """
+    planned = dtype_name(about.properties.dtype)
+    dtypes = sorted({ref.tensor[0] if ref.tensor else planned for ref in refs}) or [planned]
+    if len(dtypes) > 1:
+        raise InvalidArgument(f"{fqn}: its parts have different dtypes ({', '.join(dtypes)}): save it in one")
+    dtype = _DTYPES[dtypes[0]]
+    for ref, chunk in zip(refs, about.chunks, strict=True):
+        shape = chunk.sizes if ref.tensor is None else ref.tensor[1]
+        if list(shape) != list(chunk.sizes) or not holds(ref, dtype, shape):
+            what = "an object" if ref.kind == OBJECT else f"{dtype} {list(shape)} in {ref.nbytes} bytes"
+            raise InvalidArgument(
+                f"{fqn}: the planner's metadata says that the part at {list(chunk.offsets)} is a tensor of "
+                f"{list(chunk.sizes)}, and what was written is {what}"
+            )
+    return dtypes[0]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Returns the name of a dtype in an index."""
+    return str(dtype).removeprefix("torch.")
+
+
+def holds(ref: EntryRef, dtype: torch.dtype, shape: Sequence[int]) -> bool:
+    """Whether an entry can hold a tensor of this dtype and shape, by its kind, its dtype and its length."""
+    if ref.kind != ELEMENTS:
+        return ref.kind == PICKLED_TENSOR
+    return ref.dtype == DTYPE_NAMES.get(dtype, "U8") and math.prod(shape) * dtype.itemsize == ref.nbytes
 
 
 def _planner_data(data: Any) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import math
 from typing import Any, TypeAlias
 
 import torch
@@ -18,13 +17,13 @@ from ..memory.tensors import DTYPE_NAMES, address, dense, no_rows, reach, scratc
 from ..pickles.allowlist import REFUSED_LATER, Allowed, RefusalWarnings
 from ..pickles.torch_archives import globals_of
 from ..storage import reserved
-from .index import ELEMENTS, OBJECT, PICKLED_TENSOR, EntryRef
+from .index import ELEMENTS, OBJECT, PICKLED_TENSOR, EntryRef, dtype_name
 
 #: The ``__metadata__`` of the containers of a distributed checkpoint, besides that of every container.
 ABOUT = (("tensorferry.dcp", "1"),)
 #: What was warned of in this process. Many programs make a writer for each save.
 _warned: set[tuple[str, str]] = set()
-#: The dtype and the shape of an entry with a tensor's elements.
+#: The dtype and the shape of a tensor.
 Elements: TypeAlias = tuple[torch.dtype, tuple[int, ...]]
 
 
@@ -56,6 +55,8 @@ class PlanSnapshot:
         self.elements: list[Elements | None] = []
         self._indices: list[MetadataIndex] = []
         self._kinds: list[str] = []
+        #: Of each item that is a tensor.
+        self._tensors: list[Elements | None] = []
         #: The key and the pickle of each object, in the memory of its entry.
         self._pickles: list[tuple[str, bytearray]] = []
         self._taken: set[str] = set()
@@ -82,14 +83,17 @@ class PlanSnapshot:
             self.rows.place(row, piece.data_ptr())
         self.private = not self._borrowed
 
-    def _append_bytes(self, item: WriteItem, name: str, data: bytes, kind: str) -> None:
-        """Adds an entry of pickled bytes: an object, or a tensor that had to be pickled."""
+    def _append_bytes(
+        self, item: WriteItem, name: str, data: bytes, kind: str, tensor: torch.Tensor | None = None
+    ) -> None:
+        """Adds an entry of pickled bytes: an object, or a ``tensor`` that had to be pickled."""
         copy = bytearray(data)
         self._pickles.append((item.index.fqn, copy))
         memory = torch.frombuffer(copy, dtype=torch.uint8) if data else scratch(0)
         self.owner.append(memory)
         self.elements.append(None)
         self._kinds.append(kind)
+        self._tensors.append(None if tensor is None else (tensor.dtype, tuple(tensor.shape)))
         self.rows.append(memory, name, "U8", (len(data),), address(memory), len(data), 0)
 
     def _append_tensor(
@@ -104,15 +108,15 @@ class PlanSnapshot:
         """
         if tensor.device.type != "meta" and (why := without_memory(tensor)) is not None:
             raise ValueError(why)
+        if item.tensor_data is not None and tensor.shape != item.tensor_data.chunk.sizes:
+            planned = tuple(item.tensor_data.chunk.sizes)
+            raise ValueError(f"its shape was {planned} when the save was planned, and is {tuple(tensor.shape)} now")
         memory = dense(tensor)
         if memory is None:
             file = io.BytesIO()
             torch.save(tensor.detach(), file)
-            self._append_bytes(item, reserved.pickled_tensor(number), file.getvalue(), PICKLED_TENSOR)
+            self._append_bytes(item, reserved.pickled_tensor(number), file.getvalue(), PICKLED_TENSOR, tensor)
             return
-        if item.tensor_data is not None and memory.numel() != math.prod(item.tensor_data.chunk.sizes):
-            planned = tuple(item.tensor_data.chunk.sizes)
-            raise ValueError(f"its shape was {planned} when the save was planned, and is {tuple(tensor.shape)} now")
         dtype = DTYPE_NAMES.get(memory.dtype)
         shape = tuple(memory.shape) if dtype else (memory.nbytes,)
         owner: torch.Tensor | Piece = memory
@@ -125,6 +129,7 @@ class PlanSnapshot:
             self._borrowed = self._borrowed or memory.nbytes > 0
         self.owner.append(owner)
         self.elements.append((memory.dtype, tuple(memory.shape)))
+        self._tensors.append(self.elements[-1])
         self._kinds.append(ELEMENTS)
         self.rows.append(owner, self._name(item), dtype or "U8", shape, start, memory.nbytes, 0)
 
@@ -161,8 +166,9 @@ class PlanSnapshot:
             header: the checksum of the container's header, if it is a file
         """
         rows = self.rows
-        columns = zip(self._indices, self._kinds, rows.names, rows.dtypes, rows.sizes, strict=True)
+        tensors = [tensor and (dtype_name(tensor[0]), tensor[1]) for tensor in self._tensors]
+        columns = zip(self._indices, self._kinds, tensors, rows.names, rows.dtypes, rows.sizes, strict=True)
         return [
-            WriteResult(index, nbytes, EntryRef(container, name, dtype, nbytes, kind, header))
-            for index, kind, name, dtype, nbytes in columns
+            WriteResult(index, nbytes, EntryRef(container, name, dtype, nbytes, kind, header, tensor))
+            for index, kind, tensor, name, dtype, nbytes in columns
         ]

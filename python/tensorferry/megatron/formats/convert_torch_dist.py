@@ -219,4 +219,5 @@ def _ref(at: MetadataIndex, info: Any) -> index.EntryRef:
     if not all(type(number) is int and number >= 0 for number in (info.offset, info.length)):
         raise ValueError(f"the entry of {at.fqn} has no valid place")
     name = json.dumps([info.relative_path, info.offset])
-    return index.EntryRef(info.relative_path, name, "U8", info.length, index.OBJECT)
+    kind = index.OBJECT if at.offset is None else index.PICKLED_TENSOR
+    return index.EntryRef(info.relative_path, name, "U8", info.length, kind)

@@ -1,0 +1,227 @@
+"""Plans that do not describe what is saved: those of earlier saves, and of planners that change what they write."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from job import Job
+from torch.distributed.checkpoint.planner import SavePlanner
+
+import tensorferry
+from tensorferry.dcp import FileReader, FileWriter, PeerReader, PeerWriter
+
+pytestmark = [
+    pytest.mark.timeout(120),
+    pytest.mark.filterwarnings(
+        "ignore:torch.distributed is", "ignore:torch.quantize", "ignore::FutureWarning", "ignore:TypedStorage is"
+    ),
+]
+
+CACHES = ("save_plan", "final_save_plan", "all_plans", "global_plan", "metadata")
+
+
+def forget_plans():
+    for cache in CACHES:
+        getattr(SavePlanner, f"_cached_{cache}").clear()
+
+
+@pytest.fixture(autouse=True)
+def _no_plans():
+    forget_plans()
+    yield
+    forget_plans()
+
+
+def caching():
+    return dcp.DefaultSavePlanner(enable_plan_caching=True)
+
+
+class Halving(dcp.DefaultSavePlanner):
+    """Writes tensors in another dtype than they have."""
+
+    def transform_object(self, write_item, value):
+        value = super().transform_object(write_item, value)
+        return value.bfloat16() if isinstance(value, torch.Tensor) else value
+
+
+def numbers(dtype=torch.float32, count=8):
+    return torch.arange(count).to(dtype)
+
+
+def quantized():
+    return torch.quantize_per_tensor(numbers(), 1.0, 0, torch.quint8)
+
+
+def unflattened():
+    return dcp.DefaultSavePlanner(flatten_state_dict=False, enable_plan_caching=True)
+
+
+#: What is saved in turn into one folder.
+SAVES = {
+    "narrower": lambda: [{"a": numbers()}, {"a": numbers(torch.bfloat16)}],
+    "wider": lambda: [{"a": numbers()}, {"a": numbers(torch.float64)}],
+    "a dtype that containers lack": lambda: [{"a": numbers()}, {"a": numbers(torch.complex128)}],
+    "a dtype that containers have": lambda: [{"a": numbers(torch.complex128)}, {"a": numbers(torch.int8)}],
+    "sparse": lambda: [{"a": numbers()}, {"a": numbers(torch.float64).to_sparse()}],
+    "quantized": lambda: [{"a": numbers()}, {"a": quantized()}],
+    "there and back": lambda: [{"a": numbers(d)} for d in (torch.float32, torch.float16, torch.float32)],
+    "another length": lambda: [{"a": numbers()}, {"a": numbers(torch.bfloat16, 5)}],
+    "another shape": lambda: [{"a": numbers().view(2, 4)}, {"a": numbers().view(4, 2)}],
+    "a key more": lambda: [{"a": numbers()}, {"a": numbers(torch.bfloat16), "b": numbers()}],
+    "a key fewer": lambda: [{"a": numbers(), "b": numbers()}, {"a": numbers(torch.bfloat16)}],
+    "an object": lambda: [{"a": numbers()}, {"a": 5}],
+    "no object": lambda: [{"a": 5}, {"a": numbers()}],
+    "another object": lambda: [{"a": 5, "b": numbers()}, {"a": "text", "b": numbers(torch.float16)}],
+    "not flattened": lambda: [{"a": numbers(d), "o": {"x": numbers(d)}} for d in (torch.float32, torch.float16)],
+}
+PLANNERS = {"not flattened": unflattened}
+
+
+@pytest.mark.parametrize("name", SAVES)
+def test_the_index_describes_what_was_written(name, tmp_path):
+    planner = PLANNERS.get(name, caching)
+    writer = PeerWriter(interface="127.0.0.1")
+    try:
+        for state in SAVES[name]():
+            dcp.save(state, storage_writer=FileWriter(tmp_path), planner=planner(), no_dist=True)
+        check(FileReader(tmp_path), state)
+        forget_plans()
+        for state in SAVES[name]():
+            dcp.save(state, storage_writer=writer, planner=planner(), no_dist=True)
+        check(PeerReader(writer.metadata()), state)
+    finally:
+        writer.shutdown()
+
+
+def test_the_index_of_asynchronous_saves_describes_what_was_written(tmp_path):
+    for state in SAVES["narrower"]():
+        dcp.async_save(state, storage_writer=FileWriter(tmp_path), planner=caching(), no_dist=True).result()
+    check(FileReader(tmp_path), state)
+
+
+def check(reader, expected):
+    about = reader.read_metadata().state_dict_metadata
+    assert about.keys() == expected.keys()
+    found = {key: target(value) for key, value in expected.items()}
+    dcp.load(found, storage_reader=reader, no_dist=True)
+    for key, value in expected.items():
+        if isinstance(value, torch.Tensor):
+            assert about[key].properties.dtype == value.dtype
+            assert torch.equal(dense(found[key]), dense(value))
+        else:
+            assert str(found[key]) == str(value)
+
+
+def dense(value):
+    return value.dequantize() if value.is_quantized else value.to_dense()
+
+
+def target(value):
+    if not isinstance(value, torch.Tensor):
+        return None
+    if value.is_quantized:
+        return torch.quantize_per_tensor(torch.zeros(value.shape), 1.0, 0, value.dtype)
+    zeros = torch.zeros(value.shape, dtype=value.dtype)
+    return zeros.to_sparse() if value.is_sparse else zeros
+
+
+def test_what_a_planner_makes_of_a_tensor_is_what_the_index_says(tmp_path):
+    dcp.save({"a": numbers()}, storage_writer=FileWriter(tmp_path), planner=Halving(), no_dist=True)
+    about = FileReader(tmp_path).read_metadata().state_dict_metadata["a"]
+    assert about.properties.dtype == torch.bfloat16
+    found = {"a": torch.zeros(8)}
+    dcp.load(found, storage_reader=FileReader(tmp_path), no_dist=True)
+    assert torch.equal(found["a"], numbers())
+
+
+class Wrong(dcp.DefaultSavePlanner):
+    """Describes something else than it writes."""
+
+    def __init__(self, how):
+        super().__init__()
+        self._how = how
+
+    def create_global_plan(self, plans):
+        plans, metadata = super().create_global_plan(plans)
+        known = metadata.state_dict_metadata
+        if self._how == "other sizes":
+            known["a"].chunks[0] = dataclasses.replace(known["a"].chunks[0], sizes=torch.Size([4, 2]))
+        elif self._how == "a tensor for an object":
+            known["o"] = known["a"]
+        elif self._how == "a key that is not there":
+            known["b"] = known["a"]
+        else:
+            del known["a"]
+        return plans, metadata
+
+    def transform_object(self, write_item, value):
+        value = super().transform_object(write_item, value)
+        return value.view(4, 2) if self._how == "turned" and isinstance(value, torch.Tensor) else value
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ("other sizes", r"a: the planner's metadata says that the part at \[0, 0\] is a tensor of \[4, 2\], and what "),
+        ("a tensor for an object", r"no rank has written"),
+        ("a key that is not there", r"no rank has written"),
+        ("a key that is not described", r"a was written, and the planner's metadata does not describe it"),
+        ("turned", r"its shape was \(2, 4\) when the save was planned, and is \(4, 2\) now"),
+    ],
+)
+def test_what_contradicts_what_was_written_is_not_committed(how, says, tmp_path):
+    state = {"a": numbers().view(2, 4), "o": 1}
+    dcp.save({"a": numbers()}, storage_writer=FileWriter(tmp_path), no_dist=True)
+    with pytest.raises(dcp.CheckpointException) as caught:
+        dcp.save(state, storage_writer=FileWriter(tmp_path), planner=Wrong(how), no_dist=True)
+    error = caught.value.failures[0][0]
+    assert isinstance(error, tensorferry.InvalidArgument | tensorferry.UnsupportedLeaf)
+    assert re.search(says, str(error))
+    found = {"a": torch.zeros(8)}
+    dcp.load(found, storage_reader=FileReader(tmp_path), no_dist=True)
+    assert torch.equal(found["a"], numbers())
+
+
+def _save_sharded(kept, folder, dtypes):
+    """Saves a DTensor in each of ``dtypes`` in turn, and then with a dtype for each rank."""
+    import states
+
+    del kept
+    warnings.simplefilter("ignore")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    mesh, rows = states.layouts(world)["rows"]
+    for dtype in dtypes:
+        dtype = dtype[rank] if isinstance(dtype, list) else dtype
+        whole = torch.arange(24).view(6, 4).to(dtype)
+        state = {"w": states.distribute_tensor(whole, mesh, rows, src_data_rank=None)}
+        try:
+            dcp.save(state, storage_writer=FileWriter(folder), planner=caching())
+        except dcp.CheckpointException as e:
+            return str(next(iter(e.failures.values()))[0])
+    return None
+
+
+def _load_sharded(kept, folder, dtype):
+    import states
+
+    del kept
+    mesh, rows = states.layouts(dist.get_world_size())["rows"]
+    state = {"w": states.distribute_tensor(torch.zeros(6, 4, dtype=dtype), mesh, rows, src_data_rank=None)}
+    dcp.load(state, storage_reader=FileReader(folder))
+    return torch.equal(state["w"].full_tensor(), torch.arange(24).view(6, 4).to(dtype))
+
+
+def test_parts_of_ranks_have_the_dtype_of_this_save(tmp_path):
+    with Job(2) as job:
+        assert job.run(_save_sharded, tmp_path, [torch.float32, torch.float64]) == [None, None]
+        assert FileReader(tmp_path).read_metadata().state_dict_metadata["w"].properties.dtype == torch.float64
+        assert job.run(_load_sharded, tmp_path, torch.float64) == [True, True]
+        said = job.run(_save_sharded, tmp_path, [[torch.float64, torch.float32]])
+        assert any("its parts have different dtypes (float32, float64)" in str(one) for one in said)
+        assert job.run(_load_sharded, tmp_path, torch.float64) == [True, True]
