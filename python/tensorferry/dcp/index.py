@@ -109,7 +109,9 @@ def encode(metadata: Metadata, stored: dict[MetadataIndex, EntryRef]) -> bytes:
         return [number[ref.container], ref.entry, ref.dtype, ref.nbytes, ref.kind]
 
     if forgotten := {fqn for fqn, _ in by_key} - metadata.state_dict_metadata.keys():
-        raise InvalidArgument(f"{min(map(str, forgotten))} was written, and the planner's metadata does not describe it")
+        raise InvalidArgument(
+            f"{min(map(str, forgotten))} was written, and the planner's metadata does not describe it"
+        )
 
     state: dict[str, list[Any]] = {}
     strides: dict[str, Any] = {}

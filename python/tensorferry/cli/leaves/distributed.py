@@ -19,7 +19,7 @@ from ...storage.names import new_id
 from ...storage.peers import container_name
 from ...storage.places import AnyPlace
 from ...storage.whole_files import is_file
-from .leaf import Listing
+from .leaf import TORCH_NAMES, Listing, nbytes
 
 #: As ``dcp/save_plan.py`` has it.
 _ABOUT = (("tensorferry.dcp", "1"),)
@@ -61,6 +61,37 @@ def checked_files(folder: AnyPlace, names: list[Any], commit: commits.Commit) ->
         if commit.files[name] not in (None, _file_header(folder / name)):
             raise CorruptCheckpoint(f"{folder / name}: it is not the file that the index names, but another one")
     return names
+
+
+def check_entries(folder: AnyPlace, fields: dict[str, Any], names: list[str]) -> None:
+    """Checks that the files have the entries that an index says, and these the tensors that it says.
+
+    Args:
+        folder: the folder
+        fields: the index
+        names: its files, as they are called in the folder
+
+    Raises:
+        ProtocolError: index and files contradict each other
+        TensorferryError: a file cannot be read
+    """
+    headers = []
+    for name in names:
+        stored = Stored.open(folder / name, checksums=False)
+        headers.append(dict(zip(stored.names, zip(stored.dtypes, stored.sizes, strict=True), strict=True)))
+    for fqn, about in fields["state"].items():
+        try:
+            chunks = [(None, about[1])] if about[0] == "b" else [(chunk[1], chunk[2]) for chunk in about[4]]
+            for sizes, (number, entry, dtype, size, kind) in chunks:
+                holds = kind != "t" or (
+                    (dtype == "U8" or TORCH_NAMES[dtype] == about[1]) and nbytes(about[1], tuple(sizes)) == size
+                )
+                if not holds or headers[number].get(entry) != (dtype, size):
+                    raise ProtocolError(
+                        f"{folder}: the entry {entry!r} of {names[number]} is not what the index says of {fqn}"
+                    )
+        except (KeyError, IndexError, TypeError, ValueError) as e:
+            raise ProtocolError(f"{folder}: what its index says of {fqn} is not valid") from e
 
 
 def with_digests(listing: Listing, folder: AnyPlace, fields: dict[str, Any], commit: commits.Commit) -> Listing:
@@ -121,7 +152,7 @@ def write_index(
             removed; or one of them is gone
         CorruptCheckpoint: a file of a rank is damaged
         SystemRefused: the index cannot be written
-        ProtocolError: the first rank has no index, or its index names other peers
+        ProtocolError: the first rank has no index, its index names other peers, or it contradicts the files
         Exception: what ``check`` raises
     """
     from ...dcp import marker
@@ -136,6 +167,7 @@ def write_index(
         fields["sources"] = [of_peers[source] for source in fields["sources"]]
     except (KeyError, TypeError):
         raise ProtocolError("the index names a source that the metadata does not") from None
+    check_entries(folder, fields, fields["sources"])
     headers: dict[str, int | None] = {name: _file_header(folder / name) for name in files}
     index = folder / INDEX
     commits.commit_index(

@@ -16,7 +16,7 @@ from ...storage import foreign, reserved
 from ...storage.places import AnyPlace
 
 #: torch's names of the dtypes of a container.
-_TORCH_NAMES = {name: torch_name for name, torch_name in _dtypes() if torch_name}
+TORCH_NAMES = {name: torch_name for name, torch_name in _dtypes() if torch_name}
 #: The deepest tree; the engine refuses what is deeper.
 _DEEPEST = 256
 #: Characters of all paths of a tree together. Keys far up in a hostile tree stand in the paths of all leaves below.
@@ -174,7 +174,7 @@ def _parsed_json(text: str | bytes) -> Any:
 
 def _plain(container: Entries, plain: list[int]) -> list[Leaf]:
     names, dtypes, shapes, sizes = container.names, container.dtypes, container.shapes, container.sizes
-    return [Leaf(names[i], "tensor", _TORCH_NAMES.get(dtypes[i], dtypes[i]), shapes[i], sizes[i]) for i in plain]
+    return [Leaf(names[i], "tensor", TORCH_NAMES.get(dtypes[i], dtypes[i]), shapes[i], sizes[i]) for i in plain]
 
 
 def _of_state(plain: list[Leaf], fields: dict[str, Any], tree: Any) -> Iterator[Leaf]:

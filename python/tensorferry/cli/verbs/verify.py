@@ -70,7 +70,7 @@ def _files(place: Any) -> list[tuple[AnyPlace, bool | None]]:
     Raises:
         IncompleteCheckpoint: one is missing
         CorruptCheckpoint: one has another header than the index says
-        TensorferryError: the index cannot be read, or is not valid
+        TensorferryError: the index cannot be read, is not valid, or contradicts the files
     """
     from ..._native import Stored
     from ...storage import commits
@@ -96,6 +96,7 @@ def _files(place: Any) -> list[tuple[AnyPlace, bool | None]]:
             text, commit = commits.read(path / INDEX)
             fields = distributed.decoded(text, path / INDEX)
             names = distributed.checked_files(path, fields["sources"], commit)
+            distributed.check_entries(path, fields, names)
             return [(path / name, False) for name in (INDEX, *names)]
         case _:
             return [(path, None)]
