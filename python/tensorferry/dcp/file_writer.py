@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from .. import _gc, _validate
-from ..errors import InvalidArgument, SystemRefused, TensorferryError
+from ..errors import InvalidArgument
 from ..memory.accelerator import ACCELERATOR
 from ..memory.staging import HostStager
 from ..pickles.allowlist import Allowed
@@ -29,7 +29,7 @@ from ..storage.folder import INDEX
 from ..storage.names import new_id
 from ..storage.places import AnyPlace, begun
 from ..storage.source import Progress
-from ..storage.whole_files import is_file, listed, make_synced_folder
+from ..storage.whole_files import create_folder, is_file, listed
 from . import index, marker
 from .failures import fail_without_numpy
 from .in_folder import TORCH_INDEX, InFolder, thread_count
@@ -236,21 +236,14 @@ class FileWriter(InFolder, StorageWriter):  # type: ignore[misc]  # mypy does no
             ``plan``, with a mark of this save.
 
         Raises:
-            SystemRefused: the folder cannot be created or listed
+            SystemRefused: the folder cannot be created, synchronised or listed
             TensorferryError: the store does not answer, or refuses
             InvalidArgument: the folder has a checkpoint and ``overwrite`` is ``False``, or it has one with an index for
                 all ranks while this save has no coordinator; or no save has begun in this thread
         """
         save = self._running.ongoing()
-        try:
-            save.is_new_folder = make_synced_folder(save.path)
-            names = _names_in(save.path)
-        except TensorferryError as e:
-            if isinstance(e.__cause__, OSError):
-                raise _refused(save.path, e.__cause__) from e
-            raise
-        except OSError as e:
-            raise _refused(save.path, e) from e
+        save.is_new_folder = create_folder(save.path)
+        names = _names_in(save.path)
         if not save.coordinated and names & {INDEX, TORCH_INDEX}:
             raise InvalidArgument(
                 f"{save.path} holds a checkpoint with an index of all ranks, which would be loaded instead of this "
@@ -376,10 +369,6 @@ def _names_in(folder: AnyPlace) -> set[str]:
     names = {name for name in listed(folder, "index", "__") if name != TORCH_INDEX}
     of_torch = folder / TORCH_INDEX
     return names | {TORCH_INDEX} if is_file(of_torch) and not marker.is_marker(of_torch) else names
-
-
-def _refused(folder: AnyPlace, error: OSError) -> SystemRefused:
-    return SystemRefused(error.errno, f"the folder {folder} cannot be created or listed: {error.strerror}")
 
 
 def _id_of(place: AnyPlace) -> Any:

@@ -15,7 +15,7 @@ import stat
 from ..errors import IncompleteCheckpoint, message_of, name_of, named
 from ..storage.objects.place import ObjectPlace
 from ..storage.places import AnyPlace
-from ..storage.whole_files import sync_folder, write_whole
+from ..storage.whole_files import open_at_once, sync_folder, write_whole
 
 #: The name of torch's index of all ranks.
 NAME = ".metadata"
@@ -40,8 +40,7 @@ def is_marker(path: AnyPlace) -> bool:
         except IncompleteCheckpoint:
             return False
     try:
-        # A pipe of that name, say, must not make a load wait.
-        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+        with open_at_once(path) as file:
             return stat.S_ISREG(os.fstat(file.fileno()).st_mode) and file.read(len(_BEGINS)) == _BEGINS
     except OSError:
         return False

@@ -32,7 +32,6 @@ from .whole_files import (
     FEW,
     create_folder,
     listed,
-    make_synced_folder,
     read_whole,
     remove_empty,
     version_of,
@@ -359,7 +358,7 @@ def abandon(folder: AnyPlace, save: SaveId, reason: str) -> None:
                 return
             is_uncommitted = True
         if save.world_size > 1:
-            make_synced_folder(folder)  # this rank may be the first to come here
+            create_folder(folder)  # this rank may be the first to come here
             # A reason may name a path that is no valid text.
             text = reason[:_LONGEST_REASON].encode(errors="backslashreplace")
             write_whole(folder / f"{file.name}.failed", text, partial, synced=False)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import stat
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from .._native import _check_machine_has
 from ..errors import ProtocolError, SystemRefused, TensorferryError
@@ -50,6 +52,15 @@ def system_code(error: BaseException) -> int | None:
     return None if found is None else int(found[1])
 
 
+def open_at_once(path: str | os.PathLike[str], buffering: int = -1) -> Any:
+    """Opens a file to be read, as ``open`` does, without waiting for the other end of a pipe in its place.
+
+    Raises:
+        OSError: it cannot be opened, or is a folder
+    """
+    return open(path, "rb", buffering, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
+
+
 def read_whole(path: AnyPlace, most: int | None) -> bytes:
     """Returns the content of a file that has at most ``most`` bytes; with ``None``, as many as there is memory for.
 
@@ -65,8 +76,7 @@ def read_whole(path: AnyPlace, most: int | None) -> bytes:
         opened = path.opened()
         _check_machine_has(opened.nbytes, str(path))
         return opened.whole(opened.nbytes if most is None else most)
-    # Without waiting for the other end of what only looks like a file.
-    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+    with open_at_once(path) as file:
         about = os.fstat(file.fileno())
         if not stat.S_ISREG(about.st_mode):
             raise ProtocolError(f"{path} is not a regular file")
@@ -197,20 +207,10 @@ def remove_empty(folder: AnyPlace) -> None:
             folder.rmdir()
 
 
-def create_folder(folder: AnyPlace) -> bool:
-    """As :func:`make_synced_folder`, with an error that names the folder.
-
-    Raises:
-        SystemRefused: it cannot be created
-    """
-    try:
-        return make_synced_folder(folder)
-    except OSError as e:
-        raise SystemRefused(e.errno, f"the folder {folder} cannot be created: {e.strerror}") from e
-
-
 def sync_folder(folder: AnyPlace) -> None:
-    """Syncs the entries of ``folder`` to the disk; in a store, what was written is safe already.
+    """Syncs the entries of ``folder`` to the disk, where the file system can sync folders at all.
+
+    In a store, what was written is safe already.
 
     Raises:
         OSError: the system refuses
@@ -220,11 +220,15 @@ def sync_folder(folder: AnyPlace) -> None:
     opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(opened)
+    except OSError as e:
+        # Some file systems of FUSE and of other machines have no such thing.
+        if e.errno != errno.EINVAL:
+            raise
     finally:
         os.close(opened)
 
 
-def make_synced_folder(folder: AnyPlace) -> bool:
+def create_folder(folder: AnyPlace) -> bool:
     """Creates the folder and its missing parents, and syncs their directory entries to the disk.
 
     A store has no folders, and nothing is created there.
@@ -233,16 +237,21 @@ def make_synced_folder(folder: AnyPlace) -> bool:
         Whether the folder was not there before.
 
     Raises:
-        OSError: the system refuses
+        SystemRefused: it cannot be created or synchronised
     """
     if isinstance(folder, ObjectPlace):
         return False
     missing = []
-    for level in (folder, *folder.parents):
-        if level.is_dir():
-            break
-        missing.append(level)
-    folder.mkdir(parents=True, exist_ok=True)
-    for level in reversed(missing):
-        sync_folder(level.parent)
+    what = "created"
+    try:
+        for level in (folder, *folder.parents):
+            if level.is_dir():
+                break
+            missing.append(level)
+        folder.mkdir(parents=True, exist_ok=True)
+        what = "synchronised"
+        for level in reversed(missing):
+            sync_folder(level.parent)
+    except OSError as e:
+        raise SystemRefused(e.errno, f"the folder {folder} cannot be {what}: {e.strerror}") from e
     return bool(missing)

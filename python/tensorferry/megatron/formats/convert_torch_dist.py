@@ -26,7 +26,7 @@ from ...memory.tensors import byte_strides
 from ...pickles.allowlist import Allowed
 from ...pickles.torch_archives import unpickled
 from ...pickles.unpickler import pickle_module, unpickler_class
-from ...storage.whole_files import INDEX_BYTES
+from ...storage.whole_files import INDEX_BYTES, open_at_once
 from .. import common
 from ..release import CheckpointingException
 from ..shards import Box
@@ -147,7 +147,7 @@ class TorchDistSource(SourceWithIndex):
         """Opens the file of an entry, and checks that the entry is inside of it."""
         path, offset, length = self._entry(at)
         try:
-            file = io.FileIO(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), closefd=True)
+            file = open_at_once(path, buffering=0)
         except OSError as e:
             raise CheckpointingException(
                 f"{path} cannot be read: {e}. Restore the file, or convert another checkpoint"

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from ...storage.slices import contiguous_strides
+from ...storage.whole_files import open_at_once
 from ..release import COMMON_STATE_FNAME, CONFIG_FNAME, CheckpointingException
 from .zarr_chunks import ANNOUNCED, INFLATE, decompressed, read_box, write_box
 
@@ -294,8 +295,7 @@ def open_array(folder: Path, key: str) -> ZarrArray:
     """
     path = path_of(folder, key)
     try:
-        # Without waiting for the other end of what only looks like a file.
-        with open(os.open(path / ARRAY, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        with open_at_once(path / ARRAY) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise CheckpointingException(f"{path / ARRAY} is not a regular file")
             text = file.read(_MOST_METADATA + 1)
