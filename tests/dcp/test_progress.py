@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import logging
 import os
@@ -169,8 +170,16 @@ def test_what_a_load_is_given_is_not_warned_of(tmp_path, caplog):
         pass
     # Neither are the objects that a load allows, nor text that looks like a global.
     plain = {"t": torch.ones(3).to_sparse(), "d": torch.float32, "s": "cos\nsystem\n", "b": b"cos\nsystem\n."}
+    # torch pickles them by the names that Python 2 had.
+    plain |= {"builtins": ({1}, frozenset({2}), 3j, range(4), bytearray(b"5"), collections.defaultdict(list), list)}
     dcp.save(plain, storage_writer=FileWriter(tmp_path / "c"))
     assert warnings_of(caplog) == []
+    found = dict.fromkeys(plain) | {"t": torch.zeros(3).to_sparse()}
+    dcp.load(found, storage_reader=FileReader(tmp_path / "c"))
+    assert found["builtins"] == plain["builtins"]
+    dcp.save({"o": [print]}, storage_writer=FileWriter(tmp_path / "d"))
+    (told,) = warnings_of(caplog)
+    assert "names builtins.print for 'o" in told
 
 
 def test_a_plain_save_load_and_receive_log_nothing(tmp_path, caplog):

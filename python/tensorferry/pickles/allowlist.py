@@ -124,9 +124,7 @@ class Allowed:
         Raises:
             UnsafePickle: the global does not exist in this process
         """
-        # Pickles of old protocols, such as torchft's, have the names of Python 2.
-        module, name = _compat_pickle.NAME_MAPPING.get((module, name), (module, name))
-        module = _compat_pickle.IMPORT_MAPPING.get(module, module)
+        module, name = in_python_3(module, name)
         if (module, name) in self._extra:
             return self._extra[module, name]
         if table.has(module, name):
@@ -136,6 +134,12 @@ class Allowed:
                 text = f"{refusal(Unlisted(module, name, leaf))} (it does not exist in this process)"
                 raise UnsafePickle(text) from e
         return _torch_user_globals().get(f"{module}.{name}", Unlisted(module, name, leaf))
+
+
+def in_python_3(module: str, name: str) -> tuple[str, str]:
+    """Returns what a global is called now: pickles of old protocols, torch's for one, have the names of Python 2."""
+    module, name = _compat_pickle.NAME_MAPPING.get((module, name), (module, name))
+    return _compat_pickle.IMPORT_MAPPING.get(module, module), name
 
 
 def refuse_unlisted(values: Iterable[Any]) -> None:

@@ -15,7 +15,7 @@ import torch
 
 from .._native import _check_machine_has
 from ..errors import FetchTimeout, ProtocolError, SystemRefused, UnsafePickle
-from .allowlist import Allowed
+from .allowlist import Allowed, in_python_3
 from .sharing import check_sharing
 from .unpickler import pickle_module
 
@@ -173,7 +173,7 @@ def globals_of(data: bytes | bytearray) -> set[tuple[str, str]]:
                 module, _, qualified = str(argument).partition(" ")
                 # Readers take the class of a storage for the name of its dtype.
                 if not (module in ("torch", "torch.storage") and qualified.endswith("Storage")):
-                    found.add((module, qualified))
+                    found.add(in_python_3(module, qualified))
     return found
 
 
