@@ -156,6 +156,8 @@ def test_a_budget_counts_what_exists_and_forgets_what_is_gone() -> None:
     first, second = budget.make(MIB), budget.make(2 * MIB)
     assert budget.held == 3 * MIB
     assert budget.find(second.address) is second
+    with pytest.raises(KeyError):
+        budget.find(0)
     with pytest.raises(NoRoom, match="raise memory_limit="):
         budget.make(1)
     del first

@@ -28,7 +28,7 @@ class Budget:
 
     def __init__(self, limit: int | None) -> None:
         self._limit = limit
-        self._made: weakref.WeakSet[_LockedBuffer] = weakref.WeakSet()
+        self._made: weakref.WeakValueDictionary[int, _LockedBuffer] = weakref.WeakValueDictionary()
         self._lock = CallLock("a copy of a state")
 
     @property
@@ -39,7 +39,7 @@ class Budget:
     def _existing(self) -> list[_LockedBuffer]:
         # One thread may make memory for the next save while another hands over that of the one before.
         with self._lock.held():
-            return list(self._made)
+            return list(self._made.values())
 
     def make(self, nbytes: int) -> _LockedBuffer:
         """Returns ``nbytes`` bytes of new memory, whose pages are there already. One thread at a time calls it.
@@ -63,12 +63,17 @@ class Budget:
             )
         memory = _LockedBuffer(nbytes, threads=copying_threads())
         with self._lock.held():
-            self._made.add(memory)
+            self._made[memory.address] = memory
         return memory
 
     def find(self, address: int) -> SharedBuffer:
-        """Returns the memory that starts at ``address``, which somebody keeps alive."""
-        return next(memory for memory in self._existing() if memory.address == address)
+        """Returns the memory that starts at ``address``, which somebody keeps alive.
+
+        Raises:
+            KeyError: none of this budget starts there
+        """
+        with self._lock.held():
+            return self._made[address]
 
 
 class SharedHostMemory(HostMemory):

@@ -63,9 +63,11 @@ def _serve(orders: SimpleQueue[_Order | None]) -> None:
     """Makes the calls that were ordered, one after the other, in the thread; ends at ``None``."""
     while (order := orders.get()) is not None:
         answer, call = order
-        try:
-            answer.set_result(call())
-        except BaseException as e:
-            answer.set_exception(e)
+        # From here on it cannot be cancelled.
+        if answer.set_running_or_notify_cancel():
+            try:
+                answer.set_result(call())
+            except BaseException as e:
+                answer.set_exception(e)
         # What was called may hold the store, or the thread's owner.
         del order, answer, call
