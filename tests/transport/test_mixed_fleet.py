@@ -17,6 +17,7 @@ import torch
 from equality import OBJECTS, STORAGES, assert_same_state
 from leaf import STOCK_READS_EMPTY, WHOLE, Leaf
 from leaves import CARRIED, CATALOGUE, warnings_of
+from tensorferry.state.snapshot import StateSnapshot
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -160,6 +161,22 @@ class TestStockReceiver:
             metadata = source.metadata()
             for one in [pool.submit(target.recv_checkpoint, 0, metadata, 5, TIMEOUT) for target in targets]:
                 assert_same_state(one.result(30), training_state())
+
+    def test_a_state_is_rebuilt_once_for_all_chunks_and_receivers(
+        self,
+        open_transport: Callable[..., Any],
+        open_stock: Callable[..., Any],
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        rebuild, calls = StateSnapshot.rebuild, []
+        monkeypatch.setattr(StateSnapshot, "rebuild", lambda packed: calls.append(packed) or rebuild(packed))
+        source = open_transport(4, snapshot="copy")
+        for step in (5, 6):
+            source.send_checkpoint([1, 2], step, training_state(), TIMEOUT)
+            for _ in range(2):
+                assert_same_state(open_stock(4).recv_checkpoint(0, source.metadata(), step, TIMEOUT), training_state())
+            source.disallow_checkpoint()
+        assert len(calls) == 2
 
     def test_whole_state_from_a_source_set_to_chunks(
         self, open_transport: Callable[..., Any], open_stock: Callable[..., Any]

@@ -8,6 +8,7 @@ the same allow-list as for tensorferry's own format.
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import pickle
 import pickletools
@@ -81,14 +82,16 @@ def bodies(state: Callable[[], Any], num_chunks: int) -> Callable[[str], list[An
     other name it returns ``None``.
 
     Args:
-        state: returns the state with all tensors on the host
+        state: returns the state with all tensors on the host; what it returned once is kept
         num_chunks: the number of chunks over which the leaves are distributed
     """
+    whole = functools.cache(state)
+    leaves = functools.cache(lambda: tree_flatten(whole()))
 
     def render(name: str) -> list[Any] | None:
         if name == "full":
-            return body(state())
-        values, spec = tree_flatten(state())
+            return body(whole())
+        values, spec = leaves()
         if name == "metadata":
             return body(spec)
         chunks = [values[i::num_chunks] for i in range(num_chunks)]
