@@ -118,6 +118,39 @@ def test_each_reads_a_half_of_what_both_need_and_all_of_the_rest(readers, entrie
 
 
 @pytest.mark.waits
+def test_ranks_meet_whatever_else_one_of_them_has_read(readers):
+    """As when the targets of one of them take more reads."""
+    small = {"small": readers[0].slices["small"]}
+    for _ in range(2):
+        assert readers[0].divided.read(small)["relayed"] == 0
+    for report in both(readers):
+        assert report["relayed"] > 0
+    assert [reader.is_right() for reader in readers] == [True, True]
+
+
+@pytest.mark.waits
+def test_each_container_may_have_other_partners():
+    """Three ranks, of which each shares another container with each other one."""
+    names = ["one", "two", "three"]
+    rng = random.Random(3)
+    data = {(name, "a"): rng.randbytes(9 * MIB) for name in names}
+    ranks = [Reader({at: data[at] for at in data if at[0] != names[rank]}) for rank in range(3)]
+    try:
+        for rank, reader in enumerate(ranks):
+            pairs = {name: [r for r in range(3) if r != number] for number, name in enumerate(names) if number != rank}
+            reader.meets((), 0)
+            reader.divided._partners = {
+                name: Partners(tuple(ranks[r].url for r in pair), pair.index(rank)) for name, pair in pairs.items()
+            }
+        for report in both(ranks):
+            assert (report["relayed"], report["bytes"]) == (9 * MIB, 9 * MIB)
+        assert all(reader.is_right() for reader in ranks)
+    finally:
+        for reader in ranks:
+            reader.server.shutdown(0.0)
+
+
+@pytest.mark.waits
 def test_what_the_other_does_not_give_is_read(readers, monkeypatch, caplog):
     monkeypatch.setattr(divided, "_PATIENCE_S", 0.3)
     monkeypatch.setattr(divided, "_QUIET_S", 0.1)

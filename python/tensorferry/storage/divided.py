@@ -48,8 +48,8 @@ class Partners:
 class DividedSource:
     """A checkpoint in a store, of which each rank reads a part.
 
-    Whatever the others do not give in time is read from the store, and so is the rest of the load then. All ranks make
-    the same reads in the same order.
+    Whatever the others do not give in time is read from the store, and so is the rest of the load then. The reads that
+    are divided are the same on all ranks, in the same order; other ones do not count.
 
     Args:
         source: the checkpoint
@@ -96,11 +96,11 @@ class DividedSource:
             TensorferryError: as for :meth:`Source.read`
             Exception: what ``progress`` raises
         """
-        # Every rank counts every read.
-        self._step += 1
         alone, own, others = self._divided(slices)
         if not others:
             return {**self._source.read(slices, progress), "relayed": 0}
+        # How many other reads a rank makes depends on where its targets lie.
+        self._step += 1
         wanted = sum(map(nbytes_of, slices.values()))
         told = _Told(progress, wanted)
         given = self._server.bytes_served
