@@ -12,6 +12,7 @@ __all__ = [
     "Certificate",
     "Entries",
     "FilePages",
+    "FileWriting",
     "HostView",
     "HttpAnswer",
     "Parts",
@@ -54,7 +55,6 @@ __all__ = [
     "_restart",
     "_seal_file",
     "_unflatten",
-    "_write_file",
 ]
 
 _SliceTuple = tuple[str, str, int, int, int, int, list[tuple[int, int, int]]]
@@ -328,7 +328,9 @@ class Parts:
     def nbytes(self) -> int: ...
     @property
     def header(self) -> int: ...
-    def fill(self, address: int, nbytes: int) -> int: ...
+    @property
+    def starts(self) -> list[int]: ...
+    def fill(self, address: int, nbytes: int, places: Sequence[tuple[int, int]] = ...) -> int: ...
 
 class _Reader(Protocol):
     def get(self, at: int, nbytes: int, /) -> Buffer: ...
@@ -494,17 +496,28 @@ class Written:
     @property
     def header(self) -> int: ...
 
-def _write_file(
-    path: str | PathLike[str],
-    *,
-    partial: str | PathLike[str],
-    rows: Table,
-    control: list[tuple[str, bytes]],
-    metadata: list[tuple[str, str]],
-    threads: int | None = None,
-    cached: bool | None = None,
-    progress: Callable[[int, int], object] | None = None,
-) -> Written: ...
+@final
+class FileWriting:
+    def __new__(
+        cls,
+        path: str | PathLike[str],
+        *,
+        partial: str | PathLike[str],
+        rows: Table,
+        control: list[tuple[str, bytes]],
+        metadata: list[tuple[str, str]],
+        threads: int | None = None,
+        cached: bool | None = None,
+        progress: Callable[[int, int], object] | None = None,
+    ) -> FileWriting: ...
+    @property
+    def starts(self) -> list[int]: ...
+    @property
+    def end(self) -> int: ...
+    def write(self, stop: int, places: Sequence[tuple[int, int]] = ...) -> None: ...
+    def finish(self) -> Written: ...
+    def close(self) -> None: ...
+
 def _file_entries(path: _Place, names: list[str]) -> list[bytes | None]: ...
 def _file_header(path: _Place) -> int: ...
 def _file_damage(path: _Place) -> list[tuple[int, int]] | None: ...

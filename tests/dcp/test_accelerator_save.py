@@ -15,7 +15,8 @@ import torch.distributed.checkpoint as dcp
 from exchange import in_background, until
 from stand_in import StandIn, parts, stand_in
 from tensorferry import dcp as ours
-from tensorferry.memory import staging
+from tensorferry.memory import late, staging
+from tensorferry.storage import container
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -313,3 +314,50 @@ def test_page_locked_memory_is_kept_from_save_to_save(device: StandIn, writer: o
         writer.withdraw()
         until(lambda: len(writer._stager._pinned._kept) == 1, "the memory has come back")
     assert device.pinned_bytes == [12 * MIB]
+
+
+@pytest.mark.parametrize("odd", ["dense", "transposed", "sparse", "on two devices"])
+def test_files_are_written_through_one_buffer_that_is_kept(
+    odd: str, device: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However much lies on devices; a tensor that is longer than the buffer is written a part at a time."""
+    monkeypatch.setattr(late, "SLOT", MIB)
+    monkeypatch.setattr(container, "_STEP", MIB)
+    state = {**weights(), "long": torch.arange(5 * MIB // 4), "short": torch.arange(100.0), "none": torch.zeros(0, 3)}
+    if odd == "transposed":
+        state["w1"] = state["w1"].view(-1, 1024).t()
+    elif odd == "sparse":
+        state["w1"] = state["w1"].to_sparse()
+    for i, (name, value) in enumerate(state.items()):
+        if name != "host":
+            device.adopt(*parts(value), device=i % 2 if odd == "on two devices" else 0)
+    for seed in (1.0, 2.0, 3.0):
+        for name, value in weights(seed).items():
+            target = state[name]._values() if state[name].is_sparse else state[name]
+            target.copy_(value.view(target.shape))
+        save(state, ours.FileWriter(tmp_path))
+        found = {name: value.to_dense().clone().fill_(0) for name, value in state.items()}
+        if odd == "sparse":
+            found["w1"] = found["w1"].to_sparse()
+        dcp.load(found, storage_reader=ours.FileReader(tmp_path))
+        assert_equal({k: v.to_dense() for k, v in found.items()}, {k: v.to_dense() for k, v in state.items()})
+    assert len(device.pinned_bytes) == 1
+    assert device.pinned_bytes[0] <= MIB + 4096
+    # No copy is longer than the buffer.
+    assert max(nbytes for nbytes, _ in device.copies) <= MIB + 4096
+
+
+def test_a_copy_that_fails_leaves_no_file_and_what_was_saved(
+    device: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(late, "SLOT", MIB)
+    monkeypatch.setattr(container, "_STEP", MIB)
+    save(weights(), ours.FileWriter(tmp_path))
+    before = sorted(tmp_path.iterdir())
+    state = weights(50.0)
+    device.adopt(*(state[f"w{i}"] for i in range(4)))
+    device.fails = lambda number: number == 3
+    with pytest.raises(dcp.api.CheckpointException, match="the device is lost"):
+        save(state, ours.FileWriter(tmp_path))
+    assert sorted(tmp_path.iterdir()) == before
+    assert_equal(load(ours.FileReader(tmp_path)), weights())

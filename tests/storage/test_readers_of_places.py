@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tensorferry._native import Stored, Table, _write_file
+from tensorferry._native import Stored, Table
+from tensorferry.storage.container import Container
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -46,7 +47,7 @@ def reader(tmp_path: Path) -> Reader:
     table = Table()
     table.append(tensor, "w", "U8", tensor.shape, tensor.data_ptr(), tensor.nbytes, 0)
     file = tmp_path / "a"
-    _write_file(file, partial=tmp_path / "a.partial", rows=table, control=[], metadata=[])
+    Container(table, None, True).write(file, partial=tmp_path / "a.partial")
     return Reader(file.read_bytes())
 
 

@@ -309,16 +309,16 @@ class StandIn(Accelerator):
     @contextlib.contextmanager
     def simulation(self) -> Iterator[None]:
         """Runs torch operators on memory of the device on this thread's stream."""
-        save = torch.save
+        save = torch.serialization._save
 
-        def save_from_host(value: Any, *arguments: Any, **options: Any) -> None:
-            # torch.save reads memory without operators. On a device it copies storages on the current stream and waits.
+        def save_from_host(*arguments: Any) -> None:
+            # It reads memory without operators. On a device it copies storages on the current stream and waits.
             self.touch("torch.save")
-            save(value, *arguments, **options)
+            save(*arguments)
 
         # Only one thread at a time saves, in these tests.
         with pytest.MonkeyPatch.context() as patch, _Readings(self), _Operators(self):
-            patch.setattr(torch, "save", save_from_host)
+            patch.setattr(torch.serialization, "_save", save_from_host)
             yield
 
     def simulated(self, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -6,6 +6,7 @@ A folder holds a checkpoint exactly if it has a complete index; ``storage/commit
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import secrets
 from collections.abc import Iterable, Mapping
@@ -19,8 +20,9 @@ from torch.futures import Future
 
 from .. import _gc, _validate
 from ..errors import InvalidArgument
-from ..memory.accelerator import ACCELERATOR
-from ..memory.staging import HostStager
+from ..memory.accelerator import ACCELERATOR, Accelerator
+from ..memory.bounce import BounceBuffers
+from ..memory.late import LateRows
 from ..pickles.allowlist import Allowed
 from ..storage import commits, reserved
 from ..storage.commits import Commit
@@ -67,6 +69,13 @@ def _threads_of_torch(threads: int | None, theirs: dict[str, Any]) -> int | None
     return _validate.integer("thread_count", theirs["thread_count"], 1)
 
 
+@functools.lru_cache(maxsize=1)
+def _bounce_buffers(accelerator: Accelerator, process: int) -> BounceBuffers:
+    """Returns the buffers through which all saves of this process read accelerators."""
+    del process
+    return BounceBuffers(accelerator)
+
+
 @dataclasses.dataclass(frozen=True)
 class RankFile:
     """Where and how one rank writes its file of a save. It can be sent to another process.
@@ -102,12 +111,13 @@ class RankFile:
             Exception: what ``progress`` raises, or the device when a copy fails
         """
         with _gc.gc_paused():
-            snapshot = PlanSnapshot(plan, planner, HostStager(ACCELERATOR), copy=False)
+            snapshot = PlanSnapshot(plan, planner, ACCELERATOR)
         if allowed is not None:
             snapshot.warn_of_refusals(allowed)
         # A random entry in the header, so that the checksum of the header, which the index records, is unique.
         about = [*ABOUT, ("tensorferry.file", secrets.token_hex(16))]
-        written = Container(snapshot.rows, snapshot.owner, snapshot.private, about=about).write(
+        late = LateRows(_bounce_buffers(ACCELERATOR, os.getpid()), snapshot.late) if snapshot.late else None
+        written = Container(snapshot.rows, snapshot.owner, snapshot.private, about=about, late=late).write(
             self.path,
             partial=self.path.with_name(f"{self.path.name}.partial"),
             threads=self.threads,

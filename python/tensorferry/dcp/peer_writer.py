@@ -254,7 +254,8 @@ class PeerWriter(StorageWriter):  # type: ignore[misc]  # mypy does not follow t
             raise InvalidArgument(_IN_BETWEEN)
         self._urls = urls
         with self._saving.held(), _gc.gc_paused():
-            self._snapshot = snapshot = PlanSnapshot(in_reading_order(plan), planner, self._stager, self._copy)
+            self._snapshot = snapshot = PlanSnapshot(in_reading_order(plan), planner, ACCELERATOR, self._copy)
+            snapshot.complete(self._stager)
         snapshot.warn_of_refusals(self._allowed)
         done: Future[list[WriteResult]] = Future()
         done.set_result(snapshot.results(container_name(self._step, self._url)))

@@ -11,11 +11,13 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 
 from .._gc import gc_paused
+from .._native import _copy_memory
 from ..errors import InvalidArgument, UnsupportedLeaf
-from ..memory.staging import HostStager, Piece
+from ..memory.accelerator import Accelerator
+from ..memory.staging import HostStager, Piece, copying_threads
 from ..memory.tensors import DTYPE_NAMES, address, dense, no_rows, reach, scratch, without_memory
 from ..pickles.allowlist import REFUSED_LATER, Allowed, RefusalWarnings
-from ..pickles.torch_archives import globals_of
+from ..pickles.torch_archives import SavedTensor, globals_of
 from ..storage import reserved
 from .index import ELEMENTS, OBJECT, PICKLED_TENSOR, EntryRef, dtype_name
 
@@ -33,23 +35,22 @@ class PlanSnapshot:
     Args:
         plan: this rank's part of the save
         planner: resolves the data of its items
-        stager: copies accelerator memory to the host
-        copy: copy host memory, too
+        accelerator: the accelerators, or a stand-in
+        copy: host memory is to be copied, too
 
     Attributes:
         rows: an entry for each item of the plan
         owner: keeps their memory alive
-        private: whether all memory is a copy to which nothing else writes
+        late: the bytes of those rows that are not in host memory as they are written
+        private: whether all memory is a copy to which nothing else writes, once :meth:`complete` was called
         elements: dtype and shape of each entry that holds a tensor's elements, ``None`` for the others
 
     Raises:
         UnsupportedLeaf: an item cannot be written; the message names it
         InvalidArgument: a graph is being captured on a device that holds an item
-        SystemRefused: there is no memory for a copy
-        Exception: whatever the device raises when a copy fails
     """
 
-    def __init__(self, plan: SavePlan, planner: SavePlanner, stager: HostStager, copy: bool) -> None:
+    def __init__(self, plan: SavePlan, planner: SavePlanner, accelerator: Accelerator, copy: bool = False) -> None:
         self.rows = no_rows()
         self.owner: list[Any] = []
         self.elements: list[Elements | None] = []
@@ -57,12 +58,12 @@ class PlanSnapshot:
         self._kinds: list[str] = []
         #: Of each item that is a tensor.
         self._tensors: list[Elements | None] = []
-        #: The key and the pickle of each object, in the memory of its entry.
-        self._pickles: list[tuple[str, bytearray]] = []
+        self.late: dict[int, Piece | SavedTensor] = {}
+        #: The key of each object, and the archive of ``torch.save``, or its beginning with the pickle.
+        self._pickles: list[tuple[str, bytes | bytearray]] = []
         self._taken: set[str] = set()
         self._borrowed = False
-        self._accelerator = stager.accelerator
-        pieces: list[tuple[int, Piece]] = []
+        self._accelerator = accelerator
         # The planner pickles objects and may convert tensors; this class makes some tensors dense and pickles others.
         with self._accelerator.reading(self._accelerator.in_use()) as also:
             for number, item in enumerate(plan.items):
@@ -70,38 +71,52 @@ class PlanSnapshot:
                     data = planner.resolve_data(item)
                     self._indices.append(item.index)
                     if item.type == WriteItemType.BYTE_IO:
-                        self._append_bytes(item, reserved.pickled_object(number), data.getvalue(), OBJECT)
+                        self._append_object(item, reserved.pickled_object(number), data)
                     else:
                         also(self._accelerator.holding([data]))
-                        self._append_tensor(item, data, number, copy, pieces)
+                        self._append_tensor(item, data, number, copy)
                 except InvalidArgument:
                     raise
                 except Exception as e:
                     raise UnsupportedLeaf(f"{item.index.fqn} cannot be saved ({type(e).__name__}: {e})") from e
-            stager.copy([piece for _, piece in pieces])
-        for row, piece in pieces:
-            self.rows.place(row, piece.data_ptr())
         self.private = not self._borrowed
 
-    def _append_bytes(
-        self, item: WriteItem, name: str, data: bytes, kind: str, tensor: torch.Tensor | None = None
-    ) -> None:
-        """Adds an entry of pickled bytes: an object, or a ``tensor`` that had to be pickled."""
-        copy = bytearray(data)
-        self._pickles.append((item.index.fqn, copy))
-        memory = torch.frombuffer(copy, dtype=torch.uint8) if data else scratch(0)
-        self.owner.append(memory)
-        self.elements.append(None)
+    def complete(self, stager: HostStager) -> None:
+        """Brings the late rows into host memory, each of them at once.
+
+        Raises:
+            InvalidArgument: a graph is being captured on a device that holds an item
+            SystemRefused: there is no memory for a copy
+            Exception: whatever the device raises when a copy fails
+        """
+        stager.copy([late for late in self.late.values() if isinstance(late, Piece)])
+        for row, late in self.late.items():
+            if isinstance(late, Piece):
+                self.rows.place(row, late.data_ptr())
+                continue
+            memory = scratch(late.nbytes)
+            _copy_memory(late.copies(0, late.nbytes, memory.data_ptr()), copying_threads())
+            self.owner[row] = memory
+            self.rows.place(row, memory.data_ptr())
+        self.late = {}
+
+    def _append(self, name: str, kind: str, owner: Any, shape: tuple[int, ...], start: int, dtype: str = "U8") -> None:
+        """Adds an entry, whose memory ``owner`` keeps."""
+        self.owner.append(owner)
         self._kinds.append(kind)
-        self._tensors.append(None if tensor is None else (tensor.dtype, tuple(tensor.shape)))
-        self.rows.append(memory, name, "U8", (len(data),), address(memory), len(data), 0)
+        self.rows.append(owner, name, dtype, shape, start, owner.nbytes, 0)
 
-    def _append_tensor(
-        self, item: WriteItem, tensor: torch.Tensor, number: int, copy: bool, pieces: list[tuple[int, Piece]]
-    ) -> None:
+    def _append_object(self, item: WriteItem, name: str, data: io.BytesIO) -> None:
+        """Adds an entry of a pickled object."""
+        copy = bytearray(data.getbuffer())
+        self._pickles.append((item.index.fqn, copy))
+        memory = torch.frombuffer(copy, dtype=torch.uint8) if copy else scratch(0)
+        self._tensors.append(None)
+        self.elements.append(None)
+        self._append(name, OBJECT, memory, (len(copy),), address(memory))
+
+    def _append_tensor(self, item: WriteItem, tensor: torch.Tensor, number: int, copy: bool) -> None:
         """Adds an entry of a tensor's elements, or of its pickle if these do not describe it.
-
-        Elements that are to be copied are added to ``pieces``.
 
         Raises:
             ValueError: the tensor has no memory, or another shape than when the save was planned
@@ -112,26 +127,24 @@ class PlanSnapshot:
             planned = tuple(item.tensor_data.chunk.sizes)
             raise ValueError(f"its shape was {planned} when the save was planned, and is {tuple(tensor.shape)} now")
         memory = dense(tensor)
+        self._tensors.append((tensor.dtype, tuple(tensor.shape)))
+        self.elements.append(None if memory is None else self._tensors[-1])
         if memory is None:
-            file = io.BytesIO()
-            torch.save(tensor.detach(), file)
-            self._append_bytes(item, reserved.pickled_tensor(number), file.getvalue(), PICKLED_TENSOR, tensor)
+            saved = SavedTensor(tensor.detach())
+            self._pickles.append((item.index.fqn, saved.head))
+            self.late[len(self.rows)] = saved
+            self._append(reserved.pickled_tensor(number), PICKLED_TENSOR, saved, (saved.nbytes,), 0)
             return
         dtype = DTYPE_NAMES.get(memory.dtype)
-        shape = tuple(memory.shape) if dtype else (memory.nbytes,)
         owner: torch.Tensor | Piece = memory
         start = address(memory)
         if memory.nbytes and (copy or self._accelerator.device_of(memory.untyped_storage()) is not None):
-            owner = Piece(*reach(memory))
-            pieces.append((len(self.rows), owner))
+            owner = self.late[len(self.rows)] = Piece(*reach(memory))
             start = 0
         elif memory.data_ptr() == tensor.data_ptr():
             self._borrowed = self._borrowed or memory.nbytes > 0
-        self.owner.append(owner)
-        self.elements.append((memory.dtype, tuple(memory.shape)))
-        self._tensors.append(self.elements[-1])
-        self._kinds.append(ELEMENTS)
-        self.rows.append(owner, self._name(item), dtype or "U8", shape, start, memory.nbytes, 0)
+        shape = tuple(memory.shape) if dtype else (memory.nbytes,)
+        self._append(self._name(item), ELEMENTS, owner, shape, start, dtype or "U8")
 
     def _name(self, item: WriteItem) -> str:
         """Returns a unique entry name: the item's key, and for a part of a tensor the slice in brackets."""

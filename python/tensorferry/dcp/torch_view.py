@@ -126,12 +126,12 @@ class TorchView:
 
     def _parts(self, of_file: list[int]) -> list[Any]:
         """Returns the parts of a file's body: bytes, and ``(address, nbytes)`` for the memory of each of its rows."""
-        memory, sizes = self._snapshot.rows.memory, self._snapshot.rows.sizes
+        rows, sizes = self._snapshot.rows, self._snapshot.rows.sizes
         parts: list[Any] = []
         for row in of_file:
             elements = self._snapshot.elements[row]
             before, behind = _around(*elements) if elements else (b"", b"")
-            parts += [before, (memory[row].data_ptr() if sizes[row] else 0, sizes[row]), behind]
+            parts += [before, (rows.address(row) if sizes[row] else 0, sizes[row]), behind]
         return parts
 
     @functools.cached_property

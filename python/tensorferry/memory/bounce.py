@@ -1,4 +1,4 @@
-"""Receives into accelerator memory through bounce buffers: page-locked host memory that is filled in waves."""
+"""Bounce buffers: page-locked host memory between accelerators and the network or files, filled in waves."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from .._native import StagedFetch
 from .accelerator import Accelerator, Event, Streams, drain_after_error
-from .host_pool import HostMemory, HostPool
+from .host_pool import Buffer, HostMemory, HostPool
 from .tensors import as_bytes
 
 #: The largest size of a slot: bytes that are received before they are copied on.
@@ -19,20 +19,31 @@ _LEAST = 1 << 20
 
 
 class BounceBuffers:
-    """Host memory through which received bytes pass to an accelerator, kept from receive to receive.
+    """Host memory through which bytes pass to an accelerator or off it, kept from one receive or save to the next.
 
-    It has two slots: while the bytes in one are copied to the accelerator, on a separate stream, the network fills the
-    other. However large a state is, at most two slots of it are in host memory. Streams and memory are created when
-    they are first needed.
+    A receive has two slots: while the bytes in one are copied to the accelerator, on a separate stream, the network
+    fills the other. However large a state is, at most two slots of it are in host memory. Streams and memory are
+    created when they are first needed.
 
     Args:
         accelerator: the accelerators, or a stand-in
+
+    Attributes:
+        streams: those on which the copies run
     """
 
     def __init__(self, accelerator: Accelerator) -> None:
         self.accelerator = accelerator
         self._pool = HostPool(HostMemory(accelerator))
-        self._streams = Streams(accelerator)
+        self.streams = Streams(accelerator)
+
+    def take(self, nbytes: int) -> Buffer:
+        """Returns a buffer of at least ``nbytes`` bytes, which comes back when its last reference is gone.
+
+        Raises:
+            SystemRefused: there is no memory for it
+        """
+        return self._pool.take(nbytes)
 
     def size(self, targets: Mapping[int, torch.Tensor]) -> int:
         """Returns the size of a slot in bytes for a receive into ``targets``."""
@@ -59,10 +70,10 @@ class BounceBuffers:
             device = accelerator.device_of(target.untyped_storage())
             assert device is not None
             devices[number] = device
-        streams = self._streams.synced(devices.values())
+        streams = self.streams.synced(devices.values())
         # A state that fits into one slot needs no second one.
         count = 1 if _nbytes(targets) <= size else 2
-        buffer = self._pool.take(count * size)
+        buffer = self.take(count * size)
         slots = [buffer.memory[number * size : (number + 1) * size] for number in range(count)]
         try:
             with accelerator.device_guard(streams):

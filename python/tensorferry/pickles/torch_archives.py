@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import io
+import pickle
 import pickletools
 import re
 import zipfile
@@ -25,6 +27,10 @@ StandIn = Callable[[str, int], "torch.Tensor | None"]
 #: Takes the offset of a record in its file and its length; returns a tensor over these bytes.
 Mapped = Callable[[int, int], "torch.Tensor"]
 
+#: The protocol of torch's pickles.
+_PROTOCOL = 2
+#: From so many bytes on, a record is longer than anything else in an archive but the pickle, and is not copied.
+_LARGE = 4096
 #: An instruction of a pickle that names a global.
 _GLOBAL = re.compile(rb"c[^\n]+\n[^\n]+\n")
 
@@ -150,6 +156,81 @@ def unpickled(data: bytes, fqn: str, allowed: Allowed) -> Any:
         f"{fqn} is an object that torch.save did not write: pass trust_pickle=True to the reader if you trust the job "
         "that saved it"
     )
+
+
+class SavedTensor:
+    """What ``torch.save`` writes of a tensor; its elements stay where they are, if they are on the host.
+
+    Args:
+        tensor: the tensor
+
+    Attributes:
+        nbytes: how many bytes ``torch.save`` writes
+        head: the first of them, with the pickle
+
+    Raises:
+        Exception: what pickling the tensor raises
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.nbytes = 0
+        self.head = b""
+        #: Where each part begins, its address and its length; what keeps their memory; and the storage that comes next.
+        self._parts: list[tuple[int, int, int]] = []
+        self._kept: list[Any] = []
+        self._next: torch.UntypedStorage | None = None
+        with torch.serialization._open_zipfile_writer(self) as file:
+            torch.serialization._save(tensor, _Records(file, self), pickle, _PROTOCOL, False)
+
+    def announce(self, storage: torch.UntypedStorage) -> None:
+        """Takes a large storage whose bytes come next, behind what introduces them."""
+        self._next = storage
+
+    def write(self, data: memoryview) -> int:
+        """Takes the next bytes of the archive, as its file."""
+        memory: Any = self._next
+        if memory is not None and len(data) == memory.nbytes():
+            self._next = None
+        else:
+            memory = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+            if self.nbytes == len(self.head):
+                self.head += data
+        self._kept.append(memory)
+        self._parts.append((self.nbytes, memory.data_ptr(), len(data)))
+        self.nbytes += len(data)
+        return len(data)
+
+    def flush(self) -> None:
+        """Does nothing: torch calls it at the end."""
+
+    def copies(self, begin: int, end: int, to: int) -> list[tuple[int, int, int]]:
+        """Returns what copies the bytes from ``begin`` to ``end`` to the address ``to``.
+
+        That is for each part of them, where it is, where it goes, and its length.
+        """
+        found = []
+        for start, address, nbytes in self._parts[max(bisect.bisect(self._parts, (begin,)) - 1, 0) :]:
+            if start >= end:
+                break
+            low, high = max(begin, start), min(end, start + nbytes)
+            if low < high:
+                found.append((address + low - start, to + low - begin, high - low))
+        return found
+
+
+class _Records:
+    """The archive into which torch writes records; announces the large storages among them."""
+
+    def __init__(self, file: Any, saved: SavedTensor) -> None:
+        self._file, self._saved = file, saved
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+    def write_record(self, name: str, data: Any, nbytes: int) -> None:
+        if isinstance(data, torch.UntypedStorage) and nbytes >= _LARGE:
+            self._saved.announce(data)
+        self._file.write_record(name, data, nbytes)
 
 
 def globals_of(data: bytes | bytearray) -> set[tuple[str, str]]:

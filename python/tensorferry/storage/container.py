@@ -7,13 +7,15 @@ from dataclasses import dataclass
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Protocol
 
-from .._native import FilePages, Readiness, Server, Shelf, Table, _write_file
+from .._native import FilePages, FileWriting, Readiness, Server, Shelf, Table
 
 if TYPE_CHECKING:
     from .places import AnyPlace
 
 #: Version of the format of containers and manifests.
 VERSION = 1
+#: Bytes of a file that are written at a time where rows come late.
+_STEP = 64 << 20
 #: Keys and values in the ``__metadata__`` of every container.
 _METADATA = (("format", "pt"), ("tensorferry.version", str(VERSION)))
 
@@ -34,6 +36,25 @@ class Stored(Protocol):
         """The checksum of the container's header."""
 
 
+class LateRows(Protocol):
+    """Rows that come into host memory while they are written."""
+
+    def places(self, starts: Sequence[int], begin: int, stop: int) -> list[tuple[int, int]]:
+        """Brings what they have of a part of a container; what they had of the part before is not needed any more.
+
+        Args:
+            starts: where each row begins in the container
+            begin: where the part begins
+            stop: where it ends
+
+        Returns:
+            For each row of the part the byte of the container at which it begins there, and its address.
+
+        Raises:
+            Exception: whatever has it fail
+        """
+
+
 @dataclass(frozen=True)
 class Container:
     """The entries of a container, and the memory behind them.
@@ -44,6 +65,7 @@ class Container:
         private: whether nothing else writes to that memory
         control: name and bytes of each control entry; they come before ``rows``
         about: further keys and values for ``__metadata__``
+        late: brings those rows that have no memory yet, for :meth:`write`
     """
 
     rows: Table
@@ -51,6 +73,7 @@ class Container:
     private: bool
     control: Sequence[tuple[str, bytes]] = ()
     about: Sequence[tuple[str, str]] = ()
+    late: LateRows | None = None
 
     @property
     def metadata(self) -> list[tuple[str, str]]:
@@ -124,14 +147,14 @@ class Container:
             InvalidArgument: the entries make no valid container
             SystemRefused: the system refuses, for example because the disk is full
             TensorferryError: the store does not answer in time, or refuses
-            Exception: what ``progress`` raises
+            Exception: what ``progress`` raises, or what :attr:`late` does
         """
         if not isinstance(path, PathLike):
             from .objects.upload import upload
 
             return upload(path, self, threads, progress)
         assert isinstance(partial, PathLike)
-        return _write_file(
+        writing = FileWriting(
             path,
             partial=partial,
             rows=self.rows,
@@ -141,3 +164,12 @@ class Container:
             cached=cached,
             progress=progress,
         )
+        try:
+            if self.late is not None:
+                starts = writing.starts
+                for at in range(0, writing.end, _STEP):
+                    writing.write(at + _STEP, self.late.places(starts, at, at + _STEP))
+            writing.write(writing.end)
+            return writing.finish()
+        finally:
+            writing.close()

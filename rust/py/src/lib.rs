@@ -55,7 +55,7 @@ mod _native {
     use crate::fetch::entries::PyEntries;
     #[pymodule_export]
     use crate::fetch::files::{
-        PyWritten, file_damage, file_entries, file_entry_digests, file_header, rename_new, seal_file, write_file,
+        PyFileWriting, PyWritten, file_damage, file_entries, file_entry_digests, file_header, rename_new, seal_file,
     };
     #[pymodule_export]
     use crate::fetch::parts::PyParts;

@@ -78,7 +78,7 @@ def upload(
     """
     parts = Parts(rows=container.rows, control=list(container.control), metadata=container.metadata)
     size = part_bytes(parts.nbytes)
-    source = _PartSource(parts, size, container.owner)
+    source = _PartSource(parts, size, container)
     at_a_time = threads or _AT_A_TIME
 
     def report() -> None:
@@ -88,6 +88,10 @@ def upload(
     try:
         _put(place, source, parts.nbytes, size, at_a_time, report)
         report()
+    except BaseException:
+        if source.failed is not None:
+            raise source.failed from None
+        raise
     finally:
         source.stop()
     return Uploaded(parts.nbytes, parts.header)
@@ -172,16 +176,18 @@ class _PartSource:
     Args:
         parts: reads them
         size: bytes of a part
-        owner: keeps the memory alive that they are read from
+        container: keeps the memory alive that they are read from, or brings it
     """
 
-    def __init__(self, parts: Parts, size: int, owner: Any) -> None:
-        self._owner = owner
+    def __init__(self, parts: Parts, size: int, container: Container) -> None:
+        self._owner = container.owner
+        self._late, self._starts = container.late, parts.starts if container.late is not None else []
         self._parts, self._size = parts, min(size, -(-parts.nbytes // 512) * 512)
         self._free: collections.deque[_Memory] = collections.deque()
         self._is_over = False
         self._reading = threading.Lock()
         self.read = 0
+        self.failed: BaseException | None = None
 
     def __iter__(self) -> _PartSource:
         return self
@@ -196,7 +202,13 @@ class _PartSource:
                 memory = self._free.pop()
             except IndexError:
                 memory = _Memory(self._size)
-            nbytes = self._parts.fill(memory.address, self._size)
+            try:
+                late, stop = self._late, self.read + self._size
+                places = [] if late is None else late.places(self._starts, self.read, stop)
+            except BaseException as e:
+                self.failed = e
+                raise
+            nbytes = self._parts.fill(memory.address, self._size, places)
             self.read += nbytes
             return HostView(_Lease(memory, self._free), memory.address, nbytes)
 

@@ -38,7 +38,7 @@ pub use self::seal::seal_file;
 pub use self::served::ServedFiles;
 pub use self::stored::Stored;
 pub use self::stored_waves::StoredWaves;
-pub use self::write::{Written, write_file};
+pub use self::write::{FileWriting, Written, write_file};
 use crate::error::{Error, ErrorKind};
 use crate::payload::{Plan, Queue};
 

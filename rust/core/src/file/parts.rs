@@ -78,6 +78,18 @@ impl Parts {
         self.header
     }
 
+    /// Where each item begins in the container.
+    #[must_use]
+    pub fn starts(&self) -> Vec<u64> {
+        self.layout.starts.iter().map(|start| self.layout.header.len() as u64 + start).collect()
+    }
+
+    /// From now on the byte of the container at `at`, which belongs to borrowed memory, is at `address`, and those
+    /// behind it follow. What lies before it has been handed out.
+    pub fn place(&mut self, at: u64, address: usize) {
+        self.layout.content.place(at, address);
+    }
+
     /// Fills `part` with the next bytes, as far as there are some, and says how many there were: 0 behind the last. Its
     /// length is a multiple of 512.
     ///

@@ -9,7 +9,7 @@ use std::fs::{self, File, OpenOptions};
 use std::io;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileExt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 
@@ -55,9 +55,7 @@ use crate::payload::{Item, Layout, Segments, checksum_blocks};
 /// ```
 ///
 /// # Errors
-/// [`crate::ErrorKind::Invalid`] when the items make no valid container; [`crate::ErrorKind::System`] when the system
-/// refuses, a full disk for one, before much is written, or when `partial` exists, which then stays as it is;
-/// [`crate::ErrorKind::Cancelled`]. Nothing is left behind then, and what was at `path` stays. Only where the folder
+/// As [`FileWriting`]'s methods. Nothing is left behind then, and what was at `path` stays. Only where the folder
 /// cannot be synchronised after the rename, the new file is at `path` already.
 pub fn write_file(
     path: &Path,
@@ -66,23 +64,137 @@ pub fn write_file(
     items: Vec<Item>,
     options: &FileOptions,
 ) -> Result<Written, Error> {
-    let (layout, len) = with_checksums(metadata, items)?;
-    let file = OpenOptions::new()
-        .write(true)
-        .create_new(true)
-        .open(partial)
-        .map_err(|e| refused(partial, "cannot be written", e))?;
-    // On file systems without locks, other writers judge by the age of the files they find.
-    let _ = file.try_lock_shared();
-    let header = digest::checksum(&layout.header);
-    let written = write_partial(file, partial, &layout, (len, header), options);
-    let written = written.and_then(|output| commit(partial, path).map(|()| output));
-    let output = written.inspect_err(|_| {
+    let mut writing = FileWriting::begin(path, partial, metadata, items, options)?;
+    writing.write(u64::MAX, options)?;
+    writing.finish()
+}
+
+/// A container that is written to a file part after part, as [`write_file`] writes it; its memory needs to be there only
+/// while it is written. Dropped before it is finished, it leaves nothing.
+pub struct FileWriting {
+    path: PathBuf,
+    partial: Partial,
+    layout: Layout,
+    output: Output,
+    /// Bytes of payload before the checksums.
+    len: u64,
+    /// Bytes of the container that are written.
+    at: u64,
+    header: u64,
+    blocks: Vec<u64>,
+}
+
+impl std::fmt::Debug for FileWriting {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("FileWriting").field("path", &self.path).field("at", &self.at).finish_non_exhaustive()
+    }
+}
+
+impl FileWriting {
+    /// Makes the file `partial`, and writes the header.
+    ///
+    /// # Errors
+    /// [`crate::ErrorKind::Invalid`] when the items make no valid container; [`crate::ErrorKind::System`] when the
+    /// system refuses, a full disk for one, or when `partial` exists, which then stays as it is.
+    pub fn begin(
+        path: &Path,
+        partial: &Path,
+        metadata: Vec<(String, String)>,
+        items: Vec<Item>,
+        options: &FileOptions,
+    ) -> Result<Self, Error> {
+        let (layout, len) = with_checksums(metadata, items)?;
+        let file = OpenOptions::new()
+            .write(true)
+            .create_new(true)
+            .open(partial)
+            .map_err(|e| refused(partial, "cannot be written", e))?;
+        // On file systems without locks, other writers judge by the age of the files they find.
+        let _ = file.try_lock_shared();
+        let total = layout.content.len();
+        let direct = if len < DIRECT_FROM { Some(false) } else { options.cached.map(|cached| !cached) };
+        let output = Output::new(file, total, direct);
+        let header = digest::checksum(&layout.header);
+        let (path, partial) = (path.to_owned(), Partial(partial.to_owned()));
+        let at = layout.header.len() as u64;
+        let writing = Self { path, partial, layout, output, len, at, header, blocks: Vec::new() };
+        let file = writing.output.cached();
+        let no_room = format!("there is no room for its {total} bytes");
+        reserve(file, total).map_err(|e| refused(&writing.partial.0, &no_room, e))?;
+        file.write_all_at(&writing.layout.header, 0).map_err(|e| writing.failed(e))?;
+        Ok(writing)
+    }
+
+    /// Where each item begins in the container.
+    #[must_use]
+    pub fn starts(&self) -> Vec<u64> {
+        self.layout.starts.iter().map(|start| self.layout.header.len() as u64 + start).collect()
+    }
+
+    /// Where the container's payload ends, without the checksums.
+    #[must_use]
+    pub fn end(&self) -> u64 {
+        self.layout.header.len() as u64 + self.len
+    }
+
+    /// From now on the byte of the container at `at`, which belongs to borrowed memory, is at `address`, and those
+    /// behind it follow. What lies before it is written.
+    pub fn place(&mut self, at: u64, address: usize) {
+        self.layout.content.place(at, address);
+    }
+
+    /// Writes the container up to `stop`, or to the end of the payload; what is less than a block comes with the next
+    /// call.
+    ///
+    /// # Errors
+    /// [`crate::ErrorKind::System`] when the system refuses; [`crate::ErrorKind::Cancelled`].
+    pub fn write(&mut self, stop: u64, options: &FileOptions) -> Result<(), Error> {
+        let stop = if stop >= self.end() { self.end() } else { stop / FILE_BLOCK_SIZE * FILE_BLOCK_SIZE };
+        let blocks = write_payload(&self.output, &self.layout.content, self.at, stop.max(self.at), options);
+        self.blocks.extend(blocks.map_err(|failure| match failure {
+            WriteFailure::System(e) => self.failed(e),
+            WriteFailure::Other(e) => e,
+        })?);
+        self.at = stop.max(self.at);
+        Ok(())
+    }
+
+    /// Writes the checksums, and gives the file its name; all of the payload has been written.
+    ///
+    /// # Errors
+    /// [`crate::ErrorKind::System`] when the system refuses. Only where the folder cannot be synchronised after the
+    /// rename, the file is at its name already.
+    pub fn finish(mut self) -> Result<Written, Error> {
+        let blocks = std::mem::take(&mut self.blocks);
+        let table = DigestTable { header: self.header, payload_len: self.len, blocks };
+        let table = table.encode_with_block_size(&Algorithm::Crc64, FILE_BLOCK_SIZE);
+        let at = self.layout.digests.map_or(self.len, |(at, _)| at);
+        let file = self.output.cached();
+        let written = file.write_all_at(&table, self.layout.header.len() as u64 + at).and_then(|()| file.sync_all());
+        written.map_err(|e| self.failed(e))?;
+        commit(&self.partial.0, &self.path)?;
+        // It has its own name now; where that is the same, it stays as well.
+        self.partial.0.clear();
+        let direct = self.output.past_the_cache();
+        let report = FileReport { bytes: self.layout.content.len(), wanted: self.len, direct };
+        Ok(Written { report, header: self.header, _locked: self.output.into_cached() })
+    }
+
+    fn failed(&self, error: io::Error) -> Error {
+        refused(&self.partial.0, "cannot be written", error)
+    }
+}
+
+/// The name of a file that is removed when this is dropped, unless it is empty by then.
+struct Partial(PathBuf);
+
+impl Drop for Partial {
+    fn drop(&mut self) {
         // An error of the removal is ignored: the first error is the one that matters.
-        let _ = fs::remove_file(partial);
-    })?;
-    let report = FileReport { bytes: layout.content.len(), wanted: len, direct: output.past_the_cache() };
-    Ok(Written { report, header, _locked: output.into_cached() })
+        if !self.0.as_os_str().is_empty() {
+            let _ = fs::remove_file(&self.0);
+        }
+    }
 }
 
 /// A file that was written, locked for as long as this lives.
@@ -93,35 +205,6 @@ pub struct Written {
     /// The checksum of its header.
     pub header: u64,
     _locked: File,
-}
-
-/// Writes everything to `file`, which is at `path`: `len` bytes of payload besides the checksums, and a header with the
-/// checksum `header`.
-fn write_partial(
-    file: File,
-    path: &Path,
-    layout: &Layout,
-    (len, header): (u64, u64),
-    options: &FileOptions,
-) -> Result<Output, Error> {
-    let total = layout.content.len();
-    reserve(&file, total).map_err(|e| refused(path, &format!("there is no room for its {total} bytes"), e))?;
-    let failed = |e| refused(path, "cannot be written", e);
-    let direct = if len < DIRECT_FROM { Some(false) } else { options.cached.map(|cached| !cached) };
-    let output = Output::new(file, total, direct);
-    output.cached().write_all_at(&layout.header, 0).map_err(failed)?;
-    let start = layout.header.len() as u64;
-    let blocks =
-        write_payload(&output, &layout.content, start, start + len, options).map_err(|failure| match failure {
-            WriteFailure::System(e) => failed(e),
-            WriteFailure::Other(e) => e,
-        })?;
-    let table = DigestTable { header, payload_len: len, blocks };
-    let table = table.encode_with_block_size(&Algorithm::Crc64, FILE_BLOCK_SIZE);
-    let at = layout.digests.map_or(len, |(at, _)| at);
-    output.cached().write_all_at(&table, start + at).map_err(failed)?;
-    output.cached().sync_all().map_err(failed)?;
-    Ok(output)
 }
 
 /// Takes the room for the file before the bytes come, so that a full disk is known at once.
@@ -242,5 +325,9 @@ fn commit(partial: &Path, path: &Path) -> Result<(), Error> {
     fs::rename(partial, path).map_err(|e| refused(path, "cannot be put in its place", e))?;
     let folder = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
     let synced = File::open(folder).and_then(|folder| folder.sync_all());
-    synced.map_err(|e| refused(folder, "cannot be synchronised", e))
+    match synced {
+        // Some file systems of FUSE and of other machines cannot synchronise folders.
+        Err(e) if e.raw_os_error() != Some(libc::EINVAL) => Err(refused(folder, "cannot be synchronised", e)),
+        _ => Ok(()),
+    }
 }

@@ -6,8 +6,8 @@
 //! * the caller of [`Memory::borrowed`] keeps it readable until the owner given to the publication is dropped;
 //! * the publication drops that owner only when the last lease on it is gone (see `publication::lease`);
 //! * a reader through [`Region::as_slice`] holds such a lease (`publication::reading`), or runs inside
-//!   [`crate::write_file`] or [`crate::Parts`], whose caller holds the memory, or inside [`crate::Stored`], which holds
-//!   its owner.
+//!   [`crate::FileWriting`] or [`crate::Parts`], whose caller holds the memory, or inside [`crate::Stored`], which
+//!   holds its owner.
 //!
 //! The bytes may change while they are read, if they are a trainer's. Readers copy or checksum them and never branch on
 //! them; a change in the middle shows as a checksum that does not match.
@@ -40,8 +40,12 @@ impl Region {
     /// Unless `start <= end <= len`.
     pub(crate) fn slice(self, start: usize, end: usize) -> Self {
         assert!(start <= end && end <= self.len, "slice {start}..{end} of a region of {} bytes", self.len);
-        // SAFETY: start <= len, so the result stays inside (or one past) the same allocation.
-        Self { ptr: unsafe { self.ptr.add(start) }, len: end - start }
+        Self { ptr: self.ptr.wrapping_add(start), len: end - start }
+    }
+
+    /// This region, if its byte `at` were at `address`.
+    pub(crate) fn placed(self, at: usize, address: usize) -> Self {
+        Self { ptr: (address as *const u8).wrapping_sub(at), ..self }
     }
 
     /// The bytes of this region.
@@ -53,7 +57,8 @@ impl Region {
         if self.len == 0 {
             return &[];
         }
-        // SAFETY: non-empty regions come from `Memory`, whose constructor demands a valid pointer and length.
+        // SAFETY: non-empty regions come from `Memory`, whose constructor demands a valid pointer and length, or were
+        // placed by a caller who promises the same of the part that is read.
         unsafe { std::slice::from_raw_parts(self.ptr, self.len) }
     }
 }
@@ -81,7 +86,8 @@ impl Memory {
     ///
     /// # Safety
     /// The memory must stay readable until the owner given to the [`crate::Publication`] or [`crate::Stored`] it
-    /// becomes part of is dropped, until [`crate::write_file`] has returned, or during each [`crate::Parts::fill`].
+    /// becomes part of is dropped, until [`crate::write_file`] has returned, or during each [`crate::Parts::fill`] and
+    /// [`crate::FileWriting::write`] that reads it.
     #[must_use]
     pub unsafe fn borrowed(address: usize, len: usize) -> Self {
         Self { region: Region { ptr: address as *const u8, len }, bytes: None }

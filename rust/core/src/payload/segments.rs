@@ -40,6 +40,14 @@ impl Segments {
         self.len
     }
 
+    /// From now on the byte at `offset`, of a region of borrowed memory, is at `address`, and those behind it follow;
+    /// those before it must not be read any more.
+    pub(crate) fn place(&mut self, offset: u64, address: usize) {
+        let index = self.starts.partition_point(|&start| start <= offset).saturating_sub(1);
+        let inside = usize::try_from(offset - self.starts[index]).unwrap_or(usize::MAX);
+        self.regions[index] = self.regions[index].placed(inside, address);
+    }
+
     /// Calls `visit` with the regions that make up `[start, end)`, in order, until it returns false.
     pub(crate) fn visit(&self, start: u64, end: u64, mut visit: impl FnMut(Region) -> bool) {
         let mut at = start;

@@ -1,16 +1,16 @@
 //! Containers in files: written, renamed, checked, and read by the entry.
 
 use std::path::PathBuf;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard};
 
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
-use tensorferry_core::{Cancel, FileOptions, Written};
+use tensorferry_core::{Cancel, FileOptions, FileWriting, Written};
 
 use crate::fetch::place::Place;
 use crate::fetch::progress::{ProgressReporter, run_reporting};
 use crate::rows::PyTable;
-use crate::runtime;
+use crate::runtime::{self, OnTick};
 
 /// A file that was written, locked for as long as this lives, where the file system has locks.
 #[pyclass(name = "Written", module = "tensorferry._native", frozen)]
@@ -37,39 +37,104 @@ impl PyWritten {
     }
 }
 
-/// Writes `rows` and then `control`, name and bytes of each, as a container with checksums to `path`. Until it is
-/// complete it is called `partial`, a name in the same folder that must be free; what is at `path` then is replaced.
-/// The caller holds the memory of the rows. `progress` is called with the bytes of payload that are written and those
-/// in all.
-///
-/// # Errors
-/// `InvalidArgument` when the rows make no valid container, `SystemRefused` when the system refuses, or `partial` is
-/// not free; nothing is left behind. And whatever `progress` raises: its last call is made when the file is at `path`,
-/// where it stays then.
-#[pyfunction]
-#[pyo3(name = "_write_file", signature = (path, *, partial, rows, control, metadata, threads = None, cached = None,
-                                          progress = None))]
-#[allow(clippy::too_many_arguments, reason = "Python's keywords")]
-pub(crate) fn write_file(
-    py: Python<'_>,
-    path: PathBuf,
-    partial: PathBuf,
-    rows: &Bound<'_, PyTable>,
-    control: Vec<(String, Vec<u8>)>,
-    metadata: Vec<(String, String)>,
-    threads: Option<usize>,
-    cached: Option<bool>,
-    progress: Option<Py<PyAny>>,
-) -> PyResult<PyWritten> {
-    let rows = &rows.get().0;
-    let cancel = Cancel::new();
-    let total = control.iter().map(|(_, bytes)| bytes.len()).fold(rows.nbytes(), usize::saturating_add) as u64;
-    let reporter = ProgressReporter { received: Arc::default(), total, progress };
-    let options = FileOptions { threads, cancel: cancel.clone(), cached, progress: Arc::clone(&reporter.received) };
-    let written = run_reporting(py, None, &cancel, &reporter, move || {
-        tensorferry_core::write_file(&path, &partial, metadata, rows.items(control), &options)
-    })?;
-    Ok(PyWritten(written))
+/// A container of `rows` and then `control`, name and bytes of each, with checksums, that is written to `path`. Until it
+/// is finished it is called `partial`, a name in the same folder that must be free; what is at `path` then is replaced.
+/// `progress` is called with the bytes of payload that are written and those in all.
+#[pyclass(name = "FileWriting", module = "tensorferry._native", frozen)]
+pub(crate) struct PyFileWriting {
+    writing: Mutex<Option<FileWriting>>,
+    options: FileOptions,
+    reporter: ProgressReporter,
+}
+
+#[pymethods]
+impl PyFileWriting {
+    /// Makes the file. The caller holds the memory of the rows, each while it is written.
+    ///
+    /// # Errors
+    /// `InvalidArgument` when the rows make no valid container, `SystemRefused` when the system refuses, or `partial` is
+    /// not free; nothing is left behind.
+    #[new]
+    #[pyo3(signature = (path, *, partial, rows, control, metadata, threads = None, cached = None, progress = None))]
+    #[allow(clippy::too_many_arguments, reason = "Python's keywords")]
+    fn new(
+        py: Python<'_>,
+        path: PathBuf,
+        partial: PathBuf,
+        rows: &Bound<'_, PyTable>,
+        control: Vec<(String, Vec<u8>)>,
+        metadata: Vec<(String, String)>,
+        threads: Option<usize>,
+        cached: Option<bool>,
+        progress: Option<Py<PyAny>>,
+    ) -> PyResult<Self> {
+        let rows = &rows.get().0;
+        let total = control.iter().map(|(_, bytes)| bytes.len()).fold(rows.nbytes(), usize::saturating_add) as u64;
+        let reporter = ProgressReporter { received: Arc::default(), total, progress };
+        let progress = Arc::clone(&reporter.received);
+        let options = FileOptions { threads, cancel: Cancel::new(), cached, progress };
+        let writing = runtime::run(py, &options.cancel, None, || {
+            FileWriting::begin(&path, &partial, metadata, rows.items(control), &options)
+        })?;
+        Ok(Self { writing: Mutex::new(Some(writing)), options, reporter })
+    }
+
+    /// Where each row begins in the container.
+    #[getter]
+    fn starts(&self) -> PyResult<Vec<u64>> {
+        Ok(self.writing()?.as_ref().map(FileWriting::starts).unwrap_or_default())
+    }
+
+    /// Where the container's payload ends.
+    #[getter]
+    fn end(&self) -> PyResult<u64> {
+        Ok(self.writing()?.as_ref().map(FileWriting::end).unwrap_or_default())
+    }
+
+    /// Writes the container up to `stop`. Each of `places` is a byte of the container that belongs to a row, and the
+    /// address where it is now; those of its row that follow are behind it there.
+    ///
+    /// # Errors
+    /// `SystemRefused` when the system refuses, and whatever `progress` raises.
+    #[pyo3(signature = (stop, places = Vec::new()))]
+    fn write(&self, py: Python<'_>, stop: u64, places: Vec<(u64, usize)>) -> PyResult<()> {
+        let notify = |py: Python<'_>| self.reporter.report(py);
+        let watch = self.reporter.progress.is_some().then_some(&notify as &OnTick<'_>);
+        let mut writing = self.writing()?;
+        let Some(writing) = writing.as_mut() else { return Err(closed()) };
+        runtime::run(py, &self.options.cancel, watch, || {
+            places.into_iter().for_each(|(at, address)| writing.place(at, address));
+            writing.write(stop, &self.options)
+        })
+    }
+
+    /// Gives the file its name; all of it is on the disk then. The last call of `progress` comes afterwards: when it
+    /// raises, the file is at `path` all the same.
+    ///
+    /// # Errors
+    /// As [`Self::write`].
+    fn finish(&self, py: Python<'_>) -> PyResult<PyWritten> {
+        let Some(writing) = self.writing()?.take() else { return Err(closed()) };
+        let written = run_reporting(py, None, &self.options.cancel, &self.reporter, move || writing.finish())?;
+        Ok(PyWritten(written))
+    }
+
+    /// Removes what is written, unless it is finished.
+    fn close(&self) -> PyResult<()> {
+        self.writing()?.take();
+        Ok(())
+    }
+}
+
+impl PyFileWriting {
+    /// What is written. One thread at a time uses it.
+    fn writing(&self) -> PyResult<MutexGuard<'_, Option<FileWriting>>> {
+        self.writing.try_lock().map_err(|_| pyo3::exceptions::PyRuntimeError::new_err("it is being written"))
+    }
+}
+
+fn closed() -> PyErr {
+    pyo3::exceptions::PyRuntimeError::new_err("it was finished or closed")
 }
 
 /// The bytes of the entries called `names` of the container at `path`, verified; `None` for those it does not have.

@@ -51,13 +51,25 @@ impl PyParts {
         self.header
     }
 
+    /// Where each row begins in the container.
+    #[getter]
+    fn starts(&self) -> Vec<u64> {
+        self.parts.lock().unwrap_or_else(PoisonError::into_inner).starts()
+    }
+
     /// Copies the next bytes to `address`, at most `nbytes`, a multiple of 512; returns how many there were, 0 at the
-    /// end. The caller holds the `nbytes` bytes there, which nobody else uses meanwhile, and the memory of the rows.
+    /// end. The caller holds the `nbytes` bytes there, which nobody else uses meanwhile, and the memory of the rows that
+    /// these bytes are of. `places` are as for `FileWriting.write`.
     ///
     /// # Errors
     /// `InvalidArgument` for another length.
-    fn fill(&self, py: Python<'_>, address: usize, nbytes: usize) -> PyResult<usize> {
-        py.detach(|| fill_part(&mut self.parts.lock().unwrap_or_else(PoisonError::into_inner), address, nbytes))
-            .map_err(|e| errors::to_py(py, &e))
+    #[pyo3(signature = (address, nbytes, places = Vec::new()))]
+    fn fill(&self, py: Python<'_>, address: usize, nbytes: usize, places: Vec<(u64, usize)>) -> PyResult<usize> {
+        py.detach(|| {
+            let mut parts = self.parts.lock().unwrap_or_else(PoisonError::into_inner);
+            places.into_iter().for_each(|(at, place)| parts.place(at, place));
+            fill_part(&mut parts, address, nbytes)
+        })
+        .map_err(|e| errors::to_py(py, &e))
     }
 }

@@ -1,0 +1,56 @@
+"""What lies on an accelerator (simulated), or is pickled, is uploaded a part at a time through one buffer."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from stand_in import stand_in
+from stores import objects
+from tensorferry.dcp import FileReader, FileWriter
+from tensorferry.memory import late
+
+MIB = 1 << 20
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is", "ignore:TypedStorage is")
+
+
+@pytest.fixture
+def device(monkeypatch):
+    monkeypatch.setattr(late, "SLOT", 8 * MIB)
+    with stand_in() as device:
+        monkeypatch.setattr("tensorferry.dcp.file_writer.ACCELERATOR", device)
+        yield device
+
+
+def state(device, seed):
+    found = {f"w{i}": torch.full((5 * MIB // 4,), seed + i) for i in range(5)}
+    device.adopt(*found.values())
+    return {**found, "sparse": torch.full((3 * MIB // 4,), seed).to_sparse(), "host": torch.full((2 * MIB,), seed)}
+
+
+def test_all_of_it_comes_back(server, device):
+    for seed in (1.0, 2.0):
+        saved = state(device, seed)
+        dcp.save(saved, storage_writer=FileWriter(server.place), no_dist=True)
+        found = {name: torch.zeros(value.shape) for name, value in saved.items()}
+        found["sparse"] = found["sparse"].to_sparse()
+        dcp.load(found, storage_reader=FileReader(server.place), no_dist=True)
+        for name, value in saved.items():
+            assert torch.equal(found[name].to_dense(), value.to_dense()), name
+    assert len(device.pinned_bytes) == 1
+    assert device.pinned_bytes[0] < 9 * MIB
+
+
+def test_an_error_of_the_device_is_raised_and_leaves_what_was_saved(server, device):
+    dcp.save(state(device, 1.0), storage_writer=FileWriter(server.place), no_dist=True)
+    before = objects(server.url, server.prefix).keys()
+    last = len(device.copies) + 3
+    device.fails = lambda number: number == last
+    with pytest.raises(dcp.CheckpointException, match="RuntimeError: the device is lost"):
+        dcp.save(state(device, 2.0), storage_writer=FileWriter(server.place), no_dist=True)
+    assert objects(server.url, server.prefix).keys() == before
+    found = {"w1": torch.zeros(5 * MIB // 4)}
+    dcp.load(found, storage_reader=FileReader(server.place), no_dist=True)
+    assert found["w1"].unique() == 2
