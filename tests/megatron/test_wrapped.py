@@ -53,7 +53,9 @@ def wrappers():
     named = {"backend": "tensorferry"} if "backend" in inspect.signature(saves).parameters else {}
     everyone = torch.distributed.group.WORLD
     return (
-        lambda is_named=True: saves(ours.save_strategy(), everyone, **(named if is_named else {})),
+        lambda is_named=True, **options: saves(
+            ours.save_strategy(), everyone, **options, **(named if is_named else {})
+        ),
         lambda how: theirs.FullyParallelLoadStrategyWrapper(ours.load_strategy(), everyone, exchange_algo=how),
     )
 
@@ -92,6 +94,31 @@ def test_their_wrappers_save_and_load_with_our_strategies(host, tmp_path):
             assert len(found) == 8
             for how, state in found.items():
                 assert state == wanted, how
+
+
+def save_in_turn(kept, folder):
+    import megatron.core.dist_checkpointing as stock
+
+    import tensorferry.megatron as ours
+
+    del kept
+    place, found, wanted = Placement(1, 1, 2), [], []
+    # It decides once which rank saves what.
+    save = wrappers()[0](do_cache_distribution=True)
+    with without_gpu():
+        for value, dtype in enumerate((torch.float32, torch.bfloat16)):
+            at = f"{folder}/{value}"
+            stock.save(sharded_state(place, dtype, value), at, save, validate_access_integrity=False)
+            found.append(digest(ours.load(sharded_state(place, dtype, empty=True), at)))
+            wanted.append(expected(place, dtype, value))
+    return found, wanted
+
+
+def test_a_distribution_that_is_kept_says_nothing_of_what_is_saved(host, tmp_path):
+    for name in "01":
+        (tmp_path / name).mkdir()
+    for found, wanted in host.job(2).run(save_in_turn, str(tmp_path)):
+        assert found == wanted
 
 
 def fail_alone(kept, folder):

@@ -65,8 +65,8 @@ pub use client::fuzzing;
 pub use client::{Arrived, FetchOptions, Get, RailRate, Remote, SliceRequest, StagedFetch, fetch_slices, resolve};
 pub use error::{Error, ErrorKind, Hint};
 pub use file::{
-    Container, DIRECT_FROM, FileOptions, FileReport, FileWriting, Parts, Ranges, ServedFiles, Stored, StoredWaves, Written,
-    rename_new, seal_file, write_file,
+    Container, DIRECT_FROM, FileOptions, FileReport, FileWriting, Parts, Ranges, ServedFiles, Stored, StoredWaves,
+    Written, rename_new, seal_file, write_file,
 };
 pub use fork::without_fork;
 pub use memory::{

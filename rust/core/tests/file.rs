@@ -10,7 +10,8 @@ use crate::common::{BLOCK, State};
 use bytes::Bytes;
 use safetensors::SafeTensors;
 use tensorferry_core::{
-    Cancel, Container, DIRECT_FROM, ErrorKind, FileOptions, FileReport, Item, Repeat, Slice, write_file,
+    Cancel, Container, DIRECT_FROM, ErrorKind, FileOptions, FileReport, FileWriting, Item, Memory, Repeat, Slice,
+    write_file,
 };
 use tensorferry_wire::container::DIGESTS_ENTRY;
 use tensorferry_wire::dtype::Dtype;
@@ -342,6 +343,49 @@ fn a_file_is_locked_until_its_writer_is_done_with_it() {
     assert!(other.try_lock().is_err());
     drop(written);
     other.try_lock().unwrap();
+}
+
+#[test]
+fn a_file_written_part_by_part_through_one_buffer_is_the_same() {
+    let (folder, state) = (Folder::new(), state());
+    let (expected, path, partial) = (folder.0.join("a"), folder.0.join("b"), folder.0.join("p"));
+    let options = FileOptions::default();
+    write_file(&expected, &partial, Vec::new(), items(&state), &options).unwrap();
+    // SAFETY: each part is placed before it is written.
+    let nowhere = |len: usize| unsafe { Memory::borrowed(0, len) };
+    for step in [512, 5000, 1 << 20] {
+        let late: Vec<_> = state
+            .0
+            .iter()
+            .map(|(name, bytes)| Item::new(name.clone(), Dtype::U8, &[bytes.len() as u64], nowhere(bytes.len())))
+            .collect();
+        let mut writing = FileWriting::begin(&path, &partial, Vec::new(), late, &options).unwrap();
+        let mut buffer = vec![0_u8; 2 * step];
+        let (starts, end) = (writing.starts(), usize::try_from(writing.end()).unwrap());
+        let mut at = 0;
+        while at < end {
+            // What is less than a block is written with the next part.
+            let (from, stop, mut used) = (at / 512 * 512, at + step, 0);
+            for ((_, bytes), &start) in state.0.iter().zip(&starts) {
+                let start = usize::try_from(start).unwrap();
+                let (low, high) = (from.max(start), stop.min(start + bytes.len()));
+                if low < high {
+                    buffer[used..used + high - low].copy_from_slice(&bytes[low - start..high - start]);
+                    writing.place(low as u64, buffer[used..].as_ptr() as usize);
+                    used += high - low;
+                }
+            }
+            writing.write(stop as u64, &options).unwrap();
+            at = stop;
+        }
+        assert!(!path.exists());
+        let written = writing.finish().unwrap();
+        assert_eq!(written.report.bytes, fs::metadata(&path).unwrap().len());
+        assert!(fs::read(&path).unwrap() == fs::read(&expected).unwrap(), "{step}");
+        fs::remove_file(&path).unwrap();
+    }
+    drop(FileWriting::begin(&path, &partial, Vec::new(), items(&state), &options).unwrap());
+    assert_eq!(folder.names(), ["a"]);
 }
 
 #[test]

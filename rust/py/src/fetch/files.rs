@@ -56,7 +56,7 @@ impl PyFileWriting {
     /// not free; nothing is left behind.
     #[new]
     #[pyo3(signature = (path, *, partial, rows, control, metadata, threads = None, cached = None, progress = None))]
-    #[allow(clippy::too_many_arguments, reason = "Python's keywords")]
+    #[allow(clippy::too_many_arguments, clippy::needless_pass_by_value, reason = "Python's keywords")]
     fn new(
         py: Python<'_>,
         path: PathBuf,
@@ -103,7 +103,9 @@ impl PyFileWriting {
         let mut writing = self.writing()?;
         let Some(writing) = writing.as_mut() else { return Err(closed()) };
         runtime::run(py, &self.options.cancel, watch, || {
-            places.into_iter().for_each(|(at, address)| writing.place(at, address));
+            for (at, address) in places {
+                writing.place(at, address);
+            }
             writing.write(stop, &self.options)
         })
     }

@@ -67,7 +67,9 @@ impl PyParts {
     fn fill(&self, py: Python<'_>, address: usize, nbytes: usize, places: Vec<(u64, usize)>) -> PyResult<usize> {
         py.detach(|| {
             let mut parts = self.parts.lock().unwrap_or_else(PoisonError::into_inner);
-            places.into_iter().for_each(|(at, place)| parts.place(at, place));
+            for (at, place) in places {
+                parts.place(at, place);
+            }
             fill_part(&mut parts, address, nbytes)
         })
         .map_err(|e| errors::to_py(py, &e))
