@@ -185,23 +185,6 @@ class PeerWriterHere:
         self._writer.shutdown()
 
 
-class Hidden(dcp.DefaultSavePlanner):
-    """Writes more tensors than its metadata names."""
-
-    def create_global_plan(self, all_plans):
-        plans, metadata = super().create_global_plan(all_plans)
-        del metadata.state_dict_metadata["hidden"]
-        return plans, metadata
-
-
-def test_a_planner_that_hides_things_is_not_read_by_name():
-    with PeerWriterHere() as writer:
-        dcp.save({"hidden": torch.ones(3), "x": torch.ones(3)}, storage_writer=writer, planner=Hidden())
-        with pytest.raises(urllib.error.HTTPError, match="items that its metadata does not describe"):
-            _download(writer.folder(), ".metadata")
-    assert not dist.is_initialized()
-
-
 class _Twice(DefaultSavePlanner):
     """Has each item written twice, as a planner that does not leave out duplicates has two ranks write it."""
 
