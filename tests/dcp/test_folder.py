@@ -11,7 +11,6 @@ from datetime import timedelta
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from job import Job
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner

@@ -9,7 +9,7 @@ import re
 import stat
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO
 
 from .._native import _check_machine_has
 from ..errors import ProtocolError, SystemRefused, TensorferryError
@@ -52,7 +52,7 @@ def system_code(error: BaseException) -> int | None:
     return None if found is None else int(found[1])
 
 
-def open_at_once(path: str | os.PathLike[str], buffering: int = -1) -> Any:
+def open_at_once(path: str | os.PathLike[str], buffering: int = -1) -> IO[bytes]:
     """Opens a file to be read, as ``open`` does, without waiting for the other end of a pipe in its place.
 
     Raises:

@@ -81,7 +81,7 @@ def check_entries(folder: AnyPlace, fields: dict[str, Any], names: list[str]) ->
         headers.append(dict(zip(stored.names, zip(stored.dtypes, stored.sizes, strict=True), strict=True)))
     for fqn, about in fields["state"].items():
         try:
-            chunks = [(None, about[1])] if about[0] == "b" else [(chunk[1], chunk[2]) for chunk in about[4]]
+            chunks: list[Any] = [(None, about[1])] if about[0] == "b" else [(chunk[1], chunk[2]) for chunk in about[4]]
             for sizes, (number, entry, dtype, size, kind) in chunks:
                 holds = kind != "t" or (
                     (dtype == "U8" or TORCH_NAMES[dtype] == about[1]) and nbytes(about[1], tuple(sizes)) == size
