@@ -31,7 +31,6 @@ from torch.distributed.checkpoint.metadata import (
 
 from .._gc import gc_paused
 from ..errors import InvalidArgument, ProtocolError, TensorferryError
-from ..memory.tensors import DTYPE_NAMES
 from ..pickles.allowlist import Allowed
 from ..pickles.unpickler import unpickler_class
 
@@ -142,32 +141,23 @@ def _dtype_of(fqn: str, about: TensorStorageMetadata, refs: list[EntryRef]) -> s
     Raises:
         InvalidArgument: they contradict each other
     """
-    planned = dtype_name(about.properties.dtype)
-    dtypes = sorted({ref.tensor[0] if ref.tensor else planned for ref in refs}) or [planned]
+    dtypes = sorted({ref.tensor[0] for ref in refs if ref.tensor is not None})
     if len(dtypes) > 1:
         raise InvalidArgument(f"{fqn}: its parts have different dtypes ({', '.join(dtypes)}): save it in one")
-    dtype = _DTYPES[dtypes[0]]
     for ref, chunk in zip(refs, about.chunks, strict=True):
-        shape = chunk.sizes if ref.tensor is None else ref.tensor[1]
-        if list(shape) != list(chunk.sizes) or not holds(ref, dtype, shape):
-            what = "an object" if ref.kind == OBJECT else f"{dtype} {list(shape)} in {ref.nbytes} bytes"
+        shape = chunk.sizes if ref.tensor is None else tuple(ref.tensor[1])
+        if shape != chunk.sizes or ref.kind == OBJECT:
+            what = "an object" if ref.kind == OBJECT else f"a tensor of {list(shape)}"
             raise InvalidArgument(
                 f"{fqn}: the planner's metadata says that the part at {list(chunk.offsets)} is a tensor of "
                 f"{list(chunk.sizes)}, and what was written is {what}"
             )
-    return dtypes[0]
+    return dtypes[0] if dtypes else dtype_name(about.properties.dtype)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
     """Returns the name of a dtype in an index."""
     return str(dtype).removeprefix("torch.")
-
-
-def holds(ref: EntryRef, dtype: torch.dtype, shape: Sequence[int]) -> bool:
-    """Whether an entry can hold a tensor of this dtype and shape, by its kind, its dtype and its length."""
-    if ref.kind != ELEMENTS:
-        return ref.kind == PICKLED_TENSOR
-    return ref.dtype == DTYPE_NAMES.get(dtype, "U8") and math.prod(shape) * dtype.itemsize == ref.nbytes
 
 
 def _planner_data(data: Any) -> Any:
