@@ -47,6 +47,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--object-kills", type=int, default=2, help="at how many requests test_kills.py kills a save")
     parser.addoption("--fault-schedules", type=int, default=2, help="schedules of faults for test_schedules.py")
     parser.addoption("--saves", type=int, default=20, help="how many saves test_save_endings.py makes in a row")
+    parser.addoption("--spread-states", type=int, default=24, help="random states for test_spread_tensors.py")
     parser.addoption("--pickle-seconds", type=float, default=5, help="how long test_hostile_pickles.py fuzzes")
     parser.addoption("--pickled-states", type=int, default=150, help="random states for test_native_pickles.py")
     parser.addoption(

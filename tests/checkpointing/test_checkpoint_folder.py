@@ -22,7 +22,6 @@ from tensorferry.checkpointing import AsyncCheckpointer, SyncCheckpointer
 from tensorferry.errors import (
     CorruptCheckpoint,
     IncompleteCheckpoint,
-    InvalidArgument,
     ProtocolError,
     SystemRefused,
     TensorferryError,
@@ -494,22 +493,3 @@ def test_a_folder_that_cannot_be_made_or_listed_is_named(tmp_path) -> None:
         FolderSave(tmp_path / "file" / "a", SaveId.new())
     with pytest.raises(SystemRefused, match="cannot be listed"):
         checkpoints(tmp_path / "none")
-
-
-def test_ranks_with_different_tensors_at_one_path_are_refused() -> None:
-    parts: dict = {}
-    shard = {"dtype": "torch.float32", "global_shape": [4], "offsets": [0], "shape": [2]}
-    folder.add_shards(parts, 0, json.dumps({"shards": {"a": shard}}).encode())
-    folder.add_shards(parts, 1, json.dumps({"shards": {"a": {**shard, "rank": 0, "offsets": [2]}}}).encode())
-    assert parts == {
-        "a": {
-            "dtype": "torch.float32",
-            "global_shape": [4],
-            "parts": [
-                {"rank": 0, "offsets": [0], "shape": [2]},
-                {"rank": 1, "offsets": [2], "shape": [2]},
-            ],
-        }
-    }
-    with pytest.raises(InvalidArgument, match="different tensors at a"):
-        folder.add_shards(parts, 2, json.dumps({"shards": {"a": {**shard, "global_shape": [5]}}}).encode())

@@ -17,6 +17,7 @@ from test_zarr import WRITTEN, memory, rank_and_world, without_random
 from zarr_states import differences, expected, sharded_state
 
 from commands import incomplete
+from tensorferry.storage.boxes import Box
 from tensorferry.storage.pending import pending
 
 #: Written by megatron-core 0.15.3 and torch 2.8 on two ranks (``stock_zarr.py``).
@@ -323,7 +324,7 @@ def test_two_conversions_do_not_write_one_output(alone, tmp_path):
 
 def split_up(kept, sizes, most):
     from tensorferry.megatron.convert import split
-    from tensorferry.megatron.shards import Box, check_cover
+    from tensorferry.megatron.shards import check_cover
 
     del kept
     boxes = list(split(Box((0,) * len(sizes), sizes), 4, most))

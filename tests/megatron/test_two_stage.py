@@ -10,6 +10,8 @@ import pytest
 import torch
 from placed import Placement, digest, expected, sharded_state
 
+from tensorferry.storage.boxes import Box
+
 
 def save(kept, folder, sizes, dtype):
     import tensorferry.megatron as ours
@@ -264,18 +266,18 @@ def test_the_plan_bounds_temporary_memory_and_spreads_the_reading(host):
 
 
 def pieces(kept):
-    from tensorferry.megatron import shards, spreading
+    from tensorferry.megatron import spreading
     from tensorferry.megatron.loading import ChunkPart
 
     del kept
     rows = 3 * spreading._BATCH // 4096 + 5
     target = torch.empty(1, rows, 1024)
     parts = [
-        ChunkPart(0, "w", (0, at, 0), (0, 0, 0), shards.Box((0, at, 0), (1, length, 1024)))
+        ChunkPart(0, "w", (0, at, 0), (0, 0, 0), Box((0, at, 0), (1, length, 1024)))
         for at, length in ((7, rows - 7), (0, 7))
     ]
     inside = list(spreading._in_order(parts, target.shape, 4))
-    columns = [ChunkPart(0, "w", (0, 0, at), (0, 0, 0), shards.Box((0, 0, at), (1, rows, 512))) for at in (0, 512)]
+    columns = [ChunkPart(0, "w", (0, 0, at), (0, 0, 0), Box((0, 0, at), (1, rows, 512))) for at in (0, 512)]
     across = list(spreading._in_order(columns, target.shape, 4))
     whole = [sum(part.wanted.numel for part, _ in found) == target.numel() for found in (inside, across)]
     small = all(part.wanted.numel * 4 <= spreading._BATCH for part, _ in [*inside, *across])

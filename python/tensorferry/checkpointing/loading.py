@@ -267,7 +267,7 @@ class _StateLoad:
             if self.state_dict is None:
                 state, _, _ = receive(stored, allowed, None, bounce, relocate)
                 return (state if resharding is None else resharding.with_whole_tensors(state)), []
-            kept = () if resharding is None else resharding.plan(self.state_dict)
+            kept = () if resharding is None else resharding.plan(self.state_dict, stored)
             found, missing = receive_part(stored, allowed, self.state_dict, bounce, relocate, self.strict, kept)
             if resharding is not None:
                 resharding.fill()

@@ -11,21 +11,13 @@ import torch
 from torch import Tensor
 
 from .._native import Stored, _read_file
-from ..errors import ProtocolError, StateMismatch
-from ..memory.tensors import (
-    DTYPES,
-    address,
-    byte_strides,
-    count_as_written,
-    is_spread,
-    scratch,
-    spread_parts,
-    takes_bytes,
-    why_not_writable,
-)
+from ..errors import ProtocolError, StateMismatch, UnsupportedLeaf
+from ..memory.tensors import DTYPES, address, byte_strides, count_as_written, scratch, takes_bytes, why_not_writable
 from ..state import tree
+from ..state.local_parts import is_spread, spread_tensor, whole_tensor
 from ..state.match import tensors_in
-from ..state.shards import Shard, described, entry_of
+from ..state.shards import Shard, described, entry_of, why_incomplete
+from ..storage.boxes import Box
 from ..storage.folder import Index
 from ..storage.places import AnyPlace
 from ..storage.reserved import is_reserved
@@ -38,12 +30,12 @@ _SHORT_RUN = 256
 _SCRATCH = 256 << 20
 
 
-class _Box(NamedTuple):
-    """A tensor to be filled with a box of a tensor of the checkpoint, which has these parts."""
+class _Part(NamedTuple):
+    """A part of a tensor of the checkpoint that is to be filled; the checkpoint has it in these shards."""
 
     path: str
+    box: Box
     target: Tensor
-    offsets: list[int]
     shards: list[Shard]
 
 
@@ -51,6 +43,7 @@ class _Entries(NamedTuple):
     """The storages in the manifest of a rank's file, and the columns of its entries."""
 
     storages: list[Any]
+    numbers: dict[str, int]
     names: list[str]
     dtypes: list[str]
     shapes: list[tuple[int, ...]]
@@ -71,46 +64,63 @@ class Resharding:
     def __init__(self, path: AnyPlace, index: Index, rank: int, world_size: int | None, threads: int | None) -> None:
         self._path, self._index, self._threads = path, index, threads
         self._rank, self._is_same = rank, world_size == index.world_size
-        self._boxes: list[_Box] = []
+        self._parts: list[_Part] = []
         self._wholes: list[Tensor] = []
         self._entries: dict[int, _Entries] = {}
         self._slices: dict[int, list[SliceTuple]] = defaultdict(list)
         self._after: list[tuple[Tensor, Tensor]] = []
         self._temporary = 0
 
-    def plan(self, target: Any) -> set[int]:
+    def plan(self, target: Any, stored: Stored) -> set[int]:
         """Finds the tensors of ``target`` that cannot be filled from this rank's file; :meth:`fill` fills them.
+
+        Args:
+            target: the state that is loaded into
+            stored: the file of this rank
 
         Returns:
             The identities of these tensors.
 
         Raises:
-            StateMismatch: one of them differs from the checkpoint's in dtype or shape, or cannot be written to
+            StateMismatch: one of them differs from the checkpoint's in dtype or shape, or cannot be written to; or the
+                checkpoint does not have all of one
             ProtocolError: the index does not describe its parts validly
             TensorferryError: the file of a rank cannot be read
         """
         kept: set[int] = set()
         wrong: list[str] = []
-        for path, value in tensors_in(target):
-            if (found := self._described(path, is_spread(value))) is None:
+        tensors = list(tensors_in(target))
+        # A DTensor is taken from this rank's file if it is one there, too.
+        is_own = self._is_same and any(map(_is_dtensor, (value for _, value in tensors)))
+        own = _shards_in(stored) if is_own else {}
+        for path, value in tensors:
+            try:
+                spread = spread_tensor(value)
+            except UnsupportedLeaf as e:
+                if self._described(path, True) is not None:
+                    wrong.append(f"{path}: {e}")
+                continue
+            if (found := self._described(path, spread is not None)) is None:
                 continue
             dtype, shape, shards = found
-            parts = spread_parts(value) or [(value, [0] * value.dim())]
-            if _is_dtensor(value) and self._is_same:
-                ((local, offsets),) = parts
-                own = next((s for s in shards if s.rank == self._rank), None)
-                if own is not None and (own.offsets, own.shape) == (offsets, list(local.shape)):
+            if spread is None:
+                spread = whole_tensor(value)
+            elif _is_dtensor(value) and "mesh" in own.get(path, ()):
+                boxes = [shard.box for shard in shards if shard.rank == self._rank]
+                if boxes and boxes == [part.box for part in spread.parts]:
                     continue
-            if (value.dtype, list(value.size())) != (dtype, shape):
-                wrong.append(f"{path}: {value.dtype} {list(value.size())} here, {dtype} {shape} in the checkpoint")
+            if why := why_incomplete(shape, shards):
+                wrong.append(f"{path}: {why}")
+            if (spread.dtype, spread.shape) != (dtype, shape):
+                wrong.append(f"{path}: {spread.dtype} {spread.shape} here, {dtype} {shape} in the checkpoint")
             wrong += [
                 f"{path}: cannot be written to here: {why}"
-                for local, _ in parts
-                if (why := why_not_writable(local)) is not None
+                for part in spread.parts
+                if (why := why_not_writable(part.tensor)) is not None
             ]
             kept.add(id(value))
             self._wholes.append(value)
-            self._boxes += [_Box(path, local.detach(), offsets, shards) for local, offsets in parts]
+            self._parts += [_Part(path, box, local.detach(), shards) for box, local in spread.parts]
         _refuse(wrong)
         return kept
 
@@ -128,9 +138,11 @@ class Resharding:
             found = self._described(path, False) if is_spread(value) else None
             if found is not None and (is_detached or not self._is_same):
                 dtype, shape, shards = found
+                if why := why_incomplete(shape, shards):
+                    raise ProtocolError(f"{self._path}: {path}: {why}")
                 memory = scratch(math.prod(shape) * dtype.itemsize).untyped_storage()
                 whole = torch.empty(0, dtype=dtype, device="cpu").set_(memory, 0, shape)
-                self._boxes.append(_Box(path, whole, [0] * len(shape), shards))
+                self._parts.append(_Part(path, Box((0,) * len(shape), tuple(shape)), whole, shards))
                 flat.objects[number] = torch.nn.Parameter(whole, value.requires_grad) if _is_parameter(value) else whole
         self.fill()
         return tree.unflatten(flat.tree, flat.plain, flat.objects)
@@ -144,17 +156,14 @@ class Resharding:
             SystemRefused: a file cannot be read, or there is no temporary memory
             TensorferryError: a store does not answer in time, or refuses
         """
-        count_as_written([*self._wholes, *[box.target for box in self._boxes]])
-        for box in self._boxes:
-            covered = 0
-            for shard in box.shards:
-                covered += self._schedule(box, shard, box.target.dtype)
+        count_as_written([*self._wholes, *[part.target for part in self._parts]])
+        for part in self._parts:
+            for shard in part.shards:
+                self._schedule(part, shard)
                 if self._temporary > _SCRATCH:
                     self._flush()
-            if covered < box.target.numel():
-                raise ProtocolError(f"{self._path}: its ranks do not have all elements of {box.path}")
         self._flush()
-        self._boxes.clear()
+        self._parts.clear()
 
     def _described(self, path: str, take_plain: bool) -> tuple[torch.dtype, list[int], list[Shard]] | None:
         """Returns dtype, global shape and parts of a tensor of the checkpoint, without replicas.
@@ -167,39 +176,34 @@ class Resharding:
             return None
         rank = self._rank if self._rank in self._index.files else 0
         entries = self._rank_entries(rank)
-        if is_reserved(path) or path not in entries.names:
+        if is_reserved(path) or (at := entries.numbers.get(path)) is None:
             return None
-        at = entries.names.index(path)
         shape = list(entries.shapes[at])
         strides = contiguous_strides(shape, 1)
         return DTYPES[entries.dtypes[at]], shape, [Shard(rank, [0] * len(shape), shape, strides, path, 0)]
 
-    def _schedule(self, box: _Box, shard: Shard, dtype: torch.dtype) -> int:
-        """Schedules the read of what ``shard`` has of a box; returns how many elements that is."""
+    def _schedule(self, part: _Part, shard: Shard) -> None:
+        """Schedules the read of what ``shard`` has of a part."""
+        common = part.box.common(shard.box)
+        if common is None:
+            return
+        target, dtype = part.target, part.target.dtype
         size = int(dtype.itemsize)
-        ends = [o + n for o, n in zip(box.offsets, box.target.shape, strict=True)]
-        first = [max(a, b) for a, b in zip(box.offsets, shard.offsets, strict=True)]
-        last = [min(a, o + n) for a, o, n in zip(ends, shard.offsets, shard.shape, strict=True)]
-        lengths = [max(b - a, 0) for a, b in zip(first, last, strict=True)]
-        count: int = math.prod(lengths)
-        if not count:
-            return 0
-        target = box.target
-        for dim, (a, o, n) in enumerate(zip(first, box.offsets, lengths, strict=True)):
+        first, lengths = map(list, common)
+        for dim, (a, o, n) in enumerate(zip(first, part.box.offsets, lengths, strict=True)):
             target = target.narrow(dim, a - o, n)
         strides = [step * size for step in shard.stride]
         start, span = shard.span(first, lengths, size)
-        entry, kind, nbytes, start = self._entry(box.path, shard, start, span)
+        entry, kind, nbytes, start = self._entry(part.path, shard, start, span)
         if takes_bytes(target, dtype):
             run, repeats = runs(lengths, strides, byte_strides(target), size)
             if run >= _SHORT_RUN or not repeats:
                 self._slices[shard.rank].append((entry, kind, nbytes, start, run, address(target), repeats))
-                return count
+                return
         memory = scratch(span + -span % size)
         self._temporary += span
         self._slices[shard.rank].append((entry, kind, nbytes, start, span, address(memory), []))
         self._after.append((target, memory.view(dtype).as_strided(lengths, shard.stride)))
-        return count
 
     def _entry(self, path: str, shard: Shard, start: int, span: int) -> tuple[str, str, int, int]:
         """Returns the entry with the bytes ``[start, start + span)`` of a shard's storage, and where they are in it."""
@@ -207,11 +211,11 @@ class Resharding:
         try:
             # A plain tensor has an entry of its own, of its name.
             entry, start = (
-                (of.names.index(shard.storage), start)
+                (of.numbers[shard.storage], start)
                 if isinstance(shard.storage, str)
                 else entry_of(of.storages, of.sizes, shard.storage, start, span)
             )
-        except (KeyError, ValueError):
+        except KeyError:
             message = f"{self._path}: the file of rank {shard.rank} does not have its part of {path}"
             raise ProtocolError(message) from None
         return of.names[entry], of.dtypes[entry], of.sizes[entry], start
@@ -226,7 +230,9 @@ class Resharding:
             if stored.manifest is None:
                 raise ProtocolError(f"{self._path / name} does not hold a state")
             storages = json.loads(stored.manifest)["storages"]
-            self._entries[rank] = _Entries(storages, stored.names, stored.dtypes, stored.shapes, stored.sizes)
+            names = stored.names
+            numbers = {name: number for number, name in enumerate(names)}
+            self._entries[rank] = _Entries(storages, numbers, names, stored.dtypes, stored.shapes, stored.sizes)
         return self._entries[rank]
 
     def _flush(self) -> None:
@@ -240,6 +246,14 @@ class Resharding:
         self._slices.clear()
         self._after.clear()
         self._temporary = 0
+
+
+def _shards_in(stored: Stored) -> dict[str, dict[str, Any]]:
+    """Returns what the manifest of a container says of spread tensors, by path."""
+    shards = json.loads(stored.manifest or b"{}").get("shards")
+    if not isinstance(shards, dict):
+        return {}
+    return {path: fields for path, fields in shards.items() if isinstance(fields, dict)}
 
 
 def _refuse(wrong: list[str]) -> None:

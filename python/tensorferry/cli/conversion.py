@@ -23,8 +23,9 @@ from ..errors import (
 )
 from ..memory.accelerator import ACCELERATOR
 from ..memory.staging import HostStager
-from ..memory.tensors import DTYPES, is_spread
+from ..memory.tensors import DTYPES
 from ..pickles.allowlist import Allowed, refuse_unlisted
+from ..state.local_parts import is_spread
 from ..state.snapshot import StateSnapshot
 from ..storage.folder_save import FolderSave, SaveId
 from ..storage.pending import pending, stem

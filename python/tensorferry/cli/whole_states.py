@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from ..checkpointing.resharding import Resharding
 from ..errors import UnsupportedLeaf
-from ..memory.tensors import is_spread
 from ..state import tree
+from ..state.local_parts import is_spread
 from ..storage.folder import Index
 from .leaves.values import whole_of
 

@@ -339,14 +339,18 @@ class FileWriter(InFolder, StorageWriter):  # type: ignore[misc]  # mypy does no
         Raises:
             IncompleteCheckpoint: a save that began later has finished before this one, or a file of this save was
                 removed meanwhile
-            InvalidArgument: the save has ended already, the planner's metadata names what no rank has written, a key is
-                not a string, or ``overwrite`` is ``False`` and another save has committed a checkpoint meanwhile
+            InvalidArgument: the save has ended already, the planner's metadata names what no rank has written or not
+                all of a tensor, a key is not a string, or ``overwrite`` is ``False`` and another save has committed a
+                checkpoint meanwhile
             SystemRefused: the index cannot be written, or another process keeps the folder locked; or the marker beside
                 the index cannot be written: then the checkpoint is complete, and what it replaces stays
             TensorferryError: the store does not answer in time, or refuses
             Exception: what pickling the planner's data raises
         """
         save = self._running.ongoing()
+        # What one rank saves alone may be its part.
+        if len(results) > 1:
+            index.check_whole(metadata)
         stored = {result.index: result.storage_data for of_rank in results for result in of_rank}
         metadata.storage_data = stored
         index.stamp(metadata).storage_meta = StorageMeta(checkpoint_id=_id_of(save.path), save_id=save.id)

@@ -33,6 +33,7 @@ from .._gc import gc_paused
 from ..errors import InvalidArgument, ProtocolError, TensorferryError
 from ..pickles.allowlist import Allowed
 from ..pickles.unpickler import unpickler_class
+from ..storage.boxes import Box, why_not_whole
 
 VERSION = 1
 #: The version that torch's own writer gives its checkpoints.
@@ -79,6 +80,23 @@ class EntryRef(NamedTuple):
     header: int | None = None
     tensor: tuple[str, Sequence[int]] | None = None
     layout: tuple[int, tuple[int, ...]] | None = None
+
+
+def check_whole(metadata: Metadata) -> None:
+    """Checks that the chunks of each tensor make it up.
+
+    Raises:
+        InvalidArgument: those of one do not; its key and the reason are named
+    """
+    for fqn, stored in metadata.state_dict_metadata.items():
+        if isinstance(stored, TensorStorageMetadata) and (why := why_incomplete(stored)) is not None:
+            raise InvalidArgument(f"{fqn} cannot be a part of a checkpoint: {why}")
+
+
+def why_incomplete(stored: TensorStorageMetadata) -> str | None:
+    """Returns why the chunks of a tensor do not have each of its elements exactly once; ``None`` if they do."""
+    boxes = [Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in stored.chunks]
+    return why_not_whole(stored.size, boxes, [f"chunk {number}" for number in range(len(boxes))])
 
 
 @gc_paused()

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
 from .. import _gc
@@ -78,6 +78,7 @@ class Reading:
         allowed: the globals that pickled objects may name
         values: returns values that the source builds; ``None`` if it builds none
         progress: reports how many bytes of the plan's items are there; values that the source builds do not count
+        targets: the memory of parts that the planner does not know
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class Reading:
         allowed: Allowed,
         values: Values | None = None,
         progress: Progress | None = None,
+        targets: Mapping[MetadataIndex, torch.Tensor] | None = None,
     ) -> None:
         self._metadata = metadata
         self._planner = planner
@@ -95,6 +97,7 @@ class Reading:
         self._allowed = allowed
         self._values = values
         self._progress = progress
+        self._targets = targets or {}
         self._parts: Parts | None = None
         #: Bytes of the items that have been scheduled since the last read.
         self._scheduled = 0
@@ -183,7 +186,7 @@ class Reading:
             )
         with torch.no_grad():
             target.copy_(read)
-        self._planner.commit_tensor(item, target)
+        self._commit(item, target)
 
     def _flush(self) -> None:
         """Reads all scheduled slices, and then does what was scheduled for after the read."""
@@ -215,7 +218,7 @@ class Reading:
     def _target(self, item: ReadItem) -> torch.Tensor:
         """Returns the tensor into which the planner has an item read, after checking its shape and its memory."""
         try:
-            target = self._planner.resolve_tensor(item)
+            target = self._resolved(item)
         except RuntimeError as e:
             raise StateMismatch(f"{item.dest_index.fqn}: nothing can be read into it: {e}") from e
         if target.layout is torch.strided:
@@ -231,6 +234,18 @@ class Reading:
             raise StateMismatch(f"{item.dest_index.fqn}: the target cannot be written to: {why}")
         self._devices.update(self._accelerator.holding([target]))
         return target
+
+    def _resolved(self, item: ReadItem) -> torch.Tensor:
+        target = self._targets.get(item.dest_index)
+        if target is None:
+            return self._planner.resolve_tensor(item)
+        for dim, (start, length) in enumerate(zip(item.dest_offsets, item.lengths, strict=True)):
+            target = target.narrow(dim, start, length)
+        return target
+
+    def _commit(self, item: ReadItem, target: torch.Tensor) -> None:
+        if item.dest_index not in self._targets:
+            self._planner.commit_tensor(item, target)
 
     def _scratch(self, nbytes: int) -> torch.Tensor:
         self._make_room(nbytes)
@@ -262,7 +277,7 @@ class Reading:
             if read is not None:
                 with torch.no_grad():
                     target.copy_(read)
-            self._planner.commit_tensor(item, target)
+            self._commit(item, target)
 
         if ref.kind == PICKLED_TENSOR:
 

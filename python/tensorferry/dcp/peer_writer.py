@@ -265,11 +265,14 @@ class PeerWriter(StorageWriter):  # type: ignore[misc]  # mypy does not follow t
         """Publishes the index along with the coordinator's part, in place of what was published before.
 
         Raises:
-            InvalidArgument: the planner's metadata names what no rank has written, a key is not a string, or another
-                save or :meth:`withdraw` was made in the middle of this save; nothing is published then
+            InvalidArgument: the planner's metadata names what no rank has written or not all of a tensor, a key is not
+                a string, or another save or :meth:`withdraw` was made in the middle of this save; nothing is published
+                then
             TransportClosed: the writer was shut down meanwhile
             Exception: what pickling the planner's data raises
         """
+        if len(results) > 1:
+            index.check_whole(metadata)
         entries = [(result.index, result.storage_data) for of_rank in results for result in of_rank]
         stored = dict(entries)
         metadata.storage_data = stored

@@ -21,6 +21,7 @@ from ..storage.slices import SliceTuple
 from ..storage.source import Progress, Source
 from . import index
 from .load_plan import Reading, Values
+from .targets import checked
 
 
 class Load(threading.local):
@@ -155,10 +156,11 @@ class SliceReader(StorageReader):  # type: ignore[misc]  # mypy does not follow 
             CorruptCheckpoint: a block of a file does not match its checksum; file, tensor and block are named
             StateMismatch: a target has another shape than the plan says, or cannot be written to; no target is
                 overwritten then
+            IncompleteCheckpoint: the checkpoint does not have all of a target, and no target is overwritten; or a file
+                is gone
             UnsafePickle: an object needs something that is not on the allow-list
             ProtocolError: plan, index and containers contradict each other, or an object is damaged
             SystemRefused: a file cannot be read, or the index announces more than this machine has memory for
-            IncompleteCheckpoint: a file is gone
             SourceChanged: a save has replaced the checkpoint meanwhile
             InvalidArgument: a graph is being captured on a device that is to be written to; or another load with this
                 reader has begun in the middle of this one, in the same thread
@@ -178,10 +180,17 @@ class SliceReader(StorageReader):  # type: ignore[misc]  # mypy does not follow 
         if load.coordinates:
             stored = load.metadata.state_dict_metadata
             warn_of_missing([item.storage_index.fqn for item in plan.items], lambda: stored)
+        plan, targets = checked(plan, getattr(planner, "state_dict", None), load.metadata)
         with self._loading.held():
-            Reading(load.metadata, planner, self._read, load.allowed or self._allowed, load.values, self._progress).run(
-                plan
-            )
+            Reading(
+                load.metadata,
+                planner,
+                self._read,
+                load.allowed or self._allowed,
+                load.values,
+                self._progress,
+                targets,
+            ).run(plan)
         done: Future[None] = Future()
         done.set_result(None)
         return done

@@ -9,6 +9,7 @@ import torch
 from torch.distributed.checkpoint.planner import ReadItem
 
 from ..memory.tensors import address, byte_strides
+from ..storage.boxes import Box, crossings
 
 
 def without_aliases(targets: list[tuple[ReadItem, torch.Tensor]]) -> list[bool]:
@@ -47,22 +48,5 @@ def without_aliases(targets: list[tuple[ReadItem, torch.Tensor]]) -> list[bool]:
 
 def _overlapping(parts: list[tuple[int, ReadItem]]) -> list[int]:
     """Returns the numbers of those parts of one tensor that overlap with another part of it."""
-    if len(parts) < 2:
-        return []
-    found = []
-    # Sweeps along the dimension with the most different offsets, so that few parts are active at a time.
-    rank = len(parts[0][1].dest_offsets)
-    sweep = max(range(rank), key=lambda dim: len({item.dest_offsets[dim] for _, item in parts}), default=None)
-    if sweep is None:
-        return [number for number, _ in parts]
-    ordered = sorted(parts, key=lambda part: part[1].dest_offsets[sweep])
-    active: list[tuple[int, ReadItem]] = []
-    for number, item in ordered:
-        at = item.dest_offsets[sweep]
-        active = [(n, other) for n, other in active if other.dest_offsets[sweep] + other.lengths[sweep] > at]
-        for n, other in active:
-            sides = zip(item.dest_offsets, item.lengths, other.dest_offsets, other.lengths, strict=True)
-            if all(a < c + d and c < a + b for a, b, c, d in sides):
-                found += [n, number]
-        active.append((number, item))
-    return found
+    boxes = [Box(item.dest_offsets, item.lengths) for _, item in parts]
+    return [parts[number][0] for pair in crossings(boxes) for number in pair]

@@ -31,17 +31,18 @@ from torch.distributed.checkpoint.metadata import (
 from .._gc import gc_paused
 from .._native import Remote
 from ..errors import FetchTimeout, InvalidArgument, ProtocolError, TensorferryError, UnsafePickle
-from ..memory.tensors import is_spread, why_not_writable
+from ..memory.tensors import why_not_writable
 from ..pickles.allowlist import Allowed
 from ..state import tree
 from ..state.build import StandIns
 from ..state.load import begin
+from ..state.local_parts import is_spread
 from ..state.part import storages_of
 from ..state.shards import Shard, described, entry_of
-from ..storage.folder import add_shards
 from ..storage.peers import PeerSource, url_of
 from ..storage.slices import SliceTuple
-from .index import BUILT, ELEMENTS, EntryRef, check_inside, checked_sizes, stamp
+from ..storage.spread import RankState, spread_tensors
+from .index import BUILT, ELEMENTS, EntryRef, checked_sizes, stamp
 
 #: Brings slices to their addresses.
 Read = Callable[[Mapping[str, list[SliceTuple]]], object]
@@ -71,17 +72,17 @@ class States:
             ProtocolError: the ranks' states contradict each other, or not all of them are here
         """
         states = list(self._ranks.values())
-        shards: dict[str, Any] = {}
         found: dict[str, Any] = {}
         refs: dict[MetadataIndex, EntryRef] = {}
         paths: dict[str, Any] = {}
-        for rank, state in enumerate(states):
-            try:
-                add_shards(shards, rank, state.manifest)
-            except InvalidArgument as e:
-                raise ProtocolError(f"{state.where}: {e}") from e
-            except (KeyError, TypeError, AttributeError) as e:
-                raise ProtocolError(f"{state.where}: its manifest has no valid description of its shards ({e})") from e
+        try:
+            shards = spread_tensors([state.of_rank() for state in states])
+        except InvalidArgument as e:
+            raise ProtocolError(f"the metadata must name all ranks of the job, and names {len(states)}: {e}") from e
+        except (KeyError, TypeError, AttributeError, ValueError) as e:
+            if isinstance(e, TensorferryError):
+                raise
+            raise ProtocolError(f"{states[0].where}: a manifest has no valid description of its shards ({e})") from e
         for state in states:
             for fqn, path in state.paths.items():
                 if fqn not in found:
@@ -132,6 +133,7 @@ class _State:
         self.where = f"the state at {urlsplit(url_of(name)).netloc.rpartition('@')[2]}"
         # Of a ShardedTensor of this other job, only the shards are taken.
         self._allowed = allowed.detached()
+        self._source = source
         self._remote: Remote = source.open(name)
         try:
             self.manifest = self._remote.manifest
@@ -176,6 +178,17 @@ class _State:
             raise ProtocolError(f"{self.where} has no keys of a distributed checkpoint: {e}") from e
         self._numbers = {id(leaf): number for number, leaf in enumerate(leaves)}
         return dict(paths)
+
+    def of_rank(self) -> RankState:
+        """Returns what the rank serves; its digests are asked for when they are needed."""
+        return RankState(lambda: self.manifest, lambda: self._remote, self._digests)
+
+    def _digests(self) -> list[int]:
+        remote = self._source.open(self.name)
+        try:
+            return remote.entry_digests() or []
+        finally:
+            remote.close()
 
     def shard_path(self, fqn: str) -> str | None:
         """Returns the path at which the shards of a tensor are described, ``None`` if it is not spread over ranks."""
@@ -272,7 +285,6 @@ def _spread(
         for shard in shards:
             if math.prod(shard.shape):
                 chunk = ChunkStorageMetadata(offsets=checked_sizes(shard.offsets), sizes=checked_sizes(shard.shape))
-                check_inside(fqn, chunk, size)
                 chunks.append(chunk)
                 ref = states[shard.rank].elements(shard, dtype)
                 if ref is None:
@@ -280,9 +292,4 @@ def _spread(
                 refs[MetadataIndex(fqn, chunk.offsets)] = ref
     except ValueError as e:
         raise ProtocolError(f"{where}: the description of {fqn} contradicts itself: {e}") from e
-    if (covered := sum(math.prod(shard.shape) for shard in shards)) < math.prod(shape):
-        raise ProtocolError(
-            f"{fqn}: the {len(states)} ranks in the metadata have {covered} of its {math.prod(shape)} elements: the "
-            "metadata must name all ranks that have saved it"
-        )
     return TensorStorageMetadata(TensorProperties(dtype=dtype), size, chunks), refs

@@ -25,6 +25,7 @@ from ..dcp import marker
 from ..errors import InvalidArgument, TensorferryError
 from ..memory.tensors import scratch
 from ..pickles.allowlist import Allowed
+from ..storage.boxes import Box
 from ..storage.copies import download_folder, scratch_folder, upload_folder
 from ..storage.folder import INDEX
 from ..storage.objects.place import ObjectPlace
@@ -35,7 +36,6 @@ from .formats.convert_outputs import OUTPUTS
 from .formats.convert_sources import ZARR, ConversionSource, FerrySource, ZarrSource
 from .formats.convert_torch_dist import TorchDistSource
 from .release import CheckpointingException
-from .shards import Box
 from .zarr import thread_count
 
 _MIB = 1 << 20

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
 from ..dcp.reader import SliceReader
+from ..storage.boxes import Box
 from . import shards
 from .release import (
     COMMON,
@@ -41,7 +42,7 @@ class ChunkPart(NamedTuple):
     key: str
     chunk: tuple[int, ...]
     stored: tuple[int, ...]
-    wanted: shards.Box
+    wanted: Box
 
 
 class Loading:
@@ -120,13 +121,13 @@ class Loading:
         self.tensors[number] = shard
         there = 0
         for chunk in metadata.chunks:
-            stored = shards.Box(tuple(chunk.offsets), tuple(chunk.sizes))
+            stored = Box(tuple(chunk.offsets), tuple(chunk.sizes))
             common_part = box.common(stored)
             if common_part is None:
                 continue
             inside = tuple(a - b for a, b in zip(common_part.offsets, stored.offsets, strict=True))
             local = tuple(a - b for a, b in zip(common_part.offsets, box.offsets, strict=True))
-            wanted = shards.Box(local, common_part.sizes)
+            wanted = Box(local, common_part.sizes)
             self.parts.append(ChunkPart(number, shard.key, stored.offsets, inside, wanted))
             there += wanted.numel
         if there != box.numel and shape == asked:

@@ -24,8 +24,9 @@ from ..dcp.file_reader import FileReader
 from ..dcp.file_writer import FileWriter
 from ..dcp.peer_writer import PeerWriter
 from ..errors import TensorferryError
+from ..storage.boxes import Box
 from ..storage.places import AnyPlace
-from . import common, shards
+from . import common
 from .interfaces import AsyncSaveShardedStrategy
 from .loading import common_in
 from .release import (
@@ -165,7 +166,7 @@ class SaveStrategy(OfRanks, TorchDistSaveShardedStrategy, AsyncSaveShardedStrate
                 shared = common.encoded(state) if state is not None else common.read(self.place(checkpoint_dir))
                 if shared is not None:
                     bare = torch.frombuffer(bytearray(shared), dtype=torch.uint8)
-                    items.append(data.add_tensor(COMMON, shards.Box((0,), tuple(bare.shape)), bare.shape, bare))
+                    items.append(data.add_tensor(COMMON, Box((0,), tuple(bare.shape)), bare.shape, bare))
             own = writer.prepare_local_plan(SavePlan(items))
             if folders is not None:
                 folders.append(tempfile.mkdtemp(prefix="tensorferry-"))

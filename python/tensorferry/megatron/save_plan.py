@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
+from ..storage.boxes import Box
 from . import common, shards
 from .release import (
     COMMON,
@@ -37,7 +38,7 @@ class SaveData:
         self.values: list[torch.Tensor | bytes] = list(values)
         self._numbers: dict[int, int] = {}
 
-    def add_tensor(self, key: str, box: shards.Box, shape: Any, data: torch.Tensor) -> WriteItem:
+    def add_tensor(self, key: str, box: Box, shape: Any, data: torch.Tensor) -> WriteItem:
         """Adds a part of a tensor; returns its item. The item's index counts the items."""
         about = TensorWriteData(
             chunk=ChunkStorageMetadata(offsets=torch.Size(box.offsets), sizes=torch.Size(box.sizes)),
@@ -124,6 +125,6 @@ def metadata_of(plans: list[SavePlan]) -> Metadata:
                 known.chunks.append(about.chunk)
     for key, about in found.items():
         if isinstance(about, TensorStorageMetadata):
-            boxes = [shards.Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in about.chunks]
+            boxes = [Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in about.chunks]
             shards.check_cover(key, tuple(about.size), boxes, "the main replicas of all ranks")
     return Metadata(found)

@@ -4,37 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
+from ..storage.boxes import Box, crossings
 from .release import CheckpointingException, ShardedBase, ShardedObject, ShardedTensor
-
-
-class Box(NamedTuple):
-    """A part of a tensor: where it begins in each dimension, and how far it reaches."""
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-
-    @property
-    def numel(self) -> int:
-        """The number of elements."""
-        return math.prod(self.sizes)
-
-    def common(self, other: Box) -> Box | None:
-        """Returns the part that both have in common, or ``None``. A scalar has one element in common with itself."""
-        offsets, sizes = [], []
-        for a, n, b, m in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True):
-            start, end = max(a, b), min(a + n, b + m)
-            if start >= end:
-                return None
-            offsets.append(start)
-            sizes.append(end - start)
-        return Box(tuple(offsets), tuple(sizes))
-
-    def __str__(self) -> str:
-        return f"[{', '.join(f'{a}:{a + n}' for a, n in zip(self.offsets, self.sizes, strict=True))}]"
 
 
 def box_of(shard: ShardedTensor) -> Box:
@@ -135,34 +110,15 @@ def check_cover(key: str, shape: tuple[int, ...], boxes: list[Box], who: str) ->
             )
         seen.add(box)
     covered = sum(box.numel for box in boxes)
-    crossing = _first_common(boxes)
-    if crossing is not None:
-        one, other = crossing
-        raise CheckpointingException(f"Invalid access pattern for {key}: {who} have {one} and {other}, which overlap")
+    for one, other in crossings(boxes):
+        raise CheckpointingException(
+            f"Invalid access pattern for {key}: {who} have {boxes[one]} and {boxes[other]}, which overlap"
+        )
     if covered != total:
         raise CheckpointingException(
             f"Invalid access pattern for {key}: {who} have {covered} of the {total} elements of the shape "
             f"{list(shape)}: a shard is missing, or no rank has it with replica_id 0"
         )
-
-
-def _first_common(boxes: list[Box]) -> tuple[Box, Box] | None:
-    """Returns two boxes that overlap, if there are any."""
-    if len(boxes) < 2:
-        return None
-    # Sweeps along the dimension with the most different offsets, so that few boxes are active at a time.
-    dims = range(len(boxes[0].offsets))
-    sweep = max(dims, key=lambda dim: len({box.offsets[dim] for box in boxes}), default=None)
-    if sweep is None:
-        return boxes[0], boxes[1]
-    active: list[Box] = []
-    for box in sorted(boxes, key=lambda one: one.offsets[sweep]):
-        active = [other for other in active if other.offsets[sweep] + other.sizes[sweep] > box.offsets[sweep]]
-        for other in active:
-            if box.common(other) is not None:
-                return other, box
-        active.append(box)
-    return None
 
 
 def check_access(ranks: Iterable[Iterable[tuple[Any, ...]]]) -> None:

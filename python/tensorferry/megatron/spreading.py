@@ -14,6 +14,7 @@ from .._native import Readiness, Server, _fetch_slices
 from ..memory.layout import side_by_side
 from ..memory.tensors import address, count_as_written, no_rows, scratch
 from ..net.options import ServerOptions
+from ..storage.boxes import Box
 from ..storage.container import Container
 from ..storage.slices import AHEAD, SliceTuple
 from ..storage.threads import uninterrupted
@@ -28,7 +29,7 @@ _WINDOW = 256 << 20
 #: Lanes that a source serves, unless it has more receivers.
 _LANES = 4
 #: What makes two ranks' shards the same one: key, place, shape of the whole, dtype.
-ShardId: TypeAlias = tuple[str, shards.Box, tuple[int, ...], str]
+ShardId: TypeAlias = tuple[str, Box, tuple[int, ...], str]
 
 
 class Need(NamedTuple):
@@ -383,4 +384,4 @@ def _pieces(part: ChunkPart, size: int, dim: int | None = None) -> Iterator[Chun
         stored[dim] += offset
         offsets[dim] += offset
         sizes[dim] = min(most, sizes[dim] - offset)
-        yield part._replace(stored=tuple(stored), wanted=shards.Box(tuple(offsets), tuple(sizes)))
+        yield part._replace(stored=tuple(stored), wanted=Box(tuple(offsets), tuple(sizes)))

@@ -56,29 +56,6 @@ def sharded_tensor_class() -> type | None:
     return getattr(module, "ShardedTensor", None)
 
 
-def spread_parts(value: Any) -> list[tuple[Tensor, list[int]]] | None:
-    """Returns the parts that this rank has of a DTensor or ShardedTensor, each with where it begins in the whole one.
-
-    ``None`` for all other values.
-    """
-    if isinstance(local := getattr(value, "_local_tensor", None), Tensor):
-        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-        _, offsets = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
-        return [(local, [int(offset) for offset in offsets])]
-    kind = sharded_tensor_class()
-    if kind is not None and isinstance(value, kind):
-        shards: Any = getattr(value, "_local_shards", ())
-        return [(shard.tensor, [int(offset) for offset in shard.metadata.shard_offsets]) for shard in shards]
-    return None
-
-
-def is_spread(value: Any) -> bool:
-    """Whether a value is a DTensor or a ShardedTensor."""
-    kind = sharded_tensor_class()
-    return isinstance(getattr(value, "_local_tensor", None), Tensor) or (kind is not None and isinstance(value, kind))
-
-
 def is_plain(value: Tensor) -> bool:
     """Whether ``value`` is fully described by its dtype, its shape and the bytes of its storage.
 

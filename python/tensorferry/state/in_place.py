@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 from collections import deque
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
@@ -15,13 +14,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .._validate import brief
-from ..errors import InvalidArgument, ProtocolError, StateMismatch
+from ..errors import InvalidArgument, ProtocolError, StateMismatch, UnsupportedLeaf
 from ..memory.accelerator import ACCELERATOR, Accelerator
-from ..memory.tensors import DTYPES, as_bytes, copy_into, count_as_written, spread_parts, why_not_writable
+from ..memory.tensors import DTYPES, as_bytes, copy_into, count_as_written, why_not_writable
 from ..net.report import InPlace
 from ..pickles.allowlist import refuse_unlisted
 from . import aliases, tree
 from .aliases import LeafMemory
+from .local_parts import local_tensors, spread_tensor
 from .manifest import dtype_and_shape, kind_of
 from .match import Match, tensors_in
 
@@ -88,7 +88,7 @@ class _Built:
         return kind_of(self._flat.leaf(number))
 
     def parts(self, number: int) -> list[Any] | None:
-        return _parts_of(self._flat.leaf(number), {})
+        return _parts_of(self._flat.leaf(number))
 
     def placements(self, number: int, live: Any) -> tuple[Any, Any] | None:
         """Returns the placements of ``live`` and of a tensor, if they differ."""
@@ -96,24 +96,13 @@ class _Built:
         return None if placed[0] == placed[1] or live.device_mesh.size() == 1 else placed
 
 
-def _parts_of(value: Any, offsets: dict[Any, list[int]]) -> list[Any] | None:
-    """Returns where the parts of a tensor begin in the whole one, and their shapes; ``None`` if it is not spread.
-
-    Args:
-        value: the tensor
-        offsets: what is known of DTensors already: torch takes long to compute it, and many are placed alike
-    """
-    local = getattr(value, "_local_tensor", None)
-    if isinstance(local, torch.Tensor):
-        key = (id(value.device_mesh), value.placements, value.shape)
-        if key not in offsets:
-            ((_, offsets[key]),) = spread_parts(value) or [(local, [])]
-        parts = [(local, offsets[key])]
-    elif (found := spread_parts(value)) is not None:
-        parts = found
-    else:
-        return None
-    return sorted([offset, list(local.shape)] for local, offset in parts if math.prod(local.shape))
+def _parts_of(value: Any) -> list[Any] | None:
+    """Returns where the parts of a tensor begin in the whole one, and their shapes; ``None`` if it is not spread."""
+    try:
+        spread = spread_tensor(value)
+    except UnsupportedLeaf:
+        return [[None, list(local.shape)] for local in local_tensors(value)]
+    return None if spread is None else [[list(box.offsets), list(box.sizes)] for box, _ in spread.parts]
 
 
 def _text(described: tuple[str, list[int]] | None) -> str:
@@ -276,9 +265,8 @@ class InPlaceTargets:
         wrong = match.wrong
         landed: dict[int, int] = {}
         twice = []
-        offsets: dict[Any, list[int]] = {}
         for (number, live, path), here in zip(match.pairs, self._here, strict=True):
-            if (why := self._why_not(number, live, here, offsets)) is not None:
+            if (why := self._why_not(number, live, here)) is not None:
                 wrong.append(f"{path or 'the state itself'}: {why}")
             elif landed.setdefault(here, number) != number:
                 twice.append(((here, landed[here]), (here, number)))
@@ -309,7 +297,7 @@ class InPlaceTargets:
         self.tree = json.dumps(match.tree, separators=(",", ":"))
         count_as_written([live for _, live, _ in match.pairs])
 
-    def _why_not(self, number: int, live: torch.Tensor, here: int, offsets: dict[Any, list[int]]) -> str | None:
+    def _why_not(self, number: int, live: torch.Tensor, here: int) -> str | None:
         """Returns why our tensor ``live`` cannot take the values of the source's ``number``; ``None`` if it can."""
         source, there = self._source, self._there
         described = dtype_and_shape(live), source.dtype_and_shape(number)
@@ -319,7 +307,7 @@ class InPlaceTargets:
         kinds = "strided" if here >= 0 else kind_of(live), source.kind(number)
         if kinds[0] != kinds[1]:
             return f"{kinds[0]} here, {kinds[1]} {there}"
-        parts = None if here >= 0 else _parts_of(live, offsets), None if number >= 0 else source.parts(number)
+        parts = None if here >= 0 else _parts_of(live), None if number >= 0 else source.parts(number)
         if parts[0] != parts[1]:
             texts = ["a whole tensor" if one is None else f"the parts {one}" for one in parts]
             return f"{texts[0]} here, {texts[1]} {there}, as [offsets, shape]"

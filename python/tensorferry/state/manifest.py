@@ -9,15 +9,15 @@ from __future__ import annotations
 import json
 from bisect import bisect_right
 from collections.abc import Callable, Iterable
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 import torch
 
 from .._native import _describe_objects, _describe_shards
-from ..errors import ProtocolError
-from ..memory.tensors import dtensor_class, sharded_tensor_class, spread_parts
+from ..errors import ProtocolError, UnsupportedLeaf
 from ..storage.container import VERSION
 from .aliases import Groups, Layout
+from .local_parts import SpreadTensor, first_of_mesh, is_partial, is_spread, local_tensors, spread_tensor
 from .tree import Flat
 
 #: For each storage its size in bytes, and the entries that hold bytes of it, each with the offset of its first byte.
@@ -124,7 +124,7 @@ def dtype_and_shape(value: torch.Tensor) -> tuple[str, list[int]] | None:
 def _kinds(flat: Flat) -> dict[str, str]:
     """Returns by object the kinds of the tensors that are not simply strided."""
     numbers = {-n - 1 for n in flat.unread}
-    if any(_is_partial(value) for _, value in flat.rows.first_specs):
+    if any(is_partial(value) for _, value in flat.rows.first_specs):
         numbers |= {n for n, value in enumerate(flat.objects) if isinstance(value, torch.Tensor)}
     kinds = {str(n): kind_of(flat.objects[n]) for n in sorted(numbers)}
     return {number: kind for number, kind in kinds.items() if kind != "strided"}
@@ -143,54 +143,72 @@ def kind_of(value: torch.Tensor) -> str:
             if one.is_quantized:
                 found.append("quantised")
             found.append("strided" if one.layout is torch.strided else str(one.layout).removeprefix("torch."))
-        if local is not None and _is_partial(value):
+        if local is not None and is_partial(value):
             found.append("summands of partial sums")
         return ", ".join(dict.fromkeys(found)) if len(found) > 1 else found[0]
     except Exception:  # As in dtype_and_shape.
         return f"a {type(value).__name__} of unknown layout"
 
 
-def _is_partial(value: Any) -> bool:
-    """Whether a tensor is a DTensor whose local tensors are to be added up."""
-    return any(placement.is_partial() for placement in getattr(value, "placements", ()))
-
-
 def _shards(flat: Flat, numbers: Callable[[torch.UntypedStorage], int | None]) -> bytes:
-    """Returns as JSON, by path, where the parts of each DTensor and ShardedTensor lie in the global tensor.
+    """Returns as JSON, by path, where the parts of each tensor that is spread over ranks lie in the whole one.
 
     A job with other placements can read slices with this.
     """
-    if dtensor_class() is None and sharded_tensor_class() is None:
-        return b"{}"
-
-    def part(local: torch.Tensor, offsets: list[int]) -> dict[str, Any]:
-        return {
-            "offsets": offsets,
-            "shape": list(local.shape),
-            "stride": list(local.stride()),
-            "storage": numbers(local.untyped_storage()),
-            "storage_offset": local.storage_offset(),
-        }
-
-    # torch takes long to compute an offset, and many DTensors share a spec.
-    text = _describe_shards(flat.rows, [_first_offsets(value) for _, value in flat.rows.first_specs])
     others: dict[str, dict[str, Any]] = {}
-    for number in flat.unread:
-        value: Any = flat.leaf(number)
-        if (parts := spread_parts(value)) is not None and all(local.layout is torch.strided for local, _ in parts):
-            described: dict[str, Any] = {"dtype": str(value.dtype), "global_shape": [int(dim) for dim in value.size()]}
-            found = [part(*one) for one in parts]
-            one_part = dtensor_class() is not None and isinstance(value, cast(type, dtensor_class()))
-            others[flat.object_paths[-number - 1]] = {**described, **(found[0] if one_part else {"parts": found})}
+    # Many DTensors share a spec.
+    text, left = _describe_shards(flat.rows, [_beginning(value) for _, value in flat.rows.first_specs])
+    for number in [*left, *flat.unread]:
+        value = flat.leaf(number)
+        if is_spread(value) and (fields := _shard(value, numbers)) is not None:
+            others[flat.object_paths[-number - 1]] = fields
     members = [text] if text else []
     members += [_json(others)[1:-1].encode()] if others else []
     return b"".join([b"{", b",".join(members), b"}"])
 
 
-def _first_offsets(value: Any) -> list[int]:
-    """Returns where the local part of a DTensor begins in the global tensor."""
-    ((_, offsets),) = spread_parts(value) or [(None, [])]
-    return offsets
+def _beginning(value: Any) -> tuple[list[int], str] | None:
+    """Returns the shape of a DTensor's only part, and how its description begins; ``None`` if that is not all of it."""
+    try:
+        spread = spread_tensor(value)
+    except UnsupportedLeaf:
+        return None
+    if spread is None or len(spread.parts) != 1:
+        return None
+    offsets, sizes = map(list, spread.parts[0].box)
+    return sizes, f'{_json({**_whole(value, spread), "offsets": offsets})[:-1]},"shape":'
+
+
+def _whole(value: Any, spread: SpreadTensor) -> dict[str, Any]:
+    mesh = first_of_mesh(value)
+    about = {"dtype": str(spread.dtype), "global_shape": spread.shape}
+    return about if mesh is None else {**about, "mesh": mesh}
+
+
+def _shard(value: Any, numbers: Callable[[torch.UntypedStorage], int | None]) -> dict[str, Any] | None:
+    """Returns the description of a tensor that is spread over ranks; ``None`` if the parts are not strided tensors."""
+    try:
+        spread = spread_tensor(value)
+    except UnsupportedLeaf as e:
+        about = dtype_and_shape(value)
+        if about is None:
+            return None
+        local = [{"offsets": None, "shape": list(one.shape)} for one in local_tensors(value)]
+        return {"dtype": about[0], "global_shape": about[1], "refused": str(e), "parts": local}
+    if spread is None or any(part.tensor.layout is not torch.strided for part in spread.parts):
+        return None
+    parts = [
+        {
+            "offsets": list(box.offsets),
+            "shape": list(box.sizes),
+            "stride": list(local.stride()),
+            "storage": numbers(local.untyped_storage()),
+            "storage_offset": local.storage_offset(),
+        }
+        for box, local in spread.parts
+    ]
+    whole = _whole(value, spread)
+    return {**whole, **(parts[0] if len(parts) == 1 and "mesh" in whole else {"parts": parts})}
 
 
 class Manifest:
@@ -273,7 +291,7 @@ class Manifest:
             return None
         listed = shard.get("parts", [shard])
         found = [[one.get("offsets"), one.get("shape")] for one in listed if isinstance(one, dict)]
-        return sorted([one for one in found if isinstance(one[1], list) and 0 not in one[1]], key=str)
+        return [one for one in found if isinstance(one[1], list) and 0 not in one[1]]
 
     def shared(self) -> Groups:
         """Returns the groups of leaves that share memory at the source.

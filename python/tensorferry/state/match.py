@@ -141,7 +141,8 @@ class Match:
             elif not self._is_part:
                 taken.append((json_key, child))
         if len(found) < len(live):
-            self.alone += [(f"{dotted}{show_key(key)}", value) for key, value in live.items() if key not in found]
+            alone = [(key, value) for key, value in live.items() if key not in found and not self._is_kept(value)]
+            self.alone += [(f"{dotted}{show_key(key)}", value) for key, value in alone]
             if self._all is not None:
                 # One of them may be a key whose class is not allowed.
                 places = [key[1] for _, key, _ in children(node) if type(key) is list]
@@ -151,6 +152,12 @@ class Match:
         if type(node) is dict:
             return dict(taken)
         return ["o", dict(taken)] if node[0] == "o" else ["d", node[1], [list(pair) for pair in taken]]
+
+    def _is_kept(self, live: Any) -> bool:
+        """Whether ``live`` is left as it is, or holds nothing else."""
+        if self._kept and is_container(live):
+            return bool(live) and all(map(self._is_kept, live.values() if isinstance(live, dict) else live))
+        return id(live) in self._kept
 
     def _items(self, node: Node, live: dict[Any, Any]) -> Iterator[tuple[Any, Any, Node]]:
         """Yields the key of each member of ``node``, the key of ``live`` that it is, and the node below it."""

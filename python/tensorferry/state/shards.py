@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import ProtocolError
+from ..storage.boxes import Box, why_not_whole
 
 #: The largest number of elements and dimensions of a tensor.
 _MOST, _DIMENSIONS = 2**62, 64
@@ -35,6 +36,11 @@ class Shard(NamedTuple):
     stride: list[int]
     storage: Any
     storage_offset: int
+
+    @property
+    def box(self) -> Box:
+        """Its elements in the whole tensor."""
+        return Box(tuple(self.offsets), tuple(self.shape))
 
     def span(self, first: Sequence[int], lengths: Sequence[int], size: int) -> tuple[int, int]:
         """Returns the first byte in the storage of a box of elements, and how many bytes it reaches over.
@@ -65,7 +71,7 @@ def described(where: object, path: str, fields: Any, own: int = 0) -> tuple[torc
     try:
         dtype = getattr(torch, fields["dtype"].removeprefix("torch."))
         shape = _checked_sizes(fields["global_shape"])
-        shards: dict[tuple[int, ...], Shard] = {}
+        shards: dict[Box, Shard] = {}
         for one in sorted(fields["parts"], key=lambda part: part["rank"] != own):
             shard = Shard(
                 _checked_sizes([one["rank"]])[0],
@@ -75,16 +81,19 @@ def described(where: object, path: str, fields: Any, own: int = 0) -> tuple[torc
                 one["storage"],
                 _checked_sizes([one["storage_offset"]])[0],
             )
-            lengths = (shard.offsets, shard.shape, shard.stride, shape)
-            if not isinstance(dtype, torch.dtype) or len({len(length) for length in lengths}) != 1:
+            if len({len(length) for length in (shard.offsets, shard.shape, shard.stride, shape)}) != 1:
                 raise ValueError("its fields contradict each other")
-            shards.setdefault((*shard.offsets, *shard.shape), shard)
-        if _overlap(list(shards.values())):
-            # Whether they cover the tensor could not be told by their number of elements.
-            raise ValueError("its parts overlap")
+            shards.setdefault(shard.box, shard)
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError("it has no dtype")
     except (KeyError, TypeError, ValueError, AttributeError) as e:
         raise ProtocolError(f"{where}: its index has no valid description of {path} ({e})") from e
     return dtype, shape, list(shards.values())
+
+
+def why_incomplete(shape: Sequence[int], shards: Sequence[Shard]) -> str | None:
+    """Returns why ``shards`` do not have each element of a tensor exactly once; ``None`` if they do."""
+    return why_not_whole(shape, [shard.box for shard in shards], [f"rank {shard.rank}" for shard in shards])
 
 
 def entry_of(storages: Sequence[Any], sizes: Sequence[int], number: Any, start: int, span: int) -> tuple[int, int]:
@@ -105,24 +114,6 @@ def entry_of(storages: Sequence[Any], sizes: Sequence[int], number: Any, start: 
             if low <= start and start + span <= low + sizes[entry]:
                 return entry, start - low
     raise KeyError(number)
-
-
-def _overlap(shards: Sequence[Shard]) -> bool:
-    """Whether some element is in two of several parts of a tensor, none of which have the same place and shape."""
-    boxes = [(shard.offsets, shard.shape) for shard in shards if math.prod(shard.shape)]
-    if len(boxes) < 2:
-        return False
-    # From part to part along the dimension that divides them most, so that few have to be compared.
-    dim = max(range(len(boxes[0][0])), key=lambda d: len({offsets[d] for offsets, _ in boxes}))
-    boxes.sort(key=lambda box: box[0][dim])
-    near: list[tuple[list[int], list[int]]] = []
-    for offsets, shape in boxes:
-        near = [(at, size) for at, size in near if at[dim] + size[dim] > offsets[dim]]
-        for at, size in near:
-            if all(a < b + m and b < a + n for a, n, b, m in zip(offsets, shape, at, size, strict=True)):
-                return True
-        near.append((offsets, shape))
-    return False
 
 
 def _checked_sizes(values: Any) -> list[int]:

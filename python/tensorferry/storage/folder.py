@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .._native import _file_entries
-from ..errors import IncompleteCheckpoint, InvalidArgument, ProtocolError, SystemRefused, TensorferryError
+from ..errors import IncompleteCheckpoint, ProtocolError, SystemRefused, TensorferryError
 from . import commits, reserved
 from .commits import Commit
 from .names import BEGINNINGS, is_ours
@@ -171,27 +171,6 @@ def committed_save(folder: AnyPlace) -> str | None:
 
 
 def encode_index(save_id: str, files: list[str], shards: dict[str, Any]) -> bytes:
-    """Returns the bytes of the index's entry ``CHECKPOINT``; ``shards`` is what :func:`add_shards` has put together."""
+    """Returns the bytes of the index's entry ``CHECKPOINT``; ``shards`` is as ``spread.spread_tensors`` returns it."""
     fields = {"version": _VERSION, "save": save_id, "files": files, "shards": shards}
     return json.dumps(fields, separators=(",", ":")).encode()
-
-
-def add_shards(shards: dict[str, Any], rank: int, manifest: bytes | None) -> None:
-    """Adds the parts of DTensors and ShardedTensors that a rank's manifest describes.
-
-    Raises:
-        InvalidArgument: the ranks have different tensors at one path
-    """
-    if manifest is None or b'"global_shape"' not in manifest:
-        return
-    for path, shard in json.loads(manifest)["shards"].items():
-        whole = shards.setdefault(path, {"dtype": shard["dtype"], "global_shape": shard["global_shape"], "parts": []})
-        if (whole["dtype"], whole["global_shape"]) != (shard["dtype"], shard["global_shape"]):
-            raise InvalidArgument(
-                f"the ranks have different tensors at {path}: dtype and global shape must be the same on all of them"
-            )
-        # A DTensor has one part on each rank, and a ShardedTensor has a list of them.
-        parts = shard.get("parts")
-        if parts is None:
-            parts = [{key: value for key, value in shard.items() if key not in ("dtype", "global_shape")}]
-        whole["parts"] += [{**part, "rank": rank} for part in parts]

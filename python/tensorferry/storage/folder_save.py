@@ -17,17 +17,18 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from .._native import _file_entries, _file_header
+from .._native import Stored as StoredFile
+from .._native import _file_entries, _file_entry_digests, _file_header
 from ..errors import ConnectError, FetchTimeout, IncompleteCheckpoint, StoreRefused, SystemRefused, TensorferryError
 from . import commits, leftovers, reserved
 from .commits import Commit
 from .container import Container, Stored
-from .folder import ABOUT, INDEX, add_shards, committed_save, encode_index
+from .folder import ABOUT, INDEX, committed_save, encode_index
 from .names import BEGINNINGS, machine
 from .objects.place import ObjectPlace
 from .places import AnyPlace, begun
+from .spread import RankState, spread_tensors
 from .whole_files import (
     FEW,
     create_folder,
@@ -191,7 +192,7 @@ class FolderSave:
         Raises:
             IncompleteCheckpoint: another rank has failed, or shows no sign of life; a save that began later has
                 finished before this one; or a file of this save was removed
-            InvalidArgument: the ranks have different tensors at one path
+            InvalidArgument: the parts of a tensor do not make up the whole, see :func:`spread_tensors`
             SystemRefused: the folder cannot be listed or synced; otherwise as for :func:`commits.commit_index`
             TensorferryError: the file of a rank cannot be read; otherwise as for :func:`commits.commit_index`
             Exception: what ``check`` raises
@@ -314,13 +315,10 @@ class FolderSave:
 
         Then removes the files that only the earlier save needed, and torch's own ``checkpoint_<rank>.pt``.
         """
-        headers: dict[str, int | None] = {}
-        parts: dict[str, Any] = {}
-        for rank, name in enumerate(names):
-            path = folder / name
-            headers[name] = _file_header(path)
-            (manifest,) = _file_entries(path, [reserved.MANIFEST])
-            add_shards(parts, rank, manifest)
+        paths = [folder / name for name in names]
+        headers: dict[str, int | None] = {name: _file_header(path) for name, path in zip(names, paths, strict=True)}
+        # A rank of a job may save its own parts alone, and load them.
+        parts = spread_tensors([_saved(path) for path in paths], whole=len(paths) > 1)
         commit = Commit(headers, self.save.began, self.save.lineage, self.save.step)
         torchs = [_TORCH_FILE.format(rank) for rank in range(self.save.world_size)]
         commits.commit_index(
@@ -332,6 +330,15 @@ class FolderSave:
             then=lambda: leftovers.remove(folder, torchs),
         )
         return commit
+
+
+def _saved(path: AnyPlace) -> RankState:
+    """Returns what a rank has saved in the file or object ``path``."""
+    return RankState(
+        lambda: _file_entries(path, [reserved.MANIFEST])[0],
+        lambda: StoredFile.open(path, checksums=False),
+        lambda: _file_entry_digests(path),
+    )
 
 
 def _file_of(save: SaveId) -> str:

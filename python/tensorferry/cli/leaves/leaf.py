@@ -213,7 +213,8 @@ def _of_state(plain: list[Leaf], fields: dict[str, Any], tree: Any) -> Iterator[
         dtype, shape = str(row[2]).removeprefix("torch."), _shape(row[3])
         part = ""
         if isinstance(shard := shards.get(path), dict):
-            part = f"shard at {shard.get('offsets')} of {shard.get('shape')}"
+            those = [one for one in shard.get("parts", [shard]) if isinstance(one, dict) and "shape" in one]
+            part = ", ".join(f"shard at {one.get('offsets')} of {one['shape']}" for one in those) or "no shard"
             notes.append(part)
         yield Leaf(path, "view", dtype, shape, nbytes(dtype, shape), notes, part=part)
 

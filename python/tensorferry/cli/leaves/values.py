@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from ..._native import _check_machine_has, _checksum
-from ...errors import SystemRefused
-from ...memory.tensors import is_spread, spread_parts
+from ...errors import SystemRefused, UnsupportedLeaf
+from ...state.local_parts import is_partial, is_spread, local_tensors, spread_tensor
 
 #: Tensors that are described by dtype, shape and elements.
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -40,9 +40,10 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 def whole_of(value: Any) -> Any:
     """Returns ``value``; of a tensor that is spread over ranks, and of which one has all of it, what that rank has."""
-    parts = spread_parts(value) if isinstance(value, torch.Tensor) else None
-    if parts is not None and len(parts) == 1 and parts[0][0].size() == value.size():
-        return parts[0][0]
+    if isinstance(value, torch.Tensor) and is_spread(value) and not is_partial(value):
+        parts = local_tensors(value)
+        if len(parts) == 1 and parts[0].size() == value.size():
+            return parts[0]
     return value
 
 
@@ -172,10 +173,19 @@ class _Comparison:
             # A placement may equal one of another class.
             if one != other or (name == "placements" and [*map(type, one or ())] != [*map(type, other or ())]):
                 return False
-        parts, others = spread_parts(a) or [], spread_parts(b) or []
-        if [offsets for _, offsets in parts] != [offsets for _, offsets in others]:
+        parts, others = _local_parts(a), _local_parts(b)
+        if [box for box, _ in parts] != [box for box, _ in others]:
             return False
-        return all(self.of(one, other) for (one, _), (other, _) in zip(parts, others, strict=True))
+        return all(self.of(one, other) for (_, one), (_, other) in zip(parts, others, strict=True))
+
+
+def _local_parts(value: Any) -> list[tuple[Any, torch.Tensor]]:
+    """Returns this rank's parts of a tensor, each with its box; the box is ``None`` if it has none in the whole."""
+    try:
+        spread = spread_tensor(value)
+    except UnsupportedLeaf:
+        return [(None, local) for local in local_tensors(value)]
+    return [] if spread is None else [*spread.parts]
 
 
 def _reduced(value: Any) -> Any:

@@ -26,12 +26,12 @@ from ...dcp.file_writer import RankFile
 from ...dcp.index import EntryRef
 from ...dcp.save_plan import ABOUT
 from ...storage import commits, reserved
+from ...storage.boxes import Box
 from ...storage.commits import Commit
 from ...storage.folder import INDEX
 from ...storage.names import new_id
 from .. import common
 from ..release import COMMON
-from ..shards import Box
 
 #: A tensor's key, the part of it that is written, and that part.
 Filled = tuple[str, Box, torch.Tensor]

@@ -18,13 +18,13 @@ from ...errors import ProtocolError
 from ...memory.tensors import DTYPE_NAMES, address, byte_strides, scratch
 from ...pickles.allowlist import Allowed
 from ...pickles.torch_archives import unpickled
+from ...storage.boxes import Box
 from ...storage.folder import INDEX
 from ...storage.places import AnyPlace
 from ...storage.slices import SliceTuple, contiguous_strides, runs
 from ...storage.source import FolderSource
 from .. import common, shards
 from ..release import COMMON, CheckpointingException, ShardedObject
-from ..shards import Box
 from .zarr_folders import arrays_of, load_object, objects_of
 
 ZARR = "zarr"

@@ -26,10 +26,10 @@ from ...memory.tensors import byte_strides
 from ...pickles.allowlist import Allowed
 from ...pickles.torch_archives import unpickled
 from ...pickles.unpickler import pickle_module, unpickler_class
+from ...storage.boxes import Box
 from ...storage.whole_files import INDEX_BYTES, open_at_once
 from .. import common
 from ..release import CheckpointingException
-from ..shards import Box
 from .convert_sources import COMMON_OBJECT, SourceWithIndex
 from .zarr_chunks import read_box
 

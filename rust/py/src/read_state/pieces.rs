@@ -144,28 +144,39 @@ pub(crate) fn describe_objects<'py>(
 }
 
 /// As the members of a JSON object, by path where the local part of each `DTensor` lies that is described here.
-/// `offsets` are, for each spec, the coordinates of the first element.
+///
+/// `specs` has, for each spec, the shape of a local part and how its description begins, `None` if Python has to describe
+/// such parts. Also returns the numbers of the leaves that Python has to describe.
 #[pyfunction]
 #[pyo3(name = "_describe_shards")]
 #[allow(clippy::needless_pass_by_value, reason = "what Python calls takes values")]
-pub(crate) fn describe_shards<'py>(rows: &Bound<'py, PyRows>, offsets: Vec<Vec<u64>>) -> PyResult<Bound<'py, PyBytes>> {
+pub(crate) fn describe_shards<'py>(
+    rows: &Bound<'py, PyRows>,
+    specs: Vec<Option<(Vec<u64>, String)>>,
+) -> PyResult<(Bound<'py, PyBytes>, Vec<i64>)> {
     let py = rows.py();
     let table = rows.get();
     let paths = table.object_paths(py);
     let paths = paths.bind(py);
     let views = table.views();
-    let beginnings: Vec<_> = offsets.iter().enumerate().map(|(spec, offsets)| views.shard_of(spec, offsets)).collect();
     let mut text = String::with_capacity(views.all.len() * SHARD_TEXT);
+    let mut others = Vec::new();
     for (view, global) in views.all.iter().filter_map(|view| Some((view, view.global.as_ref()?))) {
+        let Some(Some((_, beginning))) =
+            specs.get(global.spec).map(|spec| spec.as_ref().filter(|spec| spec.0 == views.dims_of(view).0))
+        else {
+            others.push(view.leaf);
+            continue;
+        };
         if !text.is_empty() {
             text.push(',');
         }
         quote_path(&mut text, paths, usize::try_from(-(view.leaf + 1))?)?;
         text.push(':');
-        views.shard(&mut text, view, beginnings.get(global.spec).map_or("", String::as_str));
+        views.shard(&mut text, view, beginning);
     }
     drop(views);
-    Ok(PyBytes::new(py, text.as_bytes()))
+    Ok((PyBytes::new(py, text.as_bytes()), others))
 }
 
 /// About how many bytes of text there are for each storage, object and shard: a text that grows is copied again and

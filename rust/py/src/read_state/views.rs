@@ -8,7 +8,7 @@ use tensorferry_wire::dtype::Dtype;
 
 use super::reached::ReachedStorage;
 use super::text::write_number;
-use super::view::{View, typed};
+use super::view::View;
 use crate::memory::Described;
 use crate::rows::columns::{ByAddress, Span};
 
@@ -134,23 +134,8 @@ impl Views {
         self.all.iter().filter(overlaps).map(|view| view.leaf).collect()
     }
 
-    /// What the shards of `DTensor`s with the spec `spec` begin with: where they lie in the whole, whose element at
-    /// `offsets` is their first.
-    pub(crate) fn shard_of(&self, spec: usize, offsets: &[u64]) -> String {
-        let mut text = String::from("{\"dtype\":\"torch.");
-        if let Some((shape, dtype)) = self.specs.get(spec) {
-            text.push_str(typed(*dtype).unwrap_or_default());
-            text.push_str("\",\"global_shape\":");
-            numbers(&mut text, shape);
-        }
-        text.push_str(",\"offsets\":");
-        numbers(&mut text, offsets);
-        text.push_str(",\"shape\":");
-        text
-    }
-
-    /// Of a `DTensor`'s local part, where it lies in the whole and in its storage, as a JSON object. `beginning` is what
-    /// `shard_of` returns for its spec.
+    /// Of a `DTensor`'s local part, where it lies in the whole and in its storage, as a JSON object. `beginning` says
+    /// where such parts of its spec lie in the whole, up to their shape.
     pub(crate) fn shard(&self, text: &mut String, view: &View, beginning: &str) {
         let (shape, strides) = self.dims_of(view);
         text.push_str(beginning);
