@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import tensorferry
+from tensorferry.errors import ProtocolError
 from tensorferry.pickles.allowlist import Allowed
 from tensorferry.state import manifest, pickling, snapshot
 from tensorferry.state.shards import described as described_shards
