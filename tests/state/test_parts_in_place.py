@@ -60,7 +60,7 @@ def test_the_same_part_is_taken(placement: Placement, rows: int, door: Door, tmp
     source, live = states(part(1, placement, 5.0, rows), part(1, placement, 0.0, rows))
     local = live["w"].to_local()
     if placement == Partial() and door in OF_CHECKPOINTERS:
-        with job(1), pytest.raises(InvalidArgument, match="w cannot be a part of a checkpoint: .* it is Partial"):
+        with job(1), pytest.raises(InvalidArgument, match=r"w cannot be a part of a checkpoint: .* it is Partial"):
             door(source, live, tmp_path, ())
         return
     with job(1):
