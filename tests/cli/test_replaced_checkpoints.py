@@ -17,7 +17,7 @@ from tensorferry.cli.leaves import comparison, distributed, listing
 from tensorferry.dcp import FileWriter
 from tensorferry.errors import IncompleteCheckpoint, SourceChanged, SystemRefused
 from tensorferry.storage import folder as folders
-from tensorferry.storage import series
+from tensorferry.storage import lineage
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -38,7 +38,7 @@ def save_distributed(path: Path, value: float) -> None:
 
 
 def remove(path: Path) -> None:
-    series.remove_checkpoint(path, folders.read_index(path))
+    lineage.remove_checkpoint(path, folders.read_index(path).commit)
 
 
 @pytest.fixture
