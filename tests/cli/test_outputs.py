@@ -242,6 +242,20 @@ class TestPull:
         assert "was shortened by another process" in err
         assert not output.exists()
 
+    def test_a_file_that_is_shortened_before_it_is_mapped(
+        self, run: Callable[..., Any], publish: Callable[..., str], tmp_path: Path, monkeypatch: Any
+    ) -> None:
+        write = download.Download._write
+
+        def shortened(self: Any, header: bytes) -> None:
+            write(self, header)
+            os.truncate(self.partial, 4096)
+
+        monkeypatch.setattr(download.Download, "_write", shortened)
+        told = run("pull", publish(state()), "-o", tmp_path / "a")
+        assert told.status == 14
+        assert "was shortened by another process" in told.err
+
     def test_a_file_that_is_shortened_between_the_fetch_and_its_checksums(
         self, run: Callable[..., Any], publish: Callable[..., str], tmp_path: Path, monkeypatch: Any
     ) -> None:

@@ -93,7 +93,7 @@ class Download:
             if not self.resumed:
                 self._begin(header, total)
             self._start = len(header)
-            self._pages = FilePages.fill(partial)
+            self._pages = FilePages.fill(partial, total)
             if not os.path.samestat(os.fstat(self._pages.fileno()), os.fstat(self._fd)):
                 raise InvalidArgument(f"another process has just replaced {partial}: download again")
         except BaseException as e:

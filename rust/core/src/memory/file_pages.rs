@@ -66,26 +66,29 @@ impl FilePages {
     /// # Errors
     /// [`ErrorKind::System`] when it is not a file, is empty, or cannot be mapped.
     pub fn map(path: &Path) -> Result<Self, Error> {
-        Self::try_map(path, false).map_err(|e| not_mapped(path, e))
+        Self::try_map(path, None).map_err(|e| not_mapped(path, e))
     }
 
-    /// Maps the file at `path` to be written to by way of its pages. The file must have room for all of them.
+    /// Maps `len` bytes of the file at `path` to be written to by way of its pages. The file must have room for all of
+    /// them; one that was shortened since it got that room is mapped as if it were whole, and is not unchanged.
     ///
     /// # Errors
     /// As [`FilePages::map`].
-    pub fn fill(path: &Path) -> Result<Self, Error> {
-        Self::try_map(path, true).map_err(|e| not_mapped(path, e))
+    pub fn fill(path: &Path, len: u64) -> Result<Self, Error> {
+        Self::try_map(path, Some(len)).map_err(|e| not_mapped(path, e))
     }
 
-    /// Maps the file at `path`: shared if it is to be `filled`, else private.
-    fn try_map(path: &Path, filled: bool) -> io::Result<Self> {
+    /// Maps the file at `path`: if it is to be `filled`, so many bytes of it, shared; else all of them, private.
+    fn try_map(path: &Path, filled: Option<u64>) -> io::Result<Self> {
+        let (expected, filled) = (filled, filled.is_some());
         // Not to wait for the other end of a pipe.
         let file = OpenOptions::new().read(true).write(filled).custom_flags(libc::O_NONBLOCK).open(path)?;
         let metadata = file.metadata()?;
         if !metadata.is_file() {
             return Err(io::Error::new(io::ErrorKind::InvalidInput, "it is not a file"));
         }
-        let len = usize::try_from(metadata.len()).map_err(|_| io::ErrorKind::OutOfMemory)?;
+        let nbytes = expected.unwrap_or(metadata.len());
+        let len = usize::try_from(nbytes).map_err(|_| io::ErrorKind::OutOfMemory)?;
         install()?;
         // Writable, since some readers take only memory that is; private, and without memory of its own unless somebody
         // writes to it.
@@ -98,7 +101,7 @@ impl FilePages {
         }
         let start = NonNull::new(start.cast::<u8>()).ok_or(io::ErrorKind::OutOfMemory)?;
         let first = start.as_ptr().expose_provenance();
-        let before = (metadata.len(), (!filled).then(|| modified(&metadata)));
+        let before = (nbytes, (!filled).then(|| modified(&metadata)));
         Ok(Self { start, len, file, before, guard: Guard::add(first, first + len) })
     }
 
@@ -194,7 +197,7 @@ mod tests {
     fn a_file_that_is_filled_may_be_shortened_meanwhile() {
         let path = std::env::temp_dir().join(format!("tensorferry-filled-pages-{}", std::process::id()));
         std::fs::write(&path, vec![0; 1 << 20]).unwrap();
-        let pages = FilePages::fill(&path).unwrap();
+        let pages = FilePages::fill(&path, 1 << 20).unwrap();
         let put = |at: usize, value: u8| {
             assert!(at < pages.len());
             // SAFETY: inside the mapping.
@@ -210,6 +213,13 @@ mod tests {
         OpenOptions::new().write(true).open(&path).unwrap().set_len(1 << 20).unwrap();
         assert!(!pages.is_unchanged());
         assert_eq!(std::fs::read(&path).unwrap()[900_000], 0);
+        // Shortened before it is mapped.
+        OpenOptions::new().write(true).open(&path).unwrap().set_len(4096).unwrap();
+        let pages = FilePages::fill(&path, 1 << 20).unwrap();
+        assert_eq!(pages.len(), 1 << 20);
+        // SAFETY: inside the mapping.
+        unsafe { ptr::write_volatile(pages.start.as_ptr().add(900_000), 8) };
+        assert!(!pages.is_unchanged());
         std::fs::remove_file(&path).unwrap();
     }
 }

@@ -88,15 +88,15 @@ impl PyFilePages {
         Ok(Self { pages: Arc::new(pages), stored: OnceLock::new() })
     }
 
-    /// Maps the file at `path`, which has room for all of its bytes, to be filled: what is written reaches the file.
-    /// If somebody shortens it meanwhile, `is_unchanged` turns false, and no signal ends the process.
+    /// Maps `length` bytes of the file at `path`, which has room for them, to be filled: what is written reaches the
+    /// file. If somebody has shortened it, or does so meanwhile, `is_unchanged` is false, and no signal ends the process.
     ///
     /// # Errors
     /// As the constructor.
     #[staticmethod]
     #[allow(clippy::needless_pass_by_value, reason = "what the interpreter calls takes its arguments by value")]
-    fn fill(py: Python<'_>, path: PathBuf) -> PyResult<Self> {
-        let pages = py.detach(|| FilePages::fill(&path)).map_err(|e| errors::to_py(py, &e))?;
+    fn fill(py: Python<'_>, path: PathBuf, length: u64) -> PyResult<Self> {
+        let pages = py.detach(|| FilePages::fill(&path, length)).map_err(|e| errors::to_py(py, &e))?;
         Ok(Self { pages: Arc::new(pages), stored: OnceLock::new() })
     }
 
