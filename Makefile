@@ -40,7 +40,7 @@ dist/.wheel: $(RUST_SOURCES) $(PY_SOURCES) pyproject.toml README.md | $(VENV)/.d
 	touch $@
 
 $(VENV)/.installed: dist/.wheel
-	rm -f $(VENV)/.linked
+	rm -f $(VENV)/.linked $(VENV)/.under-test
 	$(BIN)/uv pip install -q --python $(BIN)/python --reinstall --no-deps dist/*.whl
 	touch $@
 
@@ -51,7 +51,7 @@ build: $(VENV)/.installed ## build the wheel and install it into .venv
 # optimisation. `make build` puts the wheel back.
 .PHONY: dev
 dev: $(VENV)/.deps ## link the Python sources into .venv, and build what has changed of Rust
-	rm -f $(VENV)/.installed
+	rm -f $(VENV)/.installed $(VENV)/.under-test
 	VIRTUAL_ENV=$(CURDIR)/$(VENV) $(BIN)/maturin develop --uv --quiet --profile incremental
 	touch $(VENV)/.linked
 
@@ -110,50 +110,72 @@ demo-restart: build ## a killed trainer comes back on the state that its node's 
 demo-megatron: build ## Megatron's GPT changes its parallel layout, live and from files, and trains on
 	PYTHONPATH=$(VENV)/megatron-$(lastword $(MEGATRON)) $(BIN)/python -W ignore examples/megatron/layouts.py
 
-# Most tests of both languages wait, for other processes or for time-outs: on two cores those of the engine took 66 s
-# with six threads and 191 s with two, for the same 42 s of CPU. So Python's have three workers, on the CI's two cores.
-# Rust's are built beside Python's tests, and run after them, with the fuzz targets. The tests of a Python file stay in
-# one worker, and tests/conftest.py says which files come first. A few tests that fail, of either language, run once more
-# alone, and both results are printed.
+# What the tests run against: built without link-time optimisation, and its dependencies once for the wheel and for the
+# tests of the crates, which the features of the binding's dependencies make the same.
+CRATES := -p tensorferry-py -p tensorferry-core -p tensorferry-wire
+$(VENV)/.under-test: $(RUST_SOURCES) $(PY_SOURCES) pyproject.toml README.md | $(VENV)/.deps
+	rm -rf $(VENV)/.linked $(VENV)/.installed build/under-test
+	cargo test --quiet --locked --profile ci --no-run $(CRATES)
+	$(BIN)/maturin build --profile ci --quiet --out build/under-test --interpreter $(BIN)/python
+	$(BIN)/python tests/project/check_wheel.py build/under-test
+	$(BIN)/uv pip install -q --python $(BIN)/python --reinstall --no-deps build/under-test/*.whl
+	touch $@
+
+# Most tests wait, for other processes or for time-outs: hence more workers than cores. The tests of a Python file stay in
+# one worker, and tests/conftest.py says which files come first. What fails runs once more, without other tests beside it:
+# both results are printed, and a test that passes then is one to mend.
 WORKERS ?= 3
 PYTEST = -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
-CRATES := -p tensorferry-wire -p tensorferry-core
 .PHONY: test
-test: build ## every test: Python in WORKERS processes, then Rust, and the fuzz targets for a short time
-	$(BIN)/python $(PYTEST) --again-alone $(PYTEST_ARGS) \
-	  --beside 'make --no-print-directory build-rust-tests && (read -r _ || true) && make --no-print-directory test-rust'
+test: $(VENV)/.under-test ## what a change needs: the tests of both languages, without those of the night
+	$(MAKE) --no-print-directory -j2 test-python test-crates
 
-# The fuzz targets are built by a run of one input each.
-.PHONY: build-rust-tests
-build-rust-tests:
-	nice -n 15 cargo test --quiet --locked --no-run $(CRATES)
-	FUZZ_RUNS=1 rust/fuzz/run.sh 1 >/dev/null
-
-.PHONY: test-rust
-test-rust: ## the tests of the crates, and beside them the fuzz targets for FUZZ_SECONDS each
-	$(MAKE) --no-print-directory -j2 --output-sync=target test-crates fuzz
+.PHONY: test-python
+test-python: $(VENV)/.under-test
+	$(BIN)/python $(PYTEST) -m 'not nightly' $(PYTEST_ARGS) || (test $$? = 1 && $(AGAIN))
+AGAIN = echo '==== once more, without other tests beside them ====' && \
+  $(BIN)/python -m pytest --last-failed --last-failed-no-failures none --maxfail 10 $(PYTEST_ARGS)
 
 .PHONY: test-crates
-test-crates:
-	RUST_TEST_THREADS=6 rust/test.sh $(CRATES)
+test-crates: $(VENV)/.under-test ## the tests of the crates
+	mkdir -p build
+	RUST_TEST_THREADS=6 nice -n 5 rust/test.sh --quiet --profile ci $(CRATES) >build/crates.log 2>&1; \
+	  status=$$?; cat build/crates.log; exit $$status
 
-QUICK := -m 'not process and not slow and not waits' --every 6
+# Each attack as often as CONTRIBUTING.md says, with the wheel that is released. A failure blocks a release, not a change.
+OFTEN := --kills 50 --saver-kills 20 --saves 200 --keeper-kills 20 --pull-kills 20 --convert-kills 20 --object-kills 99 \
+  --fault-schedules 50 --every-verb --fuzz-runs 1000 --pickle-seconds 60 --pickled-states 1000 --spread-states 200
+.PHONY: test-all
+test-all: export TENSORFERRY_ALL_FRAMEWORKS = 1
+test-all: export SWARM_SCHEDULES = 50
+test-all: build object-stores ## every test, as once a night and before a release: hours
+	$(BIN)/python $(PYTEST) $(OFTEN) --timeout 1800 $(PYTEST_ARGS)
+	RUST_TEST_THREADS=6 rust/test.sh --profile ci $(CRATES)
+	$(MAKE) --no-print-directory fuzz FUZZ_SECONDS=60
+	$(MAKE) --no-print-directory torchft-nightly
+	$(MAKE) --no-print-directory compat wheel sdist pythons
+
 .PHONY: quick
 # The tests make stores that do not answer, and torch prints the stack of each failure from threads of its own.
 quick: export TORCH_CPP_LOG_LEVEL = FATAL
-quick: WORKERS = 2
-quick: dev ## make dev, and what starts no process and waits for nothing, of many cases every sixth: for every change
-	$(BIN)/python $(PYTEST) -q $(QUICK) $(PYTEST_ARGS) \
-	  --beside 'RUST_TEST_THREADS=6 cargo test --quiet --locked $(CRATES) --lib --test formats --test engine -- --skip moments::'
+quick: dev ## make dev, and what starts no process and waits for nothing: for every change
+	$(MAKE) --no-print-directory -j2 quick-python quick-crates
+
+.PHONY: quick-python quick-crates
+quick-python:
+	$(BIN)/python $(PYTEST) -q -m 'not nightly and not process and not slow and not waits' $(PYTEST_ARGS)
+quick-crates:
+	RUST_TEST_THREADS=6 cargo test --quiet --locked -p tensorferry-core -p tensorferry-wire --lib --test formats --test engine \
+	  -- --skip moments::
 
 .PHONY: test-frameworks
 test-frameworks: build ## the tests inside torchtitan, Lightning, accelerate and torchft's Manager
 	$(BIN)/python $(PYTEST) tests/frameworks $(PYTEST_ARGS)
 
 # Its folder comes before the packages of .venv: what is tested is the nightly, whatever release is installed there.
-.PHONY: nightly
+.PHONY: torchft-nightly
 NIGHTLY_ARGS ?=
-nightly: build ## torchft's newest nightly: its own tests with our transport in place of its own, and heals inside its Manager
+torchft-nightly: build ## torchft's newest nightly: its own tests with our transport in place of its own, and heals inside its Manager
 	rm -rf $(VENV)/torchft-nightly
 	$(BIN)/uv pip install -q --python $(BIN)/python --no-deps --target $(VENV)/torchft-nightly torchft-nightly
 	ls -d $(VENV)/torchft-nightly/*.dist-info
@@ -166,24 +188,24 @@ fuzz: ## run each fuzz target for FUZZ_SECONDS seconds, or with FUZZ_RUNS=100000
 	rust/fuzz/run.sh $(FUZZ_SECONDS)
 
 .PHONY: lint
-lint: ## formatters, clippy, ruff, mypy and stubtest, side by side
-	$(MAKE) --no-print-directory -j3 --output-sync=target lint-rust lint-python lint-stubs
+lint: ## formatters, clippy, ruff, mypy, stubtest, the rules of imports and the links of the docs, side by side
+	$(MAKE) --no-print-directory -j3 --output-sync=target lint-rust lint-python lint-stubs docs
 
 .PHONY: lint-rust
 lint-rust: ## rustfmt and clippy
 	cargo fmt --all --check
-	cargo clippy --locked --workspace --all-targets -- -D warnings
+	cargo clippy --locked --profile ci --workspace --all-targets -- -D warnings
 
 .PHONY: lint-python
-lint-python: $(VENV)/.deps ## ruff and mypy
+lint-python: $(VENV)/.deps ## ruff, import-linter and mypy
 	$(BIN)/ruff format --check python tests benches examples docs/*.py
 	$(BIN)/ruff check python tests benches examples docs/*.py
+	PYTHONPATH=python $(BIN)/lint-imports --no-logo
 	$(BIN)/mypy
 
-# It looks at the native module alone, which is the same in both: after `make dev` that is brought up to date and checked,
-# so that the sources stay linked. Where `make dev` has not run, as in CI, it is the wheel.
+# It looks at the native module alone, of whichever build is installed; where none is, as in CI, of the one for the tests.
 .PHONY: lint-stubs
-lint-stubs: $(if $(wildcard $(VENV)/.linked),dev,build) ## stubtest, of what make dev has built, or else of the wheel
+lint-stubs: $(if $(wildcard $(VENV)/.linked),dev,$(if $(wildcard $(VENV)/.installed),build,$(VENV)/.under-test)) ## stubtest
 	$(BIN)/python -m mypy.stubtest tensorferry._native --mypy-config-file pyproject.toml
 
 .PHONY: format
@@ -269,8 +291,12 @@ faults: build ## the fault matrix, ours beside torchft's HTTPTransport; FAULTS_A
 	$(BIN)/python -m tensorferry.testing --transports tensorferry,torchft --json build/faults/results.json $(FAULTS_ARGS)
 
 .PHONY: compat
-compat: ## the tests on the oldest torch that is supported
-	$(MAKE) --no-print-directory test VENV=.venv-compat TORCH=$(COMPAT_TORCH)
+compat: ## every Python test on the oldest torch that is supported
+	$(MAKE) --no-print-directory compat-python VENV=.venv-compat TORCH=$(COMPAT_TORCH)
+
+.PHONY: compat-python
+compat-python: $(VENV)/.under-test
+	$(BIN)/python $(PYTEST) $(PYTEST_ARGS)
 
 .PHONY: clean
 clean: ## remove everything that was built

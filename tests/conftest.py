@@ -18,11 +18,7 @@ import pytest
 import torch.distributed as dist
 
 import forked
-from beside import Beside
 from child import Child
-from every_nth import keep_every_nth
-from process_marks import ProcessMarks
-from second_run import SecondRun
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -56,9 +52,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--every-verb", action="store_true", help="test_hostile_servers.py runs each verb with each server"
     )
-    parser.addoption("--every", type=int, default=1, help="of each test with many cases, every Nth one")
-    parser.addoption("--beside", help="a command of the shell that runs beside the tests")
-    parser.addoption("--again-alone", action="store_true", help="what fails runs once more, each test alone")
     parser.addoption("--fuzz-runs", type=int, default=100, help="inputs for each target of fuzzing.py")
     parser.addoption("--fuzz-seed", type=int, default=1)
 
@@ -70,18 +63,11 @@ def pytest_configure(config: pytest.Config) -> None:
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, handler)
     config.addinivalue_line("markers", "beyond_torchft: torchft's HTTPTransport does not do this")
-    config.pluginmanager.register(ProcessMarks(config.rootpath / "tests", config.rootpath / "examples"))
-    if config.getoption("--again-alone") and not hasattr(config, "workerinput"):
-        config.pluginmanager.register(SecondRun(config))
-    if config.getoption("--beside") and not hasattr(config, "workerinput"):
-        config.pluginmanager.register(Beside(config.getoption("--beside"), config))
 
 
 # Last, after pytest has left out what -m and -k do not choose.
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if (nth := config.getoption("--every")) > 1:
-        keep_every_nth(config, items, nth)
     if hasattr(config, "workerinput"):
         # Workers take files in this order: the longest ones first, so that none is left to one worker at the end.
         slow = {item.path for item in items if item.get_closest_marker("slow")}

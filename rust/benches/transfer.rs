@@ -1,5 +1,6 @@
 //! The hot path against its floor: fetching over loopback from another process, beside plain sockets that move the same
 //! bytes without any protocol. Machines differ and are noisy: the ratios of the table at the end are what to read.
+#![allow(clippy::disallowed_methods, reason = "the raw socket that a transfer is compared with")]
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a benchmark that cannot go on should panic")]
 #![allow(missing_docs, reason = "criterion's macros make functions without any")]
 

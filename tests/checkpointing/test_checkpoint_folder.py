@@ -36,7 +36,7 @@ from tensorferry.storage.lineage import Lineage
 from tensorferry.storage.names import machine
 from tensorferry.storage.series import checkpoints
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 WAIT_S = 60
 
 

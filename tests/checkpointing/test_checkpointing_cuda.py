@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 pytestmark = [
+    pytest.mark.process,
     pytest.mark.cuda,
     pytest.mark.beyond_torchft,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU, and torch sees none here"),

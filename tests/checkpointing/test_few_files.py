@@ -21,6 +21,7 @@ from tensorferry.dcp import FileReader, FileWriter, PeerWriter, own_errors
 from tensorferry.errors import SystemRefused
 
 pytestmark = [
+    pytest.mark.process,
     pytest.mark.timeout(120),
     pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning", "ignore::FutureWarning"),
 ]

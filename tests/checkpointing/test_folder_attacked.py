@@ -23,7 +23,7 @@ from tensorferry.storage.container import Container
 from tensorferry.storage.folder import missing_files, read_index
 from tensorferry.storage.folder_save import FolderSave, SaveId
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 WAIT_S = 60
 RANKS = 3
 

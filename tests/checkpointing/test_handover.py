@@ -18,6 +18,8 @@ from tensorferry.checkpointing import handover
 from tensorferry.checkpointing.handover import Handover, Message
 from tensorferry.errors import InvalidArgument, ProtocolError, SystemRefused
 
+pytestmark = pytest.mark.process
+
 
 def rows_in(*entries: tuple[str, str, tuple[int, ...], int, int]) -> Table:
     rows = Table()

@@ -26,6 +26,9 @@ from tensorferry.checkpointing.keeper import connecting, questions
 from tensorferry.checkpointing.keeper.client import Keeper
 from tensorferry.errors import ConnectError, CorruptCheckpoint, InvalidArgument
 
+pytestmark = pytest.mark.process
+
+
 LONG = timedelta(seconds=30)
 MIB = 1 << 20
 

@@ -18,6 +18,9 @@ from tensorferry.checkpointing.keeper.client import Keeper
 from tensorferry.checkpointing.keeper.command import main
 from tensorferry.errors import InvalidArgument
 
+pytestmark = pytest.mark.process
+
+
 SECRET = "a secret of more than sixteen bytes"
 LONG = timedelta(seconds=30)
 MIB = 1 << 20

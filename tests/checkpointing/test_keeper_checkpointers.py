@@ -24,6 +24,9 @@ from tensorferry.memory.bounce import BounceBuffers
 from tensorferry.pickles.allowlist import Allowed
 from tensorferry.state.load import receive
 
+pytestmark = pytest.mark.process
+
+
 MIB = 1 << 20
 
 

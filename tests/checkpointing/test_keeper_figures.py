@@ -19,6 +19,9 @@ from tensorferry.checkpointing.keeper.client import Keeper
 from tensorferry.checkpointing.keeper.stranger_log import StrangerLog
 from tensorferry.net.secret import shared_secret
 
+pytestmark = pytest.mark.process
+
+
 SECRET = "a secret of more than sixteen bytes"
 MIB = 1 << 20
 ROOT = Path(__file__).parents[2]

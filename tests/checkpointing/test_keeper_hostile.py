@@ -22,6 +22,9 @@ from tensorferry.checkpointing import handover
 from tensorferry.checkpointing.handover import Handover, Message
 from tensorferry.checkpointing.keeper.client import Keeper
 
+pytestmark = pytest.mark.process
+
+
 MIB = 1 << 20
 FIELDS = {"path": "/ckpt/x/1", "job": "/ckpt/x", "save_id": "a", "rank": 0, "world_size": 1, "step": 1, "began": 1}
 FIELDS |= {"location": "0" * 16}

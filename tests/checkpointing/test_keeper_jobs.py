@@ -23,6 +23,9 @@ from tensorferry.net import serve
 from tensorferry.net.options import ServerOptions
 from tensorferry.storage.container import Container
 
+pytestmark = pytest.mark.process
+
+
 #: What stands for the paths of two machines that have nothing but the path in common.
 HERE, THERE = "0" * 16, "1" * 16
 

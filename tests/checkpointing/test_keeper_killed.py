@@ -19,6 +19,9 @@ from tensorferry.checkpointing import latest_checkpoint
 from tensorferry.checkpointing.keeper.client import Keeper
 from tensorferry.errors import TensorferryError
 
+pytestmark = pytest.mark.process
+
+
 SECRET = "a secret of more than sixteen bytes"
 
 TRAINER = """

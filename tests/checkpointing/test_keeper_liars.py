@@ -18,6 +18,9 @@ from tensorferry.net import serve
 from tensorferry.net.options import ServerOptions
 from tensorferry.storage.container import Container
 
+pytestmark = pytest.mark.process
+
+
 MIB = 1 << 20
 OPTIONS = ServerOptions(
     secret=None, tls=False, same_host=None, interface="127.0.0.1", advertise=None, max_bandwidth=None

@@ -27,6 +27,9 @@ from tensorferry.checkpointing.keeper.generations import Generations, KeeperFull
 from tensorferry.checkpointing.keeper.snapshot import Snapshot
 from tensorferry.errors import SystemRefused
 
+pytestmark = pytest.mark.process
+
+
 MIB = 1 << 20
 FIELDS = {"path": "/ckpt/x/1", "job": "/ckpt/x", "rank": 0, "world_size": 1, "step": 1, "began": 1}
 FIELDS |= {"location": "0" * 16, "kind": "keep", "version": handover.VERSION, "control": []}

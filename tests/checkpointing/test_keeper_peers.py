@@ -25,6 +25,7 @@ from tensorferry.dcp import PeerReader
 from tensorferry.errors import IncompleteCheckpoint, UnsafePickle
 
 pytestmark = [
+    pytest.mark.process,
     pytest.mark.slow,
     pytest.mark.timeout(240),
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),

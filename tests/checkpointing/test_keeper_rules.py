@@ -20,6 +20,8 @@ from tensorferry.errors import InvalidArgument, ProtocolError, SystemRefused
 from tensorferry.storage.commits import Commit
 from tensorferry.storage.folder import Index
 
+pytestmark = pytest.mark.process
+
 
 def about(number: int, rank: int = 0, job: str = "j", origin: str = LOCAL, **fields) -> Snapshot:
     return Snapshot(

@@ -22,6 +22,9 @@ from tensorferry.checkpointing import AsyncCheckpointer
 from tensorferry.errors import IncompleteCheckpoint, SystemRefused, WriterLost
 from tensorferry.storage.folder import read_index
 
+pytestmark = pytest.mark.process
+
+
 WAIT_S = 60
 
 TRAINER = """

@@ -38,7 +38,7 @@ from tensorferry.pickles.limits import Limits
 from tensorferry.state import build, load
 from tensorferry.state.snapshot import StateSnapshot
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 MIB = 1 << 20
 
 

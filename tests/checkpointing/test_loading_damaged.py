@@ -27,7 +27,7 @@ from tensorferry.errors import (
 )
 from tensorferry.storage.folder import INDEX
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 MIB = 1 << 20
 
 

@@ -21,7 +21,7 @@ from tensorferry.state import load
 from tensorferry.state.manifest import Manifest
 from tensorferry.state.snapshot import StateSnapshot
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 
 
 @pytest.mark.parametrize("writer", ["ours", "torch"])

@@ -11,7 +11,7 @@ from pickled_classes import Colour
 from tensorferry.checkpointing import SyncCheckpointer, load_file, loading
 from tensorferry.pickles.allowlist import Allowed
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 
 
 def keyed(value: float, shift: int = 0) -> dict:

@@ -14,7 +14,7 @@ from tensorferry.checkpointing import SyncCheckpointer, latest_checkpoint
 from tensorferry.errors import CorruptCheckpoint, IncompleteCheckpoint
 from tensorferry.storage.folder import read_index
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(240)]
 
 
 def test_spread_tensors_are_put_together_for_other_ranks_and_placements(tmp_path):

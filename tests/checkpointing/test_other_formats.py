@@ -13,7 +13,10 @@ from tensorferry.cli.app import run
 from tensorferry.dcp import FileWriter
 from tensorferry.errors import IncompleteCheckpoint, ProtocolError
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:TypedStorage is deprecated")
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:TypedStorage is deprecated"),
+]
 
 
 def lines(caplog):

@@ -20,6 +20,8 @@ from tensorferry.checkpointing import AsyncCheckpointer
 from tensorferry.errors import IncompleteCheckpoint, UnsupportedLeaf
 from tensorferry.storage.folder import read_index
 
+pytestmark = pytest.mark.process
+
 
 def save_and_fail(rank: int, root: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{root}/store", rank=rank, world_size=2)

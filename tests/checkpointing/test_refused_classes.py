@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-pytestmark = pytest.mark.beyond_torchft
+pytestmark = [pytest.mark.process, pytest.mark.beyond_torchft]
 
 
 class Stage(enum.Enum):

@@ -22,7 +22,7 @@ from tensorferry.errors import (
     TransportClosed,
 )
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 
 
 def test_close_waits_for_every_save_and_ends_the_writer(opened, tmp_path) -> None:

@@ -37,7 +37,7 @@ from tensorferry.errors import (
 )
 from tensorferry.state.snapshot import StateSnapshot
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 
 
 class Silent(torch.Tensor):

@@ -14,7 +14,7 @@ from tensorferry.checkpointing import (
 from tensorferry.checkpointing import checkpointers as module
 from tensorferry.memory.shared import NoRoom
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 
 
 class _Keeper:

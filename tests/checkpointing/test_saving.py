@@ -26,7 +26,7 @@ from tensorferry.errors import (
 from tensorferry.memory.shared import NoRoom
 from tensorferry.storage.folder import read_index
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 
 
 def test_the_futures_say_when_the_state_may_change_and_when_the_checkpoint_is_committed(opened, tmp_path) -> None:

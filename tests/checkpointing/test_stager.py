@@ -18,7 +18,7 @@ from tensorferry.checkpointing.saving import Saver
 from tensorferry.checkpointing.shared_stager import SharedStager
 from tensorferry.memory.shared import Budget, NoRoom
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = [pytest.mark.process, pytest.mark.timeout(60)]
 WAIT_S = 30
 MIB = 1 << 20
 

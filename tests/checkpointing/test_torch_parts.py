@@ -15,6 +15,7 @@ from tensorferry.dcp import FileReader, FileWriter
 from tensorferry.errors import TransportClosed
 
 pytestmark = [
+    pytest.mark.process,
     pytest.mark.timeout(120),
     pytest.mark.filterwarnings("ignore:torch.distributed is", "ignore::FutureWarning", "ignore:TypedStorage"),
 ]

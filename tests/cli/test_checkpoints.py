@@ -55,6 +55,7 @@ pytestmark = [
 # serve
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("form", ["file", "checkpoint"])
 def test_what_is_served_is_received_as_from_a_transport(form: str, forms: dict[str, Path]) -> None:
     with serving(forms[form], "--step", "3") as metadata, HTTPTransport(TIMEOUT, interface="127.0.0.1") as receiver:
@@ -82,6 +83,7 @@ def test_what_torch_has_written_is_served_to_stock_receivers_too(
         server.shutdown(5.0)
 
 
+@pytest.mark.process
 def test_a_distributed_checkpoint_is_served_to_peer_readers(forms: dict[str, Path]) -> None:
     state = make_state()
     target = {key: torch.zeros_like(value) for key, value in state.items() if isinstance(value, torch.Tensor)}
@@ -90,6 +92,7 @@ def test_a_distributed_checkpoint_is_served_to_peer_readers(forms: dict[str, Pat
     assert all(torch.equal(target[key], state[key]) for key in target)
 
 
+@pytest.mark.process
 def test_a_safetensors_file_is_served_without_torch(
     forms: dict[str, Path], run: Callable[..., Any], tmp_path: Path
 ) -> None:
@@ -100,6 +103,7 @@ def test_a_safetensors_file_is_served_without_torch(
     assert_same_state(load_file(tmp_path / "a"), PLAIN)
 
 
+@pytest.mark.process
 def test_the_port_is_the_one_that_was_asked_for(forms: dict[str, Path]) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -112,6 +116,7 @@ def test_the_port_is_the_one_that_was_asked_for(forms: dict[str, Path]) -> None:
         assert f"127.0.0.1:{port}/" in metadata[0]
 
 
+@pytest.mark.process
 def test_ctrl_c_is_the_normal_end(forms: dict[str, Path]) -> None:
     with command("serve", forms["plain"], "--interface", "127.0.0.1") as process:
         assert process.stdout is not None
@@ -333,6 +338,7 @@ class Harmful:
         return os.system, ("touch owned",)
 
 
+@pytest.mark.process
 def test_pickles_are_read_with_the_allow_list_only(
     run: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -399,6 +405,7 @@ def test_an_index_that_leads_out_of_its_folder(run: Callable[..., Any], tmp_path
         assert "is not the name of a rank's file" in done.err
 
 
+@pytest.mark.process
 def test_a_folder_of_megatrons_is_served_and_shown(
     run: Callable[..., Any], forms: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -426,6 +433,7 @@ def test_a_folder_of_megatrons_is_served_and_shown(
     assert "--to dcp" in refused.err
 
 
+@pytest.mark.process
 def test_checkpoints_of_different_numbers_of_ranks_are_compared(run: Callable[..., Any], tmp_path: Path) -> None:
     checkpoint_ranks.run("save", 2, tmp_path / "two")
     state = SyncCheckpointer().load(tmp_path / "two")

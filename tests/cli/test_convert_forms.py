@@ -129,6 +129,7 @@ def test_names_that_the_format_reserves_take_that_of_no_other_leaf(run: Callable
     assert float(found["~__tensorferry__/x"][0]) == 5
 
 
+@pytest.mark.process
 def test_a_curled_container_becomes_a_state_again(run: Callable[..., Any], publish: Any, tmp_path: Path) -> None:
     curl = shutil.which("curl")
     if curl is None:
@@ -195,6 +196,7 @@ def test_damage_in_one_of_several_files_is_neither_converted_nor_served(
     assert run("convert", folder, tmp_path / "a.safetensors", "--unverified").status == 0
 
 
+@pytest.mark.process
 def test_memory_stays_bounded(tmp_path: Path) -> None:
     state = {f"w{i}": torch.full((4 << 20,), float(i)) for i in range(8)}
     sources = {}

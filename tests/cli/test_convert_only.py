@@ -118,6 +118,7 @@ def test_what_is_no_part_is_refused(only: str, words: str, run: Callable[..., An
     assert not (tmp_path / "o.pt").exists()
 
 
+@pytest.mark.process
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_tensors_that_are_spread_over_ranks_are_whole(run: Callable[..., Any], tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 pytestmark = [
+    pytest.mark.process,
     pytest.mark.slow,
     pytest.mark.timeout(240),
     pytest.mark.beyond_torchft,

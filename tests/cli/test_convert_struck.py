@@ -42,6 +42,7 @@ def size_of(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
 
 
+@pytest.mark.process
 def test_a_killed_conversion_leaves_nothing_under_the_final_name(
     run: Callable[..., Any], tmp_path: Path, pytestconfig: pytest.Config
 ) -> None:
@@ -131,6 +132,7 @@ def on_a_small_disk(disk: Path, options: str, commands: list[Any]) -> list[tuple
     return [tuple(one) for one in json.loads(done.stdout)]
 
 
+@pytest.mark.process
 def test_a_full_or_read_only_disk(publish: Callable[..., str], tmp_path: Path, pytestconfig: pytest.Config) -> None:
     write_archive(state(), tmp_path / "a.pt")
     source, disk = str(tmp_path / "a.pt"), tmp_path / "disk"
@@ -148,6 +150,7 @@ def test_a_full_or_read_only_disk(publish: Callable[..., str], tmp_path: Path, p
         assert set(left) <= {"f"}, left
 
 
+@pytest.mark.process
 def test_two_pulls_into_one_file(publish: Callable[..., str], run: Callable[..., Any], tmp_path: Path) -> None:
     metadata = publish(state(), max_bandwidth=4 << 20)
     output = tmp_path / "a"
@@ -164,6 +167,7 @@ def test_two_pulls_into_one_file(publish: Callable[..., str], run: Callable[...,
     assert os.listdir(tmp_path) == ["a"]
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("what", ["a byte of the payload", "the header", "the length", "the whole file"])
 def test_what_is_tampered_with_between_a_kill_and_the_next_run_is_noticed(
     what: str, publish: Callable[..., str], run: Callable[..., Any], tmp_path: Path

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 pytestmark = [
+    pytest.mark.process,
     pytest.mark.timeout(300),
     pytest.mark.beyond_torchft,
     pytest.mark.skipif(

@@ -52,6 +52,7 @@ def in_a_process(*arguments: object, **options: Any) -> subprocess.CompletedProc
     return forked.run(command, timeout=110, **{"capture_output": True, **options})
 
 
+@pytest.mark.process
 def test_tensors_without_memory_do_not_end_the_process(tmp_path: Path) -> None:
     torch.save({"m": torch.empty(3, device="meta")}, tmp_path / "meta.pt")
     for arguments in (["inspect", "--digests"], ["diff", tmp_path / "meta.pt"]):
@@ -72,6 +73,7 @@ def test_leaves_that_a_format_cannot_hold_are_refused_by_name(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.process
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_quantized_tensors_of_a_distributed_checkpoint_do_not_end_the_process(tmp_path: Path) -> None:
     import torch.distributed.checkpoint as dcp
@@ -133,6 +135,7 @@ def test_pull_does_not_replace_what_is_no_file(run: Callable[..., Any], publish:
     assert (tmp_path / "target").read_text() == "kept"
 
 
+@pytest.mark.process
 def test_outputs_that_are_closed_full_or_ascii(tmp_path: Path) -> None:
     header = {"é\u202e": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}}
     path = header_file(tmp_path / "a.safetensors", header, b"x")

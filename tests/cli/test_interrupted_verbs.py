@@ -85,6 +85,7 @@ def has_open(process: subprocess.Popen[str], wanted: Callable[[str], bool]) -> b
     return any(map(wanted, links + mapped))
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("verb", ON_A_SOURCE)
 def test_a_verb_that_waits_for_a_source(verb: str, folder: Path) -> None:
     arguments, output = ON_A_SOURCE[verb]
@@ -98,6 +99,7 @@ def test_a_verb_that_waits_for_a_source(verb: str, folder: Path) -> None:
     assert output is None or not (folder / output).exists()
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("verb", ON_A_FILE)
 def test_a_verb_that_works_at_a_file(verb: str, folder: Path) -> None:
     arguments, output = ON_A_FILE[verb]
@@ -109,6 +111,7 @@ def test_a_verb_that_works_at_a_file(verb: str, folder: Path) -> None:
     assert output is None or not (folder / output).exists()
 
 
+@pytest.mark.process
 def test_a_copy_that_waits_for_a_store(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("obstore", reason="the extra objects is not installed")
     with socket.create_server(("127.0.0.1", 0)) as silent:
@@ -122,12 +125,14 @@ def test_a_copy_that_waits_for_a_store(folder: Path, monkeypatch: pytest.MonkeyP
                 assert interrupted(process) == [LINE]
 
 
+@pytest.mark.process
 def test_bench(folder: Path) -> None:
     with command("bench", "--size", "16M", "--rounds", "1000", cwd=folder) as process:
         until(lambda: has_open(process, lambda name: name.startswith("socket:")), process)
         assert interrupted(process)[-1] == LINE
 
 
+@pytest.mark.process
 def test_serve_and_top_have_no_other_end(folder: Path) -> None:
     """So that is no failure."""
     with command("serve", "large.safetensors", "--unverified", "--interface", "127.0.0.1", cwd=folder) as serving:
@@ -140,6 +145,7 @@ def test_serve_and_top_have_no_other_end(folder: Path) -> None:
         assert len(interrupted(serving, exits.OK)) == 1  # that it serves
 
 
+@pytest.mark.process
 def test_an_interrupt_while_the_command_is_being_imported() -> None:
     program = (
         "import builtins, sys, tensorferry.cli as cli\n"

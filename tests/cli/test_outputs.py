@@ -42,6 +42,7 @@ def test_a_folder_that_is_called_like_something_partial_stays(to: str, run: Call
         assert (tmp_path / name / "mine").read_text() == "kept"
 
 
+@pytest.mark.process
 def test_a_conversion_that_fails_leaves_the_beginnings_of_a_pull(
     run: Callable[..., Any], publish: Callable[..., str], tmp_path: Path
 ) -> None:
@@ -94,6 +95,7 @@ def test_what_appears_during_a_conversion_stays(
     assert sorted(os.listdir(tmp_path)) == ["a.pt", "out"]
 
 
+@pytest.mark.process
 def test_a_pull_that_begins_during_a_conversion_into_the_same_name(
     run: Callable[..., Any], publish: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -114,6 +116,7 @@ def test_a_pull_that_begins_during_a_conversion_into_the_same_name(
     assert sorted(os.listdir(tmp_path)) == ["a.pt", "out.safetensors"]
 
 
+@pytest.mark.process
 def test_a_second_conversion_waits_for_the_first(
     run: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -135,6 +138,7 @@ def test_a_second_conversion_waits_for_the_first(
 
 
 class TestPull:
+    @pytest.mark.process
     def test_a_file_of_somebody_else_is_replaced_only_by_force(
         self, run: Callable[..., Any], publish: Callable[..., str], tmp_path: Path
     ) -> None:
@@ -154,6 +158,7 @@ class TestPull:
         assert run("pull", metadata, "-o", notes, "--force").status == 0
         assert_same_state(load_file(notes), make_state())
 
+    @pytest.mark.process
     def test_what_an_earlier_pull_has_written_is_replaced(
         self, run: Callable[..., Any], publish: Callable[..., str], tmp_path: Path
     ) -> None:
@@ -162,6 +167,7 @@ class TestPull:
             assert_same_state(load_file(tmp_path / "a"), state(value))
         assert os.listdir(tmp_path) == ["a"]
 
+    @pytest.mark.process
     @pytest.mark.parametrize("had", [False, True])
     def test_a_file_that_appears_or_changes_meanwhile_stays(
         self, had: bool, run: Callable[..., Any], publish: Callable[..., str], tmp_path: Path, monkeypatch: Any
@@ -186,6 +192,7 @@ class TestPull:
         assert run("pull", metadata, "-o", output, "--json").json["fetched"] <= 1 << 20
         assert_same_state(load_file(output), state())
 
+    @pytest.mark.process
     def test_a_checkpoint_of_somebody_else_is_replaced_only_by_force(
         self, run: Callable[..., Any], publish: Callable[..., str], tmp_path: Path
     ) -> None:
@@ -198,6 +205,7 @@ class TestPull:
         assert run("pull", publish(state()), "--into-folder", tmp_path / "c", "--force").status == 0
         assert_same_state(SyncCheckpointer().load(tmp_path / "c"), state())
 
+    @pytest.mark.process
     def test_a_name_that_promises_another_format_is_noted(
         self, run: Callable[..., Any], publish: Callable[..., str], tmp_path: Path
     ) -> None:
@@ -214,6 +222,7 @@ class TestPull:
             assert refused.status == exits.USAGE
             assert "although its name" not in refused.err, "nothing will be written"
 
+    @pytest.mark.process
     def test_what_other_steps_have_left_goes_once_the_file_is_there(
         self, run: Callable[..., Any], publish: Callable[..., str], tmp_path: Path
     ) -> None:
@@ -227,6 +236,7 @@ class TestPull:
         assert run("pull", publish(state(), step=5), "-o", output).status == 0
         assert [path.read_text() for path in incomplete(output)] == ["kept"]
 
+    @pytest.mark.process
     @pytest.mark.parametrize("same_host", ["--same-host", "--no-same-host"])
     def test_a_stranger_who_shortens_the_file_ends_the_pull_with_an_error(
         self, same_host: str, publish: Callable[..., str], tmp_path: Path
@@ -242,6 +252,7 @@ class TestPull:
         assert "was shortened by another process" in err
         assert not output.exists()
 
+    @pytest.mark.process
     def test_a_file_that_is_shortened_before_it_is_mapped(
         self, run: Callable[..., Any], publish: Callable[..., str], tmp_path: Path, monkeypatch: Any
     ) -> None:
@@ -256,6 +267,7 @@ class TestPull:
         assert told.status == 14
         assert "was shortened by another process" in told.err
 
+    @pytest.mark.process
     def test_a_file_that_is_shortened_between_the_fetch_and_its_checksums(
         self, run: Callable[..., Any], publish: Callable[..., str], tmp_path: Path, monkeypatch: Any
     ) -> None:
@@ -270,6 +282,7 @@ class TestPull:
         assert told.status == 14
         assert "was changed by another process" in told.err
 
+    @pytest.mark.process
     def test_two_pulls_of_different_states_into_one_name(
         self, run: Callable[..., Any], publish: Callable[..., str], tmp_path: Path, monkeypatch: Any
     ) -> None:

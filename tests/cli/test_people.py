@@ -182,6 +182,7 @@ def test_bench_measures_every_route(run):
 
 
 class TestTop:
+    @pytest.mark.process
     def test_who_serves_and_who_heals(self, run, source, open_transport):
         healing = open_transport(interface="127.0.0.1", same_host=False)
         source.send_checkpoint([1], 7, {"w": torch.zeros(1 << 18)}, TIMEOUT)
@@ -198,6 +199,7 @@ class TestTop:
         # The part of the metadata that gives access is nowhere.
         assert not [line for line in lines if source.metadata().split("/")[3] in line]
 
+    @pytest.mark.process
     def test_a_receive_that_runs(self, run, open_transport):
         source = open_transport(interface="127.0.0.1", same_host=False, max_bandwidth=1 << 20)
         healing = open_transport(interface="127.0.0.1")
@@ -221,10 +223,12 @@ class TestTop:
         source.shutdown()
         thread.join()
 
+    @pytest.mark.process
     def test_it_asks_over_tls_and_past_a_secret(self, run, open_transport):
         secured = open_transport(interface="127.0.0.1", tls=True, secret="a secret of thirty-two characters")
         assert run("top", "--once", secured.metadata())[0] == 0
 
+    @pytest.mark.process
     @pytest.mark.parametrize(
         "answer",
         [
@@ -255,6 +259,7 @@ class TestTop:
             server.shutdown()
             thread.join()
 
+    @pytest.mark.process
     @pytest.mark.parametrize("width", [40, 80, 250])
     def test_a_narrow_terminal_gets_fewer_columns_and_whole_lines(self, width):
         from rich.console import Console
@@ -282,6 +287,7 @@ class TestTop:
             assert "2 WrongStep" in lines[1]
             assert lines[2].rstrip().endswith("1 snapshots refused")
 
+    @pytest.mark.process
     def test_requests_that_lack_the_secret_are_errors_and_those_of_strangers_are_not(self):
         from tensorferry.cli.verbs import top
 
@@ -291,6 +297,7 @@ class TestTop:
         peer.values |= {("refused_total", "other_secret"): 3.0, ("refused_total", "no_secret"): 1.0}
         assert top._errors(peer) == "4 requests refused"
 
+    @pytest.mark.process
     def test_one_that_is_gone_or_says_nothing_stops_no_other(self, run, source, monkeypatch):
         monkeypatch.setattr(fleet, "_PATIENCE_S", 0.3)
         with socket.create_server(("127.0.0.1", 0)) as silent:
@@ -305,6 +312,7 @@ class TestTop:
         assert re.search(cause, lines[3]), lines[3]
         assert "receive" not in lines[3]
 
+    @pytest.mark.process
     def test_the_error_of_who_does_not_answer_is_a_field_of_the_json(self, run):
         status, lines, _ = run("top", "--once", "--json", "127.0.0.1:1")
         assert status == 1
@@ -312,6 +320,7 @@ class TestTop:
         assert shown["error"] == "ConnectError"
         assert "refused" in shown["trouble"]
 
+    @pytest.mark.process
     def test_failed_receives_are_shown_by_the_class_of_their_errors(self, run, source, open_transport):
         healing = open_transport(interface="127.0.0.1", secret="a secret of thirty-two characters")
         source.send_checkpoint([1], 7, {"w": torch.zeros(8)}, TIMEOUT)
@@ -327,6 +336,7 @@ class TestTop:
         assert shown["receive_failures_total{UnprovenSource}"] == 2
         assert shown["receives_total{failed}"] == 3
 
+    @pytest.mark.process
     def test_a_cause_is_whole_in_a_narrow_terminal(self):
         from rich.console import Console
 
@@ -341,6 +351,7 @@ class TestTop:
         cause = told[told.index("127.0.0.1:29700:") :]
         assert cause == ["127.0.0.1:29700:", "FetchTimeout:", *(f"word{n}" for n in range(30))]
 
+    @pytest.mark.process
     def test_one_that_drips_is_given_up(self, run, monkeypatch):
         monkeypatch.setattr(fleet, "_PATIENCE_S", 0.3)
         ended = threading.Event()
@@ -361,6 +372,7 @@ class TestTop:
         assert status == 1
         assert lines[1].endswith("FetchTimeout: no answer within 0.3 s: has not sent all of its answer")
 
+    @pytest.mark.process
     def test_a_redirect_is_not_followed(self, run, source):
         class Elsewhere(BaseHTTPRequestHandler):
             def do_GET(self):
@@ -380,12 +392,14 @@ class TestTop:
         assert status == 1
         assert "it answers 302" in lines[1]
 
+    @pytest.mark.process
     @pytest.mark.parametrize(
         "wrong", [[], ["no port"], ["http://"], ["x:99999"], ["a\x1b:80"], ["--every", "0", "a:1"]]
     )
     def test_what_names_no_transport_is_refused(self, run, wrong):
         assert run("top", "--once", *wrong)[0] == 2
 
+    @pytest.mark.process
     @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 0), (signal.SIGTERM, 143)])
     def test_the_live_table_ends_with_a_signal(self, number, status):
         second = threading.Event()

@@ -162,6 +162,7 @@ def test_the_rest_of_another_state_is_not_kept(run: Callable[..., Any], publish:
     assert_same_state(load_file(path), before)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_an_interrupted_pull_goes_on(
     how: signal.Signals, run: Callable[..., Any], publish: Any, tmp_path: Path, pytestconfig: pytest.Config
@@ -318,6 +319,7 @@ def test_progress_is_lines_without_a_terminal(
     assert capfd.readouterr().err == ""
 
 
+@pytest.mark.process
 def test_a_bar_is_drawn_on_a_terminal(publish: Any, tmp_path: Path) -> None:
     metadata = publish(large(), max_bandwidth=16 << 20)
     ours, theirs = os.openpty()

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-pytestmark = pytest.mark.beyond_torchft
+pytestmark = [pytest.mark.process, pytest.mark.beyond_torchft]
 #: 48 MiB from the source to two receivers would take 12 s.
 SLOW = ("--no-same-host", "--max-bandwidth", "8M")
 

@@ -139,6 +139,7 @@ def test_a_pull_gets_what_was_published_or_an_error(
         assert_same_state(load_file(tmp_path / "after"), large())
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("change", ["removed", "truncated"])
 def test_a_change_in_the_middle_of_a_pull(change: str, tmp_path: Path) -> None:
     path, output = written(large(), tmp_path / "served"), tmp_path / "a"
@@ -321,6 +322,7 @@ def test_a_source_that_is_shortened_is_not_converted(tmp_path: Path, run: Any, m
     assert not (tmp_path / "b").exists()
 
 
+@pytest.mark.process
 def test_a_bus_error_elsewhere_still_ends_the_process(tmp_path: Path) -> None:
     """The handler for the pages of files leaves all other addresses to the system."""
     block = f"""

@@ -26,6 +26,7 @@ DATA = "tests/data/state.safetensors"
 pytestmark = pytest.mark.beyond_torchft
 
 
+@pytest.mark.process
 def test_no_torch_is_imported_for_files_and_help() -> None:
     block = f"""
 import contextlib, io, sys
@@ -44,6 +45,7 @@ for arguments in (
     subprocess.run([sys.executable, "-c", block], timeout=110, check=True)
 
 
+@pytest.mark.process
 def test_help_imports_nothing_that_takes_long() -> None:
     block = f"""
 import contextlib, io, sys
@@ -57,6 +59,7 @@ assert not [name for name in slow if name in sys.modules]
     subprocess.run([sys.executable, "-c", block], timeout=110, check=True)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("package", ["cyclopts", "rich"])
 def test_without_the_extra_the_command_says_what_to_install(package: str) -> None:
     block = f"import sys; sys.modules[{package!r}] = None; from tensorferry.cli import main; sys.exit(main(['--help']))"
@@ -67,6 +70,7 @@ def test_without_the_extra_the_command_says_what_to_install(package: str) -> Non
     ]
 
 
+@pytest.mark.process
 def test_another_missing_module_is_not_taken_for_the_extra() -> None:
     block = "import sys; sys.modules['json'] = None; from tensorferry.cli import main; main(['--help'])"
     done = subprocess.run([sys.executable, "-c", block], capture_output=True, text=True, timeout=110, check=False)
@@ -159,6 +163,7 @@ def test_warnings_of_the_package_are_printed_cleanly_while_the_command_runs(
     assert not logging.getLogger("tensorferry").handlers
 
 
+@pytest.mark.process
 def test_a_reader_that_goes_away_is_no_error() -> None:
     with command("inspect", DATA) as process:
         assert process.stdout is not None
@@ -175,6 +180,7 @@ def test_signal_handlers_are_those_from_before(run: Callable[..., Any]) -> None:
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
 
 
+@pytest.mark.process
 def test_the_module_runs_the_command() -> None:
     with command("--version") as process:
         assert process.communicate(timeout=30)[0].strip() == tensorferry.__version__

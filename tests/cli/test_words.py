@@ -77,6 +77,7 @@ WITHOUT_TORCH = (
 )
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("arguments", [["inspect", "a.pt"], ["convert", "a.pt", "b.safetensors"], ["serve", "a.pt"]])
 def test_without_torch_the_command_says_what_to_install(arguments: list[str], tmp_path: Path) -> None:
     write_archive(make_state(), tmp_path / "a.pt")
@@ -186,6 +187,7 @@ def test_an_error_that_cannot_be_told_has_its_status(
     assert done.stdout == ("w: the bytes differ\n" if status == 1 else "")
 
 
+@pytest.mark.process
 def test_an_interrupt_is_said_once(publish: Callable[..., str], tmp_path: Path) -> None:
     write_checkpoint({"w": torch.ones(1)}, tmp_path / "c")
     metadata = publish({"w": torch.ones(1 << 22)}, max_bandwidth=1 << 20)
@@ -236,6 +238,7 @@ class TestShards:
         (folder / "model.safetensors.index.json").write_text(json.dumps(index))
         return folder
 
+    @pytest.mark.process
     def test_they_are_shown_verified_compared_and_converted(
         self, folder: Path, run: Callable[..., Any], tmp_path: Path
     ) -> None:
@@ -251,6 +254,7 @@ class TestShards:
             assert list(load_file(output)) == [f"layer.{i}.w" for i in range(4)]
             assert run("diff", folder, output).status == exits.OK
 
+    @pytest.mark.process
     def test_they_are_served_from_where_they_are(self, folder: Path, run: Callable[..., Any], tmp_path: Path) -> None:
         with command("serve", folder, "--interface", "127.0.0.1", "--step", 3) as process:
             assert process.stdout is not None
@@ -263,6 +267,7 @@ class TestShards:
         assert process.returncode == exits.STATUS[tensorferry.SourceChanged], err
         assert f"{second} was changed while it was served" in err
 
+    @pytest.mark.process
     @pytest.mark.parametrize("verb", ["inspect", "verify", "convert", "serve"])
     def test_a_file_that_is_missing_or_has_another_tensor(
         self, verb: str, folder: Path, run: Callable[..., Any], tmp_path: Path
@@ -278,6 +283,7 @@ class TestShards:
         assert done.status == 3
         assert "model-00002-of-00002.safetensors is missing" in done.err
 
+    @pytest.mark.process
     @pytest.mark.parametrize("index", ['{"weight_map": {"w": "../a.safetensors"}}', "[1]", "[" * 100_000, "nothing"])
     def test_an_index_that_is_not_valid(self, index: str, folder: Path, run: Callable[..., Any]) -> None:
         (folder / "model.safetensors.index.json").write_text(index)

@@ -20,6 +20,9 @@ from states import TIMEOUT
 from states import whole as made
 from tensorferry.dcp import FileReader, FileWriter, PeerReader, PeerWriter
 
+pytestmark = pytest.mark.process
+
+
 SHAPE = (23, 300)
 
 

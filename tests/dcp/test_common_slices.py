@@ -100,6 +100,7 @@ def serving(**options):
         writer.shutdown()
 
 
+@pytest.mark.process
 @pytest.mark.slow
 @pytest.mark.parametrize("secured", ["open", "secret", "tls"])
 def test_ranks_bring_each_other_what_both_need(secured):
@@ -116,6 +117,7 @@ def test_ranks_bring_each_other_what_both_need(secured):
     assert all(report["wanted"] == 24 << 20 for _, report in results)
 
 
+@pytest.mark.process
 @pytest.mark.slow
 @pytest.mark.parametrize("side", ["source", "readers", "environment", "one reader"])
 def test_nothing_is_relayed_where_one_side_does_not_want_it(side):
@@ -134,6 +136,7 @@ def load_unless_first(kept, metadata):
     return load(kept, metadata, {"relay": torch.distributed.get_rank() > 0})
 
 
+@pytest.mark.process
 @pytest.mark.slow
 def test_ranks_that_need_other_tensors_relay_nothing_and_open_no_port():
     own = [["layer0", "layer1", "layer2"], ["layer3", "layer4", "layer5"]]

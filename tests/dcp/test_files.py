@@ -261,6 +261,7 @@ def _save_for_ever(folder, pipe):
         pipe.send(number)
 
 
+@pytest.mark.process
 def test_a_kill_at_any_moment_loses_nothing_and_leaves_nothing_wrong(tmp_path, pytestconfig):
     forking = context()
     generator = random.Random(5)
@@ -316,6 +317,7 @@ def _async(kept, folder, kind):
     return rank, found["w"].unique().tolist(), found["rank"].tolist()
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("kind", ["thread", pytest.param("process", marks=pytest.mark.slow)])
 def test_async_save(kind, tmp_path):
     # Daemonic processes cannot have children, and these ranks need a process for their checkpoints.
@@ -333,6 +335,7 @@ def _alone(kept, folder):
     return found["x"].tolist()
 
 
+@pytest.mark.process
 def test_ranks_that_save_without_each_other(tmp_path):
     import inspect
 
@@ -357,6 +360,7 @@ class Unpicklable:
         raise ValueError("not this one")
 
 
+@pytest.mark.process
 def test_a_rank_that_fails_fails_the_save_everywhere_and_the_one_before_stays(tmp_path):
     with Job(2) as job:
         job.run(_alone_coordinated, tmp_path / "ck")
@@ -382,6 +386,7 @@ WAYS = [
 ]
 
 
+@pytest.mark.process
 @pytest.mark.slow
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize(("world", "saved", "loaded"), WAYS)

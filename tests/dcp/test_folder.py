@@ -80,6 +80,7 @@ def _download(address, file, **headers):
     return urllib.request.urlopen(urllib.request.Request(f"{address}/{file}", headers=headers), timeout=20)
 
 
+@pytest.mark.process
 @pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_torch_loads_from_the_address_of_a_job(tmp_path):

@@ -18,6 +18,8 @@ from torch.distributed.tensor import DTensor, Shard
 from states import TIMEOUT
 from tensorferry.dcp import FileReader, FileWriter, PeerReader, PeerWriter
 
+pytestmark = pytest.mark.process
+
 
 class Training:
     """A model none of whose dimensions can be divided evenly by the ranks, except the one it may be sharded along."""

@@ -232,6 +232,7 @@ def _save_installed_on(kept, path, rank):
     return None
 
 
+@pytest.mark.process
 def test_ranks_without_it_beside_ranks_with_it_fail_the_save(tmp_path):
     with Job(2) as job:
         for rank in (0, 1):

@@ -265,6 +265,7 @@ def _pull(kept, metadata):
     return reader.report["bytes"] / local.nbytes
 
 
+@pytest.mark.process
 @pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_each_rank_fetches_its_slices_and_hardly_more_from_all_that_hold_them():
@@ -309,6 +310,7 @@ def _shut_down(kept):
     kept["writer"].shutdown()
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("odd", [0, 1])
 def test_a_save_that_fails_on_one_rank_publishes_nothing_on_the_others(odd):
     with Job(2) as job:
@@ -333,6 +335,7 @@ def _publish_in_background(kept):
     return kept["writer"].metadata()
 
 
+@pytest.mark.process
 def test_async_saves_publish_on_every_rank():
     with Job(2) as job:
         metadata = job.run(_publish_in_background)

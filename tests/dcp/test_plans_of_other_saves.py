@@ -217,6 +217,7 @@ def _load_sharded(kept, folder, dtype):
     return torch.equal(state["w"].full_tensor(), torch.arange(24).view(6, 4).to(dtype))
 
 
+@pytest.mark.process
 def test_parts_of_ranks_have_the_dtype_of_this_save(tmp_path):
     with Job(2) as job:
         assert job.run(_save_sharded, tmp_path, [torch.float32, torch.float64]) == [None, None]

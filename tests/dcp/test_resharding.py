@@ -5,6 +5,8 @@ from job import Job
 
 import states
 
+pytestmark = pytest.mark.process
+
 
 @pytest.mark.parametrize(("source", "target"), [(4, 2), (2, 4), (1, 3), (3, 1), (4, 4)])
 @pytest.mark.slow

@@ -75,6 +75,7 @@ def delays(tmp_path):
     return library
 
 
+@pytest.mark.process
 @pytest.mark.timeout(300)
 def test_two_jobs_that_save_into_one_folder_leave_one_of_their_states_whole(tmp_path, delays, pytestconfig):
     folder, log = tmp_path / "ck", tmp_path / "log"
@@ -353,6 +354,7 @@ def _load_replaced(kept, folder):
         dcp.load({"a": torch.zeros(1000)}, storage_reader=Late(folder))
 
 
+@pytest.mark.process
 def test_ranks_that_read_different_checkpoints_load_none(tmp_path):
     save(tmp_path, 1)
     with Job(2) as job:

@@ -104,6 +104,7 @@ def _alone(kept, folder):
     return found["x"].tolist()
 
 
+@pytest.mark.process
 def test_ranks_that_torch_saved_without_each_other(tmp_path):
     import inspect
 
@@ -239,6 +240,7 @@ def _differ(kept, one, other):
         dcp.load({"a": torch.zeros(4)}, storage_reader=FileReader(folder))
 
 
+@pytest.mark.process
 def test_ranks_that_read_different_indexes_load_nothing(tmp_path):
     for name in "xy":
         dcp.save({"a": torch.ones(4)}, storage_writer=dcp.FileSystemWriter(tmp_path / name), no_dist=True)

@@ -11,6 +11,7 @@ import torch
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.process
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(

@@ -19,12 +19,14 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
+@pytest.mark.process
 def test_the_demo_says_what_it_cannot_show():
     command = [sys.executable, str(fleet_story.__file__), "--replicas", "2", "--kill", "2"]
     demo = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (demo.returncode, demo.stderr) == (2, "cannot kill 2 of 2 replicas and heal them\n")
 
 
+@pytest.mark.process
 @pytest.mark.slow
 @pytest.mark.timeout(270)
 @pytest.mark.parametrize("quorum", [(), ("--sync-quorum",)], ids=["asynchronous", "synchronous"])

@@ -14,6 +14,9 @@ from torch.distributed import TCPStore
 
 import forked
 
+pytestmark = pytest.mark.process
+
+
 EXAMPLE = Path(__file__).parents[2] / "examples" / "fsdp2" / "train.py"
 
 

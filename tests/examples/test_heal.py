@@ -10,6 +10,9 @@ pytest.importorskip("torchft")
 
 from scenario import Outcome, Scenario, run
 
+pytestmark = pytest.mark.process
+
+
 MATRIX = {
     "one_of_three_256_mib": {"pad_mib": 256},
     "one_of_three_in_4_chunks_sync_quorum": {"chunks": 4, "sync_quorum": True},

@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.process
+
+
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples" / "megatron" / "layouts.py"
 RELEASE = Path(sys.prefix) / "megatron-0.19.2"

@@ -5,7 +5,11 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
 from processes import end
+
+pytestmark = pytest.mark.process
+
 
 LEAVES_A_GRANDCHILD = """
 import subprocess, sys

@@ -7,6 +7,9 @@ from pathlib import Path
 import pytest
 from processes import end
 
+pytestmark = pytest.mark.process
+
+
 STORY = Path(__file__).parents[2] / "examples" / "restart" / "story.py"
 
 

@@ -17,6 +17,8 @@ import tensorferry
 if TYPE_CHECKING:
     from pathlib import Path
 
+pytestmark = pytest.mark.process
+
 
 def losses(output: list[str]) -> dict[int, str]:
     lines = [line.split() for line in output if line.startswith("step ")]

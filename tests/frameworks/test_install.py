@@ -153,6 +153,7 @@ def test_modules_that_keep_torchs_classes_are_named_in_the_log(monkeypatch, capl
         assert before.FileSystemWriter is filesystem.FileSystemWriter
 
 
+@pytest.mark.process
 def test_a_forked_child_has_it_and_undoes_it_for_itself_alone(tmp_path):
     held, go = threading.Event(), threading.Event()
 
@@ -244,6 +245,7 @@ def _in_child(folder):
     dcp.save({"a": torch.ones(3)}, checkpoint_id=folder, no_dist=True)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_spawned_children_have_it_too(method, tmp_path):
     context = multiprocessing.get_context(method)

@@ -7,6 +7,9 @@ import os
 import pytest
 from framework_ranks import Process
 
+pytestmark = pytest.mark.process
+
+
 torchft = pytest.importorskip("torchft")
 
 

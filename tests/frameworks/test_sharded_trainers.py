@@ -10,6 +10,9 @@ from framework_ranks import job
 
 from tensorferry.dcp import marker
 
+pytestmark = pytest.mark.process
+
+
 STRATEGIES = [""] + (["fsdp"] if os.environ.get("TENSORFERRY_ALL_FRAMEWORKS") else [])
 
 

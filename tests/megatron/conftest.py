@@ -15,7 +15,9 @@ def hosts():
         host.end()
 
 
-@pytest.fixture(scope="session", params=RELEASES)
+@pytest.fixture(
+    scope="session", params=[*(pytest.param(one, marks=pytest.mark.nightly) for one in RELEASES[:-1]), RELEASES[-1]]
+)
 def host(request, hosts):
     if request.param not in hosts:
         hosts[request.param] = Host(request.param)

@@ -20,6 +20,9 @@ from commands import incomplete
 from tensorferry.storage.boxes import Box
 from tensorferry.storage.pending import pending
 
+pytestmark = pytest.mark.process
+
+
 #: Written by megatron-core 0.15.3 and torch 2.8 on two ranks (``stock_zarr.py``).
 PACKED = WRITTEN.parent / "torch_dist-0.15.tar.gz"
 

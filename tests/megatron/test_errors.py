@@ -11,6 +11,9 @@ import pytest
 import torch
 from placed import Placement, sharded_state
 
+pytestmark = pytest.mark.process
+
+
 HALF = (1, 1, 2)
 
 

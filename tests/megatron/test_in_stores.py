@@ -9,6 +9,9 @@ from placed import RELEASES, Placement, digest, expected, perform, sharded_state
 
 from stores import BUCKET, FORBIDDEN, Gateway, client, environment, moto, objects
 
+pytestmark = pytest.mark.process
+
+
 PLACE = (2, 1, 1)
 
 

@@ -6,7 +6,10 @@ import os
 import tempfile
 from pathlib import Path
 
+import pytest
 import torch
+
+pytestmark = pytest.mark.process
 
 
 def save_and_load_directly(kept, folder):

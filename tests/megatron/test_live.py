@@ -6,10 +6,14 @@ import contextlib
 import re
 from datetime import timedelta
 
+import pytest
 import torch
 from placed import Placement, digest, expected, sharded_state
 
 from tensorferry.errors import InvalidArgument
+
+pytestmark = pytest.mark.process
+
 
 TIMEOUT = timedelta(seconds=30)
 

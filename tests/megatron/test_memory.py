@@ -5,8 +5,12 @@ from __future__ import annotations
 import ctypes
 from pathlib import Path
 
+import pytest
 import torch
 from placed import Job
+
+pytestmark = pytest.mark.process
+
 
 MIB = 1 << 20
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import re
 
+import pytest
 import torch
+
+pytestmark = pytest.mark.process
 
 
 def state_of(number):

@@ -9,6 +9,9 @@ import pytest
 import torch
 from placed import Placement, digest, expected, sharded_state
 
+pytestmark = pytest.mark.process
+
+
 DTYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.int64)
 #: (tensor, pipeline, data parallel) of the job that saves and of the one that loads, of as many ranks each as they say.
 CHANGES = (

@@ -15,6 +15,9 @@ import pytest
 import torch
 from placed import RELEASES, Placement, digest, expected, perform, sharded_state
 
+pytestmark = pytest.mark.process
+
+
 PLACE = (1, 1, 2)
 
 

@@ -12,6 +12,9 @@ import pytest
 import torch
 from test_errors import outcome, tensor
 
+pytestmark = pytest.mark.process
+
+
 #: How long ranks wait for those that never come.
 SHORT = timedelta(seconds=1)
 

@@ -12,6 +12,8 @@ from placed import Placement, digest, expected, sharded_state
 
 from tensorferry.storage.boxes import Box
 
+pytestmark = pytest.mark.process
+
 
 def save(kept, folder, sizes, dtype):
     import tensorferry.megatron as ours

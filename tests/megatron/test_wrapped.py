@@ -8,9 +8,13 @@ import math
 import re
 from unittest import mock
 
+import pytest
 import torch
 from placed import Job, Placement, digest, expected, sharded_state
 from test_errors import outcome
+
+pytestmark = pytest.mark.process
+
 
 #: The time-out of a process group in which a rank does not take part.
 GROUP_S = 4

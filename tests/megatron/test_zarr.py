@@ -15,6 +15,8 @@ import torch
 import zarr_states
 from zarr_states import DTYPES, WRITTEN, differences, expected, rank_and_world, sharded_state
 
+pytestmark = pytest.mark.process
+
 
 @pytest.fixture
 def folder(tmp_path):

@@ -12,6 +12,9 @@ from test_zarr import load_all, try_load
 from test_zarr_saved import try_save
 from zarr_states import WRITTEN
 
+pytestmark = pytest.mark.process
+
+
 SECRET = b"somebody else's"
 
 

@@ -11,6 +11,8 @@ import torch
 import zarr_states
 from zarr_states import WRITTEN, rank_and_world, sharded_state
 
+pytestmark = pytest.mark.process
+
 
 def save(kept, folder):
     from megatron.core import dist_checkpointing as stock

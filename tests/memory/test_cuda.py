@@ -323,6 +323,7 @@ assert not torch._C._cuda_hasPrimaryContext(0), "there is a context on device 0"
 """
 
 
+@pytest.mark.process
 @two_devices
 def test_no_context_is_made_on_a_device_that_is_not_used() -> None:
     done = subprocess.run(

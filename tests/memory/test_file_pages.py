@@ -6,6 +6,9 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.process
+
+
 PROGRAM = """
 import ctypes, faulthandler, os, sys
 from tensorferry._native import FilePages

@@ -8,6 +8,9 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.process
+
+
 CODE = """
 import os, resource, sys
 from datetime import timedelta

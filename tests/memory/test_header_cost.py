@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.process
+
+
 #: Bytes of memory for each byte of a header: ``DECODED_COST`` of ``rust/wire/src/container/mod.rs``, and the text.
 ENGINE = 16 + 1
 #: The same for ``tensorferry inspect``, which shows a line for each entry and keeps the metadata.

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from child import Child
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(200), pytest.mark.beyond_torchft]
+pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(200), pytest.mark.beyond_torchft]
 
 MIB = 1 << 20
 

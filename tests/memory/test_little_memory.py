@@ -12,6 +12,9 @@ import torch
 
 from tensorferry import HTTPTransport
 
+pytestmark = pytest.mark.process
+
+
 TIMEOUT = timedelta(seconds=60)
 MIB = 1 << 20
 

@@ -83,6 +83,7 @@ def test_this_machine_has_memory_and_not_any_number_of_bytes() -> None:
         _check_machine_has(1 << 62, "what does not")
 
 
+@pytest.mark.process
 def test_a_process_in_a_control_group_can_have_what_the_group_may_have() -> None:
     code = f"""
 assert _memory_limit() == {GROUP}, _memory_limit()
@@ -103,6 +104,7 @@ print("through")
         run(code, str(processes))
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("verb", ["receive", "receive in place", "load", "load_file", "inspect", "diff"])
 def test_a_state_that_is_larger_than_the_control_group_is_refused_and_not_killed(verb, tmp_path) -> None:
     """The kernel would end the process, without a word: what has to fit is compared before it is allocated."""
@@ -134,6 +136,7 @@ def test_a_state_that_is_larger_than_the_control_group_is_refused_and_not_killed
         source.shutdown()
 
 
+@pytest.mark.process
 def test_a_process_with_a_limited_address_space_can_have_no_more_than_that() -> None:
     run(
         f"""

@@ -183,6 +183,7 @@ assert ctypes.string_at(address, nbytes) == bytes([5]) * nbytes
 """
 
 
+@pytest.mark.process
 def test_a_forked_child_lets_go_of_it(runtime: Runtime) -> None:
     """The child's own mapping at that address stays, and the child makes no call to the parent's device."""
     kept = [pinned(MIB)]

@@ -5,6 +5,11 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
+pytestmark = pytest.mark.process
+
+
 #: The limit is that of a process, so this has one of its own. What is left under it is enough for all but the state.
 CODE = """
 import resource, sys

@@ -78,6 +78,7 @@ TARGET = """
 """
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("same_host", [False, True])
 @pytest.mark.parametrize("how", REPLACEMENTS)
 def test_what_was_sent_is_served_whatever_memory_the_tensor_has_now(
@@ -87,6 +88,7 @@ def test_what_was_sent_is_served_whatever_memory_the_tensor_has_now(
     assert forked_child.run(script) == "done\n"
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("same_host", [False, True])
 @pytest.mark.parametrize("how", REPLACEMENTS)
 def test_a_target_that_is_given_other_memory_is_an_error(how: str, same_host: bool, forked_child: Child) -> None:

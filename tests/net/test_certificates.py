@@ -48,6 +48,7 @@ def digest(certificate: Path) -> str:
     return f"sha256-{hashlib.sha256(ssl.PEM_cert_to_DER_cert(certificate.read_text())).hexdigest()}"
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("kind", ["ec", "rsa", "ed25519"])
 def test_a_certificate_of_every_kind_is_shown_and_its_fingerprint_stays(
     open_transport: Any, tmp_path: Path, kind: str
@@ -61,11 +62,13 @@ def test_a_certificate_of_every_kind_is_shown_and_its_fingerprint_stays(
     assert fingerprint_of(given[0]) == digest(given[0])
 
 
+@pytest.mark.process
 def test_a_job_that_only_swaps_the_import_line_encrypts(by_environment: str) -> None:
     told = subprocess.run([sys.executable, "-c", JOB], capture_output=True, text=True, timeout=120, check=True)
     assert told.stdout.startswith(f"https://{by_environment}@")
 
 
+@pytest.mark.process
 @pytest.mark.usefixtures("by_environment")
 def test_an_argument_has_the_last_word(open_transport: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert open_transport(tls=False).metadata().startswith("http://")
@@ -87,6 +90,7 @@ def test_one_variable_is_enough_for_a_certificate_of_each_process(
     assert cli.main(["inspect", plain]) == exits.STATUS[UnprovenSource]
 
 
+@pytest.mark.process
 def test_verbs_and_other_doors_take_it_from_the_environment(
     by_environment: str, open_transport: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -99,6 +103,7 @@ def test_verbs_and_other_doors_take_it_from_the_environment(
     writer.shutdown()
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("given", "words"),
     [

@@ -10,6 +10,9 @@ import pytest
 
 import forked
 
+pytestmark = pytest.mark.process
+
+
 #: Two heals, from a source that is put in; nothing else may write to stderr.
 HEALS = """
 from datetime import timedelta

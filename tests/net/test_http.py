@@ -358,6 +358,7 @@ class TestCurl:
             timeout=60,
         ).stdout
 
+    @pytest.mark.process
     def test_fetch_head_and_range(self, site: Site) -> None:
         url = f"{site.transport.metadata()}1.safetensors"
         whole = site("GET", "1.safetensors")[1]
@@ -368,6 +369,7 @@ class TestCurl:
         assert head.startswith("http/1.1 200")
         assert f"content-length: {len(whole)}\r\n" in head
 
+    @pytest.mark.process
     def test_resume_a_download(self, site: Site, tmp_path: Path) -> None:
         whole = site("GET", "1.safetensors")[1]
         part = tmp_path / "1.safetensors"
@@ -375,6 +377,7 @@ class TestCurl:
         self.curl("--continue-at", "-", "--output", str(part), f"{site.transport.metadata()}1.safetensors")
         assert part.read_bytes() == whole
 
+    @pytest.mark.process
     def test_etag_of_the_last_time(self, site: Site, tmp_path: Path) -> None:
         url, tag, out = f"{site.transport.metadata()}1.safetensors", str(tmp_path / "etag"), str(tmp_path / "out")
         self.curl("--etag-save", tag, "--output", out, url)

@@ -150,6 +150,7 @@ def test_every_alert_has_a_case_in_which_it_fires():
     assert [alert for alert in alerts if alert not in cases] == []
 
 
+@pytest.mark.process
 @pytest.mark.skipif(
     shutil.which("promtool") is None, reason="promtool is not installed: no alert was tried (apt install prometheus)"
 )

@@ -194,6 +194,7 @@ def test_it_shows_itself_nowhere(open_transport, caplog):
         assert SECRET.encode().hex()[:16] not in text
 
 
+@pytest.mark.process
 def test_a_child_process_takes_it_from_the_environment(open_transport, tmp_path):
     metadata = send(open_transport(secret=SECRET))
     code = (

@@ -132,6 +132,7 @@ def test_only_the_latest_refusals_are_kept(busy):
     assert len(text) < 16_000
 
 
+@pytest.mark.process
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed: the page was read by a parser alone")
 def test_a_browser_shows_the_page_and_runs_nothing(busy, tmp_path):
     dumped = subprocess.run(

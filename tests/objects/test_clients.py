@@ -97,6 +97,7 @@ print(any_place(sys.argv[1]).is_file())
 """
 
 
+@pytest.mark.process
 @pytest.mark.waits
 def test_a_process_that_ends_right_after_a_request_ends_as_it_should(server):
     done = subprocess.run(

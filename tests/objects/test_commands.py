@@ -37,6 +37,7 @@ def told(capsys, *arguments):
     return status, json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.process
 def test_inspect(any_server, capsys):
     server = any_server
     save(state(), server.place)

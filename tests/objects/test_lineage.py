@@ -45,6 +45,7 @@ def save(checkpointer: SyncCheckpointer, path: str, value: float, step: int | No
     checkpointer.save(path, {"w": torch.full((30,), float(value))}, step=step)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("with_steps", [True, False])
 @pytest.mark.parametrize(
     "names",
@@ -68,6 +69,7 @@ def test_jobs_side_by_side_remove_nothing_of_each_other(root, names, with_steps)
     assert root.checkpoints() == sorted(last)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("with_steps", [True, False])
 def test_replicas_that_resume_from_one_checkpoint_remove_nothing_of_each_other(root, with_steps) -> None:
     save(SyncCheckpointer(), root / "step-1-replica-0", 1, 1)
@@ -80,6 +82,7 @@ def test_replicas_that_resume_from_one_checkpoint_remove_nothing_of_each_other(r
     assert root.checkpoints() == ["step-3-replica-0", "step-3-replica-1"]
 
 
+@pytest.mark.process
 def test_what_a_run_was_made_from_stays_unless_its_name_differs_in_the_step_alone(root) -> None:
     save(SyncCheckpointer(), root / "stage-1", 1, 700)
     run = SyncCheckpointer(keep_last=1)
@@ -89,6 +92,7 @@ def test_what_a_run_was_made_from_stays_unless_its_name_differs_in_the_step_alon
     assert root.checkpoints() == ["stage-1", "stage-2"]
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("with_steps", [True, False])
 def test_one_run_keeps_its_last_checkpoints(root, with_steps) -> None:
     run = SyncCheckpointer(keep_last=2)
@@ -101,6 +105,7 @@ def test_one_run_keeps_its_last_checkpoints(root, with_steps) -> None:
     assert root.checkpoints() == ["step-00010", "step-00012"]
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("loads", [True, False])
 def test_a_run_that_goes_on_removes_what_it_goes_on_from(root, loads) -> None:
     """It has loaded the newest checkpoint; or it has loaded nothing, and saves beside it under such a name."""
@@ -116,6 +121,7 @@ def test_a_run_that_goes_on_removes_what_it_goes_on_from(root, loads) -> None:
     assert root.checkpoints() == ["step-4", "step-5"]
 
 
+@pytest.mark.process
 def test_without_steps_a_run_removes_what_it_goes_on_from_once_its_names_tell_the_number(root) -> None:
     first = SyncCheckpointer(keep_last=2)
     for step in (1, 2):
@@ -128,6 +134,7 @@ def test_without_steps_a_run_removes_what_it_goes_on_from_once_its_names_tell_th
     assert root.checkpoints() == ["step-4"]
 
 
+@pytest.mark.process
 def test_a_process_that_writes_does_so_as_well(root) -> None:
     save(SyncCheckpointer(), root / "step-1", 1, 1)
     save(SyncCheckpointer(), root / "other-1", 1, 1)
@@ -141,6 +148,7 @@ def test_a_process_that_writes_does_so_as_well(root) -> None:
         run.close()
 
 
+@pytest.mark.process
 def test_two_runs_that_save_under_the_same_names_keep_what_each_has_saved_last(root) -> None:
     runs = [SyncCheckpointer(keep_last=1) for _ in range(2)]
     for step in (10, 20):
@@ -149,6 +157,7 @@ def test_two_runs_that_save_under_the_same_names_keep_what_each_has_saved_last(r
     assert root.checkpoints() == ["step-20", "step-21"]
 
 
+@pytest.mark.process
 def test_who_removes_nothing_says_so_once(root, caplog) -> None:
     for n in range(3):
         save(SyncCheckpointer(), root / f"step-{n}", n, None)

@@ -55,6 +55,7 @@ def assert_same(a, b):
         assert torch.equal(value, b[key]) if isinstance(value, torch.Tensor) else value == b[key], key
 
 
+@pytest.mark.process
 def test_what_is_saved_is_loaded(any_server):
     state = some_state(1)
     save(state, any_server.place)
@@ -63,6 +64,7 @@ def test_what_is_saved_is_loaded(any_server):
     assert sorted(name[:5] for name in names) == [".meta", "index", "rank0"]
 
 
+@pytest.mark.process
 def test_a_large_state_goes_in_parts(any_server, monkeypatch):
     monkeypatch.setattr(upload, "PART", 5 << 20)
     state = {**some_state(2), "large": torch.randn(3, 1 << 20), "larger": torch.randn(1 << 20).double()}
@@ -130,6 +132,7 @@ def test_a_tensor_that_changes_while_it_is_sent_does_no_harm(gateway, server, ba
     assert loaded.max() <= 5
 
 
+@pytest.mark.process
 def test_a_save_replaces_the_last_one_and_removes_its_objects(any_server):
     for seed in (1, 2, 3):
         save(some_state(seed), any_server.place)
@@ -137,6 +140,7 @@ def test_a_save_replaces_the_last_one_and_removes_its_objects(any_server):
     assert_same(load(some_state(3), any_server.place)[0], some_state(3))
 
 
+@pytest.mark.process
 def test_a_folder_that_was_copied_to_the_bucket_loads_and_back(any_server, tmp_path):
     state = some_state(4)
     save(state, tmp_path / "there")
@@ -186,6 +190,7 @@ def test_an_eighth_of_a_checkpoint_moves_little_more_than_its_bytes(server):
     assert reader.report["bytes"] <= 1.05 * reader.report["wanted"] + (64 << 10)
 
 
+@pytest.mark.process
 def test_a_checkpoint_of_torch_is_read(any_server, tmp_path):
     state = some_state(7)
     dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path / "theirs"), no_dist=True)

@@ -168,6 +168,7 @@ def test_without_credentials_the_server_of_the_machine_is_not_blamed():
     assert "Set AWS_ACCESS_KEY_ID" in _why_unreachable(text, "https://s3.x.amazonaws.com", None)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("known_by", [None, "AWS_CA_BUNDLE", "SSL_CERT_FILE", "root_certificate"])
 def test_a_private_authority_is_told_at_once_and_taken_where_it_is_named(at, certificates, monkeypatch, known_by):
     authority, own = certificates

@@ -541,6 +541,7 @@ def test_a_tuple_of_what_cannot_be_hashed_is_a_value() -> None:
         assert type(found) is type(value)
 
 
+@pytest.mark.process
 def test_no_global_of_the_table_makes_an_object_that_python_lets_go_of_by_recursion() -> None:
     """Freeing an object that is nested as deep as the pickle likes must not overflow the stack and kill the process."""
     code = """
@@ -585,6 +586,7 @@ for name, value in {
     assert "short enough UnsafePickle" not in done.stdout
 
 
+@pytest.mark.process
 def test_random_pickles_of_every_global_do_nothing(pytestconfig: pytest.Config) -> None:
     """They are read in a process of its own, which has little memory and may import, open and run nothing meanwhile."""
     seconds = pytestconfig.getoption("--pickle-seconds")

@@ -10,6 +10,9 @@ from pathlib import Path
 import pytest
 from processes import end
 
+pytestmark = pytest.mark.process
+
+
 ROOT = Path(__file__).parents[2]
 
 

@@ -31,6 +31,7 @@ def run_bench(*arguments):
     return out
 
 
+@pytest.mark.process
 def test_quick_run_measures_both_and_writes_the_results(tmp_path):
     results_path, plot_path = tmp_path / "results.json", tmp_path / "bench.png"
     out = run_bench(
@@ -78,6 +79,7 @@ def test_quick_run_measures_both_and_writes_the_results(tmp_path):
     assert "The source's main loop, 100,000 x 1 KiB" in details
 
 
+@pytest.mark.process
 def test_a_state_in_a_job_is_healed_by_fresh_processes_that_train(tmp_path):
     results_path = tmp_path / "results.json"
     run_bench(
@@ -94,6 +96,7 @@ def test_a_state_in_a_job_is_healed_by_fresh_processes_that_train(tmp_path):
         assert sample["warm_up_s"] is None
 
 
+@pytest.mark.process
 def test_a_sharded_state_is_received_by_a_process_with_the_same_mesh(tmp_path):
     results_path = tmp_path / "results.json"
     run_bench(
@@ -239,6 +242,7 @@ def test_only_fresh_receives_are_measured_in_cold_memory(bench, can_be_cold):
     assert cold == (fresh if can_be_cold else set())
 
 
+@pytest.mark.process
 def test_checkpoints_are_measured_beside_torchs(tmp_path):
     results_path = tmp_path / "dcp.json"
     command = [

@@ -18,6 +18,9 @@ import torch
 import forked
 from documents import MEGATRON, ROOT, Block, blocks, run
 
+pytestmark = pytest.mark.process
+
+
 UV = Path(sys.executable).parent / "uv"
 
 

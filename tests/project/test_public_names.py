@@ -55,6 +55,7 @@ def test_errors_are_found_by_their_names_in_pickles() -> None:
     assert copy.copy(tensorferry.WrongStep) is errors.WrongStep
 
 
+@pytest.mark.process
 def test_the_first_use_may_be_on_several_threads() -> None:
     block = (
         "import threading, tensorferry; found = []\n"

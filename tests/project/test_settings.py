@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -44,32 +43,6 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
         for _ in range(2):
             _settings.setting(_settings.SECRET)
     return [record.getMessage() for record in caplog.records if record.name == "tensorferry"]
-
-
-def test_the_table_in_the_docs_is_the_list() -> None:
-    section = (ROOT / "docs/reference/settings.md").read_text().partition("Who reads which")[0]
-    named = [
-        name
-        for line in section.splitlines()
-        if line.startswith("| `")
-        for name in re.findall(r"`(\w+)`", line.split("|")[1])
-    ]
-    assert named == list(_settings.SETTINGS)
-
-
-def test_no_other_module_reads_a_setting() -> None:
-    # Whoever reads one needs its name: as text, or in a variable that has the text. Messages have it in the middle.
-    literal = re.compile(r"""["']TENSORFERRY_[A-Z_]+["']""")
-    found = [
-        f"{path.relative_to(PACKAGE)}: {line.strip()}"
-        for path in PACKAGE.rglob("*.py")
-        for line in path.read_text().splitlines()
-        if literal.search(line) and path.name != "_settings.py"
-    ]
-    # It sets one, for the process that it is.
-    assert found == [
-        'testing/matrix/workers.py: os.environ["TENSORFERRY_SAME_HOST"] = "0"  # shared memory would bypass the proxy'
-    ]
 
 
 @pytest.mark.usefixtures("unread")
@@ -122,6 +95,7 @@ def test_what_is_right_or_not_ours_is_not_warned_of(
     assert warnings_of(caplog) == []
 
 
+@pytest.mark.process
 def test_a_trainer_with_misspelt_settings_trains_on_and_shows_one_warning_for_each(tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if "TENSORFERRY" not in name.upper()}
     environment |= {"TENSORFERRY_SECRTE": "0123456789abcdef", "TENSORFERRY_KEEPERDIR": str(tmp_path)}

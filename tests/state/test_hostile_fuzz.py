@@ -14,7 +14,7 @@ import pytest
 
 from fuzzing import TARGETS
 
-pytestmark = pytest.mark.beyond_torchft
+pytestmark = [pytest.mark.process, pytest.mark.beyond_torchft]
 
 
 @pytest.mark.timeout(0)

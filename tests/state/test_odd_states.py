@@ -12,7 +12,7 @@ import pytest
 if TYPE_CHECKING:
     from child import Child
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.beyond_torchft]
+pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.beyond_torchft]
 
 
 @pytest.mark.parametrize("levels", [1_000, 20_000])

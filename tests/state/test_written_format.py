@@ -154,6 +154,7 @@ def zeroed(value: Any) -> Any:
     return None
 
 
+@pytest.mark.process
 @same_torch
 @pytest.mark.skipif(
     sys.version_info >= (3, 13), reason="it shares more of a program's equal strings, which pickle then writes once"

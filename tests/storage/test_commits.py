@@ -373,6 +373,7 @@ def test_keys_of_a_checkpoint_of_an_older_version_are_removed_and_it_loads(tmp_p
     assert held(tmp_path) == all_of(2)
 
 
+@pytest.mark.process
 def test_a_folder_that_a_stopped_process_keeps_locked_fails_a_save_and_not_for_ever(tmp_path, monkeypatch) -> None:
     save(tmp_path, 1)
     program = "import fcntl,os,sys; fcntl.flock(os.open(sys.argv[1], os.O_RDONLY), fcntl.LOCK_EX); print(1, flush=True)"
@@ -428,6 +429,7 @@ def test_a_file_that_cannot_be_locked_is_not_held(tmp_path, monkeypatch) -> None
         pass
 
 
+@pytest.mark.process
 def test_a_child_that_is_forked_in_the_middle_of_a_commit_does_not_keep_the_folder_locked(at, tmp_path) -> None:
     children = []
     ends, end = os.pipe()
@@ -488,6 +490,7 @@ print(made)
 """
 
 
+@pytest.mark.process
 def test_every_save_beside_removals_in_a_loop_succeeds_and_loads(tmp_path, pytestconfig) -> None:
     where, end = tmp_path / "ck", tmp_path / "end"
     save(where, 0)

@@ -8,7 +8,7 @@ import pytest
 
 from child import run_forked
 
-pytestmark = [pytest.mark.beyond_torchft, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.process, pytest.mark.beyond_torchft, pytest.mark.timeout(300)]
 
 #: Mounts a small file system in a mount namespace of its own, or exits with 77; then what the scripts share.
 SMALL_DISK = """

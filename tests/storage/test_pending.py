@@ -85,6 +85,7 @@ class TestPending:
                 pending(tmp_path / "out", folder=folder).__enter__()
 
 
+@pytest.mark.process
 def test_a_killed_process_leaves_what_the_next_one_removes(tmp_path: Path) -> None:
     code = (
         "import os, sys; from pathlib import Path; from tensorferry.storage.pending import pending\n"

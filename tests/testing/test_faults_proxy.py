@@ -269,6 +269,7 @@ def test_through_rewrites_every_address_of_the_source_and_nothing_else():
         FaultProxy.before("<n/a>")
 
 
+@pytest.mark.process
 def test_the_package_needs_neither_torchft_nor_pytest():
     block = "import sys; sys.modules.update(dict.fromkeys(['torchft', 'pytest'])); import tensorferry.testing.__main__"
     subprocess.run([sys.executable, "-c", block], check=True, timeout=90)

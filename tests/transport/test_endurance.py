@@ -17,7 +17,7 @@ import tensorferry
 if TYPE_CHECKING:
     from child import Child
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.beyond_torchft]
+pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.beyond_torchft]
 
 USED = """
 import errno

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 tensorferry = pytest.importorskip("tensorferry")
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120), pytest.mark.beyond_torchft]
+pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(120), pytest.mark.beyond_torchft]
 
 FORKED = """
     def forked():

@@ -218,6 +218,7 @@ def test_tracing_that_breaks_stops_nothing(pair, monkeypatch, at):
         raise KeyError
 
 
+@pytest.mark.process
 def test_no_tracing_costs_no_import():
     lines = (
         "import sys; from tensorferry.net.tracing import Span",

@@ -19,7 +19,7 @@ from equality import assert_same_state
 if TYPE_CHECKING:
     from child import Child
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.beyond_torchft]
+pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.beyond_torchft]
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Fork

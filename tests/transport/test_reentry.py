@@ -12,7 +12,7 @@ import pytest
 if TYPE_CHECKING:
     from child import Child
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180), pytest.mark.beyond_torchft]
+pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(180), pytest.mark.beyond_torchft]
 
 SETUP = """
 source, target = open_pair()

@@ -74,6 +74,7 @@ def test_a_replica_that_dies_while_it_sends_is_done_without(store, make, dying):
     assert {port(each) for each in healthy if each is not healthy[dying]} <= senders(replicas[-1])
 
 
+@pytest.mark.process
 def test_the_report_and_the_log_line_say_who_sent_how_much(store, make, caplog):
     caplog.set_level(logging.INFO, "tensorferry")
     replicas = [make(0, max_bandwidth=SLOW), make(1, max_bandwidth=SLOW), make(2, max_bandwidth=SLOW), make(3, None)]
@@ -331,6 +332,7 @@ def test_borrowed_memory_is_not_changed_under_a_receive_from_many(store, make):
     assert began.is_set()
 
 
+@pytest.mark.process
 def test_a_process_that_ends_while_a_store_does_not_answer_ends_well():
     code = f"""
         import sys, time

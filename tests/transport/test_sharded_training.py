@@ -12,6 +12,8 @@ import pytest
 if TYPE_CHECKING:
     from child import Child
 
+pytestmark = pytest.mark.process
+
 
 @pytest.mark.beyond_torchft
 @pytest.mark.timeout(100)

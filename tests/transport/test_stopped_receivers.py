@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-pytestmark = [pytest.mark.timeout(180), pytest.mark.beyond_torchft]
+pytestmark = [pytest.mark.process, pytest.mark.timeout(180), pytest.mark.beyond_torchft]
 
 PATIENCE_S = 10.0
 #: How long a source waits for one that takes no byte, with room for a busy machine.

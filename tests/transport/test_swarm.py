@@ -127,6 +127,7 @@ def figures(transport: Any) -> str:
         return answer.read(BLOCK).decode()
 
 
+@pytest.mark.process
 def test_four_receivers_take_little_more_than_one_copy(open_transport: Any, start: Any) -> None:
     source, values = open_transport(max_bandwidth=SLOW, **OPTIONS), state()
     source.send_checkpoint([1], 7, values, TIMEOUT)
@@ -147,6 +148,7 @@ def test_four_receivers_take_little_more_than_one_copy(open_transport: Any, star
     source.disallow_checkpoint()
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
 def test_a_relay_that_stops_in_the_middle_is_done_without(how: signal.Signals, open_transport: Any, start: Any) -> None:
     source, values = open_transport(max_bandwidth=SLOW, **OPTIONS), state()
@@ -157,6 +159,7 @@ def test_a_relay_that_stops_in_the_middle_is_done_without(how: signal.Signals, o
     assert [member.hear("sha").get("sha") for member in others] == [sha_of(values)] * 3
 
 
+@pytest.mark.process
 def test_a_source_that_goes_on_ends_every_receive_with_an_error(open_transport: Any, start: Any) -> None:
     source = open_transport(timeout=timedelta(seconds=1), max_bandwidth=SLOW // 4, **OPTIONS)
     values = state()
@@ -216,6 +219,7 @@ def joined(source: Any, port: int) -> Iterator[None]:
         yield
 
 
+@pytest.mark.process
 def test_what_a_liar_sends_is_fetched_again_and_named(open_transport: Any, caplog: pytest.LogCaptureFixture) -> None:
     source, healing, values = open_transport(max_bandwidth=SLOW, **OPTIONS), open_transport(**OPTIONS), state()
     source.send_checkpoint([1], 7, values, TIMEOUT)
@@ -336,6 +340,7 @@ def test_the_zone_is_checked(zone: str, open_transport: Any, monkeypatch: pytest
         open_transport()
 
 
+@pytest.mark.process
 def test_receivers_of_a_zone_take_part(open_transport: Any, start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TENSORFERRY_ZONE", "rack-1")
     source, values = open_transport(max_bandwidth=SLOW, **OPTIONS), state()

@@ -60,6 +60,7 @@ def test_is_a_checkpoint_transport(transport_class: Any, open_transport: Callabl
     assert issubclass(transport_class, base)
 
 
+@pytest.mark.process
 @pytest.mark.beyond_torchft
 def test_it_says_where_it_listens_and_what_it_serves_but_not_its_capability(transport_class: Any) -> None:
     with transport_class(TIMEOUT) as transport:

@@ -1,5 +1,6 @@
 //! A payload that is only announced costs no memory. The test is alone in its process, because it measures the
 //! process's peak of resident memory.
+#![allow(clippy::disallowed_methods, reason = "tests are peers of all kinds")]
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test that cannot go on should panic")]
 
 mod common;

@@ -1,5 +1,6 @@
 //! Processes of this machine that connect and leave again, as fast as they can. Alone in its process: it counts what is
 //! open.
+#![allow(clippy::disallowed_methods, reason = "tests are peers of all kinds")]
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test that cannot go on should panic")]
 
 mod common;

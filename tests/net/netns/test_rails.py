@@ -13,6 +13,9 @@ from network import Agent, Links, NotPermitted
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+pytestmark = pytest.mark.process
+
+
 MIB = 48
 STATE = MIB << 20
 #: The program of a host without torch, whose small receives need one connection.

@@ -11,6 +11,9 @@ from network import Agent, Network, NotPermitted
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+pytestmark = pytest.mark.process
+
+
 MIB = 24
 STATE = MIB << 20
 

@@ -17,6 +17,9 @@ from forked import Popen
 
 pytest.importorskip("torchft")
 
+pytestmark = pytest.mark.process
+
+
 HERE = Path(__file__).parent
 STOCK = "torchft.checkpointing.http_transport:HTTPTransport"
 CLASSES = {"torchft": STOCK, "tensorferry": "tensorferry:HTTPTransport"}

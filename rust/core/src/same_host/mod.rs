@@ -56,6 +56,7 @@ impl Name {
     }
 
     /// Connects at once or not at all, and only to a process of our own user.
+    #[allow(clippy::disallowed_methods, reason = "a Unix socket, to a process of this machine")]
     pub(crate) fn connect(&self) -> io::Result<Socket> {
         let socket = Socket::new(Domain::UNIX, Type::STREAM, None)?;
         socket.set_nonblocking(true)?;

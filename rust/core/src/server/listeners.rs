@@ -186,6 +186,7 @@ async fn recover(slots: &ConnectionSlots) {
 }
 
 #[cfg(test)]
+#[allow(clippy::disallowed_methods, reason = "tests are peers")]
 mod tests {
     use std::net::TcpStream;
 

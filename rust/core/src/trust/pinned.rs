@@ -13,6 +13,7 @@ use super::tls::{Fingerprint, provider};
 use crate::error::{Error, ErrorKind};
 
 /// The configuration of a client that accepts the certificate with this fingerprint and no other.
+#[allow(clippy::disallowed_methods, reason = "the one place")]
 pub(crate) fn client(pinned: Fingerprint) -> Result<Arc<ClientConfig>, Error> {
     let provider = provider();
     let verifier = Arc::new(Pinned { pinned, provider: Arc::clone(&provider) });

@@ -324,6 +324,7 @@ impl<'a> Race<'a> {
     }
 
     /// Begins an attempt; says whether it has succeeded already.
+    #[allow(clippy::disallowed_methods, reason = "the one place")]
     fn begin(&self, address: SocketAddr) -> io::Result<(Arc<CloseOnFork<Socket>>, bool)> {
         let mut connected = true;
         let socket = CloseOnFork::make(|| {
