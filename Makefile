@@ -216,7 +216,7 @@ format: $(VENV)/.deps ## rewrite the sources the way lint wants them
 
 .PHONY: docs
 docs: $(VENV)/.deps ## the documentation as a site, in build/site
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 .PHONY: bench
 BENCH_ARGS ?=
