@@ -8,6 +8,9 @@ import live_reshard
 import pytest
 import torch
 
+pytestmark = pytest.mark.nightly
+
+
 ROOT = Path(__file__).parents[2]
 
 

@@ -18,6 +18,8 @@ from verdict import Heal, Rank
 if TYPE_CHECKING:
     from pathlib import Path
 
+pytestmark = pytest.mark.nightly
+
 
 @pytest.mark.process
 def test_the_demo_says_what_it_cannot_show():

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.nightly, pytest.mark.process]
 
 
 ROOT = Path(__file__).parents[2]

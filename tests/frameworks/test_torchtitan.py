@@ -15,6 +15,7 @@ from tensorferry.dcp import PeerWriter, marker
 from tensorferry.frameworks import installing
 
 pytestmark = [
+    pytest.mark.nightly,
     pytest.mark.slow,
     pytest.mark.timeout(180),
     pytest.mark.filterwarnings("ignore"),

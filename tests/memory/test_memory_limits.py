@@ -18,6 +18,9 @@ from tensorferry._native import _available_memory, _check_machine_has, _memory_l
 from tensorferry.checkpointing import SyncCheckpointer
 from tensorferry.errors import SystemRefused
 
+pytestmark = pytest.mark.nightly
+
+
 MIB = 1 << 20
 GROUP = 512 * MIB
 

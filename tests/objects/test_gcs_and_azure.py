@@ -16,7 +16,7 @@ from tensorferry.dcp import FileReader, FileWriter, own_errors
 from tensorferry.errors import CorruptCheckpoint, IncompleteCheckpoint
 from tensorferry.storage import commits
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+pytestmark = [pytest.mark.nightly, pytest.mark.filterwarnings("ignore::UserWarning")]
 
 
 @pytest.fixture(params=["gcs", "azure"])

@@ -20,7 +20,12 @@ from tensorferry.errors import IncompleteCheckpoint, TensorferryError
 from tensorferry.storage import leftovers
 from tensorferry.storage.objects import client, reader, upload
 
-pytestmark = [pytest.mark.filterwarnings("ignore::UserWarning"), pytest.mark.waits, pytest.mark.timeout(1800)]
+pytestmark = [
+    pytest.mark.nightly,
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+    pytest.mark.waits,
+    pytest.mark.timeout(1800),
+]
 
 #: Seconds that a save or a load may take, and those that it may end later.
 TIMEOUT_S, LATE_S = 5.0, 10.0

@@ -14,7 +14,7 @@ from stand_in import StandIn, stand_in
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-pytestmark = pytest.mark.beyond_torchft
+pytestmark = [pytest.mark.nightly, pytest.mark.beyond_torchft]
 
 ROOT = Path(__file__).parents[2]
 

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 pytest.importorskip("torchft")
 pytest.importorskip("matplotlib")
 #: A bench starts dozens of processes.
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(300)]
 
 
 def run_bench(*arguments):

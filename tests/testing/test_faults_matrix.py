@@ -1,6 +1,6 @@
 """A short run of the fault matrix: tensorferry keeps its promises when connections, peers and processes fail.
 
-The whole matrix, beside torchft's HTTPTransport, is `make faults`.
+The whole matrix, beside torchft's HTTPTransport, is `make faults`. A change runs one cell of each kind of fault.
 """
 
 from __future__ import annotations
@@ -48,6 +48,19 @@ CELLS += [("tensorferry-copy", row) for row in ("none", *(r.name for r in SCENAR
 CELLS += [("tensorferry-secret", row) for row in SECURED]
 CELLS += [("tensorferry-tls", row) for row in (*SECURED, "drip-head-all", "drip-head-all-second")]
 
+#: What each change runs; the others are for the night.
+QUICK_CELLS = {
+    *(("tensorferry", row) for row in ("drip-all", "replace-data-local", "pickle-system", "source-sigkill-second")),
+    *(
+        ("tensorferry", row)
+        for row in ("source-sigstop", "source-sigkill", "half-open-all", "truncate-all", "flip-all")
+    ),
+    *(("tensorferry", row) for row in ("wrong-step", "source-restart", "republish", "reader-stall")),
+    *(("tensorferry-copy", "reader-stall"), ("tensorferry-secret", "none"), ("tensorferry-tls", "flip-lane")),
+}
+assert set(CELLS) >= QUICK_CELLS
+CASES = [pytest.param(cell, marks=() if cell in QUICK_CELLS else pytest.mark.nightly) for cell in CELLS]
+
 
 @pytest.fixture(scope="module")
 def outcomes(request: pytest.FixtureRequest) -> dict[tuple[str, str], Outcome]:
@@ -63,7 +76,7 @@ def outcomes(request: pytest.FixtureRequest) -> dict[tuple[str, str], Outcome]:
     return {(outcome.transport, outcome.fault): outcome for outcome in came}
 
 
-@pytest.mark.parametrize("cell", CELLS, ids="-".join)
+@pytest.mark.parametrize("cell", CASES, ids="-".join)
 def test_promises_are_kept(cell: tuple[str, str], outcomes: dict[tuple[str, str], Outcome]) -> None:
     """No byte is wrong, no source is harmed, no receive exceeds its deadline by 1 s, and the end is as documented."""
     transport, row = cell
@@ -130,6 +143,7 @@ def sightings() -> dict[str, Outcome]:
     return {outcome.transport: outcome for outcome in run_matrix(bad, ["none"], limits=QUICK, jobs=4)}
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", SEEN)
 def test_bad_transports_are_seen(name: str, sightings: dict[str, Outcome]) -> None:
     outcome = sightings[name]
@@ -139,10 +153,12 @@ def test_bad_transports_are_seen(name: str, sightings: dict[str, Outcome]) -> No
     assert outcome.wrong_bytes == (name == "ReceivesOneWrongByte")
 
 
+@pytest.mark.nightly
 def test_where_a_receive_hung_is_reported(sightings: dict[str, Outcome]) -> None:
     assert "recv_checkpoint" in sightings["HangsInReceive"].message
 
 
+@pytest.mark.nightly
 def test_wrong_bytes_of_torchfts_transport_are_seen() -> None:
     """This shows that the suite can fail: a flipped byte and memory read after the withdrawal are detected."""
     pytest.importorskip("torchft")
@@ -173,6 +189,7 @@ def stock() -> dict[str, Outcome]:
     return {outcome.fault: outcome for outcome in run_matrix(["torchft"], STOCK, limits=LIMITS, jobs=4)}
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("row", STOCK)
 def test_what_torchfts_transport_does_is_seen(row: str, stock: dict[str, Outcome]) -> None:
     outcome = stock[row]
@@ -213,6 +230,7 @@ def broken() -> dict[tuple[str, str], Outcome]:
     return came
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("cell", BROKEN, ids="-".join)
 def test_rows_see_what_they_are_there_to_see(cell: tuple[str, str], broken: dict[tuple[str, str], Outcome]) -> None:
     outcome = broken[cell]
@@ -221,6 +239,7 @@ def test_rows_see_what_they_are_there_to_see(cell: tuple[str, str], broken: dict
     assert broken_promises(outcome, SCENARIOS[cell[1]].expected)
 
 
+@pytest.mark.nightly
 def test_a_shortcut_that_is_not_taken_is_reported() -> None:
     """The row is about bytes that bypass the network, but this transport's bytes do not."""
     far = Candidate("far", f"{fault_candidates.__name__}:StaysOnTheNetwork", local=True)
@@ -228,6 +247,7 @@ def test_a_shortcut_that_is_not_taken_is_reported() -> None:
     assert "the fault never struck" in broken_promises(outcome, frozenset())
 
 
+@pytest.mark.nightly
 def test_faults_that_a_transport_cannot_have_are_left_out() -> None:
     """The proxy cannot read heads of encrypted answers; torchft's receiver has one source and no receive in place."""
     assert not run_matrix(["tensorferry-tls"], ["lying-length"], limits=QUICK)
@@ -235,6 +255,7 @@ def test_faults_that_a_transport_cannot_have_are_left_out() -> None:
     assert not run_matrix([Candidate("alone", "no:matter")], rows, limits=QUICK)
 
 
+@pytest.mark.nightly
 def test_faults_that_the_machine_cannot_have_are_left_out_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     outcomes = run_matrix(["tensorferry"], ["pickle-dotted-stock", "pickle-pointer"], limits=QUICK)
@@ -248,16 +269,19 @@ def test_faults_that_the_machine_cannot_have_are_left_out_with_the_reason(monkey
     assert "0 whose fault never struck, 2 left out" in table
 
 
+@pytest.mark.nightly
 def test_a_fault_of_the_callers_own() -> None:
     (outcome,) = run_matrix(["tensorferry"], [FlipByte(at=10, connections=0)], limits=QUICK)
     assert (outcome.outcome, outcome.struck) == ("healed", 1)
 
 
+@pytest.mark.nightly
 def test_a_fault_that_never_struck_is_reported() -> None:
     (outcome,) = run_matrix(["tensorferry"], [FlipByte(at=1 << 40)], limits=QUICK)
     assert "the fault never struck" in broken_promises(outcome, frozenset({"healed"}))
 
 
+@pytest.mark.nightly
 def test_a_moment_in_mid_transfer_that_never_came_is_reported() -> None:
     """It is reported although another fault of the row did happen."""
     row = Scenario("never", "later than the end", (Delay(at=0),), during=lambda _: None, part=9.0)
@@ -266,6 +290,7 @@ def test_a_moment_in_mid_transfer_that_never_came_is_reported() -> None:
     assert "1 whose fault never struck" in format_table([outcome])
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("side", ["in front", "behind"])
 def test_a_source_cannot_be_done_before_the_one_beside_it_has_its_fault(side: Beside) -> None:
     """Otherwise the healthy source would have sent everything before the faulty one had sent anything."""
@@ -275,12 +300,14 @@ def test_a_source_cannot_be_done_before_the_one_beside_it_has_its_fault(side: Be
     assert not broken_promises(outcome, row.expected), outcome
 
 
+@pytest.mark.nightly
 def test_a_healthy_source_beside_a_faulty_one_that_is_hurt_is_seen() -> None:
     bad = Candidate("bad", f"{fault_candidates.__name__}:RaisesInDisallow", join="tensorferry:join_metadata")
     (outcome,) = run_matrix([bad], ["source-sigkill-second"], limits=QUICK)
     assert (outcome.outcome, outcome.source) == ("healed", "raised"), outcome
 
 
+@pytest.mark.nightly
 def test_the_command_prints_the_table_and_writes_json(tmp_path, capsys) -> None:
     written = tmp_path / "results" / "faults.json"
     assert (
@@ -299,6 +326,7 @@ def test_the_command_prints_the_table_and_writes_json(tmp_path, capsys) -> None:
     assert {o["wrong_bytes"] for o in outcomes} == {0}
 
 
+@pytest.mark.nightly
 def test_the_table_of_a_document_is_made_from_json(tmp_path, capsys) -> None:
     outcomes = [
         Outcome("none", "tensorferry", seconds=0.1, struck=1),
@@ -323,6 +351,7 @@ def test_the_table_of_a_document_is_made_from_json(tmp_path, capsys) -> None:
     assert "flip-all, tensorferry: the fault never struck" in captured.err
 
 
+@pytest.mark.nightly
 def test_the_command_refuses_names_it_does_not_know(capsys) -> None:
     for option, name in (("--faults", "no-such-fault"), ("--transports", "no-such-transport")):
         with pytest.raises(SystemExit):

@@ -31,6 +31,9 @@ from tensorferry.testing.proxy.http_framing import ResponseSplitter
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+pytestmark = pytest.mark.nightly
+
+
 BODY = bytes(range(256)) * 800
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\nX: Body\r\n\r\n" % len(BODY)
 REQUEST = b"GET /1/full HTTP/1.1\r\nHost: a\r\n\r\n"

@@ -17,7 +17,13 @@ import tensorferry
 if TYPE_CHECKING:
     from child import Child
 
-pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.beyond_torchft]
+pytestmark = [
+    pytest.mark.nightly,
+    pytest.mark.process,
+    pytest.mark.slow,
+    pytest.mark.timeout(300),
+    pytest.mark.beyond_torchft,
+]
 
 USED = """
 import errno

@@ -14,7 +14,13 @@ from network import NotPermitted
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(120), pytest.mark.beyond_torchft]
+pytestmark = [
+    pytest.mark.nightly,
+    pytest.mark.process,
+    pytest.mark.slow,
+    pytest.mark.timeout(120),
+    pytest.mark.beyond_torchft,
+]
 
 LARGE_KIB = 32 << 10
 

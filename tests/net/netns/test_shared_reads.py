@@ -16,7 +16,13 @@ from network import Agent, NotPermitted
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(240), pytest.mark.beyond_torchft]
+pytestmark = [
+    pytest.mark.nightly,
+    pytest.mark.process,
+    pytest.mark.slow,
+    pytest.mark.timeout(240),
+    pytest.mark.beyond_torchft,
+]
 
 PROGRAM = Path(__file__).parents[3] / "benches" / "shared_reads_host.py"
 MIB, RANKS = 32, 3

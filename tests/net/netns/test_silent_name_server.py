@@ -20,7 +20,13 @@ from tensorferry.errors import FetchTimeout
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(120), pytest.mark.beyond_torchft]
+pytestmark = [
+    pytest.mark.nightly,
+    pytest.mark.process,
+    pytest.mark.slow,
+    pytest.mark.timeout(120),
+    pytest.mark.beyond_torchft,
+]
 
 SCRIPT = Path(__file__).with_name("silent.py")
 RESOLVERS = Path("/etc/netns")
