@@ -70,7 +70,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if hasattr(config, "workerinput"):
         # Workers take files in this order: the longest ones first, so that none is left to one worker at the end.
-        slow = {item.path for item in items if item.get_closest_marker("slow")}
+        slow = {item.path for item in items if item.get_closest_marker("slow") or item.get_closest_marker("nightly")}
         items.sort(key=lambda item: item.path not in slow)
     if config.getoption("--transport") == "torchft":
         skip = pytest.mark.skip(reason="torchft's HTTPTransport does not do this")

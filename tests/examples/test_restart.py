@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from processes import end
 
-pytestmark = [pytest.mark.nightly, pytest.mark.process]
+pytestmark = pytest.mark.nightly
 
 
 STORY = Path(__file__).parents[2] / "examples" / "restart" / "story.py"

@@ -17,7 +17,7 @@ import tensorferry
 if TYPE_CHECKING:
     from pathlib import Path
 
-pytestmark = [pytest.mark.nightly, pytest.mark.process]
+pytestmark = pytest.mark.nightly
 
 
 def losses(output: list[str]) -> dict[int, str]:

@@ -7,7 +7,7 @@ import os
 import pytest
 from framework_ranks import Process
 
-pytestmark = [pytest.mark.nightly, pytest.mark.process]
+pytestmark = pytest.mark.nightly
 
 
 torchft = pytest.importorskip("torchft")

@@ -10,7 +10,7 @@ from framework_ranks import job
 
 from tensorferry.dcp import marker
 
-pytestmark = [pytest.mark.nightly, pytest.mark.process]
+pytestmark = pytest.mark.nightly
 
 
 STRATEGIES = [""] + (["fsdp"] if os.environ.get("TENSORFERRY_ALL_FRAMEWORKS") else [])

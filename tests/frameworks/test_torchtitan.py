@@ -16,7 +16,6 @@ from tensorferry.frameworks import installing
 
 pytestmark = [
     pytest.mark.nightly,
-    pytest.mark.slow,
     pytest.mark.timeout(180),
     pytest.mark.filterwarnings("ignore"),
     pytest.mark.usefixtures("alone"),

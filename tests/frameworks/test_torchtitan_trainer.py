@@ -10,7 +10,7 @@ from framework_ranks import job
 
 from tensorferry.dcp import marker
 
-pytestmark = [pytest.mark.nightly, pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(270)]
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(270)]
 missing = [
     name for name in ("torchtitan", "torchdata", "tokenizers", "spmd_types") if importlib.util.find_spec(name) is None
 ]

@@ -15,7 +15,7 @@ from test_struck import GROUP_S, SHORT, check, states
 
 from stores import BUCKET, Gateway, environment, moments, moto
 
-pytestmark = [pytest.mark.nightly, pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1800)]
 
 
 def save(kept, variables, url, count):

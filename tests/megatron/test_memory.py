@@ -9,7 +9,7 @@ import pytest
 import torch
 from placed import Job
 
-pytestmark = [pytest.mark.nightly, pytest.mark.process]
+pytestmark = pytest.mark.nightly
 
 
 MIB = 1 << 20

@@ -17,7 +17,7 @@ from placed import RELEASES, Job
 from test_errors import outcome, tensor
 
 #: By hand, they repeat it for minutes.
-pytestmark = [pytest.mark.nightly, pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900)]
 
 #: How long ranks wait for those that never come, and collectives for those that are stopped.
 SHORT, GROUP_S = timedelta(seconds=2), 5

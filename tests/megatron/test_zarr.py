@@ -15,7 +15,7 @@ import torch
 import zarr_states
 from zarr_states import DTYPES, WRITTEN, differences, expected, rank_and_world, sharded_state
 
-pytestmark = [pytest.mark.nightly, pytest.mark.process]
+pytestmark = pytest.mark.nightly
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from test_zarr import load_all, try_load
 from test_zarr_saved import try_save
 from zarr_states import WRITTEN
 
-pytestmark = [pytest.mark.nightly, pytest.mark.process]
+pytestmark = pytest.mark.nightly
 
 
 SECRET = b"somebody else's"

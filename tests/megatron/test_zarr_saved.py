@@ -11,7 +11,7 @@ import torch
 import zarr_states
 from zarr_states import WRITTEN, rank_and_world, sharded_state
 
-pytestmark = [pytest.mark.nightly, pytest.mark.process]
+pytestmark = pytest.mark.nightly
 
 
 def save(kept, folder):

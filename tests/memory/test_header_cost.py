@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.nightly, pytest.mark.process]
+pytestmark = pytest.mark.nightly
 
 
 #: Bytes of memory for each byte of a header: ``DECODED_COST`` of ``rust/wire/src/container/mod.rs``, and the text.

@@ -12,7 +12,7 @@ import torch
 
 from tensorferry import HTTPTransport
 
-pytestmark = [pytest.mark.nightly, pytest.mark.process]
+pytestmark = pytest.mark.nightly
 
 
 TIMEOUT = timedelta(seconds=60)

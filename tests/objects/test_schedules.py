@@ -23,7 +23,6 @@ from tensorferry.storage.objects import client, reader, upload
 pytestmark = [
     pytest.mark.nightly,
     pytest.mark.filterwarnings("ignore::UserWarning"),
-    pytest.mark.waits,
     pytest.mark.timeout(1800),
 ]
 

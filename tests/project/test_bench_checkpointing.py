@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from processes import end
 
-pytestmark = [pytest.mark.nightly, pytest.mark.process]
+pytestmark = pytest.mark.nightly
 
 
 ROOT = Path(__file__).parents[2]

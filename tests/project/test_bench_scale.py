@@ -12,7 +12,7 @@ from processes import end
 
 ROOT = Path(__file__).parents[2]
 #: It starts processes that import torch.
-pytestmark = [pytest.mark.nightly, pytest.mark.beyond_torchft, pytest.mark.process, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.nightly, pytest.mark.beyond_torchft, pytest.mark.timeout(300)]
 
 
 def test_rates_over_lanes_beside_raw_sockets_and_the_main_loop(tmp_path: Path) -> None:

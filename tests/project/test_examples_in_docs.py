@@ -18,7 +18,7 @@ import torch
 import forked
 from documents import MEGATRON, ROOT, Block, blocks, run
 
-pytestmark = [pytest.mark.nightly, pytest.mark.process]
+pytestmark = pytest.mark.nightly
 
 
 UV = Path(sys.executable).parent / "uv"

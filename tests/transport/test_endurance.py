@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
 pytestmark = [
     pytest.mark.nightly,
-    pytest.mark.process,
-    pytest.mark.slow,
     pytest.mark.timeout(300),
     pytest.mark.beyond_torchft,
 ]

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
 pytestmark = [
     pytest.mark.nightly,
-    pytest.mark.process,
-    pytest.mark.slow,
     pytest.mark.timeout(120),
     pytest.mark.beyond_torchft,
 ]

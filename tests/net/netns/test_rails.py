@@ -13,7 +13,7 @@ from network import Agent, Links, NotPermitted
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-pytestmark = [pytest.mark.nightly, pytest.mark.process]
+pytestmark = pytest.mark.nightly
 
 
 MIB = 48

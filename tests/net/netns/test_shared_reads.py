@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
 pytestmark = [
     pytest.mark.nightly,
-    pytest.mark.process,
-    pytest.mark.slow,
     pytest.mark.timeout(240),
     pytest.mark.beyond_torchft,
 ]

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
 pytestmark = [
     pytest.mark.nightly,
-    pytest.mark.process,
-    pytest.mark.slow,
     pytest.mark.timeout(120),
     pytest.mark.beyond_torchft,
 ]

@@ -11,7 +11,7 @@ from network import Agent, Network, NotPermitted
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-pytestmark = [pytest.mark.nightly, pytest.mark.process]
+pytestmark = pytest.mark.nightly
 
 
 MIB = 24

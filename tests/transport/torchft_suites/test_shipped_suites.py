@@ -17,7 +17,7 @@ from forked import Popen
 
 pytest.importorskip("torchft")
 
-pytestmark = [pytest.mark.nightly, pytest.mark.process]
+pytestmark = pytest.mark.nightly
 
 
 HERE = Path(__file__).parent
