@@ -36,15 +36,15 @@ TIMEOUT = timedelta(seconds=30)
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--transport", choices=("tensorferry", "torchft"), default="tensorferry")
-    parser.addoption("--kills", type=int, default=10, help="how often a save is killed in test_files.py")
+    parser.addoption("--kills", type=int, default=4, help="how often a save is killed in test_files.py")
     parser.addoption("--saver-kills", type=int, default=2, help="kills of each kind in test_killed.py")
     parser.addoption("--keeper-kills", type=int, default=2, help="kills of each kind in test_keeper*.py")
     parser.addoption("--pull-kills", type=int, default=1, help="how often a pull is killed in test_pull.py")
     parser.addoption("--object-kills", type=int, default=2, help="at how many requests test_kills.py kills a save")
     parser.addoption("--fault-schedules", type=int, default=2, help="schedules of faults for test_schedules.py")
-    parser.addoption("--saves", type=int, default=20, help="how many saves test_save_endings.py makes in a row")
-    parser.addoption("--spread-states", type=int, default=24, help="random states for test_spread_tensors.py")
-    parser.addoption("--pickle-seconds", type=float, default=5, help="how long test_hostile_pickles.py fuzzes")
+    parser.addoption("--saves", type=int, default=10, help="how many saves test_save_endings.py makes in a row")
+    parser.addoption("--spread-states", type=int, default=12, help="random states for test_spread_tensors.py")
+    parser.addoption("--pickle-seconds", type=float, default=2, help="how long test_hostile_pickles.py fuzzes")
     parser.addoption("--pickled-states", type=int, default=150, help="random states for test_native_pickles.py")
     parser.addoption(
         "--convert-kills", type=int, default=1, help="how often a conversion is killed in test_convert_struck.py"
@@ -52,7 +52,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--every-verb", action="store_true", help="test_hostile_servers.py runs each verb with each server"
     )
-    parser.addoption("--fuzz-runs", type=int, default=100, help="inputs for each target of fuzzing.py")
+    parser.addoption("--fuzz-runs", type=int, default=40, help="inputs for each target of fuzzing.py")
     parser.addoption("--fuzz-seed", type=int, default=1)
 
 

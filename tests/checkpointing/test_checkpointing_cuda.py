@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from equality import assert_same_state
+from nights import mostly_at_night
 from tensorferry.checkpointing import AsyncCheckpointer, SyncCheckpointer
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ def warm_up(checkpointer: AsyncCheckpointer, state: dict[str, torch.Tensor], fol
     torch.cuda.synchronize()
 
 
-@pytest.mark.parametrize("own_stream", [False, True])
+@pytest.mark.parametrize("own_stream", mostly_at_night([False, True]))
 def test_what_is_queued_is_saved_and_what_comes_later_is_not(own_stream: bool, tmp_path: Path) -> None:
     state = weights("cuda", 1.0)
     host = state["host"].clone()

@@ -14,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 
 from few_files import descriptors, few_files
 from keepers import KeeperAtWork
+from nights import mostly_at_night
 from tensorferry import HTTPTransport
 from tensorferry.checkpointing import AsyncCheckpointer, SyncCheckpointer
 from tensorferry.checkpointing.keeper.client import Keeper
@@ -72,7 +73,9 @@ class Calls:
         PeerWriter().shutdown()
 
 
-@pytest.mark.parametrize("name", [name for name in vars(Calls) if not name.startswith("_") and name != "path"])
+@pytest.mark.parametrize(
+    "name", mostly_at_night([name for name in vars(Calls) if not name.startswith("_") and name != "path"], by_day=2)
+)
 def test_a_call_without_descriptors_names_the_limit_leaks_nothing_and_works_again(name, tmp_path):
     calls = Calls(tmp_path)
     dcp.save(STATE, storage_writer=FileWriter(tmp_path / "first"))

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from checkpoint_files import files_in
+from nights import mostly_at_night
 from tensorferry._native import _file_header
 from tensorferry.checkpointing import SyncCheckpointer, latest_checkpoint
 from tensorferry.errors import IncompleteCheckpoint, SourceChanged
@@ -90,16 +91,19 @@ def all_save(folder: Path, save: SaveId, ranks, patience: float) -> list[Excepti
 
 @pytest.mark.parametrize(
     ("rank", "step", "is_saved"),
-    [
-        *[(rank, step, False) for rank in (0, 1) for step in ("nothing", "folder", "half")],
-        (1, "file", True),
-        (1, "committed", True),
-        (0, "file", False),
-        (0, "written", False),
-        (0, "checked", False),
-        (0, "renamed", True),
-        (0, "committed", True),
-    ],
+    mostly_at_night(
+        [
+            (0, "written", False),
+            (0, "renamed", True),
+            (1, "half", False),
+            *[(0, step, False) for step in ("nothing", "folder", "half", "file", "checked")],
+            *[(1, step, False) for step in ("nothing", "folder")],
+            (1, "file", True),
+            (1, "committed", True),
+            (0, "committed", True),
+        ],
+        by_day=3,
+    ),
 )
 def test_a_rank_that_is_killed_at_a_step_leaves_the_old_checkpoint_or_the_new_one(
     rank, step, is_saved, tmp_path

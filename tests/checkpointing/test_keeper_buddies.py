@@ -160,6 +160,7 @@ def test_a_buddy_that_is_away_holds_nobody_up_and_is_found_again(folder, monkeyp
             buddy.process.send_signal(signal.SIGCONT)
 
 
+@pytest.mark.nightly
 def test_a_buddy_that_does_not_answer_is_waited_for_a_short_time(folder, monkeypatch, caplog):
     """It is stopped after its list is known: what it held is given up after seconds, not at the deadline of a load."""
     monkeypatch.setattr(client, "_REACH_S", 1.0)

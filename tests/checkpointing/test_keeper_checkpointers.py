@@ -298,7 +298,7 @@ def train(rank: int, root: str, phase: str) -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_two_ranks_that_were_killed_go_on_from_two_keepers(folder, tmp_path):
     """Each rank has a keeper of its own, which stands for its node; nothing is left on the disk."""
     with KeeperAtWork(folder, name="node0"), KeeperAtWork(folder, name="node1"):

@@ -19,7 +19,7 @@ from tensorferry.checkpointing import latest_checkpoint
 from tensorferry.checkpointing.keeper.client import Keeper
 from tensorferry.errors import TensorferryError
 
-pytestmark = pytest.mark.process
+pytestmark = pytest.mark.nightly
 
 
 SECRET = "a secret of more than sixteen bytes"

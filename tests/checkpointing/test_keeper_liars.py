@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from keepers import KeeperAtWork, eventually, loaded, offered, staged
+from nights import mostly_at_night
 from tensorferry._native import Table
 from tensorferry.checkpointing.keeper import index
 from tensorferry.checkpointing.keeper.client import Keeper
@@ -124,19 +125,22 @@ def test_the_job_and_the_saves_of_others(victim):
 
 @pytest.mark.parametrize(
     "text",
-    [
-        b"",
-        b"{",
-        b"[]",
-        b'{"version": 1, "snapshots": []}',
-        b'{"version": 2, "snapshots": {}}',
-        b'{"version": 2, "snapshots": [7]}',
-        b'{"version": 2, "snapshots": [{}]}',
-        b'{"version": 2, "snapshots": [' + b"[]," * 1_000_000 + b"7]}",
-        b'{"version": 2, "snapshots": ' + b"[" * 5_000_000,
-        b'{"version": 2, "snapshots": [' + b'{"":1},' * 1_000_000 + b"7]}",
-        b" " * (17 << 20),
-    ],
+    mostly_at_night(
+        [
+            b"",
+            b"{",
+            b"[]",
+            b'{"version": 1, "snapshots": []}',
+            b'{"version": 2, "snapshots": {}}',
+            b'{"version": 2, "snapshots": [7]}',
+            b'{"version": 2, "snapshots": [{}]}',
+            b'{"version": 2, "snapshots": [' + b"[]," * 1_000_000 + b"7]}",
+            b'{"version": 2, "snapshots": ' + b"[" * 5_000_000,
+            b'{"version": 2, "snapshots": [' + b'{"":1},' * 1_000_000 + b"7]}",
+            b" " * (17 << 20),
+        ],
+        by_day=3,
+    ),
 )
 def test_lists_that_are_none(victim, text):
     liar, _, keeper = victim
@@ -200,6 +204,7 @@ def test_snapshots_that_change_under_the_same_address(victim):
             assert torch.equal(values, torch.full_like(values, float(values[0])))
 
 
+@pytest.mark.nightly
 def test_a_buddy_that_only_trickles_holds_nobody_up(victim):
     _, _, keeper = victim
     with socket.create_server(("127.0.0.1", 0)) as listening:
@@ -228,6 +233,7 @@ def test_a_buddy_that_only_trickles_holds_nobody_up(victim):
             listening.shutdown(socket.SHUT_RDWR)
 
 
+@pytest.mark.nightly
 def test_buddies_that_are_killed_while_they_are_copied_leave_nothing_counted(folder):
     with KeeperAtWork(folder, "--memory", "256M", name="one") as process, Keeper("one") as one:
         for number in range(4):

@@ -171,6 +171,7 @@ def test_a_table_that_costs_more_than_the_keeper_may_hold_is_refused_before_it_i
     os.close(contents)
 
 
+@pytest.mark.nightly
 def test_others_are_answered_while_a_long_table_is_read_and_its_cost_is_counted(folder):
     data = table(600_000)
     contents = memfd(data)

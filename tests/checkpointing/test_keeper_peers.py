@@ -62,6 +62,7 @@ def test_a_job_whose_trainers_were_killed_is_a_source_for_other_ranks(folder, tm
             dcp.load({"rows": torch.zeros(10, 7)}, storage_reader=PeerReader(f"{scheme} {step} {first}"))
 
 
+@pytest.mark.nightly
 def test_a_job_of_several_ranks_is_backed_up_from_its_keeper_and_restored_when_all_is_gone(folder, tmp_path):
     with KeeperAtWork(folder) as keeper:
         run("keep", 2, tmp_path / "step-1", -signal.SIGKILL)
@@ -128,6 +129,7 @@ def asked_of(state: dict) -> dict:
     return {**blank(state), "pair": 0}
 
 
+@pytest.mark.nightly
 def test_all_kinds_of_leaves_of_a_transport_are_a_distributed_checkpoint():
     state = odd_state()
     with HTTPTransport(timedelta(seconds=20)) as transport:
@@ -185,6 +187,7 @@ def test_objects_need_the_allow_list_and_a_state_has_to_be_a_dict():
             load([torch.zeros(1)])
 
 
+@pytest.mark.nightly
 def test_the_metadata_is_that_of_a_save_of_all_ranks(folder, tmp_path):
     with KeeperAtWork(folder) as process:
         with Keeper() as keeper, pytest.raises(IncompleteCheckpoint, match="all ranks"):

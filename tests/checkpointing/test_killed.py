@@ -133,6 +133,7 @@ def test_a_killed_writer_fails_its_saves_and_no_wrong_checkpoint_can_be_read(tmp
     assert len(outcomes) > lost
 
 
+@pytest.mark.nightly
 def test_the_orphan_of_a_killed_trainer_finishes_a_save_that_had_only_been_accepted(tmp_path: Path) -> None:
     script = """
 import os, signal, sys, torch

@@ -21,6 +21,7 @@ import torch
 from saves import MIB, WAIT_S, state_of, stopped, writer_of
 
 from checkpoint_files import files_in, is_whole
+from nights import mostly_at_night
 from tensorferry.checkpointing import (
     AsyncCheckpointer,
     SyncCheckpointer,
@@ -411,7 +412,7 @@ writer_process.perform = lambda *_: time.sleep(1000)
 
 @pytest.mark.waits
 @pytest.mark.parametrize(
-    "how", ["stopped before it accepts", "stopped while it writes", "hangs in a write", "cannot end"]
+    "how", mostly_at_night(["stopped while it writes", "stopped before it accepts", "hangs in a write", "cannot end"])
 )
 def test_a_writer_without_a_sign_of_life_is_given_up_and_saving_goes_on(how, opened, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(writer, "_LEAST_S", 2.0)

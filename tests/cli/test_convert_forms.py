@@ -196,7 +196,7 @@ def test_damage_in_one_of_several_files_is_neither_converted_nor_served(
     assert run("convert", folder, tmp_path / "a.safetensors", "--unverified").status == 0
 
 
-@pytest.mark.process
+@pytest.mark.nightly
 def test_memory_stays_bounded(tmp_path: Path) -> None:
     state = {f"w{i}": torch.full((4 << 20,), float(i)) for i in range(8)}
     sources = {}

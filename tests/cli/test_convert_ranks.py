@@ -55,6 +55,7 @@ def same(found: dict, rank: int = 0) -> None:
     assert found["plain"].tolist() == [rank] * 3
 
 
+@pytest.mark.nightly
 def test_torch_gets_whole_tensors_and_the_plain_values_of_one_rank(folder, tmp_path):
     ended = convert(folder, tmp_path / "s.pt")
     assert ended.returncode == exits.OK, ended.stderr

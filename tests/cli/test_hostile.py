@@ -52,7 +52,7 @@ def in_a_process(*arguments: object, **options: Any) -> subprocess.CompletedProc
     return forked.run(command, timeout=110, **{"capture_output": True, **options})
 
 
-@pytest.mark.process
+@pytest.mark.nightly
 def test_tensors_without_memory_do_not_end_the_process(tmp_path: Path) -> None:
     torch.save({"m": torch.empty(3, device="meta")}, tmp_path / "meta.pt")
     for arguments in (["inspect", "--digests"], ["diff", tmp_path / "meta.pt"]):

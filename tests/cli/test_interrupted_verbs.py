@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from commands import command, until
+from nights import mostly_at_night
 from tensorferry._native import _seal_file
 from tensorferry.cli import app, exits
 from tensorferry.storage.reserved import DIGESTS
@@ -86,7 +87,7 @@ def has_open(process: subprocess.Popen[str], wanted: Callable[[str], bool]) -> b
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("verb", ON_A_SOURCE)
+@pytest.mark.parametrize("verb", mostly_at_night(ON_A_SOURCE, by_day=2))
 def test_a_verb_that_waits_for_a_source(verb: str, folder: Path) -> None:
     arguments, output = ON_A_SOURCE[verb]
     with socket.create_server(("127.0.0.1", 0)) as silent:
@@ -100,7 +101,7 @@ def test_a_verb_that_waits_for_a_source(verb: str, folder: Path) -> None:
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("verb", ON_A_FILE)
+@pytest.mark.parametrize("verb", mostly_at_night(ON_A_FILE, by_day=2))
 def test_a_verb_that_works_at_a_file(verb: str, folder: Path) -> None:
     arguments, output = ON_A_FILE[verb]
     with command(*arguments, cwd=folder) as process:
@@ -125,14 +126,14 @@ def test_a_copy_that_waits_for_a_store(folder: Path, monkeypatch: pytest.MonkeyP
                 assert interrupted(process) == [LINE]
 
 
-@pytest.mark.process
+@pytest.mark.nightly
 def test_bench(folder: Path) -> None:
     with command("bench", "--size", "16M", "--rounds", "1000", cwd=folder) as process:
         until(lambda: has_open(process, lambda name: name.startswith("socket:")), process)
         assert interrupted(process)[-1] == LINE
 
 
-@pytest.mark.process
+@pytest.mark.nightly
 def test_serve_and_top_have_no_other_end(folder: Path) -> None:
     """So that is no failure."""
     with command("serve", "large.safetensors", "--unverified", "--interface", "127.0.0.1", cwd=folder) as serving:

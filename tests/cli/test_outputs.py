@@ -12,6 +12,7 @@ import torch
 
 from commands import command, incomplete, make_state, until, write_archive, write_checkpoint
 from equality import assert_same_state
+from nights import mostly_at_night
 from tensorferry.checkpointing import SyncCheckpointer, load_file
 from tensorferry.cli import conversion, exits
 from tensorferry.storage import download
@@ -237,7 +238,7 @@ class TestPull:
         assert [path.read_text() for path in incomplete(output)] == ["kept"]
 
     @pytest.mark.process
-    @pytest.mark.parametrize("same_host", ["--same-host", "--no-same-host"])
+    @pytest.mark.parametrize("same_host", mostly_at_night(["--same-host", "--no-same-host"]))
     def test_a_stranger_who_shortens_the_file_ends_the_pull_with_an_error(
         self, same_host: str, publish: Callable[..., str], tmp_path: Path
     ) -> None:

@@ -16,6 +16,7 @@ import torch.distributed.checkpoint as dcp
 from checkpoint_loads import load_state
 from commands import command, incomplete, make_state, until
 from equality import assert_same_state
+from nights import mostly_at_night
 from tensorferry import join_metadata
 from tensorferry._native import Remote
 from tensorferry.checkpointing import SyncCheckpointer, load_file
@@ -118,7 +119,7 @@ def left_by_pull(metadata: str, path: Path, **trust: Any) -> Path:
         return partial_of(path, remote, step)
 
 
-@pytest.mark.parametrize("same_host", ["--same-host", "--no-same-host"])
+@pytest.mark.parametrize("same_host", mostly_at_night(["--same-host", "--no-same-host"]))
 def test_what_is_there_is_not_fetched_again(
     same_host: str, run: Callable[..., Any], publish: Any, tmp_path: Path
 ) -> None:

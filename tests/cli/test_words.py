@@ -158,7 +158,7 @@ def test_a_file_of_another_kind_is_called_that(
         assert text in done.err
 
 
-@pytest.mark.process
+@pytest.mark.nightly
 @pytest.mark.parametrize("stderr", ["full", "gone"])
 @pytest.mark.parametrize(
     ("arguments", "status"), [(["none", "a.pt"], 3), (["none", "a.pt", "--json"], 3), (["a.pt", "b.pt"], 1)]

@@ -13,6 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from exchange import in_background, until
+from nights import mostly_at_night
 from stand_in import StandIn, parts, stand_in
 from tensorferry import dcp as ours
 from tensorferry.memory import late, staging
@@ -132,9 +133,9 @@ def odd(how: str) -> tuple[Any, torch.Tensor, Any]:
     return Measured(base[0]), base, [7.0] * 4
 
 
-@pytest.mark.parametrize("has_default", [True, False])
-@pytest.mark.parametrize("known", [True, False])
-@pytest.mark.parametrize("own_stream", [False, True])
+@pytest.mark.parametrize("has_default", mostly_at_night([True, False]))
+@pytest.mark.parametrize("known", mostly_at_night([True, False]))
+@pytest.mark.parametrize("own_stream", mostly_at_night([False, True]))
 @pytest.mark.parametrize("how", ["transposed", "every other column", "conj", "neg", "sparse", "in an object", "read"])
 @pytest.mark.waits
 def test_queued_work_is_saved_for_tensors_that_are_not_dense(
@@ -182,8 +183,8 @@ class Opaque:
         self.value = value
 
 
-@pytest.mark.parametrize("has_default", [True, False])
-@pytest.mark.parametrize("own_stream", [False, True])
+@pytest.mark.parametrize("has_default", mostly_at_night([True, False]))
+@pytest.mark.parametrize("own_stream", mostly_at_night([False, True]))
 @pytest.mark.parametrize("how", ["dense", "transposed", "every other column"])
 @pytest.mark.parametrize("source", ["peers", "file_writer"])
 @pytest.mark.waits

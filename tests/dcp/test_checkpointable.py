@@ -20,7 +20,7 @@ from states import TIMEOUT
 from states import whole as made
 from tensorferry.dcp import FileReader, FileWriter, PeerReader, PeerWriter
 
-pytestmark = pytest.mark.process
+pytestmark = pytest.mark.nightly
 
 
 SHAPE = (23, 300)

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.planner import LoadPlan
 
 from exchange import until
 from listening import listening
+from nights import mostly_at_night
 from secured import SECRET
 from tensorferry.dcp import PeerReader, PeerWriter
 from tensorferry.dcp.common_slices import LEAST_BYTES, Common, Needs, in_common, needs
@@ -102,7 +103,7 @@ def serving(**options):
 
 @pytest.mark.process
 @pytest.mark.slow
-@pytest.mark.parametrize("secured", ["open", "secret", "tls"])
+@pytest.mark.parametrize("secured", mostly_at_night(["open", "secret", "tls"]))
 def test_ranks_bring_each_other_what_both_need(secured):
     options = {"secret": {"secret": SECRET}, "tls": {"tls": True}, "open": {}}[secured]
     with serving(**options) as writer, Job(2) as job:
@@ -119,7 +120,7 @@ def test_ranks_bring_each_other_what_both_need(secured):
 
 @pytest.mark.process
 @pytest.mark.slow
-@pytest.mark.parametrize("side", ["source", "readers", "environment", "one reader"])
+@pytest.mark.parametrize("side", mostly_at_night(["source", "readers", "environment", "one reader"]))
 def test_nothing_is_relayed_where_one_side_does_not_want_it(side):
     with serving(max_bandwidth=64 << 20, relay=side != "source") as writer, Job(2) as job:
         options = {"relay": False} if side == "readers" else {}

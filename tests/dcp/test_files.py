@@ -19,6 +19,7 @@ from safetensors import safe_open
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import tensorferry
+from nights import mostly_at_night
 from tensorferry._native import _file_entries
 from tensorferry.dcp import FileReader, FileWriter, PeerReader, PeerWriter, index, load_plan
 from tensorferry.memory.tensors import scratch
@@ -318,7 +319,7 @@ def _async(kept, folder, kind):
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("kind", ["thread", pytest.param("process", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", mostly_at_night(["thread", "process"]))
 def test_async_save(kind, tmp_path):
     # Daemonic processes cannot have children, and these ranks need a process for their checkpoints.
     with Job(2, daemon=False) as job:
@@ -389,7 +390,7 @@ WAYS = [
 @pytest.mark.process
 @pytest.mark.slow
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize(("world", "saved", "loaded"), WAYS)
+@pytest.mark.parametrize(("world", "saved", "loaded"), mostly_at_night(WAYS))
 def test_slices_cost_hardly_more_than_themselves(world, saved, loaded, tmp_path):
     with Job(world) as saving, Job(loaded[0]) as loading:
         metadata = saving.run(_save_large, tmp_path / "ck", saved)[0]

@@ -80,8 +80,7 @@ def _download(address, file, **headers):
     return urllib.request.urlopen(urllib.request.Request(f"{address}/{file}", headers=headers), timeout=20)
 
 
-@pytest.mark.process
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(180)
 def test_torch_loads_from_the_address_of_a_job(tmp_path):
     with Job(2) as source, Job(3) as target:
@@ -147,7 +146,7 @@ def test_nothing_is_there_before_a_save_after_it_is_withdrawn_or_where_torch_can
                 writer.folder()
 
 
-@pytest.mark.waits
+@pytest.mark.nightly
 def test_fsspec_asks_for_little_more_than_is_read(monkeypatch):
     http = pytest.importorskip("fsspec.implementations.http")
     asked, real = [], http.HTTPFile.async_fetch_range

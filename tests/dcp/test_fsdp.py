@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
+from nights import mostly_at_night
 from states import TIMEOUT
 from tensorferry.dcp import FileReader, FileWriter, PeerReader, PeerWriter
 
@@ -92,7 +93,7 @@ def _load(kept, folder, metadata, columns):
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize(("world", "columns"), [(1, False), (2, True)])
+@pytest.mark.parametrize(("world", "columns"), mostly_at_night([(1, False), (2, True)]))
 def test_a_trained_state_is_loaded_in_another_sharding(world, columns, tmp_path):
     with Job(2) as source, Job(world) as target:
         published = source.run(_train, tmp_path / "ck")

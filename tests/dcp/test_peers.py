@@ -14,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 from job import Job
 
 import tensorferry
+from nights import mostly_at_night
 from tensorferry.dcp import PeerReader, PeerWriter
 from tensorferry.dcp.peer_writer import _Done
 from tensorferry.errors import InvalidArgument
@@ -311,7 +312,7 @@ def _shut_down(kept):
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("odd", [0, 1])
+@pytest.mark.parametrize("odd", mostly_at_night([0, 1]))
 def test_a_save_that_fails_on_one_rank_publishes_nothing_on_the_others(odd):
     with Job(2) as job:
         assert job.run(_fail, odd) == [(None, False)] * 2

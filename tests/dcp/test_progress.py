@@ -13,6 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException
 
+from nights import mostly_at_night
 from tensorferry.dcp import FileReader, FileWriter, PeerReader, PeerWriter
 from tensorferry.errors import InvalidArgument
 from tensorferry.storage.source import Parts
@@ -89,7 +90,7 @@ def test_each_file_of_a_load_counts_once():
     assert nothing == [(0, 0)]
 
 
-@pytest.mark.parametrize("same_host", [False, True])
+@pytest.mark.parametrize("same_host", mostly_at_night([False, True]))
 def test_loads_from_peers_report_their_progress(same_host):
     calls = Calls()
     with publication(small()) as metadata:

@@ -4,11 +4,12 @@ import pytest
 from job import Job
 
 import states
+from nights import mostly_at_night
 
 pytestmark = pytest.mark.process
 
 
-@pytest.mark.parametrize(("source", "target"), [(4, 2), (2, 4), (1, 3), (3, 1), (4, 4)])
+@pytest.mark.parametrize(("source", "target"), mostly_at_night([(4, 2), (2, 4), (1, 3), (3, 1), (4, 4)]))
 @pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_every_dtype_and_placement_arrives_bit_by_bit(source, target, tmp_path):

@@ -75,7 +75,7 @@ def delays(tmp_path):
     return library
 
 
-@pytest.mark.process
+@pytest.mark.nightly
 @pytest.mark.timeout(300)
 def test_two_jobs_that_save_into_one_folder_leave_one_of_their_states_whole(tmp_path, delays, pytestconfig):
     folder, log = tmp_path / "ck", tmp_path / "log"

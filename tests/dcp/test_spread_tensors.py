@@ -66,7 +66,7 @@ def test_random(jobs, tmp_path, request):
         jobs[saving].run(spread_states.end)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_random_through_a_keeper(jobs, tmp_path, monkeypatch):
     folder = tmp_path / "sockets"
     monkeypatch.setenv("TENSORFERRY_KEEPER_DIR", str(folder))

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from nights import mostly_at_night
+
 pytest.importorskip("torchft")
 
 from scenario import Outcome, Scenario, run
@@ -36,7 +38,7 @@ def play(directory: Path, transport: str, **options) -> Outcome:
 @pytest.mark.slow
 @pytest.mark.timeout(270)
 @pytest.mark.usefixtures("forked_starts")
-@pytest.mark.parametrize("name", MATRIX)
+@pytest.mark.parametrize("name", mostly_at_night(MATRIX))
 def test_killed_replicas_heal_bit_equal(name: str, tmp_path: Path, pytestconfig: pytest.Config):
     options = MATRIX[name]
     outcome = play(tmp_path, pytestconfig.getoption("--transport"), **options)
@@ -53,7 +55,7 @@ def test_killed_replicas_heal_bit_equal(name: str, tmp_path: Path, pytestconfig:
     assert len(set(outcome.digests.values())) == ranks, "the ranks of a group hold different parts"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(270)
 def test_one_flipped_bit_is_a_failure(tmp_path: Path):
     here = str(Path(__file__).parent)
@@ -62,7 +64,7 @@ def test_one_flipped_bit_is_a_failure(tmp_path: Path):
     assert [problem for problem in outcome.problems if "ended with different states" in problem]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(60)
 def test_a_job_that_cannot_start_is_a_failure(tmp_path: Path):
     outcome = play(tmp_path, "no_such_module:Transport", replicas=2, kill=0)

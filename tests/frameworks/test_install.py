@@ -245,7 +245,7 @@ def _in_child(folder):
     dcp.save({"a": torch.ones(3)}, checkpoint_id=folder, no_dist=True)
 
 
-@pytest.mark.process
+@pytest.mark.nightly
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_spawned_children_have_it_too(method, tmp_path):
     context = multiprocessing.get_context(method)
@@ -262,7 +262,7 @@ def test_spawned_children_have_it_too(method, tmp_path):
     assert sys.modules["torch.distributed.checkpoint"].FileSystemWriter is filesystem.FileSystemWriter
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.usefixtures("process_group")
 def test_the_process_of_async_save_writes_with_our_class(tmp_path):
     """The trainer names only a folder: torch chooses the writer in the process that it starts."""

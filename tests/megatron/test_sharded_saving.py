@@ -79,7 +79,7 @@ def work(orders, answers):
     answers.put("written")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_save_in_a_spawned_process_holds_the_state_as_it_was(host, tmp_path):
     if host.release != RELEASES[-1] and not os.environ.get("TENSORFERRY_MEGATRON_RANKS"):
         pytest.skip("the process imports Megatron once more, which takes 13 s of CPU: of one release only")

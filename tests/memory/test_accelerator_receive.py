@@ -13,6 +13,7 @@ import torch
 import tensorferry
 from equality import assert_same_state
 from exchange import TIMEOUT, in_background, receive, until
+from nights import mostly_at_night
 from stand_in import CUDA, StandIn, open_on, parts, stand_in
 from tensorferry.memory import bounce
 from tensorferry.testing import FaultProxy, FlipByte
@@ -60,8 +61,8 @@ def zeros(state: dict[str, Any]) -> dict[str, Any]:
     return {name: torch.zeros_like(v) if isinstance(v, torch.Tensor) else None for name, v in state.items()}
 
 
-@pytest.mark.parametrize("same_host", [False, True])
-@pytest.mark.parametrize("num_chunks", [0, 3])
+@pytest.mark.parametrize("same_host", mostly_at_night([False, True]))
+@pytest.mark.parametrize("num_chunks", mostly_at_night([0, 3]))
 def test_written_where_the_live_tensors_lie(
     same_host: bool, num_chunks: int, device: StandIn, open_target: Callable[..., Any], source: Any
 ) -> None:
@@ -203,8 +204,8 @@ def on_mesh(local: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.filterwarnings("ignore:The given buffer is not writable:UserWarning", "ignore::ResourceWarning")
-@pytest.mark.parametrize("has_default", [True, False])
-@pytest.mark.parametrize("own_stream", [False, True])
+@pytest.mark.parametrize("has_default", mostly_at_night([True, False]))
+@pytest.mark.parametrize("own_stream", mostly_at_night([False, True]))
 @pytest.mark.parametrize("how", LATE)
 @pytest.mark.usefixtures("process_group")
 @pytest.mark.waits
@@ -360,7 +361,7 @@ def test_a_receive_that_fails_leaves_old_and_verified_bytes(
 
 
 @pytest.mark.waits
-@pytest.mark.parametrize("same_host", [False, True])
+@pytest.mark.parametrize("same_host", mostly_at_night([False, True]))
 def test_a_copy_that_fails_ends_the_receive(
     same_host: bool, device: StandIn, open_target: Callable[..., Any], source: Any
 ) -> None:

@@ -17,6 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import tensorferry
 from equality import assert_same_state
 from exchange import TIMEOUT, Reader, in_background, receive, until
+from nights import mostly_at_night
 from stand_in import POISON, StandIn, open_on, stand_in
 from tensorferry.memory import staging
 
@@ -95,7 +96,7 @@ def weights_of(state: dict[str, Any]) -> list[torch.Tensor]:
     return [value for name, value in state.items() if name.startswith("w")]
 
 
-@pytest.mark.parametrize("same_host", [False, True])
+@pytest.mark.parametrize("same_host", mostly_at_night([False, True]))
 def test_the_first_bytes_leave_while_later_ones_are_copied(
     same_host: bool, device: StandIn, source: Any, open_transport: Callable[..., Any]
 ) -> None:
@@ -194,8 +195,8 @@ class Measured:
         return list, (self.tensor.cpu().tolist(),)
 
 
-@pytest.mark.parametrize("has_default", [True, False])
-@pytest.mark.parametrize("own_stream", [False, True])
+@pytest.mark.parametrize("has_default", mostly_at_night([True, False]))
+@pytest.mark.parametrize("own_stream", mostly_at_night([False, True]))
 @pytest.mark.parametrize("how", ["dense", "view", "object"])
 @pytest.mark.waits
 def test_the_default_stream_is_waited_for_whichever_stream_sends(
@@ -223,7 +224,7 @@ def test_the_default_stream_is_waited_for_whichever_stream_sends(
     assert set(received if how == "object" else received.tolist()) == {7.0}
 
 
-@pytest.mark.parametrize("same_host", [False, True])
+@pytest.mark.parametrize("same_host", mostly_at_night([False, True]))
 @pytest.mark.waits
 def test_a_copy_that_fails_before_the_first_byte_is_sent_is_reported_to_both_sides(
     same_host: bool, device: StandIn, source: Any, open_transport: Callable[..., Any]
@@ -242,7 +243,7 @@ def test_a_copy_that_fails_before_the_first_byte_is_sent_is_reported_to_both_sid
 
 
 @pytest.mark.waits
-@pytest.mark.parametrize("same_host", [False, True])
+@pytest.mark.parametrize("same_host", mostly_at_night([False, True]))
 def test_a_copy_that_fails_is_reported_to_both_sides(
     same_host: bool, device: StandIn, source: Any, open_transport: Callable[..., Any]
 ) -> None:
@@ -365,7 +366,7 @@ def test_objects_and_views_on_the_device(device: StandIn, source: Any, open_tran
         assert_same_state(one, expected)
 
 
-@pytest.mark.waits
+@pytest.mark.nightly
 def test_page_locked_memory_is_kept_and_used_again(
     device: StandIn, source: Any, open_transport: Callable[..., Any]
 ) -> None:

@@ -12,6 +12,7 @@ import torch.distributed.checkpoint as dcp
 
 from equality import assert_same_state
 from exchange import TIMEOUT, in_background, receive, until
+from nights import mostly_at_night
 from tensorferry import InvalidArgument, join_metadata
 from tensorferry.dcp import FileReader, FileWriter, PeerReader, PeerWriter
 from tensorferry.memory.pinned import _forget_failure, pinned
@@ -67,7 +68,7 @@ def send_and_release(source: Any, target: Any, state: dict[str, torch.Tensor]) -
     until(lambda: len(source._stager._pinned._kept) == 1, "the memory has come back")
 
 
-@pytest.mark.parametrize("same_host", [False, True])
+@pytest.mark.parametrize("same_host", mostly_at_night([False, True]))
 @pytest.mark.parametrize("how", ["default stream", "own stream", "sent from another stream"])
 def test_what_is_queued_is_sent_and_what_comes_later_is_not(
     how: str, same_host: bool, open_transport: Callable[..., Any]
@@ -102,7 +103,7 @@ def live_past_the_slots(how: str, value: float) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("how", ["strided", "view", "dtensor", "several sources"])
-@pytest.mark.parametrize("own_stream", [False, True])
+@pytest.mark.parametrize("own_stream", mostly_at_night([False, True]))
 @pytest.mark.usefixtures("process_group")
 def test_a_receive_past_the_slots_comes_after_what_is_queued_and_before_what_is_next(
     own_stream: bool, how: str, open_transport: Callable[..., Any]
@@ -130,7 +131,7 @@ def test_a_receive_past_the_slots_comes_after_what_is_queued_and_before_what_is_
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning", "ignore::FutureWarning")
 @pytest.mark.parametrize("how", ["strided", "every other column", "neg", "object"])
-@pytest.mark.parametrize("own_stream", [False, True])
+@pytest.mark.parametrize("own_stream", mostly_at_night([False, True]))
 def test_odd_tensors_in_a_distributed_checkpoint(own_stream: bool, how: str, tmp_path: Path) -> None:
     whole = torch.zeros((2048, 2048), device="cuda")
     views = {"strided": whole.t(), "every other column": whole[:, ::2], "neg": whole._neg_view()}
@@ -161,7 +162,7 @@ class Opaque:
         self.value = value
 
 
-@pytest.mark.parametrize("same_host", [False, True])
+@pytest.mark.parametrize("same_host", mostly_at_night([False, True]))
 @pytest.mark.parametrize("other_stream", [False, True])
 def test_received_where_the_live_tensors_lie(
     other_stream: bool, same_host: bool, open_transport: Callable[..., Any]

@@ -18,6 +18,7 @@ from torch.distributed._serialization import _Entry as Entry
 
 import tensorferry
 from exchange import Listener
+from nights import mostly_at_night
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -120,7 +121,7 @@ def say(connection: socket.socket, answer: Iterator[bytes]) -> None:
         connection.sendall(piece)
 
 
-@pytest.mark.parametrize("name", ANSWERS)
+@pytest.mark.parametrize("name", mostly_at_night(ANSWERS, by_day=3))
 def test_a_receiver_allocates_for_what_came_not_for_what_is_announced(
     name: str, answering: Callable[[Callable[[], Iterator[bytes]]], str], forked_child: Child
 ) -> None:

@@ -12,6 +12,7 @@ from torch import nn
 
 import tensorferry
 from exchange import TIMEOUT, receive, until
+from nights import mostly_at_night
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -79,7 +80,7 @@ TARGET = """
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("same_host", [False, True])
+@pytest.mark.parametrize("same_host", mostly_at_night([False, True]))
 @pytest.mark.parametrize("how", REPLACEMENTS)
 def test_what_was_sent_is_served_whatever_memory_the_tensor_has_now(
     how: str, same_host: bool, forked_child: Child
@@ -89,7 +90,7 @@ def test_what_was_sent_is_served_whatever_memory_the_tensor_has_now(
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("same_host", [False, True])
+@pytest.mark.parametrize("same_host", mostly_at_night([False, True]))
 @pytest.mark.parametrize("how", REPLACEMENTS)
 def test_a_target_that_is_given_other_memory_is_an_error(how: str, same_host: bool, forked_child: Child) -> None:
     script = TARGET.format(replace=REPLACEMENTS[how], same_host=same_host)

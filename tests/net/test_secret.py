@@ -16,6 +16,7 @@ import torch
 
 import tensorferry
 from equality import assert_same_state
+from nights import mostly_at_night
 from secured import SECRET, TIMEOUT, send, state
 from tensorferry import InvalidArgument, ProtocolError, SourceRefused, UnprovenSource, join_metadata
 
@@ -46,7 +47,7 @@ def _trapped():
     raise Unpickled
 
 
-@pytest.mark.parametrize("same_host", [True, False])
+@pytest.mark.parametrize("same_host", mostly_at_night([True, False]))
 @pytest.mark.parametrize("snapshot", ["borrow", "copy"])
 def test_a_peer_with_the_secret_receives(open_transport, same_host, snapshot):
     source = open_transport(secret=SECRET, same_host=same_host, snapshot=snapshot)

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from equality import assert_same_state
+from nights import mostly_at_night
 from secured import SECRET, TIMEOUT, send, state
 from tensorferry import InvalidArgument, ProtocolError, SourceRefused, UnprovenSource, join_metadata
 
@@ -28,7 +29,7 @@ def pin(metadata):
 
 
 @pytest.mark.parametrize("secret", [None, SECRET])
-@pytest.mark.parametrize("same_host", [True, False])
+@pytest.mark.parametrize("same_host", mostly_at_night([True, False]))
 def test_a_receiver_needs_the_metadata_alone(open_transport, caplog, secret, same_host):
     source = open_transport(tls=True, secret=secret, same_host=same_host)
     whole = state() | {"large": torch.ones(20 << 18)}  # enough for shared memory

@@ -71,7 +71,7 @@ def test_a_trainer_does_not_wait_for_a_store_that_stalls(gateway, server, monkey
         checkpointer.close()
 
 
-@pytest.mark.waits
+@pytest.mark.nightly
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("slow", [0, 1])
 def test_a_rank_that_uploads_for_longer_than_others_are_patient_is_waited_for(gateway, server, monkeypatch, slow):

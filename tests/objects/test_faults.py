@@ -69,7 +69,7 @@ def test_slow_down_is_asked_again(gateway, server):
     assert load(state(1), server.place)
 
 
-@pytest.mark.waits
+@pytest.mark.nightly
 def test_a_store_may_ask_for_patience_for_seconds(gateway, server):
     """As long as ``Retry-After`` mostly says, which the library does not tell."""
     first = []

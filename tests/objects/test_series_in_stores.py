@@ -58,6 +58,7 @@ def test_a_search_waits_once_for_indexes_that_stall(gateway, series):
         newest_complete(any_place(series.place, timeout=timedelta(seconds=PATIENCE)))
 
 
+@pytest.mark.nightly
 def test_a_search_among_many_foreign_folders_asks_for_many_at_a_time(gateway, server):
     """One after the other, the answers would take longer than the search may."""
     foreign, answer_s, within_s = 300, 0.2, 30

@@ -541,7 +541,7 @@ def test_a_tuple_of_what_cannot_be_hashed_is_a_value() -> None:
         assert type(found) is type(value)
 
 
-@pytest.mark.process
+@pytest.mark.nightly
 def test_no_global_of_the_table_makes_an_object_that_python_lets_go_of_by_recursion() -> None:
     """Freeing an object that is nested as deep as the pickle likes must not overflow the stack and kill the process."""
     code = """

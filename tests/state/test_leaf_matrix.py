@@ -16,6 +16,7 @@ from equality import assert_same_state
 from exchange import TIMEOUT, send_and_receive
 from leaf import Leaf
 from leaves import CARRIED, CATALOGUE, cases
+from nights import mostly_at_night
 from object_leaves import adam, all_scalars, model
 from pickled_classes import Box, Holder, PlainSubclass, Point, Slotted
 from tensor_leaves import nan_payloads, with_attribute
@@ -92,7 +93,7 @@ def test_the_comparison_sees_the_difference(actual: Any, expected: Any) -> None:
     assert_same_state(expected, expected)
 
 
-@pytest.mark.parametrize("num_chunks", [0, 3])
+@pytest.mark.parametrize("num_chunks", mostly_at_night([0, 3]))
 @pytest.mark.parametrize("leaf", cases(CARRIED))
 @pytest.mark.usefixtures("group_if_needed")
 def test_leaf_comes_back_as_it_was(leaf: Leaf, num_chunks: int, open_transport: Callable[..., Any], ours: bool) -> None:
@@ -119,7 +120,7 @@ def test_sending_leaves_the_senders_state_alone(leaf: Leaf, open_transport: Call
 
 
 @pytest.mark.parametrize("name", ["dtype float32", "Parameter", "transposed", "DTensor shard(0)", "sparse COO"])
-@pytest.mark.parametrize("num_chunks", [0, 3])
+@pytest.mark.parametrize("num_chunks", mostly_at_night([0, 3]))
 @pytest.mark.usefixtures("process_group")
 def test_received_memory_is_the_receivers_own(name: str, num_chunks: int, open_transport: Callable[..., Any]) -> None:
     """A received tensor is writable and shares memory with no other receive."""
@@ -158,7 +159,7 @@ def _get(url: str) -> Any:
 
 
 @pytest.mark.beyond_torchft
-@pytest.mark.parametrize("num_chunks", [0, 3])
+@pytest.mark.parametrize("num_chunks", mostly_at_night([0, 3]))
 def test_bytes_of_shared_storages_travel_once(num_chunks: int, open_transport: Callable[..., Any]) -> None:
     base = torch.arange(1 << 16, dtype=torch.float32)
     state = {
@@ -173,7 +174,7 @@ def test_bytes_of_shared_storages_travel_once(num_chunks: int, open_transport: C
         assert int(response.headers["Content-Length"]) < base.nbytes + (64 << 10)
 
 
-@pytest.mark.parametrize("num_chunks", [0, 1, 2, 8])
+@pytest.mark.parametrize("num_chunks", mostly_at_night([0, 1, 2, 8]))
 def test_fewer_leaves_than_chunks(num_chunks: int, open_transport: Callable[..., Any]) -> None:
     transport = open_transport(num_chunks)
     for step, state in enumerate([{}, {"a": torch.ones(3)}, [torch.ones(1), 2]], start=1):

@@ -14,6 +14,7 @@ from torch import nn
 
 from equality import OBJECTS, STORAGES, assert_same_state
 from exchange import send_and_receive
+from nights import mostly_at_night
 from pickled_classes import Box, Holder, Point
 from tensor_leaves import random_bytes, with_attribute
 
@@ -113,7 +114,7 @@ def trees(draw: Any) -> Any:
 
 @pytest.mark.waits
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("num_chunks", [0, 3])
+@pytest.mark.parametrize("num_chunks", mostly_at_night([0, 3]))
 def test_random_trees_come_back_as_they_were(num_chunks: int, open_transport: Callable[..., Any], ours: bool) -> None:
     sender, receiver = (open_transport(num_chunks, trust_pickle=True) for _ in range(2))
     step = 0

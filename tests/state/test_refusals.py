@@ -18,6 +18,7 @@ from equality import assert_same_state
 from exchange import TIMEOUT, send_and_receive
 from leaf import Leaf
 from leaves import CARRIED, CATALOGUE, cases
+from nights import mostly_at_night
 from object_leaves import REFUSED
 from tensorferry.checkpointing import load_file
 from tensorferry.memory.accelerator import ACCELERATOR
@@ -32,7 +33,7 @@ pytestmark = [pytest.mark.timeout(60), pytest.mark.beyond_torchft]
 
 
 @pytest.mark.parametrize("leaf", cases(REFUSED))
-@pytest.mark.parametrize("num_chunks", [0, 3])
+@pytest.mark.parametrize("num_chunks", mostly_at_night([0, 3]))
 def test_what_cannot_be_carried_is_refused_by_the_sender(
     leaf: Leaf, num_chunks: int, open_transport: Callable[..., Any]
 ) -> None:

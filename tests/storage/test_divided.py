@@ -315,6 +315,7 @@ def test_the_store_has_time_left_when_others_stand_still(readers, monkeypatch):
     assert left[-1] > 0
 
 
+@pytest.mark.nightly
 def test_the_work_does_not_grow_with_the_square_of_the_pieces(readers, monkeypatch):
     (entry, dtype, nbytes, _, _, address, _) = readers[0].slices["one"][0]
     pieces = [(entry, dtype, nbytes, at, 1024, address + at, []) for at in range(0, nbytes, 1024)]

@@ -12,6 +12,7 @@ import torch
 
 import tensorferry
 from exchange import TIMEOUT
+from nights import mostly_at_night
 from tensorferry import HTTPTransport, InvalidArgument, join_metadata
 from tensorferry.dcp import FileReader, FileWriter, PeerReader, PeerWriter
 
@@ -169,8 +170,8 @@ def test_checkpoints_name_it_too(name: str, make: Callable[[], Any]) -> None:
         make()
 
 
-@pytest.mark.parametrize("same_host", [None, False])
-@pytest.mark.parametrize("num_chunks", [0, 3])
+@pytest.mark.parametrize("same_host", mostly_at_night([None, False]))
+@pytest.mark.parametrize("num_chunks", mostly_at_night([0, 3]))
 def test_the_default_device_is_not_where_bytes_go(
     num_chunks: int, same_host: bool | None, open_transport: Callable[..., Any]
 ) -> None:

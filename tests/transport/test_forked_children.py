@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from nights import mostly_at_night
+
 if TYPE_CHECKING:
     from child import Child
 
@@ -50,7 +52,7 @@ def next_line(forked_child: Child) -> str:
     return forked_child.process.stdout.readline().strip()
 
 
-@pytest.mark.parametrize("same_host", [False, True])
+@pytest.mark.parametrize("same_host", mostly_at_night([False, True]))
 def test_a_receiver_notices_the_end_of_a_source_that_has_a_child(same_host: bool, forked_child: Child) -> None:
     forked_child.start(
         FORKED

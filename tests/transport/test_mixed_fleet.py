@@ -17,6 +17,7 @@ import torch
 from equality import OBJECTS, STORAGES, assert_same_state
 from leaf import STOCK_READS_EMPTY, WHOLE, Leaf
 from leaves import CARRIED, CATALOGUE, warnings_of
+from nights import mostly_at_night
 from tensorferry.state.snapshot import StateSnapshot
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ def group_if_needed(request: pytest.FixtureRequest) -> None:
         request.getfixturevalue("process_group")
 
 
-@pytest.mark.parametrize(("leaf", "num_chunks", "lax"), [*cases(0), *cases(3)])
+@pytest.mark.parametrize(("leaf", "num_chunks", "lax"), [*cases(0), *mostly_at_night(cases(3), by_day=0)])
 @pytest.mark.usefixtures("group_if_needed")
 def test_leaf_heals(
     leaf: Leaf, num_chunks: int, lax: frozenset[str], open_pair: Callable[..., tuple[Any, Any]]
@@ -96,7 +97,7 @@ def training_state() -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("num_chunks", [0, 3])
+@pytest.mark.parametrize("num_chunks", mostly_at_night([0, 3]))
 @pytest.mark.waits
 def test_a_receiver_waits_for_the_first_send(num_chunks: int, open_pair: Callable[..., tuple[Any, Any]]) -> None:
     source, target = open_pair(num_chunks)
@@ -150,7 +151,7 @@ def test_tensors_from_a_stock_source_are_memory_of_their_own(
 class TestStockReceiver:
     pytestmark = stock_receiver
 
-    @pytest.mark.parametrize("num_chunks", [0, 1, 4])
+    @pytest.mark.parametrize("num_chunks", mostly_at_night([0, 1, 4]))
     def test_several_at_once_beside_one_of_ours(
         self, num_chunks: int, open_transport: Callable[..., Any], open_stock: Callable[..., Any]
     ) -> None:
@@ -185,7 +186,7 @@ class TestStockReceiver:
         source.send_checkpoint([1], 5, training_state(), TIMEOUT)
         assert_same_state(open_stock(0).recv_checkpoint(0, source.metadata(), 5, TIMEOUT), training_state())
 
-    @pytest.mark.parametrize("num_chunks", [0, 3])
+    @pytest.mark.parametrize("num_chunks", mostly_at_night([0, 3]))
     def test_wrong_step(
         self, num_chunks: int, open_transport: Callable[..., Any], open_stock: Callable[..., Any]
     ) -> None:
@@ -203,7 +204,7 @@ class TestStockReceiver:
         received = target.recv_checkpoint(0, source.metadata(), 1, TIMEOUT)
         assert_same_state(received, {"w": torch.arange(100.0), "tail": torch.arange(50.0)[10::3]})
 
-    @pytest.mark.parametrize("num_chunks", [0, 2])
+    @pytest.mark.parametrize("num_chunks", mostly_at_night([0, 2]))
     def test_from_a_private_copy_without_bytes(
         self, num_chunks: int, open_transport: Callable[..., Any], open_stock: Callable[..., Any]
     ) -> None:
@@ -277,7 +278,7 @@ class TestStockSource:
             with pytest.raises(tensorferry.UnsafePickle, match="pickled_classes"):
                 target.recv_checkpoint(0, source.metadata(), 1, TIMEOUT)
 
-    @pytest.mark.parametrize("num_chunks", [0, 3])
+    @pytest.mark.parametrize("num_chunks", mostly_at_night([0, 3]))
     def test_tensors_without_elements(
         self, num_chunks: int, open_transport: Callable[..., Any], open_stock: Callable[..., Any]
     ) -> None:

@@ -15,6 +15,7 @@ import torch
 
 import tensorferry
 from exchange import TIMEOUT
+from nights import mostly_at_night
 from tensorferry.dcp import PeerReader
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ class Middle:
 
 @pytest.mark.parametrize("snapshot", ["borrow", "copy"])
 @pytest.mark.parametrize("lanes", [1, 4])
-@pytest.mark.parametrize("same_host", [False, True])
+@pytest.mark.parametrize("same_host", mostly_at_night([False, True]))
 @pytest.mark.waits
 def test_a_receive_of_many_requests_heals_while_its_source_disallows(
     same_host: bool, lanes: int, snapshot: str, open_transport: Callable[..., Any]
@@ -70,7 +71,7 @@ def test_a_receive_of_many_requests_heals_while_its_source_disallows(
 
 
 @pytest.mark.parametrize("in_place", [False, True])
-@pytest.mark.parametrize("same_host", [False, True])
+@pytest.mark.parametrize("same_host", mostly_at_night([False, True]))
 def test_a_state_changed_in_the_middle_arrives_as_it_is_afterwards(
     same_host: bool, in_place: bool, open_transport: Callable[..., Any], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -15,6 +15,7 @@ import pytest
 
 import leaves
 from equality import assert_same_state
+from nights import mostly_at_night
 
 if TYPE_CHECKING:
     from child import Child
@@ -116,7 +117,9 @@ def test_data_loader_workers_beside_a_transport(forked_child: Child) -> None:
 # Exit
 
 
-@pytest.mark.parametrize("way", ["os._exit(0)", "sys.exit(0)", "pass", "os.kill(os.getpid(), signal.SIGTERM)"])
+@pytest.mark.parametrize(
+    "way", mostly_at_night(["pass", "os._exit(0)", "sys.exit(0)", "os.kill(os.getpid(), signal.SIGTERM)"])
+)
 @pytest.mark.parametrize("busy", ["receiving", "serving", "idle"])
 def test_exit_is_prompt(way: str, busy: str, forked_child: Child) -> None:
     """shutdown is not called, while a receiver waits two minutes or a reader is stuck in the middle of a transfer."""
@@ -141,7 +144,7 @@ def test_exit_is_prompt(way: str, busy: str, forked_child: Child) -> None:
     assert time.monotonic() - started < 15
 
 
-@pytest.mark.parametrize("waits", ["for its turn to send", "for a checkpoint"])
+@pytest.mark.parametrize("waits", mostly_at_night(["for its turn to send", "for a checkpoint"]))
 def test_exit_is_silent_while_a_receiver_of_this_machine_waits(waits: str, forked_child: Child) -> None:
     """The threads that serve shared memory outlive the runtime and its timers by a moment."""
     forked_child.start(
@@ -243,7 +246,7 @@ def test_ctrl_c_ends_a_blocked_receive(wait_for: str, forked_child: Child) -> No
     assert "goes on" in forked_child.finish(within=30)
 
 
-@pytest.mark.parametrize("same_host", [False, True])
+@pytest.mark.parametrize("same_host", mostly_at_night([False, True]))
 def test_nobody_writes_into_memory_after_two_ctrl_c(same_host: bool, forked_child: Child) -> None:
     process = forked_child.start(f"""
         import ctypes, mmap
@@ -391,6 +394,7 @@ def test_threads_files_and_memory_stay_the_same(forked_child: Child) -> None:
     assert out
 
 
+@pytest.mark.nightly
 def test_memory_of_many_sends_through_one_transport(forked_child: Child) -> None:
     forked_child.run(
         """
@@ -490,6 +494,7 @@ def test_a_source_that_is_killed(forked_child: Child) -> None:
         target.shutdown()
 
 
+@pytest.mark.nightly
 def test_without_torchft(forked_child: Child) -> None:
     out = forked_child.run(
         """

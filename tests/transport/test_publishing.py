@@ -17,6 +17,7 @@ import torch
 
 from equality import assert_same_state
 from exchange import CLEAN, POISON, TIMEOUT, Reader, big_state, in_background, receive, small_state, until
+from nights import mostly_at_night
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -44,7 +45,7 @@ def halted(reader: Callable[..., Reader], source: Any, state: Any, resource: str
     return made
 
 
-@pytest.mark.parametrize("num_chunks", [0, 3])
+@pytest.mark.parametrize("num_chunks", mostly_at_night([0, 3]))
 def test_many_rounds(num_chunks: int, open_transport: Callable[..., Any]) -> None:
     source, target = open_transport(num_chunks), open_transport(num_chunks)
     for step in range(1, 30):
@@ -70,7 +71,7 @@ def test_the_same_step_again(open_transport: Callable[..., Any]) -> None:
         assert receive(transport, transport, 5)["w"] == value
 
 
-@pytest.mark.parametrize("num_chunks", [0, 3])
+@pytest.mark.parametrize("num_chunks", mostly_at_night([0, 3]))
 def test_send_without_disallow_in_between(num_chunks: int, open_transport: Callable[..., Any]) -> None:
     transport = open_transport(num_chunks)
     transport.send_checkpoint([1], 1, small_state(), TIMEOUT)
@@ -115,7 +116,7 @@ def test_transfer_begun_before_the_next_send_ends_with_the_old_state(
     assert bytes([POISON]) * 64 not in body
 
 
-@pytest.mark.parametrize("num_chunks", [0, 3])
+@pytest.mark.parametrize("num_chunks", mostly_at_night([0, 3]))
 def test_several_receivers_at_once(num_chunks: int, open_transport: Callable[..., Any]) -> None:
     source = open_transport(num_chunks)
     targets = [open_transport(num_chunks) for _ in range(4)]
@@ -134,7 +135,7 @@ def test_ranks_do_not_matter(open_transport: Callable[..., Any]) -> None:
     assert_same_state(source.recv_checkpoint(77, source.metadata(), 1, TIMEOUT), small_state())
 
 
-@pytest.mark.parametrize("num_chunks", [0, 3])
+@pytest.mark.parametrize("num_chunks", mostly_at_night([0, 3]))
 def test_containers_are_those_of_the_send(num_chunks: int, open_transport: Callable[..., Any]) -> None:
     transport = open_transport(num_chunks)
     state = small_state()
@@ -145,7 +146,7 @@ def test_containers_are_those_of_the_send(num_chunks: int, open_transport: Calla
     assert_same_state(receive(transport, transport, 1), small_state())
 
 
-@pytest.mark.parametrize("num_chunks", [0, 3])
+@pytest.mark.parametrize("num_chunks", mostly_at_night([0, 3]))
 def test_borrowed_tensors_are_live(num_chunks: int, open_transport: Callable[..., Any]) -> None:
     transport = open_transport(num_chunks)
     state = small_state()
@@ -155,7 +156,7 @@ def test_borrowed_tensors_are_live(num_chunks: int, open_transport: Callable[...
 
 
 @pytest.mark.beyond_torchft
-@pytest.mark.parametrize("num_chunks", [0, 3])
+@pytest.mark.parametrize("num_chunks", mostly_at_night([0, 3]))
 def test_copied_tensors_are_those_of_the_send(num_chunks: int, open_transport: Callable[..., Any]) -> None:
     transport = open_transport(num_chunks, snapshot="copy")
     base = torch.arange(24.0)
@@ -196,7 +197,7 @@ def test_disallow_waits_for_a_transfer_that_gets_on(
 
 @pytest.mark.beyond_torchft
 @pytest.mark.parametrize("resource", [".safetensors", "/full", "/1"])
-@pytest.mark.parametrize("readers", [1, 5])
+@pytest.mark.parametrize("readers", mostly_at_night([1, 5]))
 @pytest.mark.waits
 def test_a_stuck_reader_is_cut_and_never_reads_the_next_step(
     resource: str, readers: int, open_transport: Callable[..., Any], reader: Callable[..., Reader]

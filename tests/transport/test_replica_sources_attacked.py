@@ -332,7 +332,7 @@ def test_borrowed_memory_is_not_changed_under_a_receive_from_many(store, make):
     assert began.is_set()
 
 
-@pytest.mark.process
+@pytest.mark.nightly
 def test_a_process_that_ends_while_a_store_does_not_answer_ends_well():
     code = f"""
         import sys, time

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from nights import mostly_at_night
+
 pytestmark = [pytest.mark.process, pytest.mark.timeout(180), pytest.mark.beyond_torchft]
 
 PATIENCE_S = 10.0
@@ -39,7 +41,9 @@ target.shutdown()
 
 @pytest.mark.parametrize(
     ("snapshot", "same_host", "in_place"),
-    [("borrow", False, True), ("borrow", False, False), ("borrow", True, True), ("copy", False, True)],
+    mostly_at_night(
+        [("borrow", False, True), ("borrow", True, True), ("borrow", False, False), ("copy", False, True)], by_day=2
+    ),
 )
 def test_a_stopped_receiver(
     open_transport: Any, forked_child: Any, snapshot: str, same_host: bool, in_place: bool

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import pytest
 import torch
 
+from nights import mostly_at_night
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
@@ -119,7 +121,7 @@ ANSWERS = {
 
 
 @pytest.mark.waits
-@pytest.mark.parametrize("how", ANSWERS)
+@pytest.mark.parametrize("how", mostly_at_night(ANSWERS, by_day=4))
 def test_what_a_hostile_tracker_says_does_not_hold_up_a_receive(how: str, open_transport: Any) -> None:
     source, healing = open_transport(max_bandwidth=SLOW, **OPTIONS), open_transport(**OPTIONS)
     values = {"w": torch.arange(BLOCKS * MIB // 8)}

@@ -25,6 +25,7 @@ from exchange import (
     receive,
     small_state,
 )
+from nights import mostly_at_night
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -32,14 +33,14 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.waits, pytest.mark.timeout(90)]
 
 
-@pytest.mark.parametrize("num_chunks", [0, 3])
+@pytest.mark.parametrize("num_chunks", mostly_at_night([0, 3]))
 def test_starts_disallowed(num_chunks: int, open_transport: Callable[..., Any]) -> None:
     transport = open_transport(num_chunks)
     with pytest.raises(Exception, match=TIMED_OUT):
         receive(transport, transport, 1, seconds=0.5)
 
 
-@pytest.mark.parametrize("num_chunks", [0, 3])
+@pytest.mark.parametrize("num_chunks", mostly_at_night([0, 3]))
 def test_receive_before_the_first_send_waits_for_it(num_chunks: int, open_transport: Callable[..., Any]) -> None:
     source, target = open_transport(num_chunks), open_transport(num_chunks)
     with in_background(receive, target, source, 3) as received:
@@ -49,7 +50,7 @@ def test_receive_before_the_first_send_waits_for_it(num_chunks: int, open_transp
         assert_same_state(received.result(20), small_state())
 
 
-@pytest.mark.parametrize("num_chunks", [0, 3])
+@pytest.mark.parametrize("num_chunks", mostly_at_night([0, 3]))
 def test_receive_waits_while_disallowed_again(num_chunks: int, open_transport: Callable[..., Any]) -> None:
     source, target = open_transport(num_chunks), open_transport(num_chunks)
     source.send_checkpoint([1], 1, small_state(), TIMEOUT)
@@ -61,7 +62,7 @@ def test_receive_waits_while_disallowed_again(num_chunks: int, open_transport: C
         assert_same_state(received.result(20), {"new": torch.ones(2)})
 
 
-@pytest.mark.parametrize("num_chunks", [0, 3])
+@pytest.mark.parametrize("num_chunks", mostly_at_night([0, 3]))
 def test_wrong_step(num_chunks: int, open_transport: Callable[..., Any], ours: bool) -> None:
     transport = open_transport(num_chunks)
     transport.send_checkpoint([1], 2345, small_state(), TIMEOUT)
@@ -77,7 +78,7 @@ def test_wrong_step(num_chunks: int, open_transport: Callable[..., Any], ours: b
         assert isinstance(caught.value, tensorferry.TensorferryError)
 
 
-@pytest.mark.parametrize("num_chunks", [0, 3])
+@pytest.mark.parametrize("num_chunks", mostly_at_night([0, 3]))
 def test_source_moves_on_while_a_receiver_waits(num_chunks: int, open_transport: Callable[..., Any]) -> None:
     source, target = open_transport(num_chunks), open_transport(num_chunks)
     with in_background(receive, target, source, 2) as received:
@@ -88,7 +89,7 @@ def test_source_moves_on_while_a_receiver_waits(num_chunks: int, open_transport:
         caught.value.close()
 
 
-@pytest.mark.parametrize("num_chunks", [0, 3])
+@pytest.mark.parametrize("num_chunks", mostly_at_night([0, 3]))
 def test_zero_timeout(num_chunks: int, open_transport: Callable[..., Any]) -> None:
     transport = open_transport(num_chunks)
     transport.send_checkpoint([1], 1, small_state(), TIMEOUT)
@@ -97,7 +98,7 @@ def test_zero_timeout(num_chunks: int, open_transport: Callable[..., Any]) -> No
     assert_same_state(receive(transport, transport, 1), small_state())
 
 
-@pytest.mark.parametrize("num_chunks", [0, 3])
+@pytest.mark.parametrize("num_chunks", mostly_at_night([0, 3]))
 @pytest.mark.parametrize("seconds", [0.001, 0.01, 0.3])
 def test_timeout_while_disallowed(
     num_chunks: int, seconds: float, open_transport: Callable[..., Any], ours: bool
@@ -147,8 +148,8 @@ def test_the_sources_own_timeout_ends_a_wait(open_transport: Callable[..., Any])
 
 
 @pytest.mark.beyond_torchft
-@pytest.mark.parametrize("num_chunks", [0, 3])
-@pytest.mark.parametrize("drip", [True, False], ids=["drip", "stall"])
+@pytest.mark.parametrize("num_chunks", mostly_at_night([0, 3]))
+@pytest.mark.parametrize("drip", mostly_at_night([True, False]))
 @pytest.mark.parametrize("budget", [0, 20, 600, 3 << 20], ids=["status", "head", "manifest", "payload"])
 def test_one_deadline_for_the_whole_receive(
     num_chunks: int, drip: bool, budget: int, open_transport: Callable[..., Any]
@@ -180,7 +181,7 @@ def test_a_source_that_never_accepts(open_transport: Callable[..., Any]) -> None
         assert time.monotonic() - started < 2
 
 
-@pytest.mark.parametrize("num_chunks", [0, 3])
+@pytest.mark.parametrize("num_chunks", mostly_at_night([0, 3]))
 def test_a_port_without_a_listener(num_chunks: int, open_transport: Callable[..., Any], ours: bool) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]

@@ -10,6 +10,8 @@ import torch.distributed as dist
 from torchft.checkpointing import HTTPTransport
 from torchft.checkpointing.transport_test import run_multi_recovery_test
 
+from nights import mostly_at_night
+
 
 @pytest.fixture(autouse=True)
 def _no_process_group_is_left():
@@ -18,7 +20,7 @@ def _no_process_group_is_left():
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("num_chunks", [0, 1, 4])
+@pytest.mark.parametrize("num_chunks", mostly_at_night([0, 1, 4]))
 def test_three_nodes_recover(num_chunks: int):
     def transport(_rank: int, _world_size: int) -> Any:
         return HTTPTransport(timeout=timedelta(seconds=10), num_chunks=num_chunks)
