@@ -52,7 +52,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--every-verb", action="store_true", help="test_hostile_servers.py runs each verb with each server"
     )
-    parser.addoption("--fuzz-runs", type=int, default=40, help="inputs for each target of fuzzing.py")
+    parser.addoption("--fuzz-runs", type=int, default=100, help="inputs for each target of fuzzing.py")
     parser.addoption("--fuzz-seed", type=int, default=1)
 
 
