@@ -109,7 +109,6 @@ ATTACKS: dict[str, Any] = {
     "quantised by v3": call(global_("torch._utils", "_rebuild_tensor_v3"), persistent("typed", 0, "uint8"), 0, (4,), (1,), False, HOOKS, global_("torch", "qint8")),
     "quantised without memory": call(global_("torch._utils", "_rebuild_meta_tensor_no_storage"), global_("torch", "qint8"), (4,), (1,), False),
     "conj of what is not complex": quantised("float32", conj=True),
-    **{f"neg of {dtype}": quantised(dtype, neg=True) for dtype in ("bool", "uint8", "int64", "float8_e4m3fn")},
     "a copy larger than its storage": call(ON_DEVICE, tensor("uint8", 1 << 29, stride=(0,)), global_("torch", "float64"), "cpu", False),
     "many copies of one storage": [call(ON_DEVICE, tensor("uint8", 64), global_("torch", "float64"), "cpu", False)] * 1000,
     "scales that share memory": call(

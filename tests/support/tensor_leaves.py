@@ -164,6 +164,22 @@ TENSORS = [
     Leaf("empty (0,)", lambda: torch.empty(0), torchft=BOTH_IF_EMPTY),
     Leaf("empty (0,5)", lambda: torch.empty(0, 5, dtype=torch.bfloat16), torchft=BOTH_IF_EMPTY),
     Leaf("empty view of 96B storage", lambda: torch.arange(24.0)[3:3]),
+    Leaf("empty view behind an empty storage", lambda: torch.zeros(0, 6)[:, 2:4], torchft=BOTH_IF_EMPTY),
+    Leaf("empty view behind a 96B storage", lambda: torch.zeros(4, 6)[4:][:, 2:]),
+    Leaf("empty, expanded", lambda: torch.zeros(0, 1).expand(0, 5), torchft=BOTH_IF_EMPTY),
+    Leaf(
+        "empty views behind a storage that others have",
+        lambda: [(t := torch.arange(24.0).reshape(4, 6)), *t[4:].chunk(3, 1), t[1]],
+        torchft=ONLY_WHOLE,
+    ),
+    *(
+        Leaf(
+            f"empty view behind its storage, {name}",
+            lambda name=name: torch.zeros(0, 6, dtype=getattr(torch, name))[:, 2:4],
+            torchft=BOTH_IF_EMPTY,
+        )
+        for name in ("float8_e4m3fn", "complex128", "uint16")
+    ),
     Leaf("offset [10:14]", lambda: torch.arange(32.0)[10:14]),
     Leaf("small view of big storage", lambda: torch.arange(1e6)[1000:1003]),
     Leaf("one element at the end of a big storage", lambda: torch.arange(1e6)[-1]),
@@ -177,6 +193,10 @@ TENSORS = [
     Leaf("overlapping as_strided", lambda: torch.arange(8.0).as_strided((3, 4), (2, 1))),
     Leaf("conj view", lambda: torch.tensor([1 + 2j, 3 - 4j]).conj()),
     Leaf("neg view (imag of conj)", lambda: torch.tensor([1 + 2j, 3 - 4j]).conj().imag),
+    *(
+        Leaf(f"neg view, {name}", lambda name=name: torch._neg_view(torch.arange(4).to(getattr(torch, name))))
+        for name in ("int32", "uint8", "bool", "float8_e4m3fn", "uint16")
+    ),
     Leaf("unaligned storage", lambda: torch.from_numpy(np.arange(9, dtype=np.uint8)[1:]).view(torch.int32)),
     Leaf(
         "from numpy, read-only", lambda: torch.frombuffer(np.arange(8, dtype=np.float32).tobytes(), dtype=torch.float32)
@@ -262,12 +282,25 @@ SPECIAL = [
         group=True,
     ),
     Leaf(
+        "DTensor over an empty view behind its storage",
+        torchft=NEITHER,
+        make=lambda: DTensor.from_local(torch.zeros(0, 6)[:, 2:4], mesh(), [ShardPlacement(0)], run_check=False),
+        group=True,
+    ),
+    Leaf(
         "ShardedTensor",
         sharded_tensor,
         group=True,
         warns=("ignore:Please use DTensor instead and we are:FutureWarning",),
     ),
     Leaf("sparse COO", coo),
+    Leaf(
+        "sparse COO, empty values behind their storage",
+        lambda: torch.sparse_coo_tensor(
+            torch.zeros(1, 0, dtype=torch.int64), torch.zeros(0, 6)[:, 2:4], (3, 2), check_invariants=True
+        ),
+        torchft=BOTH_IF_EMPTY,
+    ),
     Leaf("sparse COO, coalesced", lambda: coo().coalesce()),
     Leaf("sparse CSR", lambda: torch.eye(3).to_sparse_csr(), warns=_CSR),
     Leaf("sparse CSC", lambda: torch.eye(3).to_sparse_csc(), warns=_CSR),
@@ -275,6 +308,11 @@ SPECIAL = [
     Leaf(
         "nested, strided",
         lambda: torch.nested.nested_tensor([torch.arange(3.0), torch.arange(5.0)]),
+        warns=_NESTED,
+    ),
+    Leaf(
+        "nested, a part behind its buffer",
+        lambda: torch.nested.nested_tensor([torch.zeros(2, 4), torch.zeros(0, 4)]).chunk(2, -1)[1],
         warns=_NESTED,
     ),
     Leaf("nested, jagged", jagged, warns=_NESTED, torchft=BOTH_IF_EMPTY),
@@ -288,6 +326,12 @@ SPECIAL = [
         "quantized qint32 view",
         lambda: torch.quantize_per_tensor(torch.linspace(0, 1, 6), 0.1, 0, torch.qint32)[2:4],
         warns=_QUANTISED,
+    ),
+    Leaf(
+        "quantized, empty behind its storage",
+        lambda: torch.quantize_per_tensor(torch.zeros(0, 6), 0.1, 3, torch.quint8)[:, 2:4],
+        warns=_QUANTISED,
+        torchft=BOTH_IF_EMPTY,
     ),
     Leaf("quantized per channel", per_channel, warns=_QUANTISED),
     Leaf("quantized per channel, 4 bit", float_channel, warns=_QUANTISED),

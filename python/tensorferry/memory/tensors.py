@@ -98,14 +98,17 @@ def storage_key(storage: torch.UntypedStorage) -> int:
 
 
 def byte_span(value: Tensor) -> tuple[int, int] | None:
-    """Returns the first and the last byte (exclusive) of its storage that ``value`` can reach; ``None`` if unknown."""
+    """Returns the first and the last byte (exclusive) of its storage that ``value`` can reach; ``None`` if unknown.
+
+    A tensor without elements reaches nothing, though its offset may lie behind the end of its storage.
+    """
     try:
         if value.layout is not _strided or value.is_nested:
             return None
+        if value.numel() == 0:
+            return 0, 0
         size = value.element_size()
         start = value.storage_offset() * size
-        if value.numel() == 0:
-            return start, start
         if value.is_contiguous():
             return start, start + value.numel() * size
         reach = sum((dim - 1) * stride for dim, stride in zip(value.shape, value.stride(), strict=True))
@@ -134,7 +137,7 @@ def why_not_writable(value: Tensor) -> str | None:
     if (why := without_memory(value)) is not None:
         return why
     local = getattr(value, "_local_tensor", value)
-    if byte_span(local) is None:
+    if byte_span(local) in (None, (0, 0)):
         return None
     if any(step == 0 and dim > 1 for step, dim in zip(local.stride(), local.shape, strict=True)):
         return "several of its elements share one place in memory: clone it first"

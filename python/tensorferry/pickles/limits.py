@@ -125,7 +125,7 @@ class Limits:
         if isinstance(memory, Unread) and not memory.is_read and tensor.numel():
             # Nothing is wrong with the pickle: it is built again when its values are there.
             raise ProtocolError("the pickle builds an object of values that have not been read")
-        if memory.nbytes() > _OWN_WHOLE * tensor.numel() * tensor.itemsize:
+        if tensor.is_neg() or memory.nbytes() > _OWN_WHOLE * tensor.numel() * tensor.itemsize:
             copy = tensor.detach().clone()
         else:
             if memory._cdata not in self._copied:

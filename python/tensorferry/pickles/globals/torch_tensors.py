@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import importlib
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,20 +24,13 @@ def _no_hooks(hooks: Any) -> None:
 
 
 def _check_bits(values: tuple[Any, ...], dtype: torch.dtype) -> None:
-    """Refuses metadata of a tensor other than the conj and neg bits, and these on dtypes that cannot have them."""
+    """Refuses metadata of a tensor other than the conj and neg bits, and a conj bit on numbers that cannot have one."""
     for flags in values:
         bits = type(flags) is dict and flags.keys() <= {"conj", "neg"} and all_are(bool, *flags.values())
         require(len(values) == 1 and (flags is None or bits), "tensor metadata other than the conj and neg bits")
-        # torch's kernels do not expect these bits on other dtypes.
         require(not (flags or {}).get("conj") or dtype.is_complex, "a conj bit on numbers that are not complex")
-        require(
-            not (flags or {}).get("neg") or dtype.is_complex or dtype in _OF_COMPLEX,
-            "a neg bit on a dtype that cannot have one",
-        )
 
 
-#: Real dtypes that can have a neg bit: those of the imaginary part of a conjugated tensor.
-_OF_COMPLEX = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 _QUANTISED = frozenset({torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4})
 
 
@@ -53,8 +47,12 @@ def _within(storage: Any, offset: Any, size: Any, stride: Any, bits: int) -> Non
     require(type(offset) is int and 0 <= offset < 1 << 62, "an invalid offset")
     require(math.prod([n or 1 for n in shape]) < 1 << 62, "a shape that is too large")
     nbytes = storage._untyped_storage.nbytes()
-    reach = 0 if 0 in shape else 1 + sum([(n - 1) * step for n, step in zip(shape, steps, strict=True)])
-    require((offset + reach) * bits <= nbytes * 8, "a tensor that reaches beyond its storage")
+    require(_end(offset, shape, steps) * bits <= nbytes * 8, "a tensor that reaches beyond its storage")
+
+
+def _end(offset: int, shape: Sequence[int], steps: Sequence[int]) -> int:
+    """Returns how many elements of its storage a tensor needs: none if it has none, wherever it begins."""
+    return 0 if 0 in shape else offset + 1 + sum([(n - 1) * step for n, step in zip(shape, steps, strict=True)])
 
 
 def _bits(dtype: torch.dtype) -> int:
@@ -222,8 +220,7 @@ def _rebuild_nested_tensor(unpickler: Unpickler, buffer: Any, sizes: Any, stride
     sizes, strides, offsets = map(unpickler.private_copy, (sizes, strides, offsets))
     for shape, steps, offset in zip(sizes.tolist(), strides.tolist(), offsets.tolist(), strict=True):
         require(min([offset, *shape, *steps]) >= 0, "a nested tensor with negative sizes, strides or offsets")
-        reach = 0 if 0 in shape else 1 + sum([(n - 1) * step for n, step in zip(shape, steps, strict=True)])
-        require(offset + reach <= buffer.numel(), "a nested tensor that reaches beyond its buffer")
+        require(_end(offset, shape, steps) <= buffer.numel(), "a nested tensor that reaches beyond its buffer")
     return torch._nested_view_from_buffer(buffer, sizes, strides, offsets)
 
 
