@@ -366,6 +366,21 @@ def test_targets_that_cannot_be_written_to_are_named_and_nothing_changes(
     assert not live["x"]["last"].any()
 
 
+@pytest.mark.parametrize("here", ["behind its storage", "expanded", "of freed memory", "plain"])
+@pytest.mark.parametrize("there", ["behind its storage", "expanded", "of freed memory", "plain"])
+def test_tensors_without_elements_need_no_memory(here: str, there: str, heal: Callable[..., Any]) -> None:
+    make: dict[str, Callable[[], torch.Tensor]] = {
+        "behind its storage": lambda: torch.zeros(0, 6)[:, 2:4],
+        "expanded": lambda: torch.zeros(0, 1).expand(0, 2),
+        "of freed memory": lambda: freed(torch.zeros(4, 6)[4:][:, 2:4]),
+        "plain": lambda: torch.zeros(0, 2),
+    }
+    live = {"w": torch.zeros(2), "empty": make[here]()}
+    received = heal({"w": torch.ones(2), "empty": make[there]()}, live)
+    assert received["empty"] is live["empty"]
+    assert live["w"].all()
+
+
 def test_a_sparse_target_of_a_dense_tensor_is_named_and_nothing_changes(heal: Callable[..., Any]) -> None:
     import tensorferry
 

@@ -283,7 +283,7 @@ SPECIAL = [
     ),
     Leaf(
         "DTensor over an empty view behind its storage",
-        torchft=NEITHER,
+        torchft=BOTH_IF_EMPTY,
         make=lambda: DTensor.from_local(torch.zeros(0, 6)[:, 2:4], mesh(), [ShardPlacement(0)], run_check=False),
         group=True,
     ),
