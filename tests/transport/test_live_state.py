@@ -97,6 +97,52 @@ def test_a_complete_receive_mends_it(pair):
     pair.target.send_checkpoint([0], 1, pair.live, SECONDS)
 
 
+@pytest.mark.parametrize("stock", [False, True])
+def test_a_complete_receive_mends_what_it_overwrites_alone(stock, open_transport, open_stock):
+    """As `a` and `b` may be half written, and a source without `b` brings `a` alone."""
+    pair = Pair(open_transport)
+    pair.live = {"a": torch.zeros(SIZE), "b": torch.zeros(SIZE)}
+    pair.send(a=torch.ones(SIZE), b=torch.ones(SIZE))
+    with pytest.raises(Broken):
+        pair.receive()
+    pair.target.disallow_checkpoint()
+    pair.fails = False
+    source = pair.source
+    pair.source = open_stock() if stock else open_transport(interface="127.0.0.1")
+    pair.send(2, a=torch.full((SIZE,), 2.0))
+    pair.receive(2)
+    for refused in (
+        lambda: pair.target.send_checkpoint([0], 2, pair.live, SECONDS),
+        pair.target.disallow_checkpoint,
+        pair.target.disallow_checkpoint,
+    ):
+        with pytest.raises(HalfReceived, match=r"step 1 failed \(Broken: .*so that b may have"):
+            refused()
+    pair.source.disallow_checkpoint()
+    # What is left comes later.
+    pair.source = source
+    pair.send(3, b=torch.ones(SIZE))
+    pair.receive(3)
+    pair.target.disallow_checkpoint()
+    pair.target.send_checkpoint([0], 3, pair.live, SECONDS)
+
+
+def test_a_later_failure_keeps_what_an_earlier_one_has_left(pair):
+    pair.live = {"a": torch.zeros(SIZE), "b": torch.zeros(SIZE)}
+    for step, name in enumerate("ab"):
+        pair.send(step, **{name: torch.ones(SIZE)})
+        with pytest.raises(Broken):
+            pair.receive(step)
+    with pytest.raises(HalfReceived, match="so that a and 1 more may"):
+        pair.target.send_checkpoint([0], 2, pair.live, SECONDS)
+    pair.fails = False
+    pair.receive(1)
+    with pytest.raises(HalfReceived, match=r"step 0 failed.*so that a may"):
+        pair.target.disallow_checkpoint()
+    pair.target.accept_live_state()
+    pair.target.disallow_checkpoint()
+
+
 def test_so_does_who_loads_a_checkpoint(pair):
     pair.fail()
     pair.target.accept_live_state()

@@ -1,4 +1,4 @@
-"""Whether the live state is whole, or a receive into it has failed midway."""
+"""Which tensors of the live state a receive that failed midway may have left half written."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ logger = logging.getLogger("tensorferry")
 
 
 class LiveState:
-    """Remembers that a receive into the live state has failed midway, until another one is complete.
+    """Remembers the tensors of a receive that has failed midway, until a complete one has overwritten them.
 
     Some tensors are of one step then and some of another. torchft's Manager takes the error for one of its step and
     goes on: if nobody is left to heal from, it trains with these tensors, and sends them to others, and nothing shows
@@ -26,7 +26,8 @@ class LiveState:
     def __init__(self) -> None:
         #: What the receive that is under way writes to, in a list that is its own.
         self._under_way: dict[str, list[InPlaceTargets]] = {}
-        self._failed: str | None = None
+        #: The path of each tensor that may be half written, and how the receive that wrote to it has failed.
+        self._half_written: dict[str, str] = {}
         self._heals = False
 
     @contextmanager
@@ -63,32 +64,39 @@ class LiveState:
         self._heals = True
         # A log handler that fails behind the last write has written nothing.
         if targets and targets[0].is_written:
-            self.accept()
+            self._heals = False
+            if self._half_written:
+                written = {path for _, _, path in targets[0].match.pairs}
+                self._half_written = {path: how for path, how in self._half_written.items() if path not in written}
         elif targets and targets[0].fit.matched:
-            self._failed = f"of step {step} failed ({type(error).__name__}: {error})"
+            failed = f"of step {step} failed ({type(error).__name__}: {error})"
+            self._half_written = self._half_written | {path: failed for _, _, path in targets[0].match.pairs}
             logger.error(
                 "a receive %s after it had begun to write to the live state: some of its tensors may have new values. "
                 "Receive again, or load a checkpoint and call accept_live_state()",
-                self._failed,
+                failed,
             )
 
     def accept(self) -> None:
         """Notes that all tensors of the live state belong together."""
-        self._failed, self._heals = None, False
+        self._half_written, self._heals = {}, False
 
     def check_sent(self) -> None:
         """Raises :class:`HalfReceived` if the state that is to be sent is not whole."""
-        if self._failed is not None:
-            raise HalfReceived(f"this state cannot be sent to others: {self._what()}")
+        self._check("this state cannot be sent to others")
 
     def end_step(self) -> None:
-        """Raises :class:`HalfReceived` if the state is not whole, and no receive has tried to mend it in this step."""
+        """Raises :class:`HalfReceived` if the state is not whole, and no receive has failed in this step."""
         heals, self._heals = self._heals, False
-        if self._failed is not None and not heals:
-            raise HalfReceived(f"the step cannot be done with this state: {self._what()}")
+        if not heals:
+            self._check("the step cannot be done with this state")
 
-    def _what(self) -> str:
-        return (
-            f"the last receive into it {self._failed}, so that some tensors may have new values and others not. Start "
-            "the process again, receive again, or load a checkpoint and call accept_live_state()"
-        )
+    def _check(self, refused: str) -> None:
+        if half_written := self._half_written:
+            path, failed = next(iter(half_written.items()))
+            others = f" and {len(half_written) - 1} more" if len(half_written) > 1 else ""
+            raise HalfReceived(
+                f"{refused}: a receive into it {failed}, so that {path or 'the tensor'}{others} may have new values in "
+                "part, and no complete receive has overwritten that since. Start the process again, receive again, or "
+                "load a checkpoint and call accept_live_state()"
+            )

@@ -223,7 +223,8 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
                 being captured on its current stream, or this thread is in the middle of another ``send_checkpoint``
             SystemRefused: there is no memory for a copy; what was served before is still served
             ForkedProcess: this process was forked from the one that made the transport
-            HalfReceived: a receive into the live state has failed midway, and none has been complete since
+            HalfReceived: a receive into the live state has failed midway, and complete ones have not overwritten all
+                tensors that it was to write
             TransportClosed: after :meth:`shutdown`
             Exception: whatever torch raises when a copy off the accelerator fails; then nothing is served any more, and
                 all receivers that have begun get an error at once, even those that have received no byte yet
@@ -256,9 +257,9 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
         Returns:
             The state, with its tensors on the CPU or, with ``state_dict=``, in the receiver's own tensors. If the
             receive fails, some of these may hold new values already; on an accelerator only verified bytes. Until
-            another receive is complete, or :meth:`accept_live_state` is called, ``send_checkpoint`` then raises
-            ``HalfReceived``, and so does ``disallow_checkpoint`` from its second call on. A state that is returned is
-            the source's state at one moment.
+            complete receives have overwritten all of them, or :meth:`accept_live_state` is called,
+            ``send_checkpoint`` then raises ``HalfReceived``, and so does ``disallow_checkpoint`` from its second call
+            on. A state that is returned is the source's state at one moment.
 
         Raises:
             FetchTimeout: the deadline passed, or the source sent nothing for too long
@@ -398,8 +399,8 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
 
         Raises:
             ForkedProcess: this process was forked from the one that made the transport
-            HalfReceived: a receive into the live state has failed midway, and none has begun since the last call: the
-                trainer would go on with tensors some of which have new values. What was published is withdrawn.
+            HalfReceived: as for :meth:`send_checkpoint`, and no receive has failed since the last call: the trainer
+                would go on with tensors some of which have new values. What was published is withdrawn.
         """
         withdraw(self._server, self._timeout)
         self._live.end_step()
