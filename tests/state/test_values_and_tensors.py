@@ -230,3 +230,18 @@ def test_a_long_list_is_not_looked_at_number_by_number(door: Door, tmp_path: Pat
             sys.setprofile(None)
         counts.append(count)
     assert counts[1] < counts[0] + length / 10
+
+
+@each_door
+def test_empty_views_behind_their_storage_and_negated_integers_come_through(door: Door, tmp_path: Path) -> None:
+    def saved() -> dict[str, Any]:
+        negated = torch._neg_view(torch.arange(3, dtype=torch.int32))
+        return {"empty": torch.zeros(4, 6)[4:][:, 2:4], "negated": negated, "w": one()}
+
+    live = {"empty": torch.zeros(0, 6)[:, 4:], "negated": torch.zeros(3, dtype=torch.int32), "w": zero()}
+    loaded = door(saved(), live, tmp_path, NAMES)
+    assert live["negated"].tolist() == [0, -1, -2]
+    for name, tensor in live.items():
+        assert loaded[name] is tensor
+    (tmp_path / "new").mkdir()
+    assert_same_state(door(saved(), {"empty": None, "negated": None, "w": None}, tmp_path / "new", NAMES), saved())
