@@ -315,6 +315,15 @@ SPECIAL = [
         lambda: torch.nested.nested_tensor([torch.zeros(2, 4), torch.zeros(0, 4)]).chunk(2, -1)[1],
         warns=_NESTED,
     ),
+    Leaf(
+        "nested, jagged, offsets with a neg bit",
+        lambda: torch.nested.nested_tensor_from_jagged(
+            torch.arange(5.0), offsets=torch._neg_view(torch.tensor([0, -2, -5]))
+        ),
+        expect=lambda _: torch.nested.nested_tensor_from_jagged(torch.arange(5.0), offsets=torch.tensor([0, 2, 5])),
+        warns=_NESTED,
+        torchft=NEITHER,
+    ),
     Leaf("nested, jagged", jagged, warns=_NESTED, torchft=BOTH_IF_EMPTY),
     Leaf("masked tensor", lambda: masked_tensor(torch.arange(3.0), torch.tensor([True, False, True])), warns=_MASKED),
     Leaf(
