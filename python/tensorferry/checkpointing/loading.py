@@ -34,7 +34,7 @@ from ..memory.accelerator import ACCELERATOR
 from ..memory.bounce import BounceBuffers
 from ..memory.tensors import Unread, storage_key
 from ..pickles import torch_archives
-from ..pickles.allowlist import Allowed
+from ..pickles.allowlist import Allowed, refuse_unlisted
 from ..state import part, tree
 from ..state.load import receive, receive_part
 from ..storage import foreign
@@ -259,21 +259,42 @@ class _StateLoad:
         bounce = BounceBuffers(ACCELERATOR)
         # With resharding, a ShardedTensor of other ranks is replaced by what they have of it.
         allowed = self.allowed if resharding is None else self.allowed.detached()
-        relocate = self._relocate
-        # Without devices, there is nothing to be done, and with 100,000 tensors that takes long.
-        if self.map_location is None and (self.state_dict is not None or b'"devices"' not in (stored.manifest or b"")):
-            relocate = None
         try:
             if self.state_dict is None:
-                state, _, _ = receive(stored, allowed, None, bounce, relocate)
-                return (state if resharding is None else resharding.with_whole_tensors(state)), []
+                return self._whole_state(stored, resharding, allowed, bounce), []
             kept = () if resharding is None else resharding.plan(self.state_dict, stored)
+            relocate = None if self.map_location is None else self._relocate
             found, missing = receive_part(stored, allowed, self.state_dict, bounce, relocate, self.strict, kept)
             if resharding is not None:
                 resharding.fill()
             return part.merged(self.state_dict, found, kept), missing
         finally:
             bounce.close()
+
+    def _whole_state(
+        self, stored: Stored, resharding: Resharding | None, allowed: Allowed, bounce: BounceBuffers
+    ) -> Any:
+        """Returns all that a container holds; with resharding, what only other ranks have as well."""
+
+        def read_file(file: Stored, allowed: Allowed) -> Any:
+            # Without devices, there is nothing to be done, and with 100,000 tensors that takes long.
+            is_placed = self.map_location is not None or b'"devices"' in (file.manifest or b"")
+            return receive(file, allowed, None, bounce, self._relocate if is_placed else None)[0]
+
+        state = read_file(stored, allowed)
+        if resharding is None:
+            return state
+        taken: list[int] = []
+
+        def read_rank(rank: int) -> Any:
+            taken.append(rank)
+            # What this rank has itself is not taken of the others, and may be of any class there.
+            return read_file(resharding.open_file(rank), allowed.sparing())
+
+        state = resharding.with_keys_of_all_ranks(state, read_rank)
+        if taken:
+            refuse_unlisted([state])
+        return resharding.with_whole_tensors(state)
 
     def _from_archive(self, path: AnyPlace) -> tuple[Any, list[str]]:
         """Loads what ``torch.save`` wrote."""

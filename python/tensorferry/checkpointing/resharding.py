@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 from collections import defaultdict
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +24,7 @@ from ..storage.folder import Index
 from ..storage.places import AnyPlace
 from ..storage.reserved import is_reserved
 from ..storage.slices import SliceTuple, contiguous_strides, runs
+from .union import unite
 
 #: Runs of fewer bytes than this are not read one by one: all bytes from the first run to the last are read into a
 #: temporary buffer, and torch copies the elements out of it.
@@ -124,6 +127,19 @@ class Resharding:
         _refuse(wrong)
         return kept
 
+    def with_keys_of_all_ranks(self, state: Any, read: Callable[[int], Any]) -> Any:
+        """Returns ``state`` of this rank with what only other ranks have, if another number of ranks has saved it.
+
+        Args:
+            state: what the file of this rank holds
+            read: returns what that of another rank holds
+
+        Raises:
+            StateMismatch, TensorferryError: as for :func:`union.unite`
+        """
+        files = {rank: partial(self.open_file, rank) for rank in self._index.files}
+        return state if self._is_same else unite(state, self._rank if self._rank in files else 0, files, read)
+
     def with_whole_tensors(self, state: Any) -> Any:
         """Returns ``state``, with a whole tensor in place of each part if another number of ranks has saved it.
 
@@ -220,15 +236,19 @@ class Resharding:
             raise ProtocolError(message) from None
         return of.names[entry], of.dtypes[entry], of.sizes[entry], start
 
+    def open_file(self, rank: int, threads: int | None = None) -> Stored:
+        """Opens the file of a rank."""
+        name, header = self._index.files[rank]
+        return Stored.open(self._path / name, threads=threads or self._threads, header=header)
+
     def _rank_entries(self, rank: int) -> _Entries:
         """Returns the entries of a rank's file, and its storages."""
         if rank not in self._entries:
             if rank not in self._index.files:
                 raise ProtocolError(f"{self._path}: its index names a rank {rank}, whose file it does not")
-            name, header = self._index.files[rank]
-            stored = Stored.open(self._path / name, threads=1, header=header)
+            stored = self.open_file(rank, 1)
             if stored.manifest is None:
-                raise ProtocolError(f"{self._path / name} does not hold a state")
+                raise ProtocolError(f"{stored.path} does not hold a state")
             storages = json.loads(stored.manifest)["storages"]
             names = stored.names
             numbers = {name: number for number, name in enumerate(names)}

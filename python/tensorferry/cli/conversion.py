@@ -15,6 +15,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 from .._native import FilePages
+from ..checkpointing.resharding import Resharding
 from ..dcp.file_writer import FileWriter
 from ..errors import (
     InvalidArgument,
@@ -147,12 +148,13 @@ class Conversion:
                 return mapped_states.state_of_distributed(path, scratch, self._only, objects=not self._drop)
 
     def _state_of_rank(self, folder: Path) -> Any:
-        """Returns the state of a rank, with whole tensors in place of those that are spread over ranks.
+        """Returns the state of a rank, with what only others have, and with whole tensors for those that are spread.
 
         With ``only``, other parts of the state are left out. The step of the index counts where none was given.
 
         Raises:
             InvalidArgument: there is no such rank, or no such part
+            StateMismatch: the states of the ranks cannot be put together
             TensorferryError: the checkpoint is incomplete or damaged, or cannot be read
         """
         index, files = intact.files_of_ranks(folder)
@@ -161,15 +163,18 @@ class Conversion:
         if self._step is None:
             self._step = index.step
         self._ranks = index.world_size
-        # Of the other ranks' files, only parts of tensors are read, each with its checksums.
+        resharding = Resharding(folder, index, self._rank, None, None)
+
+        def read(rank: int) -> Any:
+            return mapped_states.state_of_container(self._require_undamaged(files[rank]), self._pages, self._allowed)
+
+        # Of tensors that are spread over ranks, all parts are read later, each with its checksums.
         with without_groups():
-            state = mapped_states.state_of_container(
-                self._require_undamaged(files[self._rank]), self._pages, self._allowed
-            )
+            state = resharding.with_keys_of_all_ranks(read(self._rank), read)
             if self._only is not None:
                 # The files of the other ranks name tensors by their keys in the whole state.
                 state = parts.find(state, self._only).alone(state)
-            return whole_states.put_together(folder, index, self._rank, state)
+            return resharding.with_whole_tensors(state)
 
     def _require_undamaged(self, path: Path, *, archive: bool = False) -> Path:
         """Returns ``path``, after comparing the file with its checksums if everything is to be verified."""

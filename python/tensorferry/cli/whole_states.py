@@ -2,33 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from ..checkpointing.resharding import Resharding
 from ..errors import UnsupportedLeaf
 from ..state import tree
 from ..state.local_parts import is_spread
-from ..storage.folder import Index
 from .leaves.values import whole_of
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-
-def put_together(folder: Path, index: Index, rank: int, state: Any) -> Any:
-    """Returns ``state`` with a whole tensor on the CPU in place of each that is spread over ranks.
-
-    Args:
-        folder: the folder of a checkpointer
-        index: its index
-        rank: whose state it is
-        state: what the file of this rank holds
-
-    Raises:
-        TensorferryError: the files of other ranks cannot be read, or there is no memory for the tensors
-    """
-    return Resharding(folder, index, rank, None, None).with_whole_tensors(state)
 
 
 def without_ranks(state: Any, place: str) -> Any:

@@ -46,7 +46,7 @@ def convert(
     tools such as torch's format_utils and accelerate merge-weights). The output appears when it is complete.
 
     Of a checkpointer's folder that several ranks saved, tensors that are spread over the ranks (FSDP2, DTensor) become
-    whole, in memory. All other values are those of one rank.
+    whole, in memory. All other values are those of one rank, and for keys that it lacks, of the first that has them.
 
     Args:
         source: a safetensors or torch.save file, a curled container, or a folder of a checkpoint; one of Megatron is
@@ -83,7 +83,8 @@ def convert(
     if told.get("ranks"):
         console.note(
             f"tensorferry: tensors that are spread over the {told['ranks']} ranks are whole in the output; all other "
-            f"values are those of rank {told['rank']} (--rank takes another one)"
+            f"values are those of rank {told['rank']} (--rank takes another one), and of the first rank that has them "
+            "where that one has none"
         )
     if texts := told.get("numbers"):
         console.note(
