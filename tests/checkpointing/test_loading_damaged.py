@@ -6,6 +6,7 @@ import errno
 import os
 import shutil
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,9 +19,11 @@ from tensorferry.checkpointing import (
     latest_checkpoint,
     loading,
 )
+from tensorferry.checkpointing.ranks import Ranks
 from tensorferry.errors import (
     CorruptCheckpoint,
     IncompleteCheckpoint,
+    InvalidArgument,
     ProtocolError,
     SystemRefused,
     TensorferryError,
@@ -117,8 +120,85 @@ def test_a_root_of_which_the_system_does_not_say_what_it_is_is_not_one_without_c
             newest(tmp_path / "run")
     assert newest(tmp_path / "run") == str(tmp_path / "run" / "step-1")
     (tmp_path / "file").write_text("")
-    for nothing in ("none", "file", "file/none"):
+    for nothing in ("none", "file/none"):
         assert newest(tmp_path / nothing) is None
+    with pytest.raises(InvalidArgument, match="file is a file: give the folder"):
+        newest(tmp_path / "file")
+    with pytest.raises(InvalidArgument, match="step-1 is a checkpoint itself: give the folder above"):
+        newest(tmp_path / "run" / "step-1")
+
+
+DAMAGE = {
+    "empty": lambda index: index.write_bytes(b""),
+    "cut": lambda index: index.write_bytes(index.read_bytes()[:100]),
+    "garbage": lambda index: index.write_bytes(bytes(range(256)) * 16),
+    "flipped": lambda index: index.write_bytes(index.read_bytes().replace(b'"began"', b'"begun"')),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+@pytest.mark.parametrize("newest", [latest_checkpoint, SyncCheckpointer().latest], ids=["function", "method"])
+def test_a_checkpoint_with_a_damaged_index_is_passed_over_with_a_warning_and_is_never_none(
+    newest, damage, tmp_path, caplog
+):
+    for step in (1, 2, 3):
+        save_state(tmp_path / f"step-{step}", {"w": torch.tensor(step)})
+    for step in (3, 2):
+        DAMAGE[damage](tmp_path / f"step-{step}" / INDEX)
+        caplog.clear()
+        assert newest(tmp_path) == str(tmp_path / f"step-{step - 1}")
+        [line] = [record.getMessage() for record in caplog.records]
+        assert all((f"step-{passed}" in line) == (passed >= step) for passed in (1, 2, 3)), line
+    DAMAGE[damage](tmp_path / "step-1" / INDEX)
+    with pytest.raises(CorruptCheckpoint, match=f"{tmp_path}/step-.*there is no other checkpoint"):
+        newest(tmp_path)
+
+
+def test_an_index_that_the_system_does_not_read_is_told_by_that(tmp_path, monkeypatch, caplog):
+    for step in (1, 2):
+        save_state(tmp_path / f"step-{step}", {"w": torch.tensor(step)})
+    real = latest.read_index
+    broken = {"step-2"}
+
+    def refused(folder):
+        if folder.name in broken:
+            raise SystemRefused(errno.EIO, f"{folder}: Input/output error")
+        return real(folder)
+
+    monkeypatch.setattr(latest, "read_index", refused)
+    assert latest_checkpoint(tmp_path) == str(tmp_path / "step-1")
+    assert "step-2: Input/output error" in caplog.text
+    broken.add("step-1")
+    with pytest.raises(SystemRefused, match="Input/output error"):
+        latest_checkpoint(tmp_path)
+
+
+def test_a_snapshot_of_a_keeper_is_found_beside_a_damaged_index(tmp_path, caplog):
+    (save_state(tmp_path / "step-1", {"w": torch.tensor(1)}) / INDEX).write_bytes(b"")
+    kept = SimpleNamespace(began=5, path=str(tmp_path / "step-2"), save_id="b" * 12, complete=True)
+    keeper = SimpleNamespace(below=lambda *_: [kept])
+    assert latest.find_latest(tmp_path, Ranks(0, 1), keeper) == (tmp_path / "step-2", "b" * 12)
+    assert "step-1 cannot be read" in caplog.text
+
+
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_a_damaged_index_that_is_removed_or_replaced_meanwhile_is_no_error(is_replaced, tmp_path, monkeypatch):
+    index = save_state(tmp_path / "step-1", {"w": torch.tensor(1)}) / INDEX
+    whole = index.read_bytes()
+    index.write_bytes(b"")
+    real = latest.read_index
+
+    def interrupted(folder):
+        try:
+            return real(folder)
+        finally:
+            index.unlink(missing_ok=True)
+            if is_replaced:
+                index.write_bytes(whole)
+                os.utime(index, ns=(1, 1))
+
+    monkeypatch.setattr(latest, "read_index", interrupted)
+    assert latest_checkpoint(tmp_path) == (str(tmp_path / "step-1") if is_replaced else None)
 
 
 @pytest.mark.parametrize("moment", ["read_index", "missing_files"])

@@ -15,7 +15,7 @@ from tensorferry.checkpointing import SyncCheckpointer, latest_checkpoint
 from tensorferry.cli import main
 from tensorferry.dcp import FileReader, FileWriter
 from tensorferry.dcp.save_plan import ABOUT
-from tensorferry.errors import ProtocolError, TensorferryError
+from tensorferry.errors import CorruptCheckpoint, ProtocolError, TensorferryError
 from tensorferry.memory.tensors import no_rows
 from tensorferry.storage import commits, folder, names, reserved
 from tensorferry.storage.container import Container
@@ -133,7 +133,8 @@ def test_a_checkpointers_folder_with_such_a_name_is_none_and_nothing_is_removed(
     Container(no_rows(), None, True, control).write(path, partial=where / "p")
     with pytest.raises(ProtocolError, match="not the name of a rank's file"):
         saver.load(where)
-    assert latest_checkpoint(tmp_path) is None
+    with pytest.raises(CorruptCheckpoint, match="step-1"):
+        latest_checkpoint(tmp_path)
     for verb in (["inspect", where], ["verify", where], ["convert", where, tmp_path / "out.pt"]):
         assert main([str(part) for part in verb]) != 0
     # Neither as an old checkpoint of a series nor as one that is replaced.

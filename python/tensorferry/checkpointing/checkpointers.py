@@ -108,8 +108,8 @@ class _Checkpointer(Checkpointer):  # type: ignore[misc]  # mypy does not follow
 
         Raises:
             InvalidArgument: ``path`` names neither a folder of this machine nor a place in an object store
-            TensorferryError: on all ranks, the system does not say rank 0 what is in ``path``, or a store does not
-                answer it, or refuses
+            TensorferryError: on all ranks, rank 0 finds none as :func:`latest_checkpoint` raises it, and the keepers
+                have none
         """
         keeper = self._keeper if isinstance(self._keeper, LoadingKeeper) else None
         self._agreed = find_latest(any_place(path, timeout=self._timeout), self._ranks, keeper)

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from .._native import _file_entries
@@ -110,6 +111,20 @@ def read_index(folder: AnyPlace) -> Index:
         if isinstance(e, TensorferryError):
             raise
         raise ProtocolError(f"{path}: its index cannot be read ({type(e).__name__}: {e})") from e
+
+
+def is_of_other_program(folder: AnyPlace) -> bool:
+    """Whether the file that has the name of an index is whole, and another program's or ``FileWriter``'s.
+
+    Raises:
+        TensorferryError: a store does not answer, or refuses
+    """
+    try:
+        return _file_entries(folder / INDEX, [reserved.CHECKPOINT])[0] is None
+    except TensorferryError as e:
+        if not isinstance(folder, Path) and commits.says_nothing(e):
+            raise
+        return False
 
 
 def missing_files(folder: AnyPlace, index: Index) -> list[str]:
