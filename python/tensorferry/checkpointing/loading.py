@@ -2,8 +2,8 @@
 
 A checkpoint of ``N`` ranks can be loaded by any number of ranks. A rank takes objects and plain tensors from the file
 of its own number, or from that of rank 0 if there is none. A DTensor is taken from that file, too, if its part there is
-the part that is wanted; otherwise its values are put together from the files of all ranks (``resharding.py``). Only of
-torch's ``CheckpointWriter``, a rank loads the file of its own number and no other.
+the part that is wanted; otherwise its values are put together from the files of all ranks (``resharding.py``). Who takes all of
+it, as another number of ranks, gets the keys that only other ranks have as well (``union.py``). Only of torch's ``CheckpointWriter``, a rank loads the file of its own number and no other.
 """
 
 from __future__ import annotations
@@ -95,7 +95,8 @@ def read(
         IncompleteCheckpoint: there is no complete checkpoint; what is missing is named
         StateMismatch: tensors differ in dtype, shape, kind or part, or have no tensor in their place, lists with
             tensors differ in length, or keys are missing and ``strict`` is set; nothing was overwritten, unless the
-            message says that some tensors may have new values
+            message says that some tensors may have new values. Without ``state_dict``, the states of the ranks
+            contradict each other
         CorruptCheckpoint: bytes do not match their checksums. After this error and all others but ``StateMismatch``,
             some tensors of ``state_dict`` may have new values
         SourceChanged: saves have replaced the checkpoint again and again meanwhile, or the folder does not hold the
