@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import queue
-import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -14,15 +12,15 @@ from safetensors.torch import load_file as load_safetensors
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from checkpoint_loads import load_state
+from checkpoint_loads import load_state, save_states
 from pickled_classes import Settings
-from tensorferry.checkpointing import SyncCheckpointer, load_file
+from tensorferry.checkpointing import load_file
 from tensorferry.cli import exits
 from tensorferry.dcp import FileReader
 from tensorferry.errors import StateMismatch, UnsafePickle
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
     from pathlib import Path
 
 pytestmark = [
@@ -30,32 +28,6 @@ pytestmark = [
     pytest.mark.timeout(120),
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:TypedStorage is deprecated"),
 ]
-
-
-def save(folder: Path, states: Sequence[Any]) -> Path:
-    """Saves the states of the ranks of a job, each from a thread."""
-    said: queue.Queue = queue.Queue()
-    wrong: list[BaseException] = []
-
-    def say(value):
-        for _ in states[1:]:
-            said.put(value)
-        return value
-
-    def work(rank):
-        agree = say if rank == 0 else lambda _: said.get(timeout=60)
-        try:
-            SyncCheckpointer(rank=rank, world_size=len(states), agree=agree).save(folder, states[rank])
-        except BaseException as e:
-            wrong.append(e)
-
-    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(len(states))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong, wrong
-    return folder
 
 
 def plain(stage: int) -> torch.Tensor:
@@ -105,7 +77,7 @@ def check(state: dict, rank: int = 0) -> None:
 
 @pytest.mark.parametrize("kind", [plain, spread])
 def test_every_way_to_take_all_of_it_has_the_keys_of_all_stages(kind, tmp_path, run):
-    folder = save(tmp_path / "c", stages(kind))
+    folder = save_states(tmp_path / "c", stages(kind))
     for world_size in (1, 3):
         check(load_state(folder, world_size=world_size))
     check(load_state(folder, rank=1, world_size=3), 1)
@@ -140,7 +112,7 @@ T = torch.ones(2)
     ],
 )
 def test_values_are_the_first_ranks_and_keys_those_of_all(states, expected, tmp_path):
-    folder = save(tmp_path / "c", states)
+    folder = save_states(tmp_path / "c", states)
     if isinstance(expected, type):
         with pytest.raises(expected):
             load_state(folder)
@@ -160,7 +132,7 @@ def test_values_are_the_first_ranks_and_keys_those_of_all(states, expected, tmp_
     ],
 )
 def test_states_that_cannot_be_put_together_are_refused_by_their_keys_and_ranks(states, told, tmp_path, run):
-    folder = save(tmp_path / "c", states)
+    folder = save_states(tmp_path / "c", states)
     with pytest.raises(StateMismatch, match=told):
         load_state(folder)
     done = run("convert", folder, tmp_path / "o.pt")

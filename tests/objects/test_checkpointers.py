@@ -10,6 +10,7 @@ from datetime import timedelta
 import pytest
 import torch
 
+from checkpoint_loads import save_states
 from child import Child
 from stores import objects
 from tensorferry.checkpointing import AsyncCheckpointer, SyncCheckpointer, latest_checkpoint, ranks
@@ -184,3 +185,12 @@ def test_a_rank_that_fails_ends_the_save_of_all(server, tmp_path):
     first, second = two_ranks(server, tmp_path, fails=True)
     assert "rank 1 has failed" in first, first
     assert "lambda" in second or "bad" in second, second
+
+
+def test_the_keys_of_all_ranks_are_loaded_from_a_bucket(server):
+    save_states(server.place, [{"model": {f"layers.{rank}.w": torch.full((4,), float(rank))}} for rank in range(2)])
+    found = SyncCheckpointer().load(server.place)["model"]
+    assert {name: value.tolist() for name, value in found.items()} == {
+        "layers.0.w": [0.0] * 4,
+        "layers.1.w": [1.0] * 4,
+    }

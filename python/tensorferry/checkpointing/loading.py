@@ -2,8 +2,9 @@
 
 A checkpoint of ``N`` ranks can be loaded by any number of ranks. A rank takes objects and plain tensors from the file
 of its own number, or from that of rank 0 if there is none. A DTensor is taken from that file, too, if its part there is
-the part that is wanted; otherwise its values are put together from the files of all ranks (``resharding.py``). Who takes all of
-it, as another number of ranks, gets the keys that only other ranks have as well (``union.py``). Only of torch's ``CheckpointWriter``, a rank loads the file of its own number and no other.
+the part that is wanted; otherwise its values are put together from the files of all ranks (``resharding.py``). Another
+number of ranks that takes all of it gets the keys that only other ranks have as well (``union.py``). Only of torch's
+``CheckpointWriter``, a rank loads the file of its own number and no other.
 """
 
 from __future__ import annotations
