@@ -159,7 +159,7 @@ def test_a_tensor_that_goes_during_a_save_is_saved_as_it_was(happens, tmp_path):
 def test_tensors_without_memory_are_refused_by_name(make, tmp_path):
     freed = torch.zeros(8)
     freed.untyped_storage().resize_(0)
-    for gone in (torch._efficientzerotensor(8), freed):
+    for gone in (torch._efficientzerotensor(8), freed, torch.empty(8, device="meta")):
         writer = make(tmp_path)
         error = fails(lambda gone=gone, w=writer: dcp.save({"x": {"a": gone}}, storage_writer=w, no_dist=True))
         assert isinstance(error, tensorferry.UnsupportedLeaf)

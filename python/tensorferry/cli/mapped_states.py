@@ -27,7 +27,7 @@ from ..dcp.failures import own_errors
 from ..dcp.file_reader import FileReader
 from ..dcp.reader import SliceReader
 from ..errors import ProtocolError, SystemRefused, UnsupportedLeaf
-from ..memory.tensors import DTYPES, over
+from ..memory.tensors import DTYPES, QUANTISED, over
 from ..pickles import torch_archives
 from ..pickles.allowlist import Allowed
 from ..state.build import StateBuilder
@@ -36,9 +36,6 @@ from ..storage.reserved import DIGESTS
 from . import numbers
 from .leaves import shards
 from .mapped import Mapping, check_foreign
-
-#: The dtypes of quantized tensors.
-_QUANTIZED = (torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4)
 
 
 def state_of_container(path: Path, pages: list[FilePages] | None = None, allowed: Allowed | None = None) -> Any:
@@ -217,7 +214,7 @@ class _Planner(DefaultLoadPlanner):  # type: ignore[misc]  # mypy does not follo
         places, at = {}, 0
         for key, about in tensors.items():
             # torch ends the process when it copies into a tensor of such a dtype that is made from bytes.
-            if about.properties.dtype in _QUANTIZED:
+            if about.properties.dtype in QUANTISED:
                 raise UnsupportedLeaf(
                     f"{key} is of {about.properties.dtype}, whose scale no distributed checkpoint has"
                 )

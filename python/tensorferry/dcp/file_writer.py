@@ -36,7 +36,7 @@ from . import index, marker
 from .failures import fail_without_numpy
 from .in_folder import TORCH_INDEX, InFolder, thread_count
 from .running_saves import RunningSaves, SaveRecord, agreed, planned_for_others
-from .save_plan import ABOUT, PlanSnapshot
+from .save_plan import ABOUT, PlanSnapshot, check_left_to_others, objects_of
 
 #: What to do about arguments of torch's writer that ask for something else.
 _OTHERWISE = {
@@ -262,6 +262,7 @@ class FileWriter(InFolder, StorageWriter):  # type: ignore[misc]  # mypy does no
         self._check_free(save, names)
         if save.writes_index:
             save.begin(names)
+        save.objects = objects_of(plan)
         return dataclasses.replace(plan, storage_data=save.mark)
 
     def _check_free(self, save: SaveRecord, names: Iterable[str]) -> None:
@@ -299,6 +300,8 @@ class FileWriter(InFolder, StorageWriter):  # type: ignore[misc]  # mypy does no
         save = self._running.ongoing(None if caches else plan)
         done: Future[list[WriteResult]] = Future()
         self.report = {"bytes": 0, "direct": 0}
+        # The folder stays: the rank that saves those objects is writing into it.
+        check_left_to_others(save.objects, plan, planner)
         if not plan.items:
             if self._progress is not None:
                 self._progress(0, 0)

@@ -25,7 +25,9 @@ from ..memory.tensors import (
     scratch,
     takes_bytes,
     view_as,
+    why_not_copied,
     why_not_writable,
+    without_memory,
 )
 from ..pickles.allowlist import Allowed
 from ..pickles.torch_archives import unpickled
@@ -113,7 +115,7 @@ class Reading:
 
         Raises:
             StateMismatch: a target has another shape than the plan says, or cannot be written to; no target is
-                overwritten then
+                overwritten then, unless the message says so
             CorruptCheckpoint: bytes do not match their checksums
             ProtocolError: plan, index and containers contradict each other, or an object is damaged
             UnsafePickle: an object needs something that is not on the allow-list
@@ -137,7 +139,7 @@ class Reading:
             if item.type == LoadItemType.BYTE_IO:
                 objects.append((item, ref))
             else:
-                tensors.append((item, ref, self._target(item)))
+                tensors.append((item, ref, self._target(item, ref)))
         self._accelerator.check(self._devices)
         # A DTensor has a counter besides that of its local tensor, which is the target.
         state = getattr(self._planner, "state_dict", None)
@@ -166,6 +168,9 @@ class Reading:
                 load = partial(self._planner.load_bytes, item, io.BytesIO(saved(value, item.storage_index.fqn)))
                 self._after_read.append(load)
             for (item, ref, target), value in zip(built_tensors, values[len(built_objects) :], strict=True):
+                if isinstance(value, torch.Tensor):
+                    _check(item, without_memory(value))
+                    _check(item, why_not_copied(value.dtype, target, dense=value.layout is torch.strided))
                 self._after_read.append(partial(self._copy_part, item, ref, target, value))
         return [one for one in objects if one[1].kind != BUILT], [one for one in tensors if one[1].kind != BUILT]
 
@@ -184,9 +189,20 @@ class Reading:
             raise ProtocolError(
                 f"{fqn}: its entry {ref.entry!r} holds a tensor of another shape than {list(target.shape)}"
             )
-        with torch.no_grad():
-            target.copy_(read)
+        self._copy(item, target, read)
         self._commit(item, target)
+
+    def _copy(self, item: ReadItem, target: torch.Tensor, read: torch.Tensor) -> None:
+        try:
+            with torch.no_grad():
+                target.copy_(read)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as e:
+            raise StateMismatch(
+                f"{item.dest_index.fqn} cannot take the values that the checkpoint has for it ({type(e).__name__}: "
+                f"{e}): it was not updated, and other tensors may have new values already"
+            ) from e
 
     def _flush(self) -> None:
         """Reads all scheduled slices, and then does what was scheduled for after the read."""
@@ -215,7 +231,7 @@ class Reading:
             raise ProtocolError(f"the plan asks for {item.storage_index}, which the checkpoint does not have")
         return ref  # type: ignore[no-any-return]
 
-    def _target(self, item: ReadItem) -> torch.Tensor:
+    def _target(self, item: ReadItem, ref: EntryRef) -> torch.Tensor:
         """Returns the tensor into which the planner has an item read, after checking its shape and its memory."""
         try:
             target = self._resolved(item)
@@ -230,8 +246,8 @@ class Reading:
                 f"{item.dest_index.fqn}: the target has shape {list(target.size())}, but a part of shape "
                 f"{list(item.lengths)} is to be read into it"
             )
-        if (why := why_not_writable(target)) is not None:
-            raise StateMismatch(f"{item.dest_index.fqn}: the target cannot be written to: {why}")
+        dtype = self._metadata.state_dict_metadata[item.storage_index.fqn].properties.dtype
+        _check(item, why_not_writable(target) or why_not_copied(dtype, target, dense=ref.kind == ELEMENTS))
         self._devices.update(self._accelerator.holding([target]))
         return target
 
@@ -275,8 +291,7 @@ class Reading:
 
         def commit(read: torch.Tensor | None) -> None:
             if read is not None:
-                with torch.no_grad():
-                    target.copy_(read)
+                self._copy(item, target, read)
             self._commit(item, target)
 
         if ref.kind == PICKLED_TENSOR:
@@ -362,3 +377,9 @@ class Reading:
             self._planner.load_object(item, unpickled(data, item.storage_index.fqn, self._allowed))
             return
         self._planner.load_bytes(item, io.BytesIO(rewritten(data, item.storage_index.fqn, self._allowed)))
+
+
+def _check(item: ReadItem, why: str | None) -> None:
+    """Raises ``StateMismatch`` if ``why`` says why an item cannot be read into its target."""
+    if why is not None:
+        raise StateMismatch(f"nothing was overwritten: {item.dest_index.fqn}: the target cannot be written to: {why}")

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any, Unpack
 
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
@@ -30,7 +30,7 @@ from ..storage.container import Container
 from ..storage.peers import container_name, publication_metadata
 from . import index
 from .failures import fail_without_numpy
-from .save_plan import ABOUT, PlanSnapshot
+from .save_plan import ABOUT, PlanSnapshot, check_left_to_others, objects_of
 from .torch_view import Index, TorchView, in_reading_order
 
 logger = logging.getLogger("tensorferry")
@@ -117,6 +117,7 @@ class PeerWriter(StorageWriter):  # type: ignore[misc]  # mypy does not follow t
         self._plain = options.secret is None and not options.tls
         self._urls: list[str] = []
         self._step = 0
+        self._objects: set[MetadataIndex] = set()
         self._snapshot: PlanSnapshot | None = None
         self._coordinates = False
         self._saved = False
@@ -224,6 +225,7 @@ class PeerWriter(StorageWriter):  # type: ignore[misc]  # mypy does not follow t
         """
         if self._is_closed:
             raise TransportClosed(_CLOSED)
+        self._objects = objects_of(plan)
         return dataclasses.replace(plan, storage_data=self._url)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -253,6 +255,7 @@ class PeerWriter(StorageWriter):  # type: ignore[misc]  # mypy does not follow t
         if self._saved:
             raise InvalidArgument(_IN_BETWEEN)
         self._urls = urls
+        check_left_to_others(self._objects, plan, planner)
         with self._saving.held(), _gc.gc_paused():
             self._snapshot = snapshot = PlanSnapshot(in_reading_order(plan), planner, ACCELERATOR, self._copy)
             snapshot.complete(self._stager)

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan
 
 from .._reentry import CallMark
@@ -105,6 +106,7 @@ class SaveRecord:
         written: this rank's file; while this object lives, the file is locked
         is_over: whether its index is written
         is_new_folder: whether this save has made the folder
+        objects: the pickled objects that this rank has, of which others may save some
     """
 
     def __init__(self, path: AnyPlace, rank: int, coordinated: bool, writes_index: bool) -> None:
@@ -114,6 +116,7 @@ class SaveRecord:
         self.began = 0
         self.written: Stored | None = None
         self.is_over = self.is_new_folder = False
+        self.objects: set[MetadataIndex] = set()
         self._of_torch: list[str] = []
 
     def begin(self, names: set[str]) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
+import pickle
+from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias
 
 import torch
@@ -15,9 +18,10 @@ from .._native import _copy_memory
 from ..errors import InvalidArgument, UnsupportedLeaf
 from ..memory.accelerator import Accelerator
 from ..memory.staging import HostStager, Piece, copying_threads
-from ..memory.tensors import DTYPE_NAMES, address, dense, no_rows, reach, scratch, without_memory
+from ..memory.tensors import DTYPE_NAMES, address, dense, no_rows, reach, scratch, why_not_copied, without_memory
 from ..pickles.allowlist import REFUSED_LATER, Allowed, RefusalWarnings
 from ..pickles.torch_archives import SavedTensor, globals_of
+from ..state.local_parts import differs_by_rank
 from ..storage import reserved
 from .index import ELEMENTS, OBJECT, PICKLED_TENSOR, EntryRef, dtype_name
 
@@ -119,9 +123,10 @@ class PlanSnapshot:
         """Adds an entry of a tensor's elements, or of its pickle if these do not describe it.
 
         Raises:
-            ValueError: the tensor has no memory, or another shape than when the save was planned
+            ValueError: the tensor has no memory, torch copies no elements of its dtype, so that no load could put them
+                anywhere, or it has another shape than when the save was planned
         """
-        if tensor.device.type != "meta" and (why := without_memory(tensor)) is not None:
+        if (why := without_memory(tensor) or why_not_copied(tensor.dtype, tensor)) is not None:
             raise ValueError(why)
         if item.tensor_data is not None and tensor.shape != item.tensor_data.chunk.sizes:
             planned = tuple(item.tensor_data.chunk.sizes)
@@ -165,8 +170,8 @@ class PlanSnapshot:
     def warn_of_refusals(self, allowed: Allowed) -> None:
         """Warns, once in this process, of each global that the pickled objects name and ``allowed`` refuses."""
         needed: dict[tuple[str, str], str] = {}
-        for fqn, pickle in self._pickles:
-            for named in globals_of(pickle):
+        for fqn, data in self._pickles:
+            for named in globals_of(data):
                 needed.setdefault(named, fqn)
         RefusalWarnings(allowed, REFUSED_LATER, _warned).warn(needed)
 
@@ -185,3 +190,60 @@ class PlanSnapshot:
             WriteResult(index, nbytes, EntryRef(container, name, dtype, nbytes, kind, header, tensor))
             for index, kind, tensor, name, dtype, nbytes in columns
         ]
+
+
+def objects_of(plan: SavePlan) -> set[MetadataIndex]:
+    """Returns the indices of the items of ``plan`` that are pickled objects."""
+    return {item.index for item in plan.items if item.type == WriteItemType.BYTE_IO}
+
+
+def check_left_to_others(wanted: Iterable[MetadataIndex], plan: SavePlan, planner: SavePlanner) -> None:
+    """Checks that this rank's objects that another rank saves in its stead hold no part of a tensor of this rank.
+
+    Every rank would load the part of the rank that saves the object.
+
+    Args:
+        wanted: the objects that this rank has, as :func:`objects_of` returns them
+        plan: what this rank is to save of them
+        planner: looks them up; if it cannot, nothing is checked
+
+    Raises:
+        UnsupportedLeaf: one does; the message names it
+    """
+    lookup = getattr(planner, "lookup_object", None)
+    if lookup is None:
+        return
+    for index in set(wanted) - objects_of(plan):
+        if _has_part(index, lookup):
+            raise UnsupportedLeaf(
+                f"{index.fqn} cannot be saved: one rank saves this object for all ranks, and it holds a tensor that is "
+                "spread over ranks, of which it would save its own part. Keep the tensor in dicts and lists alone, not "
+                "in a tuple or another object, or give the object of each rank a key of its own"
+            )
+
+
+def _has_part(index: MetadataIndex, lookup: Callable[[MetadataIndex], Any]) -> bool:
+    """Whether pickling the object meets a tensor of which each rank has another part."""
+    finder = _PartFinder(_Sink(), 5, buffer_callback=lambda _: None)
+    with contextlib.suppress(Exception):  # The rank that saves it says what cannot be pickled.
+        finder.dump(lookup(index))
+    return finder.found
+
+
+class _PartFinder(pickle.Pickler):
+    """Pickles an object without the elements of its tensors, and records whether one differs by rank."""
+
+    found = False
+
+    def reducer_override(self, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return NotImplemented
+        self.found = self.found or differs_by_rank(value)
+        return int, ()
+
+
+class _Sink:
+    """A file that keeps nothing."""
+
+    def write(self, data: Any) -> int:
+        return len(data)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Iterable
 from typing import Any
@@ -24,6 +25,7 @@ _ONLY_READ = {"F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"}
 #: The dtypes that a container of this package names. Tensors of other dtypes (complex128, the rarer float8 kinds,
 #: sub-byte and quantised dtypes) travel as bytes, with their dtype in the pickle.
 DTYPE_NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items() if name not in _ONLY_READ}
+QUANTISED = frozenset({torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4})
 #: Dtypes of which torch pickles the untyped storage, because they have no typed one.
 _UNTYPED = torch.storage._new_dtypes()
 
@@ -139,9 +141,41 @@ def why_not_writable(value: Tensor) -> str | None:
     local = getattr(value, "_local_tensor", value)
     if byte_span(local) in (None, (0, 0)):
         return None
+    if local.is_quantized and (why := why_not_copied(local.dtype, local)) is not None:
+        return why
     if any(step == 0 and dim > 1 for step, dim in zip(local.stride(), local.shape, strict=True)):
         return "several of its elements share one place in memory: clone it first"
     return None
+
+
+def why_not_copied(dtype: torch.dtype, target: Tensor, *, dense: bool = False) -> str | None:
+    """Returns why torch cannot copy elements of ``dtype`` into ``target``; ``None`` if it can, or if that is unknown.
+
+    ``dense`` says that they come from a tensor with a strided layout.
+    """
+    if dense and target.layout is not _strided:
+        return f"torch copies no dense tensor into one with the layout {target.layout}"
+    return None if _copies(dtype, target.dtype) else f"torch does not copy {dtype} to {target.dtype}"
+
+
+@functools.lru_cache(maxsize=4096)
+def _copies(source: torch.dtype, target: torch.dtype) -> bool:
+    """Whether torch copies elements of one dtype into a tensor of the other."""
+    try:
+        _element(target).copy_(_element(source))
+    except RuntimeError:
+        return False
+    except Warning:
+        # Of a cast that loses something, where warnings are errors.
+        return True
+    return True
+
+
+def _element(dtype: torch.dtype) -> Tensor:
+    if dtype in QUANTISED:
+        return torch._empty_affine_quantized([1], scale=1.0, zero_point=0, dtype=dtype, device=_CPU)
+    # Not torch.empty, which fills memory where algorithms are to be deterministic: it cannot for some dtypes.
+    return torch.zeros(dtype.itemsize, dtype=torch.uint8, device=_CPU).view(dtype)
 
 
 def rebuilds_from_local(value: Tensor) -> bool:

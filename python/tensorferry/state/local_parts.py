@@ -62,6 +62,16 @@ def is_spread(value: Any) -> bool:
     )
 
 
+def differs_by_rank(value: Any) -> bool:
+    """Whether each rank has another part of the tensor ``value``, or another summand of it."""
+    if not is_spread(value):
+        return False
+    placements = getattr(value, "placements", None)
+    if placements is None:
+        return True
+    return any(n > 1 and not one.is_replicate() for one, n in zip(placements, value.device_mesh.shape, strict=True))
+
+
 def spread_tensor(value: Any) -> SpreadTensor | None:
     """Returns the parts of ``value``; ``None`` if it is whole on each rank that has it.
 

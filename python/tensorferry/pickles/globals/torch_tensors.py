@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.storage import TypedStorage
 
+from ...memory.tensors import QUANTISED
 from .kinds import Globals, Kind, Refused, all_are, as_value, build_attributes, checked_sizes, require, set_attributes
 
 if TYPE_CHECKING:
@@ -31,12 +32,9 @@ def _check_bits(values: tuple[Any, ...], dtype: torch.dtype) -> None:
         require(not (flags or {}).get("conj") or dtype.is_complex, "a conj bit on numbers that are not complex")
 
 
-_QUANTISED = frozenset({torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4})
-
-
 def _not_quantised(dtype: torch.dtype) -> None:
     """Refuses a quantised dtype where no scales are given: torch would read scales that are not there."""
-    require(dtype not in _QUANTISED, "a quantised tensor without its scales")
+    require(dtype not in QUANTISED, "a quantised tensor without its scales")
 
 
 def _within(storage: Any, offset: Any, size: Any, stride: Any, bits: int) -> None:
