@@ -288,7 +288,7 @@ bench-accelerator: build ## copies between an accelerator and the network, besid
 .PHONY: faults
 FAULTS_ARGS ?=
 faults: build ## the fault matrix, ours beside torchft's HTTPTransport; FAULTS_ARGS='--repeats 20'
-	$(BIN)/python -m tensorferry.testing --transports tensorferry,torchft --json build/faults/results.json $(FAULTS_ARGS)
+	PYTHONPATH=tests $(BIN)/python -m faults --transports tensorferry,torchft --json build/faults/results.json $(FAULTS_ARGS)
 
 .PHONY: compat
 compat: ## every Python test on the oldest torch that is supported

@@ -13,10 +13,11 @@ import torch
 import tensorferry
 from equality import assert_same_state
 from exchange import TIMEOUT, in_background, receive, until
+from faults.proxy.faults import FlipByte
+from faults.proxy.proxy import FaultProxy
 from nights import mostly_at_night
 from stand_in import CUDA, StandIn, open_on, parts, stand_in
 from tensorferry.memory import bounce
-from tensorferry.testing import FaultProxy, FlipByte
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

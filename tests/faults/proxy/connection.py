@@ -14,8 +14,6 @@ from . import faults
 from .http_framing import ResponseSplitter
 from .script import Script
 
-__all__ = ["Connection"]
-
 _READ = 64 << 10
 # Small buffers, because bytes that a killed or stalled peer has already handed to the kernel still arrive.
 _BUFFER = 128 << 10

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["ResponseSplitter"]
-
 _MAX_HEAD = 64 << 10
 _STATUS = re.compile(rb"HTTP/1\.[01] (\d{3})")
 _LENGTH = re.compile(rb"\r?\ncontent-length:[ \t]*(\d{1,18})[ \t]*\r?\n", re.IGNORECASE)

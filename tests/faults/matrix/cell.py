@@ -17,8 +17,6 @@ from .processes import AllowedState, Child, Orphan, Processes, wait_until
 from .scenario import Scenario
 from .workers import Setting
 
-__all__ = ["Cell", "Limits", "Outcome"]
-
 STEP = 7
 
 AHEAD = 0.25

@@ -15,8 +15,6 @@ from .workers import OVERWRITE
 if TYPE_CHECKING:
     from .cell import Cell
 
-__all__ = ["relay_scenarios"]
-
 PART = 0.5
 """The part of one state that has come to both receivers together when something happens."""
 DEEP = 1_300_000

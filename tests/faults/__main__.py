@@ -1,4 +1,4 @@
-"""``python -m tensorferry.testing``: the fault matrix as a table."""
+"""``python -m faults``: the fault matrix as a table."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from .matrix.catalogue import SCENARIOS
 from .matrix.cell import Limits, Outcome
-from .matrix.report import broken_promises, format_markdown, format_table, from_json, to_json
+from .matrix.report import broken_promises, format_table, to_json
 from .matrix.run_matrix import candidate, run_matrix, scenario
 
 
@@ -24,7 +24,7 @@ def main(arguments: list[str] | None = None) -> int:
     Raises:
         SystemExit: the arguments are wrong, or ask for help
     """
-    parser = argparse.ArgumentParser(prog="python -m tensorferry.testing", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m faults", description=__doc__)
     parser.add_argument("--transports", default="tensorferry", help="comma-separated names or module:callable")
     parser.add_argument(
         "--faults", default="", help="comma-separated names; a trailing * matches every name with that beginning"
@@ -35,10 +35,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--stall", type=float, default=5.0, help="how long a source may stall, seconds")
     parser.add_argument("--jobs", type=int, default=2, help="cells that run at a time")
     parser.add_argument("--json", type=Path, help="write all outcomes there")
-    parser.add_argument(
-        "--read", type=Path, nargs="+", metavar="FILE", help="run nothing, and read the outcomes from these files"
-    )
-    parser.add_argument("--markdown", action="store_true", help="print the table as Markdown, a column per transport")
     parser.add_argument("--list", action="store_true", help="list the faults and what they do")
     parser.add_argument("--verbose", action="store_true", help="print the outcome of each cell, with messages")
     chosen = parser.parse_args(arguments)
@@ -59,21 +55,18 @@ def main(arguments: list[str] | None = None) -> int:
             line = [outcome.fault, outcome.transport, outcome.ending, outcome.source, f"{outcome.seconds:.1f} s"]
             print("  ".join([*line, outcome.message, *outcome.notes][: None if chosen.verbose else 5]), file=sys.stderr)
 
-    if chosen.read:
-        outcomes = [outcome for file in chosen.read for outcome in from_json(file.read_text())]
-    else:
-        outcomes = run_matrix(
-            transports,
-            faults,
-            repeats=chosen.repeats,
-            limits=Limits(chosen.size_mib << 20, chosen.timeout, chosen.stall),
-            jobs=chosen.jobs,
-            progress=progress,
-        )
-    print(format_markdown(outcomes) if chosen.markdown else format_table(outcomes))
+    outcomes = run_matrix(
+        transports,
+        faults,
+        repeats=chosen.repeats,
+        limits=Limits(chosen.size_mib << 20, chosen.timeout, chosen.stall),
+        jobs=chosen.jobs,
+        progress=progress,
+    )
+    print(format_table(outcomes))
     if chosen.json:
         chosen.json.parent.mkdir(parents=True, exist_ok=True)
-        settings = {name: value for name, value in vars(chosen).items() if name not in ("json", "read")}
+        settings = {name: value for name, value in vars(chosen).items() if name != "json"}
         chosen.json.write_text(to_json(outcomes, settings=settings))
     broken = [
         f"{outcome.fault}, {outcome.transport}: {promise}"
@@ -81,7 +74,7 @@ def main(arguments: list[str] | None = None) -> int:
         if outcome.transport.startswith("tensorferry") and outcome.fault in SCENARIOS
         for promise in broken_promises(outcome, SCENARIOS[outcome.fault].promised(outcome.transport))
     ]
-    print(*broken, sep="\n", file=sys.stderr if chosen.markdown else sys.stdout)
+    print(*broken, sep="\n")
     return 1 if broken else 0
 
 

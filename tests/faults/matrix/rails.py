@@ -5,8 +5,6 @@ from __future__ import annotations
 from ..proxy import faults
 from .scenario import Scenario
 
-__all__ = ["rail_scenarios"]
-
 DEEP = 300_000
 """An offset in the bodies of a connection that is in the middle of a block."""
 

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from .faults import Fault
 from .pace import Pace
 
-__all__ = ["ProxyCounters", "Script"]
-
 
 @dataclass
 class ProxyCounters:

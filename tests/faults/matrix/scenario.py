@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from .candidates import Candidate
     from .cell import Cell
 
-__all__ = ["HEALED", "Beside", "LeftOut", "Relay", "Scenario"]
-
 HEALED = "healed"
 
 Beside: TypeAlias = Literal["", "in front", "behind"]

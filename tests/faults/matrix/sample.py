@@ -7,8 +7,6 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten
 
-__all__ = ["sample_state", "wrong_bytes"]
-
 _LARGE = 8
 _SMALL = 64
 

@@ -23,8 +23,6 @@ from .traps import Trap
 if TYPE_CHECKING:
     from .cell import Cell
 
-__all__ = ["SCENARIOS"]
-
 GONE = frozenset({"ConnectError", "FetchTimeout"})
 """tensorferry's errors for a source that cannot be reached or stops sending."""
 ODD = GONE | {"ProtocolError"}

@@ -11,8 +11,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from urllib.parse import SplitResult, urlsplit
 
-__all__ = ["ATTACKS", "Attack", "attacking"]
-
 
 @dataclass(frozen=True)
 class Attack:

@@ -10,8 +10,6 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch.utils._pytree import tree_flatten
 
-__all__ = ["Replacing", "change", "free_at_once", "overwrite", "replace"]
-
 Replacing: TypeAlias = Literal["data", "set", "half"]
 
 _MMAP_THRESHOLD = -3

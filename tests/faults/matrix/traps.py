@@ -12,8 +12,6 @@ import shlex
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-__all__ = ["Trap", "missing", "set_trap"]
-
 Trap: TypeAlias = Literal["system", "dotted", "pointer"]
 """``os.system`` by its own name; ``os.system`` through the attributes of a trusted module; a forged object pointer."""
 

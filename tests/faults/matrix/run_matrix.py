@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 
-from ..proxy.faults import Fault
 from .candidates import BUILTIN, Candidate
 from .catalogue import SCENARIOS
 from .cell import Limits, Outcome
@@ -13,8 +12,6 @@ from .processes import ChildGone, ChildHung
 from .report import LEFT_OUT
 from .run_cell import run_cell
 from .scenario import LeftOut, Scenario
-
-__all__ = ["candidate", "run_matrix", "scenario"]
 
 
 def candidate(transport: str | Candidate) -> Candidate:
@@ -32,24 +29,22 @@ def candidate(transport: str | Candidate) -> Candidate:
     return Candidate(transport, transport)
 
 
-def scenario(fault: str | Scenario | Fault) -> Scenario:
-    """Returns the scenario for a name; a single fault makes a scenario without a promise about its end.
+def scenario(fault: str | Scenario) -> Scenario:
+    """Returns the scenario for a name.
 
     Raises:
         ValueError: no scenario has this name
     """
     if isinstance(fault, Scenario):
         return fault
-    if isinstance(fault, Fault):
-        return Scenario(repr(fault), "a fault of the caller's", (fault,), expected=frozenset())
     if fault not in SCENARIOS:
         raise ValueError(f"unknown fault {fault!r}: choose one of {', '.join(SCENARIOS)}")
     return SCENARIOS[fault]
 
 
 def run_matrix(
-    transports: Iterable[str | Candidate] = ("tensorferry",),
-    faults: Iterable[str | Scenario | Fault] | None = None,
+    transports: Iterable[str | Candidate],
+    faults: Iterable[str | Scenario],
     *,
     repeats: int = 1,
     limits: Limits | None = None,
@@ -60,7 +55,7 @@ def run_matrix(
 
     Args:
         transports: names, ``module:callable`` or candidates
-        faults: names of scenarios, scenarios of your own, or single faults; every scenario of the suite if left out
+        faults: names of scenarios, or scenarios
         repeats: how often each combination runs
         limits: size of the state, deadline, and how long a source may stall
         jobs: how many cells run at a time
@@ -75,7 +70,7 @@ def run_matrix(
         ValueError: a name is not that of a transport or a fault
     """
     columns = [candidate(t) for t in transports]
-    rows = [scenario(f) for f in (SCENARIOS if faults is None else faults)]
+    rows = [scenario(f) for f in faults]
     limits = limits or Limits()
 
     def run(cell: tuple[Candidate, Scenario, int]) -> Outcome:

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-__all__ = ["BUILTIN", "Candidate"]
-
 
 @dataclass(frozen=True)
 class Candidate:
@@ -60,7 +58,7 @@ def _load(reference: str) -> Any:
 
 
 def _tensorferry(timeout: timedelta, lanes: int, **more: Any) -> Any:
-    from ...torchft.transport import HTTPTransport
+    from tensorferry import HTTPTransport
 
     return HTTPTransport(timeout, lanes, **more)
 

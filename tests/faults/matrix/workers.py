@@ -26,18 +26,6 @@ from .scenario import LeftOut
 from .tensor_memory import change, free_at_once, overwrite, replace
 from .traps import set_trap
 
-__all__ = [
-    "NAMES_ASKED",
-    "OVERWRITE",
-    "REPLACED",
-    "Received",
-    "Setting",
-    "SourceReport",
-    "log_tail",
-    "receiver_main",
-    "source_main",
-]
-
 
 @dataclass(frozen=True)
 class Setting:

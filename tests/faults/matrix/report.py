@@ -1,4 +1,4 @@
-"""Outcomes of the matrix as a table, as Markdown and as JSON, and the promises that they break."""
+"""Outcomes of the matrix as a table and as JSON, and the promises that they break."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from typing import Any
 
 from .cell import Outcome
 from .scenario import HEALED
-
-__all__ = ["LEFT_OUT", "broken_promises", "format_markdown", "format_table", "from_json", "to_json"]
 
 LEFT_OUT = "left out"
 """The outcome of a cell that this machine cannot have."""
@@ -75,28 +73,6 @@ def format_table(outcomes: Sequence[Outcome]) -> str:
     return "\n".join(rows)
 
 
-def format_markdown(outcomes: Sequence[Outcome]) -> str:
-    """Returns a Markdown table with a line per fault and a column per transport: outcomes, hurt sources, times."""
-    transports = list(dict.fromkeys(outcome.transport for outcome in outcomes))
-    lines = [["fault", *transports], ["---"] * (1 + len(transports))]
-    for fault in dict.fromkeys(outcome.fault for outcome in outcomes):
-        line = [f"`{fault}`"]
-        for transport in transports:
-            runs = [o for o in outcomes if (o.fault, o.transport) == (fault, transport)]
-            line.append(_markdown_cell(runs) if runs else "")
-        lines.append(line)
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def _markdown_cell(runs: list[Outcome]) -> str:
-    text = _with_counts([_ending_text(run) for run in runs])
-    if hurt := [run.source for run in runs if run.hurt]:
-        text += f"; source {_with_counts(hurt)}"
-    if timed := [run.seconds for run in runs if run.outcome not in (LEFT_OUT, "crashed")]:
-        text += f"; {statistics.median(timed):.1f} s" + (f", at most {max(timed):.1f} s" if len(timed) > 1 else "")
-    return text.replace("|", r"\|")
-
-
 def _ending_text(outcome: Outcome) -> str:
     if outcome.outcome == LEFT_OUT:
         return f"{LEFT_OUT} ({outcome.message})"
@@ -125,11 +101,6 @@ def _summary(transport: str, outcomes: Sequence[Outcome]) -> str:
         f"{sum(not o.struck for o in mine)} whose fault never struck"
         + (f", {len(left_out)} left out" if left_out else "")
     )
-
-
-def from_json(text: str) -> list[Outcome]:
-    """Returns the outcomes that :func:`to_json` has written."""
-    return [Outcome(**{**row, "error_classes": tuple(row["error_classes"])}) for row in json.loads(text)["outcomes"]]
 
 
 def to_json(outcomes: Sequence[Outcome], **about: Any) -> str:

@@ -20,8 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
-__all__ = ["IdleCrowd", "crowding", "local_sockets"]
-
 _COMPLETE = 10.0
 """Seconds the crowd may take to open all its connections."""
 _START = 30.0

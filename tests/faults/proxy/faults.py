@@ -1,6 +1,6 @@
 """The faults of a connection, one class each, and which connections they hit.
 
-A script is a sequence of faults; :class:`tensorferry.testing.FaultProxy` applies it. Offsets count from 0 on each
+A script is a sequence of faults; :class:`faults.proxy.proxy.FaultProxy` applies it. Offsets count from 0 on each
 connection, either over all bytes (``of="stream"``) or over the bodies of HTTP responses only (``of="body"``: heads are
 left out, and the count continues from one response on a connection to the next).
 """
@@ -9,22 +9,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
-
-__all__ = [
-    "Answer",
-    "Connections",
-    "Delay",
-    "Divert",
-    "Drip",
-    "Duplicate",
-    "Fault",
-    "FlipByte",
-    "HalfOpen",
-    "OffsetFault",
-    "ReplaceHead",
-    "Reset",
-    "Truncate",
-]
 
 Connections = int | range | frozenset[int] | None
 """Numbers of connections, from 0; ``None`` is all of them."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
-__all__ = ["Pace"]
-
 
 class Pace:
     """Stops each connection after ``share`` body bytes until a fault has struck on any of them.

@@ -22,8 +22,6 @@ from .scenario import LeftOut
 from .traps import Trap
 from .workers import NAMES_ASKED, REPLACED, Received, Setting, log_tail, receiver_main, source_main
 
-__all__ = ["AllowedState", "Child", "ChildGone", "ChildHung", "Orphan", "Processes", "wait_until"]
-
 AllowedState: TypeAlias = tuple[int, int]
 """A state that a receive may return: the seed of its tensors, and the seed of its other objects."""
 
@@ -263,8 +261,9 @@ class Processes:
 
 def _context() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
-    # Has no effect on a fork server that already runs: processes then start more slowly.
-    context.set_forkserver_preload([source_main.__module__, "tensorferry.torchft.transport", "torchft.checkpointing"])
+    # Has no effect on a fork server that already runs: processes then start more slowly. The server finds what is
+    # installed; its processes get this one's sys.path, and find the suite and transports of one's own by it.
+    context.set_forkserver_preload(["tensorferry.torchft.transport", "torchft.checkpointing"])
     return context
 
 

@@ -17,8 +17,6 @@ from .faults import Fault
 from .pace import Pace
 from .script import ProxyCounters, Script
 
-__all__ = ["FaultProxy", "ProxyCounters"]
-
 
 class FaultProxy:
     """Forwards connections to a source and applies a script of faults to them.

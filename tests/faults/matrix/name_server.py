@@ -14,8 +14,6 @@ from pathlib import Path
 
 from .scenario import LeftOut
 
-__all__ = ["NAME", "SilentNameServer"]
-
 NAME = "a-source.somewhere.test"
 """A host name that only the name server could resolve; the domain ``test`` is reserved (RFC 2606)."""
 
