@@ -26,6 +26,7 @@ from tensorferry.errors import (
     CorruptCheckpoint,
     FetchTimeout,
     IncompleteCheckpoint,
+    SourceChanged,
     StoreRefused,
     SystemRefused,
     TensorferryError,
@@ -322,6 +323,21 @@ def test_copies_notice_what_a_store_has_not_kept(gateway, server, tmp_path):
     (tmp_path / "x").write_bytes(os.urandom(12 << 20))
     gateway.act = lambda _, __, path: "halve" if "partNumber=3" in path else None
     with pytest.raises(StoreRefused, match=r"the store has kept \d+ bytes of 12582912"):
+        upload.upload_file(any_place(f"{server.place}/x"), tmp_path / "x")
+
+
+@pytest.mark.parametrize("nbytes", [1 << 10, 12 << 20], ids=["whole", "in parts"])
+def test_a_file_that_is_cut_off_while_it_is_copied_is_no_copy(server, tmp_path, monkeypatch, nbytes):
+    (tmp_path / "x").write_bytes(bytes(nbytes))
+    size = upload.part_bytes(nbytes)
+
+    def cut(_):
+        os.truncate(tmp_path / "x", nbytes // 3)
+        return size
+
+    # Between the look at its length and the first read.
+    monkeypatch.setattr(upload, "part_bytes", cut)
+    with pytest.raises(SourceChanged, match="was changed while it was copied"):
         upload.upload_file(any_place(f"{server.place}/x"), tmp_path / "x")
 
 

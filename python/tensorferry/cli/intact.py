@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from .._native import _file_damage
-from ..errors import CorruptCheckpoint, IncompleteCheckpoint, ProtocolError
+from ..errors import CorruptCheckpoint, IncompleteCheckpoint, ProtocolError, TensorferryError
 from ..storage.folder import Index, missing_files, read_index
 from ..storage.places import AnyPlace
 from .leaves import distributed
@@ -40,22 +40,20 @@ def require_undamaged(path: Path, *, archive: bool = False, name: AnyPlace | Non
         TensorferryError: it cannot be read
     """
     if archive:
-        _, what = damage_of_archive(path, name)
-        if what is not None:
-            raise CorruptCheckpoint(f"{name or path} is damaged: {what}")
+        check_archive(path, name)
     elif damaged := _file_damage(path):
         raise CorruptCheckpoint(f"{name or path} is damaged at {len(damaged)} places: see tensorferry verify")
     return path
 
 
-def damage_of_archive(path: Path, name: AnyPlace | None = None) -> tuple[bool, str | None]:
+def check_archive(path: Path, name: AnyPlace | None = None) -> bool:
     """Compares the records of an archive of ``torch.save`` with their CRC-32.
 
     Returns:
-        Whether they have any, and what is wrong; ``None`` if nothing is. ``torch.save`` leaves them out after
-        ``torch.serialization.set_crc32_options(False)``.
+        Whether they have any. ``torch.save`` leaves them out after ``torch.serialization.set_crc32_options(False)``.
 
     Raises:
+        CorruptCheckpoint: one does not match, or the archive cannot be read or ends before its records do
         ProtocolError: ``torch.save`` has not written the archive, or another program has compressed it
     """
     import zipfile
@@ -72,12 +70,18 @@ def damage_of_archive(path: Path, name: AnyPlace | None = None) -> tuple[bool, s
             if any(record.compress_type != zipfile.ZIP_STORED for record in records):
                 raise ProtocolError(f"{name or path} is compressed, which torch.save never does: unpack it")
             if sum(record.file_size for record in records) > path.stat().st_size:
-                return True, "its records are longer than the file, which torch.save never writes"
+                raise CorruptCheckpoint(
+                    f"{name or path} is damaged: its records are longer than the file, which torch.save never writes"
+                )
             if records and not any(record.CRC for record in records):
-                return False, None
+                return False
             bad = archive.testzip()
-    except ProtocolError:
+    except TensorferryError:
         raise
-    except (zipfile.BadZipFile, zlib.error, OSError, ValueError, EOFError, NotImplementedError, RuntimeError) as e:
-        return True, str(e)
-    return True, None if bad is None else f"record {bad} does not match its CRC-32"
+    except EOFError as e:  # It says nothing itself.
+        raise CorruptCheckpoint(f"{name or path} is damaged: it was cut off, and ends before its records do") from e
+    except (zipfile.BadZipFile, zlib.error, OSError, ValueError, NotImplementedError, RuntimeError) as e:
+        raise CorruptCheckpoint(f"{name or path} is damaged: {e}") from e
+    if bad is not None:
+        raise CorruptCheckpoint(f"{name or path} is damaged: record {bad} does not match its CRC-32")
+    return True

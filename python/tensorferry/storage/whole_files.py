@@ -68,7 +68,7 @@ def read_whole(path: AnyPlace, most: int | None) -> bytes:
 
     Raises:
         OSError: it cannot be read
-        ProtocolError: it is longer, grows meanwhile, or is not a regular file
+        ProtocolError: it is longer, grows or shrinks meanwhile, or is not a regular file
         SystemRefused: it is longer than the memory that this process can have
         TensorferryError: an object cannot be read
     """
@@ -84,9 +84,9 @@ def read_whole(path: AnyPlace, most: int | None) -> bytes:
             _check_machine_has(about.st_size, str(path))
             # One more, should it grow meanwhile.
             data = file.read(about.st_size + 1)
-            if len(data) <= about.st_size:
+            if len(data) == about.st_size:
                 return data
-            raise ProtocolError(f"{path} grew while it was read")
+            raise ProtocolError(f"{path} {'grew' if len(data) > about.st_size else 'was cut off'} while it was read")
     raise ProtocolError(f"{path} has {about.st_size} bytes, and such a file has at most {most}: it is damaged")
 
 

@@ -53,7 +53,7 @@ def verify(path: str, /, *, json: Json = False) -> int:
                 f"{one['path']}: damaged: payload bytes {bad['start']}-{bad['end']}, in {', '.join(bad['entries'])}"
             )
         if one["error"]:
-            console.out(f"{one['path']}: damaged: {one['error']}")
+            console.out(one["error"])
         elif not one["damaged"]:
             state = "all bytes match" if one["checksums"] else _WITHOUT
             console.out(f"{one['path']}: {state}")
@@ -69,7 +69,7 @@ def _files(place: Any) -> list[tuple[AnyPlace, bool | None]]:
 
     Raises:
         IncompleteCheckpoint: one is missing
-        CorruptCheckpoint: one has another header than the index says
+        CorruptCheckpoint: one has another header than the index says, or is shorter than the index of torch's says
         TensorferryError: the index cannot be read, is not valid, or contradicts the files
     """
     from ..._native import Stored
@@ -98,6 +98,11 @@ def _files(place: Any) -> list[tuple[AnyPlace, bool | None]]:
             names = distributed.checked_files(path, fields["sources"], commit)
             distributed.check_entries(path, fields, names)
             return [(path / name, False) for name in (INDEX, *names)]
+        case CheckpointKind.TORCH_DISTRIBUTED:
+            from ..leaves import torch_leaves
+
+            torch_leaves.check_files(path)
+            return [(path, None)]
         case _:
             return [(path, None)]
 
@@ -106,19 +111,25 @@ def _verified(path: AnyPlace, archive: bool | None) -> dict[str, Any]:
     """Compares a container, or an ``archive`` of ``torch.save``, with its checksums; returns what is damaged.
 
     With ``None``, there are none.
+
+    Raises:
+        TensorferryError: it cannot be read, or is one of those that every verb refuses
     """
-    from ..._native import _file_damage
+    from ..._native import Stored, _file_damage
+    from ..mapped import check_foreign
 
     findings: dict[str, Any] = {"path": str(path), "checksums": True, "damaged": [], "error": None}
     try:
         if archive is None:
             findings["checksums"] = False
         elif archive:
-            findings["checksums"], findings["error"] = _damage_of_archive(path)
+            findings["checksums"] = _check_archive(path)
         else:
             damaged = _file_damage(path)
             findings["checksums"] = damaged is not None
             findings["damaged"] = _named(path, damaged) if damaged else []
+            if damaged is None:
+                check_foreign(path, Stored.open(path, checksums=False))
     except CorruptCheckpoint as e:
         findings["error"] = str(e)
     return findings
@@ -144,11 +155,11 @@ def _header(path: AnyPlace) -> bytes:
         return file.read(min(int.from_bytes(file.read(8), "little"), _LONGEST_HEADER))
 
 
-def _damage_of_archive(path: AnyPlace) -> tuple[bool, str | None]:
-    """As :func:`~tensorferry.cli.intact.damage_of_archive`, in a store as well."""
+def _check_archive(path: AnyPlace) -> bool:
+    """As :func:`~tensorferry.cli.intact.check_archive`, in a store as well."""
     from .. import copying
-    from ..intact import damage_of_archive
+    from ..intact import check_archive
     from ..places import CheckpointKind, Place
 
     with copying.local(Place(CheckpointKind.ARCHIVE, str(path)), verify=False) as here:
-        return damage_of_archive(here.path, path)
+        return check_archive(here.path, path)

@@ -149,20 +149,33 @@ def upload_file(place: ObjectPlace, path: Path) -> int:
     the object after the look for it, that one is replaced. Parts of an upload that fails may stay.
 
     Raises:
-        SourceChanged: there is an object; of a file that fits into one request, one with other content
+        SourceChanged: there is an object; of a file that fits into one request, one with other content; or the file
+            was written to meanwhile
         SystemRefused: the file cannot be read
         TensorferryError: the store does not answer in time, or refuses
     """
     try:
         with path.open("rb") as file:
-            nbytes = os.fstat(file.fileno()).st_size
+            before = os.fstat(file.fileno())
+
+            def check_unchanged() -> None:
+                now = os.fstat(file.fileno())
+                if (now.st_size, now.st_mtime_ns) != (before.st_size, before.st_mtime_ns):
+                    raise SourceChanged(f"{path} was changed while it was copied: copy it again")
+
+            nbytes = before.st_size
             size = part_bytes(nbytes)
             if nbytes <= size:
-                put_new(place, file.read())
+                data = file.read()
+                check_unchanged()
+                put_new(place, data)
                 return nbytes
             if place.is_file():
                 raise SourceChanged(f"{place}: there is an object already")
-            _put(place, file, nbytes, size, _AT_A_TIME)
+            try:
+                _put(place, file, nbytes, size, _AT_A_TIME)
+            finally:  # The store has another length then, and is not to blame.
+                check_unchanged()
     except TensorferryError:
         raise
     except OSError as e:

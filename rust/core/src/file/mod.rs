@@ -99,7 +99,11 @@ where
     Ok(bytes.into_inner())
 }
 
-/// An error of the system about `path`.
+/// An error of the system about `path`; where it is too short for what is read of it, that it is damaged.
 fn refused(path: &Path, what: &str, cause: std::io::Error) -> Error {
+    if cause.kind() == std::io::ErrorKind::UnexpectedEof {
+        let message = format!("{}: corrupt: it was cut off while it was read", path.display());
+        return Error::new(ErrorKind::Corrupt, message);
+    }
     Error::caused(ErrorKind::System, format!("{}: {what}", path.display()), cause)
 }

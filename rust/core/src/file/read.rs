@@ -195,8 +195,8 @@ impl Container {
     /// work; each verifies what it has read before it goes on, where the container has checksums.
     ///
     /// # Errors
-    /// [`ErrorKind::Corrupt`] when a block does not match its checksum: file, entry and block are named;
-    /// [`ErrorKind::Protocol`] when the container has other entries than the slices speak of; [`ErrorKind::Invalid`]
+    /// [`ErrorKind::Corrupt`] when a block does not match its checksum: file, entry and block are named; or when the
+    /// file was cut off meanwhile; [`ErrorKind::Protocol`] when the container has other entries than the slices speak of; [`ErrorKind::Invalid`]
     /// when a slice goes beyond its entry; [`ErrorKind::System`] when the file cannot be read or there is no memory;
     /// [`ErrorKind::Cancelled`]; and those of [`Ranges::get`]. The memory may hold anything then.
     pub fn read(&self, slices: &[Slice], options: &FileOptions) -> Result<FileReport, Error> {

@@ -18,7 +18,8 @@ use crate::payload::checksum_blocks;
 /// Returns the checksum of its header.
 ///
 /// # Errors
-/// [`ErrorKind::System`] when the file cannot be read or written, ends before its header does, or there is no memory;
+/// [`ErrorKind::System`] when the file cannot be read or written, or there is no memory; [`ErrorKind::Corrupt`] when it
+/// ends before its header does, or is cut off meanwhile;
 /// [`ErrorKind::Invalid`] when it is no container with room for the checksums as its last entry;
 /// [`ErrorKind::Cancelled`]. Nothing of the file but that entry is ever changed.
 pub fn seal_file(path: &Path, options: &FileOptions) -> Result<u64, Error> {
