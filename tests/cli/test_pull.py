@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
 import subprocess
@@ -109,7 +110,25 @@ def test_a_rank_that_is_gone_leaves_nothing_that_looks_like_a_backup(
     first = publish(make_state())
     done = run("pull", f"tensorferry-dcp/1 5 {first} http://127.0.0.1:1/x/checkpoint/", "--into-folder", tmp_path / "d")
     assert done.status == exits.STATUS[ConnectError]
-    assert [name for name in os.listdir(tmp_path / "d") if name[0] != "."] == []
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("ranks", [False, True], ids=["a state", "ranks"])
+def test_a_full_disk_leaves_no_folder(
+    ranks: bool, run: Callable[..., Any], publish: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    metadata = publish(make_state())
+    metadata = f"tensorferry-dcp/1 5 {metadata}" if ranks else metadata
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    for is_there in (False, True):
+        done = run("pull", metadata, "--into-folder", tmp_path / "d")
+        assert (done.status, "no room" in done.err) == (exits.STATUS[SystemRefused], True), done
+        assert os.listdir(tmp_path) == (["d"] if is_there else [])
+        (tmp_path / "d").mkdir(exist_ok=True)  # One of the user's stays.
 
 
 def left_by_pull(metadata: str, path: Path, **trust: Any) -> Path:

@@ -295,9 +295,9 @@ class _Pull:
         from ...storage.whole_files import create_folder
         from ..leaves.distributed import write_index
 
-        create_folder(folder)
         save_id, began = new_id(), commits.begin_after(commits.beginnings(folder / INDEX))
         with _removed_unless_committed(folder) as names:
+            create_folder(folder)
             for rank, url in enumerate(urls):
                 names.append(f"rank{rank:05d}-{save_id}.safetensors")
 
@@ -369,12 +369,15 @@ def _removed_unless_committed(folder: Path) -> Iterator[list[str]]:
     """Yields a list for the names of the ranks' files; if the block fails, removes them, unless they are committed.
 
     Without an index these are of no use, and would look like a backup. What is incomplete stays, to be gone on with. An
-    exception may come after the commit, too: what the index names stays, and all of them if it cannot be read.
+    exception may come after the commit, too: what the index names stays, and all of them if it cannot be read. A folder
+    that was not there before goes if nothing is in it.
     """
     from ...storage import commits, leftovers
     from ...storage.folder import INDEX
+    from ...storage.whole_files import remove_empty
 
     names: list[str] = []
+    is_new = not os.path.lexists(folder)
     try:
         yield names
     except BaseException:
@@ -382,6 +385,8 @@ def _removed_unless_committed(folder: Path) -> Iterator[list[str]]:
             index = folder / INDEX
             committed = commits.files_of(index).files if os.path.lexists(index) else {}
             leftovers.remove(folder, [name for name in names if name not in committed])
+        if is_new:
+            remove_empty(folder)
         raise
 
 
