@@ -306,6 +306,42 @@ def test_a_file_without_checksums_is_not_called_verified(forms: dict[str, Path],
     assert (told["verified"], [one["checksums"] for one in told["files"]]) == (False, [False])
 
 
+@pytest.mark.parametrize("verb", ["inspect", "verify", "convert"])
+@pytest.mark.parametrize(
+    ("change", "status", "text"),
+    [
+        (
+            lambda folder: (folder / ".metadata").write_bytes(b"\x80\x04junk"),
+            5,
+            "/.metadata: the pickle cannot be read",
+        ),
+        (lambda folder: (folder / ".metadata").write_bytes(b""), 5, "/.metadata: the pickle cannot"),
+        (lambda folder: next(folder.glob("*.distcp")).unlink(), 3, "its index names __0_0.distcp, and there is no"),
+        (lambda folder: os.truncate(next(folder.glob("*.distcp")), 3000), 4, "__0_0.distcp is cut off"),
+    ],
+    ids=["junk", "an empty index", "no file", "a cut file"],
+)
+def test_a_damaged_folder_of_torchs_is_refused_with_the_file(
+    verb: str, change: Any, status: int, text: str, forms: dict[str, Path], run: Callable[..., Any], tmp_path: Path
+) -> None:
+    folder = copied(forms["torch"], tmp_path)
+    change(folder)
+    # What is listed is what the index says.
+    if verb == "inspect" and status != 5:
+        status, text = 0, ""
+    done = run(verb, folder, *([tmp_path / "b", "--to", "tensorferry"] if verb == "convert" else []))
+    assert (done.status, text in done.err) == (status, True), done
+
+
+@pytest.mark.parametrize("verb", ["inspect", "verify", "convert"])
+def test_a_file_whose_manifest_is_none_is_named(verb: str, run: Callable[..., Any], tmp_path: Path) -> None:
+    header = json.dumps({"__tensorferry__/manifest": {"dtype": "U8", "shape": [2], "data_offsets": [0, 2]}}).encode()
+    path = tmp_path / "a.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header + b"{}")
+    done = run(verb, path, *([tmp_path / "b", "--to", "torch"] if verb == "convert" else []))
+    assert (done.status, f"{path}: its manifest is not valid: manifest has no field" in done.err) == (5, True), done
+
+
 def test_a_missing_file_of_a_checkpoint(forms: dict[str, Path], run: Callable[..., Any], tmp_path: Path) -> None:
     for form in ("checkpoint", "distributed"):
         path = copied(forms[form], tmp_path)
@@ -419,7 +455,7 @@ def test_a_folder_of_megatrons_is_served_and_shown(
     assert (done.status, "common.pt: all bytes match" in done.out) == (exits.OK, True)
     damage(folder / "common.pt", 2000)
     done = run("verify", folder)
-    assert (done.status, "common.pt: damaged: record" in done.out) == (4, True)
+    assert (done.status, "common.pt is damaged: record" in done.out) == (4, True)
     (folder / "common.pt").unlink()
     with serving(folder) as (metadata,):
         state = {"model": {"bias": torch.zeros(200)}}

@@ -130,7 +130,10 @@ def decode(data: bytes, where: str, allowed: Allowed) -> Metadata:
         InvalidArgument: the files were transformed by extensions of torch's writer
     """
     try:
-        found = unpickler_class(allowed, lambda _: where)(io.BytesIO(data)).load()
+        try:
+            found = unpickler_class(allowed, lambda _: where)(io.BytesIO(data)).load()
+        except ProtocolError as e:  # It does not know the file.
+            raise ProtocolError(f"{where}: {e}") from e
         state = {_string(fqn): _checked_metadata(fqn, value) for fqn, value in found.state_dict_metadata.items()}
         refs: dict[MetadataIndex, EntryRef] = {}
         for key, info in found.storage_data.items():
@@ -247,11 +250,7 @@ class TorchFolderSource:
         parts = None if progress is None else Parts(progress, sum(map(nbytes_of, slices.values())))
         for name, entries in slices.items():
             path = self._index.parent / name
-            if not is_file(path):
-                raise IncompleteCheckpoint(
-                    f"{self._index.parent} holds an incomplete checkpoint: its index names {name}, and there is no "
-                    "such file. Load another checkpoint, or restore the file"
-                )
+            check_file(path)
             if isinstance(path, ObjectPlace):
                 opened = path.opened()
                 for entry, _, nbytes, _, _, _, _ in entries:
@@ -272,6 +271,32 @@ class TorchFolderSource:
             if parts is not None:
                 parts.next(nbytes_of(entries))(1, 1)
         return {"bytes": read, "wanted": read}
+
+
+def check_file(path: AnyPlace, nbytes: int = 0) -> None:
+    """Checks that a file that an index names is there, and has at least ``nbytes`` bytes.
+
+    Raises:
+        IncompleteCheckpoint: there is no such file
+        CorruptCheckpoint: it is shorter
+        SystemRefused: the system does not say how long it is
+        TensorferryError: the store does not answer in time, or refuses
+    """
+    if not is_file(path):
+        raise IncompleteCheckpoint(
+            f"{path.parent} holds an incomplete checkpoint: its index names {path.name}, and there is no such file. "
+            "Load another checkpoint, or restore the file"
+        )
+    if not nbytes:
+        return
+    try:
+        has = path.stat().st_size
+    except OSError as e:
+        if isinstance(e, TensorferryError):
+            raise
+        raise SystemRefused(e.errno, f"{path} cannot be read: {e.strerror}") from e
+    if has < nbytes:
+        raise _cut_off(path, nbytes - has)
 
 
 def _read_into(file: io.FileIO, offset: int, to: Any, path: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.metadata import Metadata
 
 from ..._gc import gc_paused
 from ...dcp import torch_folder
@@ -96,12 +97,30 @@ def _here(storage: torch.UntypedStorage, _: str) -> torch.UntypedStorage:
     return storage
 
 
+def check_files(folder: Path) -> None:
+    """Checks that a distributed checkpoint of torch has the files that its index names, and all bytes of them.
+
+    Raises:
+        IncompleteCheckpoint: one is missing
+        CorruptCheckpoint: one is shorter than the index says
+        TensorferryError: the index cannot be read
+    """
+    needs: dict[str, int] = {}
+    for ref in _index_of(folder).storage_data.values():
+        needs[ref.container] = max(needs.get(ref.container, 0), int(ref.entry) + ref.nbytes)
+    for name, nbytes in needs.items():
+        torch_folder.check_file(folder / name, nbytes)
+
+
+def _index_of(folder: Path) -> Metadata:
+    source = TorchFolderSource(folder / NAME)
+    return torch_folder.decode(source.read_index(), str(folder / NAME), with_stand_ins((), False))
+
+
 def _list_folder(folder: Path) -> Listing:
     """Lists a distributed checkpoint of torch by its index."""
-    source = TorchFolderSource(folder / NAME)
-    metadata = torch_folder.decode(source.read_index(), str(folder / NAME), with_stand_ins((), False))
     leaves = []
-    for fqn, about in metadata.state_dict_metadata.items():
+    for fqn, about in _index_of(folder).state_dict_metadata.items():
         chunks = getattr(about, "chunks", None)
         if chunks is None:
             leaves.append(Leaf(fqn, "object"))

@@ -1,7 +1,7 @@
 //! Where a container is: at a path, or with a Python object that reads ranges of its bytes, such as those of an object in
 //! a store.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -33,6 +33,14 @@ impl Place {
         let shared =
             Arc::new(Reader { object: reader, failure: Mutex::default(), is_cancelled: AtomicBool::new(false) });
         Ok(Self::Ranges(PyRanges { name: name.into(), len, shared }))
+    }
+
+    /// What messages call it.
+    pub(crate) fn name(&self) -> &Path {
+        match self {
+            Self::Path(path) => path,
+            Self::Ranges(ranges) => &ranges.name,
+        }
     }
 
     /// Opens the container; without checksums it is opened, too. Called without the interpreter, in [`Self::run`].

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyString};
-use tensorferry_core::{Arena, Cancel, Destination, Error, FileOptions, FileReport, Report, Stored};
+use tensorferry_core::{Arena, Cancel, Destination, FileOptions, FileReport, Report, Stored};
 use tensorferry_wire::container::{self, Header};
 
 use crate::errors;
@@ -45,7 +45,10 @@ impl PyStored {
         cancel: Cancel,
     ) -> PyResult<Py<Self>> {
         let manifest = stored.reserved(container::MANIFEST_ENTRY);
-        let tree = find_tree(manifest, stored.header()).map_err(|e| errors::to_py(py, &Error::protocol(e)))?;
+        let tree = find_tree(manifest, stored.header()).map_err(|e| {
+            let at = place.as_ref().map(|place| format!("{}: ", place.name().display())).unwrap_or_default();
+            errors::protocol(py, format!("{at}its manifest is not valid: {e}"))
+        })?;
         let entries = PyEntries::new(Arc::clone(stored.header()));
         let without = Mutex::default();
         Py::new(py, (Self { stored: Arc::new(stored), tree, threads, place, without, cancel }, entries))
