@@ -71,4 +71,4 @@ def test_it_is_not_committed_by_a_pull(
     finally:
         writer.shutdown()
     assert done.status == exits.STATUS[ProtocolError], done
-    assert os.listdir(tmp_path / "d") == []
+    assert os.listdir(tmp_path) == []
