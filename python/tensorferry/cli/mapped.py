@@ -14,6 +14,7 @@ from ..errors import SourceChanged, SystemRefused, UnsupportedLeaf
 from ..storage import foreign, reserved
 from ..storage.container import VERSION, Container
 from ..storage.download import PULLED
+from ..storage.places import AnyPlace
 
 #: A row of what is published counts dimensions in one byte.
 _MOST_DIMENSIONS = 255
@@ -125,7 +126,7 @@ def container_of(path: Path, control: list[tuple[str, bytes]] | None = None) -> 
     return Container(rows, mapping, False, control, about), mapping.pages
 
 
-def check_foreign(path: Path, stored: Stored) -> None:
+def check_foreign(path: AnyPlace, stored: Stored) -> None:
     """Refuses a file of another program that has parts of tensors, or more dimensions than this package can send.
 
     Raises:

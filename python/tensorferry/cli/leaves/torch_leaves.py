@@ -18,6 +18,7 @@ from ...pickles import torch_archives
 from ...pickles.allowlist import Allowed
 from ...pickles.globals.kinds import Unlisted
 from ...state import tree
+from ...storage.places import AnyPlace
 from ..places import CheckpointKind, Place
 from .leaf import Leaf, Listing, UniqueNames, walk
 
@@ -97,7 +98,7 @@ def _here(storage: torch.UntypedStorage, _: str) -> torch.UntypedStorage:
     return storage
 
 
-def check_files(folder: Path) -> None:
+def check_files(folder: AnyPlace) -> None:
     """Checks that a distributed checkpoint of torch has the files that its index names, and all bytes of them.
 
     Raises:
@@ -112,7 +113,7 @@ def check_files(folder: Path) -> None:
         torch_folder.check_file(folder / name, nbytes)
 
 
-def _index_of(folder: Path) -> Metadata:
+def _index_of(folder: AnyPlace) -> Metadata:
     source = TorchFolderSource(folder / NAME)
     return torch_folder.decode(source.read_index(), str(folder / NAME), with_stand_ins((), False))
 
