@@ -139,7 +139,7 @@ AGAIN = echo '==== once more, without other tests beside them ====' && \
 .PHONY: test-crates
 test-crates: $(VENV)/.under-test ## the tests of the crates
 	mkdir -p build
-	RUST_TEST_THREADS=6 nice -n 5 rust/test.sh --quiet --profile ci $(CRATES) >build/crates.log 2>&1; \
+	RUST_TEST_THREADS=6 nice -n 5 rust/test.sh --profile ci $(CRATES) >build/crates.log 2>&1; \
 	  status=$$?; cat build/crates.log; exit $$status
 
 # Each attack as often as CONTRIBUTING.md says, with the wheel that is released. A failure blocks a release, not a change.
