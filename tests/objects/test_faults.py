@@ -20,6 +20,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from stores import BUCKET, FORBIDDEN, SLOW_DOWN, client, objects, uploads
+from tensorferry.checkpointing import SyncCheckpointer
 from tensorferry.dcp import FileReader, FileWriter, own_errors
 from tensorferry.errors import (
     ConnectError,
@@ -33,11 +34,11 @@ from tensorferry.errors import (
 )
 from tensorferry.storage.objects import client as making
 from tensorferry.storage.objects import commit, reader, upload
+from tensorferry.storage.objects.place import ObjectPlace
 from tensorferry.storage.objects.requests import Calls, Deadline
 from tensorferry.storage.places import any_place
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
-QUICKLY = {"max_retries": 1}
 
 
 @pytest.fixture
@@ -341,6 +342,69 @@ def test_a_file_that_is_cut_off_while_it_is_copied_is_no_copy(server, tmp_path, 
         upload.upload_file(any_place(f"{server.place}/x"), tmp_path / "x")
 
 
+def by_writer(place, number):
+    save(state(number, 0), place)
+
+
+def by_checkpointer(place, number):
+    SyncCheckpointer(patience=20).save(place, state(number, 0))
+
+
+def into_a_run(place, number):
+    SyncCheckpointer(patience=20, keep_last=1).save(f"{place}/step-{number}", state(number, 0), step=number)
+
+
+def forgetful(server, names, how):
+    """Returns what answers each PUT of such an object as if it were kept, and keeps what was there, or fewer bytes."""
+    s3 = client(server.url)
+
+    def act(_, method, path):
+        key = path.removeprefix(f"/{BUCKET}/")
+        if method != "PUT" or not key.endswith(names):
+            return None
+        before = objects(server.url, key).get(key)
+
+        def forget(data):
+            if how == "short":
+                s3.put_object(Bucket=BUCKET, Key=key, Body=objects(server.url, key)[key][:-10])
+            elif before is None:
+                s3.delete_object(Bucket=BUCKET, Key=key)
+            else:
+                s3.put_object(Bucket=BUCKET, Key=key, Body=before)
+            return data
+
+        return forget
+
+    return act
+
+
+@pytest.mark.parametrize("how", ["lost", "short"])
+@pytest.mark.parametrize("save_at", [by_writer, by_checkpointer, into_a_run])
+def test_an_index_that_the_store_has_not_kept_removes_no_checkpoint(gateway, server, save_at, how):
+    save_at(server.place, 1)
+    before = objects(server.url, server.prefix)
+    gateway.act = forgetful(server, "/index.safetensors", how)
+    with pytest.raises((StoreRefused, SourceChanged), match=r"has kept|not kept"):
+        save_at(server.place, 2)
+    gateway.act = lambda *_: None
+    after = objects(server.url, server.prefix)
+    ranks = {key: data for key, data in before.items() if "/rank" in key}
+    assert ranks
+    assert ranks.items() <= after.items()
+    if how == "lost":
+        assert before.items() <= after.items()
+
+
+@pytest.mark.parametrize("how", ["lost", "short"])
+@pytest.mark.parametrize("write", [ObjectPlace.write_bytes, commit.put_new, "file"])
+def test_what_one_request_writes_is_looked_at_once_more(gateway, server, tmp_path, write, how):
+    place, data = any_place(f"{server.place}/x"), os.urandom(100)
+    (tmp_path / "x").write_bytes(data)
+    gateway.act = forgetful(server, "/x", how)
+    with pytest.raises((StoreRefused, SourceChanged), match=r"has kept|not kept"):
+        upload.upload_file(place, tmp_path / "x") if write == "file" else write(place, data)
+
+
 @pytest.mark.parametrize("answer", [(200, b"<html>Sign in</html>"), FORBIDDEN], ids=["junk", "forbidden"])
 def test_a_marker_that_the_store_does_not_give_is_no_second_checkpoint(gateway, server, answer):
     """Nobody is told to remove it."""
@@ -436,21 +500,36 @@ def test_a_refusal_is_no_store_without_conditions(gateway, server, key, caplog):
     assert "no conditional writes" not in caplog.text
 
 
-@pytest.mark.waits
 def test_a_store_without_conditions_is_told_and_used(gateway, server, caplog, monkeypatch):
+    """The library makes a request again after 5xx, whatever it is; this one is asked once."""
     monkeypatch.setattr(commit, "_warned", set())
     refused = []
 
-    def act(_, method, path):
-        # The library makes a request again after 5xx, whatever it is; the one behind those has no condition.
-        if method == "PUT" and "/index.safe" in path and len(refused) <= QUICKLY["max_retries"]:
+    def act(number, method, path):
+        conditions = {"if-match", "if-none-match"}
+        if method == "PUT" and conditions & gateway.headers[number].keys():
             refused.append(path)
             return 501, b"<Error><Code>NotImplemented</Code><Message>A header is not implemented.</Message></Error>"
         return None
 
     gateway.act = act
-    writer = FileWriter(server.place, store_options={"retry_config": QUICKLY})
-    dcp.save(state(12), storage_writer=writer, no_dist=True)
+    save(state(12), server.place)
+    assert len(refused) == 1
     assert "this store has no conditional writes" in caplog.text
     gateway.act = lambda *_: None
     assert load(state(12), server.place)
+
+
+@pytest.mark.waits
+def test_a_store_that_is_busy_at_a_conditional_write_is_asked_again(gateway, server):
+    asked = []
+
+    def act(_, method, path):
+        if method == "PUT" and "/index.safe" in path:
+            asked.append(path)
+            return SLOW_DOWN if len(asked) < 3 else None
+        return None
+
+    gateway.act = act
+    save(state(12), server.place)
+    assert len(asked) == 3

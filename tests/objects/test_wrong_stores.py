@@ -137,17 +137,26 @@ def test_an_address_at_which_nothing_listens_is_named_with_the_cause(at, door):
     with socket.create_server(("127.0.0.1", 0)) as free:
         url = f"http://127.0.0.1:{free.getsockname()[1]}"
     at(url)
-    with pytest.raises(ConnectError, match=f"cannot be reached at {url}: Connection refused.*begins with https"):
+    with pytest.raises(ConnectError, match=f"cannot be reached at {url}: Connection refused") as raised:
         DOORS[door]()
+    assert "TLS" not in str(raised.value)
 
 
 @pytest.mark.usefixtures("hasty")
 def test_a_server_that_never_answers_is_named(at):
-    """As one that waits for TLS does."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
         at(url)
-        with pytest.raises((ConnectError, FetchTimeout), match=f"at {url}: it does not answer.*begins with https"):
+        with pytest.raises((ConnectError, FetchTimeout), match=f"at {url}: it does not answer$"):
+            load()
+
+
+@pytest.mark.process
+@pytest.mark.usefixtures("hasty")
+def test_a_server_that_speaks_tls_is_told_by_its_answer(at, certificates):
+    with answering(404, certificate=certificates[1]) as url:
+        at(url.replace("https", "http"))
+        with pytest.raises(ConnectError, match=r"at http://.*begins with https://"):
             load()
 
 
@@ -241,9 +250,8 @@ def test_what_no_request_can_have_is_refused_by_its_name(at, monkeypatch, capfd,
     at("http://127.0.0.1:9")
     options = None
     if by == "options":
-        if not value:
-            pytest.skip("an empty option counts as none")
         options = {name.lower(): value}
+        told = "is empty" if not value else told
     else:
         monkeypatch.setenv(name, value)
     with pytest.raises(InvalidArgument, match=told) as raised:
@@ -262,3 +270,19 @@ def test_the_words_of_a_store_are_told_whole(at):
             for request in (place.entries, lambda place=place: place.write_bytes(b"x")):
                 with pytest.raises(StoreRefused, match=r"NoSuchBucket \(The specified bucket does not exist\)"):
                     request()
+
+
+def test_a_store_that_is_ill_is_asked_for_one_name(at):
+    """Each further one would take all its repetitions."""
+    from tensorferry.cli import places
+
+    with answering(500) as url:
+        at(url)
+        asked = []
+        real = client._make
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(client, "_make", lambda *how: real(*how[:3], 0))
+            patch.setattr(places, "is_file", lambda path: asked.append(path.name) or path.is_file())
+            with pytest.raises(StoreRefused, match=f"the store at {url} refuses: .*500"):
+                places.find(PLACE)
+        assert asked == ["index.safetensors"]

@@ -17,6 +17,7 @@ from ..dcp import marker
 from ..errors import IncompleteCheckpoint, InvalidArgument, ProtocolError, StoreRefused, SystemRefused, TensorferryError
 from ..storage import foreign, reserved
 from ..storage.folder import INDEX, unfinished
+from ..storage.objects.answers import is_forbidden
 from ..storage.objects.place import ObjectPlace
 from ..storage.places import AnyPlace, any_place, is_store_url
 from ..storage.settled import ATTEMPTS, read_settled
@@ -152,6 +153,8 @@ class _Looks:
         try:
             return is_file(self._folder / name)
         except StoreRefused as e:
+            if not is_forbidden(e):
+                raise
             self._refused = self._refused or e
             return False
 

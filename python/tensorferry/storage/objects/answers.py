@@ -25,7 +25,10 @@ if TYPE_CHECKING:
 
 #: Where the library's messages begin to tell of its own structures.
 DEBUG = "\n\nDebug source:"
+#: The status with which a store says that it does not have what a request asks for.
+NOT_IMPLEMENTED = 501
 _LONGEST = 600
+_FORBIDDEN = "the store does not permit it"
 #: Which of the library's classes the builtin ones stand for that it raises instead.
 _BUILTIN: dict[type[BaseException], str] = {
     FileNotFoundError: "NotFoundError",
@@ -56,6 +59,8 @@ _CAUSE = re.compile(r'(?:message|error): "([^"]{1,200})"')
 #: How the dump tells of TLS, and a word for what is wrong with a certificate.
 _CERTIFICATE = re.compile(r"InvalidCertificate\(\s*(?:Other\(\s*OtherError\(\s*)?([A-Za-z]{1,40})")
 _NO_TLS = re.compile(r"InvalidMessage\(|received corrupt message")
+#: How the dump tells of a connection on which something came, or its end, that is no answer of HTTP.
+_NO_HTTP = re.compile(r"SendRequest,\s+hyper::Error\(")
 #: The servers that give a machine its credentials.
 _OF_MACHINE = re.compile(r"://(?:169\.254\.\d+\.\d+|metadata\.google\.internal|metadata)(?::|/|$)")
 #: Answers to requests for a bucket of another region.
@@ -97,6 +102,11 @@ def is_hopeless(error: BaseException) -> bool:
 def is_missing(error: Exception) -> bool:
     """Whether a request has failed because there is no such object."""
     return isinstance(error, IncompleteCheckpoint) and str(error).endswith("there is no such object")
+
+
+def is_forbidden(error: StoreRefused) -> bool:
+    """Whether the store does not permit a request, as some say of what is missing."""
+    return f": {_FORBIDDEN}: " in str(error)
 
 
 def is_not_found(error: Exception) -> bool:
@@ -148,7 +158,7 @@ def translated(
             return IncompleteCheckpoint(f"{where}: there is no such object")
         case "PermissionDeniedError" | "UnauthenticatedError":
             return StoreRefused(
-                f"{where}: {what}: the store does not permit it: {said}. Check the credentials in the environment, and "
+                f"{where}: {what}: {_FORBIDDEN}: {said}. Check the credentials in the environment, and "
                 f"what they may do with this bucket at {at}"
             )
         case "PreconditionError" | "AlreadyExistsError" | "NotModifiedError":
@@ -163,8 +173,8 @@ def translated(
     if left <= 0:
         return FetchTimeout(f"{where}: {what} {late}; the store said last: {said}")
     # The library has no class for what a store does not have.
-    is_unsupported = kind in ("NotSupportedError", "NotImplementedError") or status_of(error) == 501
-    return (Unsupported if is_unsupported else StoreRefused)(f"{where}: {what}: the store refuses: {said}")
+    is_unsupported = kind in ("NotSupportedError", "NotImplementedError") or status_of(error) == NOT_IMPLEMENTED
+    return (Unsupported if is_unsupported else StoreRefused)(f"{where}: {what}: the store at {at} refuses: {said}")
 
 
 def _is_lost(text: str) -> bool:
@@ -190,7 +200,7 @@ def _why_unreachable(text: str, at: str, client: Client | None) -> str:
         )
     elif _NO_TLS.search(text) is not None:
         cause, helps = "it does not speak TLS", "The address of such a server begins with http://"
-    elif at.startswith("http://"):
+    elif at.startswith("http://") and _NO_HTTP.search(text) is not None:
         helps = "The address of a server that speaks TLS begins with https://"
     elif client is not None and client.is_default:
         helps = "No endpoint is set, so that of AWS was asked: set AWS_ENDPOINT_URL, or endpoint in store_options"

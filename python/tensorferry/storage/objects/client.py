@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Mapping
 from datetime import timedelta
+from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -132,7 +133,13 @@ class Client:
             self.endpoint = next(filter(None, _endpoints(options)), "")
         self.endpoint = without_secrets(self.endpoint).rstrip("/")
         self._address = os.getpid(), root, self.endpoint
+        self._timeout = timeout
         self.store = _make(root, options, timeout, _RETRIES)
+
+    @cached_property
+    def store_once(self) -> Any:
+        """The same store, for requests that are not made again."""
+        return _make(self._root, self._options, self._timeout, 0)
 
     async def meet(self) -> None:
         """Makes sure that something answers, and as a store does; it is asked until it has done so once.

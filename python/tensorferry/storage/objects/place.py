@@ -16,9 +16,9 @@ from datetime import datetime, timedelta
 from typing import Any
 
 from ... import _validate
-from ...errors import IncompleteCheckpoint, InvalidArgument, ProtocolError, StoreRefused
+from ...errors import IncompleteCheckpoint, InvalidArgument, ProtocolError, SourceChanged, StoreRefused
 from . import client
-from .answers import DEBUG, is_missing, is_not_found
+from .answers import DEBUG, NOT_IMPLEMENTED, is_missing, is_not_found, kind_of, status_of
 from .reader import RangeReader
 from .requests import Calls, Deadline
 from .url import StoreUrl, parsed
@@ -357,24 +357,65 @@ class ObjectPlace:
         """Puts ``data`` in the place of what is there, in one step; raises as :meth:`put`."""
         self.put(data, "overwrite")
 
-    def put(self, data: bytes, mode: Any) -> ObjectStat:
-        """Puts ``data`` there in one step; returns its length, tag and version, without a time.
+    def put(self, data: bytes, mode: Any) -> None:
+        """Puts ``data`` there in one step, and looks whether the store has kept it.
 
         Args:
             data: the content
             mode: as for obstore: ``"overwrite"``, ``"create"``, or the tag and version of what is to be replaced
 
         Raises:
-            SourceChanged: something is there already, or something else than what was to be replaced
+            SourceChanged: something is there already, or something else than what was to be replaced or was written
             TensorferryError: the store does not answer, or refuses; the object may be written then
+            StoreRefused: as for :meth:`check_kept`
         """
-        store, key = self.store, self.key
+        store, key, library = self.store, self.key, client.obstore()
+        once = store if mode == "overwrite" else self._client.store_once
 
         async def put() -> Any:
-            return await client.obstore().put_async(store, key, data, mode=mode, use_multipart=False)
+            try:
+                return await library.put_async(once, key, data, mode=mode, use_multipart=False)
+            except Exception as e:
+                # The client would ask a store without conditional writes for half a minute.
+                if once is store or kind_of(e) != "GenericError" or status_of(e) == NOT_IMPLEMENTED:
+                    raise
+            return await library.put_async(store, key, data, mode=mode, use_multipart=False)
 
         told = self.calls().call(put, str(self), "writing it")
-        return ObjectStat(len(data), 0.0, told.get("e_tag"), told.get("version"))
+        old = mode.get("e_tag") if isinstance(mode, dict) else None
+        if not self.check_kept(len(data), told.get("e_tag"), old) and self.read_bytes() != data:
+            raise SourceChanged(f"{self}: writing it: another writer has replaced it, or the store has not kept it")
+
+    def check_kept(self, nbytes: int, tag: str | None = None, old: str | None = None) -> bool:
+        """Looks at an object that was written; returns whether its tag tells that it is what was written.
+
+        Args:
+            nbytes: how many bytes were written
+            tag: what the store has told of them, if it tells of another writer's by that
+            old: the tag of what was replaced
+
+        Raises:
+            StoreRefused: the store has kept nothing, or another number of bytes, and has said that all is well
+            TensorferryError: the store does not answer, or refuses
+        """
+        kept = 0
+        try:
+            about = self.stat()
+        except IncompleteCheckpoint as e:
+            if not is_missing(e):
+                raise
+        else:
+            is_known = None not in (tag, about.tag)
+            if not is_known or about.tag == tag:
+                kept = about.st_size
+                if kept == nbytes:
+                    return is_known
+            elif about.tag != old:
+                return False
+        raise StoreRefused(
+            f"{self}: writing it: the store has kept {kept} bytes of {nbytes}, and has said that all is well: do not "
+            "trust it with checkpoints"
+        )
 
     def unlink(self, missing_ok: bool = False) -> None:
         """Removes the object; raises as :meth:`remove`. A store does not say whether there was one."""

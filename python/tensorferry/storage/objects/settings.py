@@ -135,6 +135,10 @@ def for_s3(options: Mapping[str, Any]) -> dict[str, Any]:
         found["region"] = found.pop(region)
     known = of_s3(options)
     for name in _NAMES["endpoint"]:
+        if options.get(bare.get(name, "")) == "":
+            raise InvalidArgument(
+                f"{bare[name]} in store_options is empty: remove it, or set it to the address of the store"
+            )
         variable = f"AWS_{name.upper()}"
         if os.environ.get(variable) == "" and ("endpoint" not in known or variable == _ENDPOINT_OF_S3):
             raise InvalidArgument(f"{variable} is empty: remove it, or set it to the address of the store")

@@ -134,12 +134,10 @@ def _put(
     except IncompleteCheckpoint as e:
         # A client that completes an upload again, since the answer was lost, may hear that there is none.
         unknown = e
-    kept = place.stat().st_size
-    if kept != nbytes:
-        raise unknown or StoreRefused(
-            f"{place}: writing it: the store has kept {kept} bytes of {nbytes}, and has said that all is well: do not "
-            "trust it with checkpoints"
-        )
+    try:
+        place.check_kept(nbytes)
+    except StoreRefused as e:
+        raise unknown or e from None
 
 
 def upload_file(place: ObjectPlace, path: Path) -> int:
