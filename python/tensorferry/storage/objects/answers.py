@@ -174,17 +174,21 @@ def translated(
         return FetchTimeout(f"{where}: {what} {late}; the store said last: {said}")
     # The library has no class for what a store does not have.
     is_unsupported = kind in ("NotSupportedError", "NotImplementedError") or status_of(error) == NOT_IMPLEMENTED
-    return (Unsupported if is_unsupported else StoreRefused)(f"{where}: {what}: the store at {at} refuses: {said}")
+    return (Unsupported if is_unsupported else StoreRefused)(f"{where}: {what}: the store at {_asked(text, at)} refuses: {said}")
 
 
 def _is_lost(text: str) -> bool:
     return _LOST.search(text) is not None or _SLOW.search(text) is not None
 
 
+def _asked(text: str, at: str) -> str:
+    """Returns the address of the server that was asked, which may be one for credentials; ``at`` if none is named."""
+    return at if (address := _ADDRESS.search(text)) is None else without_secrets(address[1])
+
+
 def _why_unreachable(text: str, at: str, client: Client | None) -> str:
     """Returns which server does not answer, why, and what helps."""
-    if (address := _ADDRESS.search(text)) is not None:
-        at = without_secrets(address[1])
+    at = _asked(text, at)
     if _OF_MACHINE.search(at):
         return (
             f"there are no credentials: none are set, and {at}, which may have those of this machine, does not answer. "
