@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from stores import FORBIDDEN, SLOW_DOWN, objects
+from stores import BUCKET, FORBIDDEN, SLOW_DOWN, client, objects
 from tensorferry.checkpointing import SyncCheckpointer
 from tensorferry.dcp import FileWriter, own_errors
 from tensorferry.errors import FetchTimeout, IncompleteCheckpoint, SourceChanged, StoreRefused, TensorferryError
@@ -164,3 +164,30 @@ def test_an_edit_after_a_commit_without_an_answer_stays(server, monkeypatch):
     made.commit()
     assert calls
     assert b'"edited"' in (place / INDEX).read_bytes()
+
+
+@pytest.mark.parametrize("began", [100, 300])
+def test_an_index_that_replaces_this_one_before_it_is_looked_at_is_no_loss(gateway, server, began):
+    """It is another writer's, which the store is not blamed for: the later save counts, as at any other moment."""
+    other, place = any_place(f"{server.place}/other"), any_place(f"{server.place}/here")
+    committed(other, began, "ba9876543210")
+    replacing, done = (other / INDEX).read_bytes(), []
+    made = written(place, 200)
+
+    def act(_, method, path):
+        def replace_it(data):
+            done.append(path)
+            key = (place / INDEX).key
+            client(server.url).put_object(Bucket=BUCKET, Key=key, Body=replacing)
+            return data
+
+        return replace_it if method == "PUT" and is_index(path) and not done else None
+
+    gateway.act = act
+    if began < 200:
+        made.commit()
+    else:
+        with pytest.raises(IncompleteCheckpoint, match="began later"):
+            made.commit()
+    assert done
+    assert commits.files_of(place / INDEX).began == max(began, 200)

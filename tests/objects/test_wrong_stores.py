@@ -16,10 +16,12 @@ import torch.distributed.checkpoint as dcp
 
 from stores import BUCKET, environment
 from tensorferry.checkpointing import SyncCheckpointer, latest_checkpoint, load_file
+from tensorferry.cli import places
 from tensorferry.dcp import FileReader, FileWriter, own_errors
 from tensorferry.errors import ConnectError, FetchTimeout, IncompleteCheckpoint, InvalidArgument, StoreRefused
 from tensorferry.storage.objects import client
 from tensorferry.storage.objects.answers import _why_unreachable
+from tensorferry.storage.objects.place import ObjectPlace
 from tensorferry.storage.places import any_place
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -273,17 +275,14 @@ def test_the_words_of_a_store_are_told_whole(at):
                     request()
 
 
-def test_a_store_that_is_ill_is_asked_for_one_name(at):
+def test_a_store_that_is_ill_is_asked_for_one_name(at, monkeypatch):
     """For each further one, all requests would be made again and again."""
-    from tensorferry.cli import places
-
     with answering(500) as url:
         at(url)
-        asked = []
-        real = client._make
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(client, "_make", lambda *how: real(*how[:3], 0))
-            patch.setattr(places, "is_file", lambda path: asked.append(path.name) or path.is_file())
+        asked, real, head = [], client._make, ObjectPlace.stat
+        monkeypatch.setattr(client, "_make", lambda *how: real(*how[:3], 0))
+        monkeypatch.setattr(ObjectPlace, "stat", lambda place: asked.append(place.name) or head(place))
+        for find in (places.find, lambda text: places.settled(lambda: places.find(text), text)):
             with pytest.raises(StoreRefused, match=f"the store at {url} refuses: .*500"):
-                places.find(PLACE)
-        assert asked == ["index.safetensors"]
+                find(PLACE)
+        assert asked == ["index.safetensors"] * 2

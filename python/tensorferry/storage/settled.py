@@ -6,17 +6,25 @@ A file that has gone says nothing by itself: a save has replaced the checkpoint,
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from ..errors import CorruptCheckpoint, IncompleteCheckpoint, SourceChanged, SystemRefused, TensorferryError
+from ..errors import (
+    CorruptCheckpoint,
+    IncompleteCheckpoint,
+    SourceChanged,
+    StoreRefused,
+    SystemRefused,
+    TensorferryError,
+)
 from . import commits
 from .commits import Commit
 from .folder import INDEX
+from .objects.answers import is_forbidden
+from .objects.place import ObjectPlace
 from .places import AnyPlace
 from .whole_files import is_file, system_code
 
@@ -52,10 +60,22 @@ def is_outdated(folder: AnyPlace, seen: Commit | None, error: Exception) -> bool
 
 
 def commit_of_index(folder: AnyPlace) -> Commit | None:
-    """Returns the commit of the index in ``folder``; ``None`` without a valid one, or if it cannot be read."""
-    with contextlib.suppress(TensorferryError):
+    """Returns the commit of the index in ``folder``; ``None`` without a valid one, or if it cannot be read.
+
+    Raises:
+        StoreRefused: the store refuses, and not for lack of a permission: what is asked next would take as long
+    """
+    try:
         if is_file(folder / INDEX):
             return commits.files_of(folder / INDEX)
+    except TensorferryError as e:
+        # Not every store answers well to a question for what is below an object.
+        if (
+            isinstance(e, StoreRefused)
+            and not is_forbidden(e)
+            and not (isinstance(folder, ObjectPlace) and folder.may_be_file)
+        ):
+            raise
     return None
 
 

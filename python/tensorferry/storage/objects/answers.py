@@ -174,7 +174,9 @@ def translated(
         return FetchTimeout(f"{where}: {what} {late}; the store said last: {said}")
     # The library has no class for what a store does not have.
     is_unsupported = kind in ("NotSupportedError", "NotImplementedError") or status_of(error) == NOT_IMPLEMENTED
-    return (Unsupported if is_unsupported else StoreRefused)(f"{where}: {what}: the store at {_asked(text, at)} refuses: {said}")
+    return (Unsupported if is_unsupported else StoreRefused)(
+        f"{where}: {what}: the store at {_asked(text, at)} refuses: {said}"
+    )
 
 
 def _is_lost(text: str) -> bool:
