@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import random
 import re
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from job import Job
 
 import spread_states
@@ -158,6 +160,9 @@ def test_a_target_whose_part_has_no_place_is_refused_before_anything_is_written(
     jobs[2].run(spread_states.end)
 
 
+@pytest.mark.skipif(
+    "use_collectives" not in inspect.signature(dcp.save).parameters, reason="this torch always coordinates"
+)
 @pytest.mark.parametrize("door", ["files alone", "peers alone"])
 def test_ranks_that_save_alone_load_what_they_have_and_nothing_else(jobs, tmp_path, door):
     found = jobs[2].run(spread_states.save, door, "rows", str(tmp_path / "c"))

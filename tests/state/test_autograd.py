@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor, Shard, init_device_mesh
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from in_place_doors import PLAN_DOORS, STATE_DOORS, Door
 from tensorferry import StateMismatch
@@ -52,7 +51,7 @@ def test_a_gradient_that_needs_the_old_values_is_an_error(door: Door, target: st
 @each_door
 def test_so_is_one_that_needs_those_of_a_dtensor(door: Door, tmp_path: Path) -> None:
     """It has a counter of its own, besides that of its local tensor."""
-    dist.init_process_group("fake", rank=0, world_size=1, store=FakeStore())
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     try:
         mesh = init_device_mesh("cpu", (1,))
         weight = DTensor.from_local(torch.ones(4), mesh, [Shard(0)]).requires_grad_()

@@ -246,6 +246,7 @@ def save(kept: dict, door: str, spreads: dict[str, Spread], folder: str) -> tupl
     """Saves a state; returns the metadata of what is served, and an error."""
     state = state_of(kept, spreads, False)
     metadata = ""
+    alone = {"use_collectives": False} if door.endswith(" alone") else {}
     try:
         match door:
             case "sync":
@@ -258,10 +259,10 @@ def save(kept: dict, door: str, spreads: dict[str, Spread], folder: str) -> tupl
                     lambda made: made.save(folder, state)[1].result(60),
                 )
             case "files" | "files alone":
-                dcp.save(state, storage_writer=FileWriter(folder), use_collectives=door == "files")
+                dcp.save(state, storage_writer=FileWriter(folder), **alone)
             case "peers" | "peers alone":
                 kept["server"] = PeerWriter(TIMEOUT, interface="127.0.0.1")
-                dcp.save(state, storage_writer=kept["server"], use_collectives=door == "peers")
+                dcp.save(state, storage_writer=kept["server"], **alone)
                 metadata = kept["server"].metadata()
             case "torch":
                 dcp.save(state, storage_writer=dcp.FileSystemWriter(folder))
