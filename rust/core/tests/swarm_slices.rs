@@ -55,10 +55,13 @@ fn slices_that_all_want_leave_the_source_about_once() {
     let relayed: u64 = reports.iter().map(|report| report.relayed).sum();
     assert!(sent < 3 * 66 * MIB && relayed > 66 * MIB, "{} MiB sent, {} MiB relayed", sent >> 20, relayed >> 20);
     let wanted = hole - first + 29 * MIB;
-    for report in reports {
+    for report in &reports {
         assert_eq!((report.wanted, report.refused), (wanted, 0));
-        assert!(report.bytes >= wanted && report.senders.len() > 1, "{report:?}");
+        assert!(report.bytes >= wanted, "{report:?}");
     }
+    // On a busy machine one may begin when the others are done.
+    let helped = reports.iter().filter(|report| report.senders.len() > 1).count();
+    assert!(helped >= 2, "{reports:?}");
 }
 
 #[test]
