@@ -6,6 +6,7 @@ Every function takes the argument's name, for the message, and its value; it ret
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -18,6 +19,8 @@ T = TypeVar("T")
 _MOST = (1 << 63) - 1
 #: How many characters of a wrong value a message repeats.
 _SHOWN = 120
+_AMOUNT = re.compile(r"(?P<number>\d{1,30}(\.\d{1,30})?)\s*(?P<unit>%|[KMGT]?(i?B)?)", re.IGNORECASE)
+_POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 
 def seconds(name: str, value: timedelta) -> float:
@@ -124,3 +127,29 @@ def brief(value: Any) -> str:
     """Returns the ``repr`` of ``value`` for a message, shortened if it is long."""
     text = repr(value)
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}... ({type(value).__name__})"
+
+
+def amount(name: str, text: str, whole: int | None = None) -> int:
+    """Returns the bytes that ``text`` stands for, and a share of ``whole``: ``"20G"`` is 20 * 2**30.
+
+    Raises:
+        InvalidArgument: it is no amount; ``name`` is what the message calls it
+    """
+    found = _AMOUNT.fullmatch(text.strip())
+    if not found or (found["unit"] == "%" and whole is None):
+        share = ", or a share such as 40%" if whole is not None else ""
+        raise InvalidArgument(
+            f"{name} must be a number of bytes, with K, M, G or T if you like{share}, not {brief(text)}"
+        )
+    number, unit = float(found["number"]), found["unit"].upper()
+    if unit == "%":
+        return int(number / 100 * (whole or 0))
+    return int(number * 1024 ** _POWERS[unit.rstrip("B").rstrip("I")])
+
+
+def readable(nbytes: float) -> str:
+    """Returns ``nbytes`` for people: ``"1.5 GiB"``."""
+    for unit, size in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if nbytes >= size:
+            return f"{nbytes / size:.1f} {unit}"
+    return f"{nbytes:.0f} bytes"

@@ -211,7 +211,7 @@ def test_training_goes_on_without_a_keeper_and_with_the_next_one(folder, caplog)
     keeper.offer(staged(state_of(0)), told)
     assert told.times == 2
     assert caplog.text.count("no keeper called 'default' runs on this node") == 1
-    with pytest.raises(ConnectError, match="tensorferry-keeper"):
+    with pytest.raises(ConnectError, match="tensorferry keeper"):
         keeper.held()
     with KeeperAtWork(folder) as first:
         kept = offered(keeper, state_of(1))
@@ -435,14 +435,14 @@ def test_a_port_that_is_taken_and_a_folder_that_others_can_enter_are_refused(fol
 
 
 def test_the_command_prints_what_is_held(folder):
-    command = Path(sys.executable).with_name("tensorferry-keeper")
+    command = [sys.executable, "-m", "tensorferry", "keeper"]
 
     def run(*options):
-        return subprocess.run([command, "--status", *options], capture_output=True, text=True, timeout=PATIENCE)
+        return subprocess.run([*command, "--status", *options], capture_output=True, text=True, timeout=PATIENCE)
 
     none = run()
     assert none.returncode == 1
-    assert none.stderr.startswith("tensorferry-keeper: no keeper called 'default' runs on this node")
+    assert none.stderr.startswith("tensorferry keeper: no keeper called 'default' runs on this node")
     with KeeperAtWork(folder) as process, Keeper() as keeper:
         offered(keeper, state_of(0), step=41)
         text = run().stdout

@@ -1,7 +1,7 @@
 """The command ``tensorferry``: serves, pulls, shows, compares, verifies and converts checkpoints.
 
 Each verb has a file of its own in ``verbs/``; ``app.py`` lists them. No verb imports torch unless it has to. The
-packages that the command line needs come with ``pip install 'tensorferry[cli]'``.
+packages that the command line needs come with ``pip install 'tensorferry[cli]'``; the keeper needs none of them.
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ from collections.abc import Sequence
 
 #: The packages of the extra ``cli``.
 _PACKAGES = ("cyclopts", "rich")
-#: As in ``exits.py``, which cannot be imported before the packages are there.
-_INTERRUPTED = 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -25,6 +23,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit status: 0; 1 if the answer of ``diff`` and its like is no; 2 for wrong usage or a missing
         package; otherwise that of the error, see ``exits.py``.
     """
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    if given[:1] == ["help"]:
+        given = [*given[1:], "--help"]
+    if given[:1] == ["keeper"]:
+        from ..checkpointing.keeper import command
+
+        return command.main(given[1:])
     try:
         import rich  # noqa: F401 - it is used only where something is drawn
 
@@ -39,5 +44,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         # Most of a short run is these imports.
         print("tensorferry: interrupted: ended by Ctrl-C", file=sys.stderr)
-        return _INTERRUPTED
-    return app.run(sys.argv[1:] if arguments is None else arguments)
+        return 130
+    return app.run(given)

@@ -21,13 +21,10 @@ from cyclopts import App, CycloptsError, Parameter, UnusedCliTokensError
 
 from .._settings import TRACEBACK, setting
 from ..errors import SystemRefused, TensorferryError, message_of
-from . import exits
-from .output import console, reflow
+from . import console, exits
 
 #: The verbs, in the order in which the help has them.
-VERBS = ("serve", "pull", "inspect", "diff", "verify", "convert", "copy", "doctor", "bench", "top", "completion")
-#: Options under the names that other programs have for them.
-_SYNONYMS = {"version": "--version", "-v": "--version", "-V": "--version"}
+VERBS = ("serve", "pull", "inspect", "verify", "diff", "convert", "copy", "doctor", "bench", "top", "keeper")
 
 _HELP = """Moves, shows, compares, verifies and converts checkpoints of tensorferry, safetensors and torch.
 
@@ -47,7 +44,8 @@ def application(verbs: Sequence[str] = VERBS) -> App:
         name="tensorferry",
         help=_HELP,
         version=installed_version,
-        help_format="plaintext",
+        version_flags=("--version", "-V"),
+        help_format="markdown",
         default_parameter=Parameter(negative=()),
         result_action="return_value",
         print_error=False,
@@ -55,19 +53,9 @@ def application(verbs: Sequence[str] = VERBS) -> App:
         suppress_keyboard_interrupt=False,
     )
     for verb in verbs:
-        app.command(reflow.documented(getattr(import_module(f"{__package__}.verbs.{verb}"), verb)), name=verb)
+        app.command(getattr(import_module(f"{__package__}.verbs.{verb}"), verb), name=verb)
+    app.register_install_completion_command()
     return app
-
-
-def _spelled_out(arguments: Sequence[str]) -> list[str]:
-    """Returns the arguments as the application knows them: ``help VERB`` is ``VERB --help``."""
-    match list(arguments):
-        case ["help", *rest]:
-            return [*rest, "--help"]
-        case [first, *rest]:
-            return [_SYNONYMS.get(first, first), *rest]
-        case nothing:
-            return nothing
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -76,7 +64,7 @@ def run(arguments: Sequence[str]) -> int:
     An error becomes one line on standard error, with ``--json`` among the arguments as a JSON object; that the reader
     of standard output has gone is not told. Only the main thread may call it: it handles SIGTERM until it returns.
     """
-    arguments = _spelled_out(arguments)
+    arguments = list(arguments)
     as_json = "--json" in arguments
     _prepare_streams()
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
@@ -85,9 +73,8 @@ def run(arguments: Sequence[str]) -> int:
     logger.addHandler(warnings)
     try:
         # The verb that is asked for is the only one that is imported; the version needs none.
-        asked = [verb for verb in VERBS if verb in arguments[:1]]
-        verbs = asked if asked or arguments[:1] == ["--version"] else VERBS
-        status = application(verbs)(arguments)
+        verbs = [verb for verb in VERBS if verb in arguments[:1]]
+        status = application(() if arguments[:1] == ["--version"] else verbs or VERBS)(arguments)
         sys.stdout.flush()
         return status if isinstance(status, int) else exits.OK
     except UnusedCliTokensError as e:
@@ -103,21 +90,20 @@ def run(arguments: Sequence[str]) -> int:
         message = f"{' '.join(arguments[:1])} of this needs the package {package}: pip install {package}"
         return _fail("InvalidArgument", message, exits.USAGE, as_json)
     except BrokenPipeError:
-        # Whoever read the output has gone. What is left in the buffer must not raise again at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard(sys.stdout)
         return exits.BROKEN_PIPE
     except exits.Terminated:
         return _fail("terminated", "ended by a signal", exits.TERMINATED, as_json)
     except KeyboardInterrupt:
         return _fail("interrupted", "ended by Ctrl-C", exits.INTERRUPTED, as_json)
+    except TensorferryError as e:
+        return _fail_with(e, as_json)
     except OSError as e:
-        if isinstance(e, TensorferryError):
-            return _fail_with(e, as_json)
-        # A full disk, for example, to which standard output goes: that must not raise again at exit.
+        # A full disk, for example, to which standard output goes.
         try:
             sys.stdout.flush()
         except OSError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            _discard(sys.stdout)
         return _fail_with(SystemRefused(e.errno, e.strerror or str(e), e.filename), as_json)
     except Exception as e:
         return _fail_with(e, as_json)
@@ -125,6 +111,11 @@ def run(arguments: Sequence[str]) -> int:
         logger.removeHandler(warnings)
         for number, handler in handlers.items():
             signal.signal(number, handler)
+
+
+def _discard(stream: Any) -> None:
+    """Drops what is left in the buffer of a stream: it must not raise again at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _prepare_streams() -> None:
@@ -147,7 +138,7 @@ class _Warnings(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Prints a warning."""
-        console.note(f"tensorferry: warning: {record.getMessage()}")
+        console.warn(record.getMessage())
 
 
 def _fail_with(error: Exception, as_json: bool) -> int:

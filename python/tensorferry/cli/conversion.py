@@ -8,7 +8,7 @@ import json
 import os
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -17,11 +17,7 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from .._native import FilePages
 from ..checkpointing.resharding import Resharding
 from ..dcp.file_writer import FileWriter
-from ..errors import (
-    InvalidArgument,
-    SourceChanged,
-    UnsupportedLeaf,
-)
+from ..errors import InvalidArgument, SourceChanged, UnsupportedLeaf
 from ..memory.accelerator import ACCELERATOR
 from ..memory.staging import HostStager
 from ..memory.tensors import DTYPES
@@ -31,16 +27,18 @@ from ..state.snapshot import StateSnapshot
 from ..storage.folder_save import FolderSave, SaveId
 from ..storage.pending import pending, stem
 from ..storage.reserved import is_reserved
-from . import intact, mapped_states, numbers, parts, whole_states
-from .leaves import shards
-from .leaves.torch_leaves import values_of
-from .leaves.values import has_elements, whole, without_groups
+from . import intact, states
+from .listing import files_of_shards
 from .places import CheckpointKind, Place
+from .torch_leaves import values_of
+from .values import has_elements, whole, without_groups
 
 #: The names of the dtypes that a safetensors file can have.
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 #: Bytes that are written at a time.
 _CHUNK = 16 << 20
+#: How many names an error has.
+_NAMED = 5
 
 
 class Conversion:
@@ -48,25 +46,18 @@ class Conversion:
 
     Args:
         place: what is converted
-        rank: of a checkpointer's folder, the rank
+        rank: of a checkpointer's folder, the rank; ``None`` is 0
         step: the step number of a checkpoint that is written; ``None`` takes that of the source
         verify: compare files with their checksums first
-        drop_objects: leave out what a safetensors file cannot hold
-        only: the part of the state that is converted, as for :func:`parts.find`; ``None`` converts all of it
+        drop: leave out what a safetensors file cannot hold
+        only: the part of the state that is converted, as for :func:`find_part`; ``None`` converts all of it
     """
 
     def __init__(
-        self,
-        place: Place,
-        rank: int,
-        step: int | None,
-        *,
-        verify: bool,
-        drop_objects: bool,
-        only: str | None = None,
+        self, place: Place, *, rank: int | None, step: int | None, verify: bool, drop: bool, only: str | None
     ) -> None:
-        self._place, self._rank, self._step = place, rank, step
-        self._verify, self._drop, self._only = verify, drop_objects, only
+        self._place, self._rank, self._step = place, rank or 0, step
+        self._verify, self._drop, self._only = verify, drop, only
         #: What is left out may be of any class.
         self._allowed = Allowed().sparing()
         #: Those in which tensors of the source lie.
@@ -95,15 +86,12 @@ class Conversion:
         facts: dict[str, Any] = {}
         state = self._state(partial.parent)
         if self._only is not None:
-            state = parts.find(state, self._only).of(state)
+            state = find_part(state, self._only).of(state)
         if not self._drop:
             refuse_unlisted([state])
-        if self._place.kind in (CheckpointKind.DISTRIBUTED, CheckpointKind.TORCH_DISTRIBUTED):
-            # The formats of a distributed checkpoint have all keys as text in any case.
-            facts["numbers"] = [] if to in ("dcp", "torch-dcp") else numbers.dicts_with_numbers_as_keys(state)
         values = values_of(state)
         if to not in ("tensorferry", "checkpoint") and any(map(is_spread, values.values())):
-            state = whole_states.without_ranks(state, self._place.text)
+            state = states.without_ranks(state, self._place.text)
             values = values_of(state)
         tensors = sum(isinstance(value, torch.Tensor) for value in values.values())
         facts |= {"tensors": tensors, "objects": len(values) - tensors}
@@ -116,7 +104,7 @@ class Conversion:
             case "safetensors":
                 facts["dropped"] = write_safetensors(values, partial, drop=self._drop)
             case "torch":
-                with partial.open("xb") as file, mapped_states.typed_errors():
+                with partial.open("xb") as file, states.typed_errors():
                     torch.save(state, file)
                     _sync(file)
             case "checkpoint":
@@ -129,23 +117,19 @@ class Conversion:
 
     def _state(self, scratch: Path) -> Any:
         """Returns the state of the source; a distributed checkpoint's tensors lie in a file in ``scratch``."""
-        path = self._place.path
-        match self._place.kind:
-            case CheckpointKind.CONTAINER:
-                with without_groups():
-                    return mapped_states.state_of_container(self._require_undamaged(path), self._pages, self._allowed)
-            case CheckpointKind.ARCHIVE:
-                return mapped_states.state_of_archive(
-                    self._require_undamaged(path, archive=True), self._pages, self._allowed
-                )
-            case CheckpointKind.SHARDS:
-                for file in shards.files_of(path):
-                    self._require_undamaged(file)
-                return mapped_states.state_of_shards(path, self._pages)
+        place = self._place
+        match place.kind:
             case CheckpointKind.CHECKPOINT:
-                return self._state_of_rank(path)
+                return self._state_of_rank(place.path)
+            case CheckpointKind.DISTRIBUTED | CheckpointKind.TORCH_DISTRIBUTED:
+                return states.state_of_distributed(place.path, scratch, self._only, objects=not self._drop)
+            case CheckpointKind.SHARDS:
+                files = list(files_of_shards(place.path))
             case _:
-                return mapped_states.state_of_distributed(path, scratch, self._only, objects=not self._drop)
+                files = [place.path]
+        for file in files:
+            self._require_undamaged(file, archive=place.kind is CheckpointKind.ARCHIVE)
+        return states.state_in(place, self._pages, self._allowed)
 
     def _state_of_rank(self, folder: Path) -> Any:
         """Returns the state of a rank, with what only others have, and with whole tensors for those that are spread.
@@ -166,14 +150,14 @@ class Conversion:
         resharding = Resharding(folder, index, self._rank, None, None)
 
         def read(rank: int) -> Any:
-            return mapped_states.state_of_container(self._require_undamaged(files[rank]), self._pages, self._allowed)
+            return states.state_of_container(self._require_undamaged(files[rank]), self._pages, self._allowed)
 
         # Of tensors that are spread over ranks, all parts are read later, each with its checksums.
         with without_groups():
             state = resharding.with_keys_of_all_ranks(read(self._rank), read)
             if self._only is not None:
                 # The files of the other ranks name tensors by their keys in the whole state.
-                state = parts.find(state, self._only).alone(state)
+                state = find_part(state, self._only).alone(state)
             return resharding.with_whole_tensors(state)
 
     def _require_undamaged(self, path: Path, *, archive: bool = False) -> Path:
@@ -212,7 +196,7 @@ def _save_distributed(state: Any, writer: Any) -> None:
             f"a distributed checkpoint names a leaf by its keys, joined with dots, and two leaves of this state would "
             f"have the same name: {e}"
         ) from e
-    with warnings.catch_warnings(), mapped_states.typed_errors():
+    with warnings.catch_warnings(), states.typed_errors():
         warnings.simplefilter("ignore")
         dcp.state_dict_saver._save_state_dict(state, storage_writer=writer, no_dist=True)
 
@@ -275,3 +259,72 @@ def _write(file: io.FileIO, data: bytes | memoryview) -> None:
     left = memoryview(data)
     while left:
         left = left[file.write(left) or 0 :]
+
+
+class StatePart(NamedTuple):
+    """Where a part lies in a state.
+
+    Attributes:
+        keys: the keys that lead from the state to the dict that holds the part
+        prefix: what the keys of the part begin with there; empty if the whole dict is the part
+    """
+
+    keys: tuple[Any, ...]
+    prefix: str
+
+    def alone(self, state: Any) -> Any:
+        """Returns the state without everything else; what is left has the keys that it had."""
+        if not self.keys:
+            return {key: value for key, value in state.items() if _begins(key, self.prefix)} if self.prefix else state
+        return {self.keys[0]: StatePart(self.keys[1:], self.prefix).alone(state[self.keys[0]])}
+
+    def of(self, state: Any) -> Any:
+        """Returns the part itself, with the keys that it has below its own name."""
+        for key in self.keys:
+            state = state[key]
+        if not self.prefix:
+            return state
+        return {key.removeprefix(self.prefix): value for key, value in state.items() if _begins(key, self.prefix)}
+
+
+def find_part(state: Any, path: str) -> StatePart:
+    """Returns where the part ``path`` lies: keys joined with dots, in nested dicts or within the names of one dict.
+
+    Raises:
+        InvalidArgument: there is no such part, or it is a value of its own and not a dict
+    """
+    if not path:
+        raise InvalidArgument("--only must name a part of the state, such as model")
+    found = _part_at(state, path)
+    if found is None:
+        raise InvalidArgument(f"--only {path}: there is no such part: {_keys_text(state)}")
+    part = found.of(state)
+    if not isinstance(part, dict):
+        raise InvalidArgument(
+            f"--only {path}: that is a {type(part).__name__}, and only a dict is a part that can be converted"
+        )
+    return found
+
+
+def _part_at(state: Any, path: str) -> StatePart | None:
+    if not isinstance(state, dict):
+        return None
+    for key in state:
+        if str(key) == path:
+            return StatePart((key,), "")
+    for key in state:
+        if path.startswith(f"{key}.") and (below := _part_at(state[key], path[len(str(key)) + 1 :])) is not None:
+            return StatePart((key, *below.keys), below.prefix)
+    prefix = f"{path}."
+    return StatePart((), prefix) if any(_begins(key, prefix) for key in state) else None
+
+
+def _begins(key: Any, prefix: str) -> bool:
+    return isinstance(key, str) and key.startswith(prefix)
+
+
+def _keys_text(state: Any) -> str:
+    if not isinstance(state, dict):
+        return f"the state is a {type(state).__name__}"
+    more = f" and {len(state) - _NAMED} more" if len(state) > _NAMED else ""
+    return f"the state has {', '.join(map(str, list(state)[:_NAMED]))}{more}" if state else "the state is empty"

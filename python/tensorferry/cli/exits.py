@@ -1,4 +1,4 @@
-"""The exit statuses of the command, one for each class of errors that a script may want to tell apart."""
+"""The exit statuses of the command: nine, by what a script can do about them."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ OK = 0
 #: The answer is no, for example since two checkpoints differ.
 NO = 1
 USAGE = 2
-#: An error of tensorferry that has no status of its own.
-OTHER = 15
+#: There is no checkpoint, or not all of it.
+INCOMPLETE = 3
+#: It is damaged, or not what can be read or written.
+UNREADABLE = 4
+#: A peer, a store or this machine refuses or does not answer.
+UNAVAILABLE = 9
+UNPROVEN = 13
 #: A mistake in tensorferry itself.
 BUG = 70
+#: 128 and the number of the signal that has ended it.
 INTERRUPTED, BROKEN_PIPE, TERMINATED = 130, 141, 143
 
 #: By class; the first of an error's base classes that is listed counts.
 STATUS: dict[type[BaseException], int] = {
     errors.InvalidArgument: USAGE,
-    errors.IncompleteCheckpoint: 3,
-    errors.CorruptCheckpoint: 4,
-    errors.ProtocolError: 5,
-    errors.UnsafePickle: 6,
-    errors.StateMismatch: 7,
-    errors.UnsupportedLeaf: 8,
-    errors.ConnectError: 9,
-    errors.FetchTimeout: 10,
-    errors.SourceRefused: 11,
-    errors.SourceChanged: 12,
-    errors.UnprovenSource: 13,
-    errors.StoreRefused: 16,
-    errors.SystemRefused: 14,
-    errors.TensorferryError: OTHER,
+    errors.IncompleteCheckpoint: INCOMPLETE,
+    errors.CorruptCheckpoint: UNREADABLE,
+    errors.ProtocolError: UNREADABLE,
+    errors.UnsafePickle: UNREADABLE,
+    errors.StateMismatch: UNREADABLE,
+    errors.UnsupportedLeaf: UNREADABLE,
+    errors.UnprovenSource: UNPROVEN,
+    errors.TensorferryError: UNAVAILABLE,
 }
 
 

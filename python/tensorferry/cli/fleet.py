@@ -1,4 +1,4 @@
-"""Running transports and their counters, as `tensorferry top` asks for them."""
+"""Running transports and their counters, as `tensorferry top` and `doctor` ask for them."""
 
 from __future__ import annotations
 
@@ -20,10 +20,6 @@ _PATIENCE_S = 3.0
 _LONGEST = 1 << 20
 #: A counter, on a line of its own: without the beginning of the line, hostile text would be searched from each place.
 _LINE = re.compile(r"^tensorferry_(\w++)(?:\{([^{}\n]*+)\})? ([0-9.e+-]{1,40})$", re.ASCII | re.MULTILINE)
-_FAILURES = "receive_failures_total"
-#: How the engine begins to say that its deadline has passed. What is asked for here is no state.
-_TIMED_OUT = re.compile(r"^timed out: the whole receive was given [0-9.]+ s(?:: |$)")
-_SCHEME = re.compile(r"http://|https://")
 
 _Values = dict[tuple[str, str], float]
 
@@ -39,8 +35,7 @@ class Peer:
         values: its counters by name and label
         rates: bytes per second since the answer before, sent and received
         at: when it answered last, by the monotonic clock
-        error: the class of the error that kept it from answering; empty if it has answered
-        trouble: why it did not answer, without its address
+        trouble: why it did not answer, by class and cause; empty if it has answered
     """
 
     shown: str
@@ -48,7 +43,6 @@ class Peer:
     values: _Values = field(default_factory=dict)
     rates: tuple[float, float] = (0.0, 0.0)
     at: float = 0.0
-    error: str = ""
     trouble: str = ""
 
     def value(self, name: str, label: str = "") -> float:
@@ -58,17 +52,6 @@ class Peer:
     def labelled(self, name: str) -> dict[str, float]:
         """Returns the counters called ``name`` by their labels; none if the transport has not told any."""
         return {label: value for (found, label), value in self.values.items() if found == name}
-
-    @property
-    def is_keeper(self) -> bool:
-        """Whether it is a keeper's."""
-        return ("keeper_memory_limit_bytes", "") in self.values
-
-    @property
-    def failures(self) -> dict[str, int]:
-        """How many of its receives failed, by the class of the error: the most frequent first."""
-        found = {label: int(count) for (name, label), count in self.values.items() if name == _FAILURES and count > 0}
-        return dict(sorted(found.items(), key=lambda one: (-one[1], one[0])))
 
 
 def peers_of(given: str) -> list[Peer]:
@@ -88,7 +71,7 @@ def peers_of(given: str) -> list[Peer]:
 
 def _peer(word: str) -> Peer:
     """Returns the transport that a URL of its metadata, or ``host:port``, names."""
-    url = word if _SCHEME.match(word) else f"http://{word}"
+    url = word if word.startswith(("http://", "https://")) else f"http://{word}"
     try:
         parts = urlsplit(url)
         host, port = parts.hostname, parts.port
@@ -109,34 +92,25 @@ def ask(peer: Peer) -> None:
     try:
         text, now = _fetch(peer), time.monotonic()
     except TensorferryError as e:
-        peer.error, peer.trouble = class_of(e), _short_error(message_of(e), peer.shown)
+        peer.trouble = f"{class_of(e)}: {message_of(e)}"
         return
     values: _Values = {}
     for name, labels, number in _LINE.findall(text):
-        label = re.sub(r'\w+="([^"]*)"', r"\1", labels)
-        try:
-            value = float(number)
-        except ValueError:
-            continue
-        if math.isfinite(value):
-            values[name, label] = value
+        with contextlib.suppress(ValueError):
+            if math.isfinite(value := float(number)):
+                values[name, re.sub(r'\w+="([^"]*)"', r"\1", labels)] = value
     if ("allowed", "") not in values:
-        peer.error, peer.trouble = ProtocolError.__name__, "these are not the counters of tensorferry"
+        peer.trouble = f"{ProtocolError.__name__}: these are not the counters of tensorferry"
         return
     before, took = peer.values, max(now - peer.at, 1e-9)
-    peer.error = peer.trouble = ""
+    peer.trouble, peer.values, peer.at = "", values, now
     if before:
-        received = _received(values) - _received(before)
-        sent = values.get(("sent_bytes_total", ""), 0.0) - before.get(("sent_bytes_total", ""), 0.0)
+        sent, received = (total(peer.values) - total(before) for total in (_sent, _received))
         peer.rates = (max(sent, 0.0) / took, max(received, 0.0) / took)
-    peer.values, peer.at = values, now
 
 
-def _short_error(message: str, shown: str) -> str:
-    """Returns an error's message without the address, which the table has beside it."""
-    what, late = _TIMED_OUT.subn("", message)
-    what = what.removeprefix(f"{shown}: ").removeprefix(f"{shown} ")
-    return ": ".join(filter(None, [f"no answer within {_PATIENCE_S:g} s" if late else "", what]))
+def _sent(values: _Values) -> float:
+    return values.get(("sent_bytes_total", ""), 0.0)
 
 
 def _received(values: _Values) -> float:

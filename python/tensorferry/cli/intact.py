@@ -9,7 +9,7 @@ from .._native import _file_damage
 from ..errors import CorruptCheckpoint, IncompleteCheckpoint, ProtocolError, TensorferryError
 from ..storage.folder import Index, missing_files, read_index
 from ..storage.places import AnyPlace
-from .leaves import distributed
+from . import distributed
 
 
 def files_of_ranks(folder: Any) -> tuple[Index, list[Any]]:

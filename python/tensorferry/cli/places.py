@@ -22,7 +22,7 @@ from ..storage.objects.place import ObjectPlace
 from ..storage.places import AnyPlace, any_place, is_store_url
 from ..storage.settled import ATTEMPTS, read_settled
 from ..storage.whole_files import FEW, is_file, read_whole
-from .sources import is_metadata
+from .peers import is_metadata
 
 #: The files by which checkpoints of others are recognised.
 _MEGATRON, _RANK_FILE = "metadata.json", "checkpoint_0.pt"
@@ -91,40 +91,39 @@ def find(text: str) -> Place:
         return Place(CheckpointKind.PEERS, text)
     if not text or "\0" in text:
         raise InvalidArgument("a path must not be empty, and must not have NUL characters")
-    if is_store_url(text):
-        return _find_in_store(text)
-    path = Path(text)
+    path = any_place(text) if is_store_url(text) else Path(text)
+    is_archive = _is_archive_in_store(path) if isinstance(path, ObjectPlace) else _is_archive(path)
+    if is_archive is None:
+        return Place(_kind_of_folder(path), text)
+    if path.name == foreign.MODEL_INDEX:
+        return Place(CheckpointKind.SHARDS, str(path.parent))
+    return Place(CheckpointKind.ARCHIVE if is_archive else CheckpointKind.CONTAINER, text)
+
+
+def _is_archive(path: Path) -> bool | None:
+    """Whether a file is an archive of torch's; ``None`` for a folder; raises as :func:`find`."""
     try:
         mode = path.stat().st_mode
-        if stat.S_ISDIR(mode):
-            return Place(_kind_of_folder(path), text)
-        if not stat.S_ISREG(mode):
-            raise ProtocolError(f"{path} is neither a file nor a folder")
-        if path.name == foreign.MODEL_INDEX:
-            return Place(CheckpointKind.SHARDS, str(path.parent))
-    except TensorferryError:  # Some are an OSError as well, and are whole as they are.
-        raise
     except FileNotFoundError:
         raise IncompleteCheckpoint(f"{path}: there is no such file or folder") from None
     except OSError as e:
         raise SystemRefused(e.errno, f"{path}: cannot be read: {e.strerror}") from e
-    return Place(CheckpointKind.ARCHIVE if foreign.is_archive(path) else CheckpointKind.CONTAINER, text)
+    if stat.S_ISDIR(mode):
+        return None
+    if not stat.S_ISREG(mode):
+        raise ProtocolError(f"{path} is neither a file nor a folder")
+    return path.name != foreign.MODEL_INDEX and foreign.is_archive(path)
 
 
-def _find_in_store(text: str) -> Place:
-    """As :func:`find`, for a URL."""
-    place = any_place(text)
-    assert isinstance(place, ObjectPlace)
+def _is_archive_in_store(place: ObjectPlace) -> bool | None:
+    """As :func:`_is_archive`, in a store."""
     try:
         opened = place.opened() if place.may_be_file else None
     except IncompleteCheckpoint:
         opened = None
     if opened is None:
-        return Place(_kind_of_folder(place), text)
-    if place.name == foreign.MODEL_INDEX:
-        return Place(CheckpointKind.SHARDS, str(place.parent))
-    is_archive = foreign.is_archive(place, opened.head(foreign.HEAD))
-    return Place(CheckpointKind.ARCHIVE if is_archive else CheckpointKind.CONTAINER, text)
+        return None
+    return place.name != foreign.MODEL_INDEX and foreign.is_archive(place, opened.head(foreign.HEAD))
 
 
 def settled(read: Callable[[], _T], *texts: str, attempts: int = ATTEMPTS, still: bool = False) -> _T:
@@ -137,56 +136,41 @@ def settled(read: Callable[[], _T], *texts: str, attempts: int = ATTEMPTS, still
     return read_settled(read, *paths, attempts=attempts, still=still) if paths else read()
 
 
-class _Looks:
-    """Looks for the files of a folder. In a store, one that may not be seen may be missing.
+def _kind_of_folder(folder: AnyPlace) -> CheckpointKind:
+    """Returns what kind of checkpoint a folder holds, by the index in it; raises as :func:`find`."""
+    index, refused = folder / INDEX, []
 
-    Without the permission to list, stores answer that something is not permitted where nothing is. So the refusal is
-    an error only if nothing else is found.
-    """
-
-    def __init__(self, folder: AnyPlace) -> None:
-        self._folder = folder
-        self._refused: StoreRefused | None = None
-
-    def has(self, name: str) -> bool:
-        """Whether the file ``name`` is seen."""
+    def has(name: str) -> bool:
+        # Without the permission to list, stores answer that something is not permitted where nothing is.
         try:
-            return is_file(self._folder / name)
+            return is_file(folder / name)
         except StoreRefused as e:
             if not is_forbidden(e):
                 raise
-            self._refused = self._refused or e
+            refused.append(e)
             return False
 
-    def check(self) -> None:
-        """Raises the first refusal."""
-        if self._refused is not None:
-            raise self._refused
-
-
-def _kind_of_folder(folder: AnyPlace) -> CheckpointKind:
-    """Returns what kind of checkpoint a folder holds, by the index in it; raises as :func:`find`."""
-    index, looks = folder / INDEX, _Looks(folder)
     kind = None
-    if looks.has(INDEX):
+    if has(INDEX):
         checkpoint, distributed = _file_entries(index, [reserved.CHECKPOINT, reserved.INDEX])
         if checkpoint is not None:
             return CheckpointKind.CHECKPOINT
         if distributed is None:
             raise ProtocolError(f"{index} is not an index: it has neither {reserved.CHECKPOINT} nor {reserved.INDEX}")
         kind = CheckpointKind.DISTRIBUTED
-    elif looks.has(marker.NAME) and not marker.is_marker(folder / marker.NAME):
+    elif has(marker.NAME) and not marker.is_marker(folder / marker.NAME):
         kind = CheckpointKind.TORCH_DISTRIBUTED
     # Megatron's folders hold one of these two, or arrays of zarr.
-    if looks.has(_MEGATRON) and _is_of_megatron(folder / _MEGATRON):
+    if has(_MEGATRON) and _is_of_megatron(folder / _MEGATRON):
         return CheckpointKind.MEGATRON
     if kind is not None:
         return kind
-    if looks.has(foreign.MODEL_INDEX):
+    if has(foreign.MODEL_INDEX):
         return CheckpointKind.SHARDS
-    if looks.has(_RANK_FILE):
+    if has(_RANK_FILE):
         raise InvalidArgument(f"{folder} is a folder of torch's own checkpointer: name the file of a rank in it")
-    looks.check()
+    if refused:
+        raise refused[0]
     if (left := unfinished(folder)) is not None:
         raise left
     foreign.refuse_folder_of_parts(folder)
@@ -220,14 +204,6 @@ def _is_of_megatron(path: AnyPlace) -> bool:
             raise
         raise SystemRefused(e.errno, f"{path}: cannot be read: {e.strerror}") from e
     return isinstance(found, dict) and isinstance(found.get("sharded_backend"), str)
-
-
-def kind_of_file(path: Path) -> str:
-    """Returns what a file is called that holds a state; empty if it is another one, or cannot be read."""
-    try:
-        return find(str(path)).kind.value
-    except TensorferryError:
-        return ""
 
 
 def _checkpoints_in(folder: AnyPlace) -> list[str]:

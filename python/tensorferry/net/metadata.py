@@ -21,7 +21,7 @@ _SHOWN = 200
 _MOST_HOSTS = 3
 _WHOLE = (
     "give the whole string, https://sha256-...@host:port/..., as metadata() of the source returns it, or as "
-    "`tensorferry serve` or `tensorferry-keeper --status` prints it"
+    "`tensorferry serve` or `tensorferry keeper --status` prints it"
 )
 #: The form of what ``metadata()`` returns.
 _METADATA = re.compile(r"(http://|https://sha256-[0-9a-f]+@)[^/@]+/(\S+/)?")

@@ -33,7 +33,7 @@ fn remedy(hint: Hint) -> &'static str {
         Hint::OtherProgram => "It may be a stock torchft server",
         Hint::WholeAddress => {
             "Give the whole string: what metadata() of the source returns, or what `tensorferry serve` or \
-             `tensorferry-keeper --status` prints"
+             `tensorferry keeper --status` prints"
         }
         Hint::ChoosePort => {
             "Choose another port with port=, --port or TENSORFERRY_PORT, or a range such as \"29600-29699\", from which the first \

@@ -1,4 +1,4 @@
-"""``python -m tensorferry.checkpointing.keeper``: the same as the command ``tensorferry-keeper``."""
+"""``python -m tensorferry.checkpointing.keeper``: the same as the command ``tensorferry keeper``."""
 
 import sys
 

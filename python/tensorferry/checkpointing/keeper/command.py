@@ -1,4 +1,4 @@
-"""``tensorferry-keeper``: starts the keeper of a node, or prints what a running one holds."""
+"""``tensorferry keeper``: starts the keeper of a node, or prints what a running one holds."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="tensorferry-keeper",
+        prog="tensorferry keeper",
         description="Holds the snapshots of this node's trainers in memory, so that they outlive them.",
         epilog="The shared secret is read from TENSORFERRY_SECRET or the file TENSORFERRY_SECRET_FILE. What the "
         "options leave open about TLS is in TENSORFERRY_TLS, TENSORFERRY_TLS_CERTIFICATE and TENSORFERRY_TLS_KEY.",

@@ -58,7 +58,7 @@ def connect(name: str) -> socket.socket:
     """
     path = find_socket(name)
     if path is None:
-        raise ConnectError(f"no keeper called {name!r} runs on this node: start one with tensorferry-keeper")
+        raise ConnectError(f"no keeper called {name!r} runs on this node: start one with tensorferry keeper")
     try:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     except OSError as e:

@@ -37,8 +37,8 @@ _URL = re.compile(r"(http://|https://sha256-[0-9a-f]+@)[^\s/@]+/[A-Za-z0-9]+/che
 #: A keeper whose certificate was known before it started.
 _PINNED = re.compile(r"https://(sha256-[0-9a-f]{64})@([^\s/@]+)/?")
 _FINGERPRINT = (
-    "tensorferry-keeper --fingerprint FILE prints that of the certificate in a file, which a keeper uses with "
-    "--certificate; tensorferry-keeper --status prints the whole address of one that runs there"
+    "tensorferry keeper --fingerprint FILE prints that of the certificate in a file, which a keeper uses with "
+    "--certificate; tensorferry keeper --status prints the whole address of one that runs there"
 )
 _TOKEN = re.compile(r"[a-z]+://[^\s/]+/([0-9A-Za-z]+)/checkpoint/")
 _HOST_AND_PORT = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\s/@:]+):[0-9]{1,5}")
@@ -68,13 +68,13 @@ def keeper_url(address: str, options: ServerOptions) -> str:
         )
     if not _HOST_AND_PORT.fullmatch(place):
         raise InvalidArgument(
-            f"{_validate.brief(address)} is not the address of a keeper: give what tensorferry-keeper --status prints "
+            f"{_validate.brief(address)} is not the address of a keeper: give what tensorferry keeper --status prints "
             "there, or host:port where both have the same secret"
         )
     if options.secret is None:
         raise InvalidArgument(
             f"{text} is enough of an address only where both keepers have the same secret, and neither {SECRET} nor "
-            f"{SECRET_FILE} is set here. Set one of them, or give what tensorferry-keeper --status prints there"
+            f"{SECRET_FILE} is set here. Set one of them, or give what tensorferry keeper --status prints there"
         )
     if pinned:
         return f"https://{pinned[1]}@{place}/{NAME}/checkpoint/"

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+from ..._validate import readable
 from ...errors import InvalidArgument
-from .. import exits
-from ..flags import Json, Switch
-from ..output import console
+from .. import console, exits
 
 
-def copy(source: str, output: str, /, *, unverified: Switch = False, json: Json = False) -> int:
+def copy(source: str, output: str, /, *, unverified: bool = False, json: bool = False) -> int:
     """Copies a checkpoint between a folder and an object store, or two stores, byte for byte.
 
     The output is a checkpoint only once all of it is there. In a store, the index comes last, and replaces nothing.
@@ -29,5 +28,5 @@ def copy(source: str, output: str, /, *, unverified: Switch = False, json: Json 
     if json:
         console.out_json({"output": output, "bytes": nbytes})
     else:
-        console.out(f"{output}: {console.amount(nbytes)}")
+        console.out(f"{output}: {readable(nbytes)}")
     return exits.OK

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from .. import exits
-from ..flags import Json, Receiving, Switch, Trust
-from ..output import console
+from ..._validate import readable
+from .. import console, exits, peers
 
 if TYPE_CHECKING:
-    from ..leaves.leaf import Leaf, Listing
+    from ..leaf import Leaf, Listing
 
 #: With more leaves than this, the largest ones are listed once more.
 _MANY = 20
@@ -21,13 +20,12 @@ def inspect(
     /,
     *more: str,
     largest: int = 5,
-    digests: Switch = False,
+    digests: bool = False,
     step: int | None = None,
-    json: Json = False,
-    receiving: Receiving = Receiving(),  # noqa: B008 - it is frozen
-    trust: Trust = Trust(),  # noqa: B008
+    timeout: float = peers.TIMEOUT,
+    json: bool = False,
 ) -> int:
-    """Shows what a checkpoint holds: its tree, dtypes, shapes and sizes, what shares memory, shards, digests.
+    """Shows what a checkpoint holds: its leaves, dtypes, shapes and sizes, what shares memory, shards, digests.
 
     Of a folder of checkpoints it lists these, the newest first, and what unfinished saves have left beside them.
 
@@ -37,29 +35,26 @@ def inspect(
         largest: how many of the largest leaves are listed once more at the end
         digests: show the digest of each tensor, CRC-64/NVME of its bytes; a file without checksums is read for it
         step: of a peer, the step (default: the one that is served)
-        json: print one JSON document
-        receiving: the deadline and the connections, for a peer
-        trust: what a peer has to prove
+        timeout: seconds in which a peer must answer
+        json: print one JSON document, with the leaves of each rank
     """
-    from ..checkpoints_below import checkpoints_below
-    from ..leaves.listing import listings
-    from ..sources import is_metadata, refuse_without_peers
+    from ..below import checkpoints_below
+    from ..listing import listings, of_all_ranks
 
-    refuse_without_peers([path, *more], step, receiving, trust)
-    if not more and not digests and path and not is_metadata(path) and (below := checkpoints_below(path)):
+    peers.refuse_without_peers([path, *more], step, timeout)
+    if not more and not digests and path and not peers.is_metadata(path) and (below := checkpoints_below(path)):
         if json:
             console.out_json({"checkpoints": [one.fields() for one in below]})
         else:
             console.out_table(["name", "step", "bytes", "ranks", "saved", ""], [one.row() for one in below], right=[2])
         return exits.OK
-    found = listings([path, *more], step, receiving, trust, digests=digests)
+    found = listings([path, *more], step, timeout, digests=digests)
     if json:
         console.out_json([{"name": name, **_fields(listing)} for name, listing in found])
-        return exits.OK
-    for number, (name, listing) in enumerate(found):
-        if number:
-            console.out()
-        _show(name, listing, largest, digests)
+    elif len(found) == 1:
+        _show(*found[0], largest, digests)
+    else:
+        _show(path, of_all_ranks(found), largest, digests)
     return exits.OK
 
 
@@ -82,7 +77,7 @@ def _show(name: str, listing: Listing, largest: int, digests: bool) -> None:
     # An index has an object such as the settings of an optimizer in one piece; convert counts what is in it.
     others = "objects of one or more leaves" if "distributed" in about["kind"] else "other leaves"
     console.out(
-        f"{name}: {about['kind']}{step}, {console.amount(about.get('bytes', 0))} in {tensors} tensors and "
+        f"{name}: {about['kind']}{step}, {readable(about.get('bytes', 0))} in {tensors} tensors and "
         f"{len(leaves) - tensors} {others}, {checked}"
     )
     _table(leaves, digests)

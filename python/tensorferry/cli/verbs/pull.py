@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
+from ..._validate import readable
 from ...errors import InvalidArgument, ProtocolError, SystemRefused, TensorferryError
 from ...storage.places import AnyPlace, any_place, begun, is_store_url, local_path
-from .. import exits
-from ..flags import Json, Receiving, Relay, Switch, Trust
-from ..output import console, suffixes
+from .. import console, exits, peers
 
 if TYPE_CHECKING:
     from ..._native import Remote, Server
@@ -31,12 +30,10 @@ def pull(
     output: Annotated[str | None, Parameter(name=["--output", "-o"])] = None,
     into_folder: str | None = None,
     step: int | None = None,
-    force: Switch = False,
-    relay: Relay = None,
-    quiet: Switch = False,
-    json: Json = False,
-    receiving: Receiving = Receiving(),  # noqa: B008 - it is frozen
-    trust: Trust = Trust(),  # noqa: B008
+    timeout: float = peers.TIMEOUT,
+    force: bool = False,
+    quiet: bool = False,
+    json: bool = False,
 ) -> int:
     """Fetches what running transports serve, verified, into a file or a folder.
 
@@ -45,30 +42,27 @@ def pull(
     written is replaced; any other one is not. Into an object store it comes by way of a folder for temporary files, to
     a place where nothing is; after an interruption, it begins again.
 
+    Hosts that pull from one source send each other what they have, unless TENSORFERRY_RELAY=0. The shared secret, TLS
+    and shared memory are the environment's, as for every peer.
+
     Args:
         metadata: what metadata() of a transport or a PeerWriter returned, or `tensorferry serve` printed
         more: the metadata of further sources of the same state, which are fetched from at once
         output: the file, a safetensors file with checksums, or the URL of an object; by default step-N.safetensors
         into_folder: a checkpoint folder, or the URL of a place in an object store, which AsyncCheckpointer.load or, for
-            a PeerWriter's publication, FileReader loads; the ranks of a keeper's job, as `tensorferry-keeper --status`
+            a PeerWriter's publication, FileReader loads; the ranks of a keeper's job, as `tensorferry keeper --status`
             prints them, come into one folder
         step: the step to fetch (default: the one that is served)
+        timeout: seconds after which it fails
         force: replace a file, or the checkpoint in a folder, that is not an earlier pull's
-        relay: where it takes long, send what has come to other hosts that pull from the same source, and take it from
-            them (default: TENSORFERRY_RELAY, or yes)
         quiet: show no progress
         json: print the result as one JSON document
-        receiving: the deadline and the connections
-        trust: what the sources have to prove
     """
-    from ...net.options import wants_relay
-    from ..sources import Peers
-
     if output is not None and into_folder is not None:
         raise InvalidArgument("--output and --into-folder exclude each other")
     given = into_folder if output is None else output
     name = "--into-folder" if output is None else "--output"
-    found = Peers.of([metadata, *more], trust)
+    found = peers.Peers.of([metadata, *more])
     with contextlib.ExitStack() as stack:
         there: AnyPlace | None = None
         target = None
@@ -81,12 +75,9 @@ def pull(
             target = stack.enter_context(scratch_folder(there, file=into_folder is None)) / (there.name or "pulled")
         elif given is not None:
             target = local_path(given, name)
-        if relay and more:
-            raise InvalidArgument("--relay is for one source: what is fetched from several is not relayed")
-        server = _relay_server(trust, stack, bool(relay)) if wants_relay(relay) and not more else None
-        pulled = _Pull(
-            step if step is not None else found.step, receiving, trust, quiet, force, server, resumes=there is None
-        )
+        server = None if more else _relay_server(stack)
+        step = step if step is not None else found.step
+        pulled = _Pull(step, timeout, quiet, force, server, resumes=there is None)
         if found.are_ranks:
             if target is None or into_folder is None:
                 raise InvalidArgument(
@@ -94,7 +85,7 @@ def pull(
                 )
             pulled.ranks(found.urls, target)
         elif target is not None and into_folder is not None:
-            pulled.folder(found.urls, target)
+            pulled.states(found.urls[:1], [found.urls], target)
         else:
             pulled.file(found.urls, target)
         if there is not None and target is not None:
@@ -103,24 +94,20 @@ def pull(
         console.out_json(pulled.result)
     else:
         told = pulled.result
+        relayed = f", {readable(told['relayed'])} from other receivers" if told["relayed"] else ""
         console.out(
-            f"{told['path']}: step {told['step']}, {console.amount(told['bytes'])}, of which "
-            f"{console.amount(told['fetched'])} were fetched in {told['seconds']:.1f} s over {told['lanes']} lanes"
-            + (f", {console.amount(told['relayed'])} from other receivers" if told["relayed"] else "")
+            f"{told['path']}: step {told['step']}, {readable(told['bytes'])}, of which {readable(told['fetched'])} "
+            f"were fetched in {told['seconds']:.1f} s{relayed}"
         )
     return exits.OK
 
 
-def _relay_server(trust: Trust, stack: contextlib.ExitStack, asked: bool) -> Server | None:
+def _relay_server(stack: contextlib.ExitStack) -> Server | None:
     """Starts the server that serves on what comes, until ``stack`` ends; ``None`` without a port: it helps nobody."""
+    from ...net.options import ServerOptions, wants_relay
     from ...net.serve import relaying
-    from ..flags import Serving
 
-    def refused(e: SystemRefused) -> None:
-        if asked:
-            console.note(f"tensorferry: warning: other receivers get nothing from here: {e}")
-
-    return stack.enter_context(relaying(Serving().options(trust), refused))
+    return stack.enter_context(relaying(ServerOptions(), lambda _: None)) if wants_relay(None) else None
 
 
 @dataclass(frozen=True)
@@ -141,8 +128,7 @@ class _Pull:
 
     Args:
         step: the step to fetch, ``None`` for the one that is served
-        receiving: the deadline and the connections
-        trust: what the sources have to prove
+        timeout: seconds for each receive
         quiet: show no progress
         force: replace what is not an earlier pull's
         relay: serves on what has come, if this takes part where receivers send each other what they have
@@ -153,17 +139,9 @@ class _Pull:
     """
 
     def __init__(
-        self,
-        step: int | None,
-        receiving: Receiving,
-        trust: Trust,
-        quiet: bool,
-        force: bool,
-        relay: Server | None,
-        *,
-        resumes: bool,
+        self, step: int | None, timeout: float, quiet: bool, force: bool, relay: Server | None, *, resumes: bool
     ) -> None:
-        self._step, self._receiving, self._trust, self._quiet, self._force = step, receiving, trust, quiet, force
+        self._step, self._timeout, self._quiet, self._force = step, timeout, quiet, force
         self._relay, self._resumes = relay, resumes
         self._began = time.monotonic()
         self.result: dict[str, Any] = {"bytes": 0, "fetched": 0, "relayed": 0, "lanes": 0, "retries": 0}
@@ -175,7 +153,8 @@ class _Pull:
         def begin(remote: Remote, step: int) -> tuple[_Target, Download]:
             path = output if output is not None else Path(f"step-{step}.safetensors")
             target = _Target(path, self._replaced(path))
-            suffixes.warn(path, "safetensors", "convert it with tensorferry convert")
+            if path.suffix in (".pt", ".pth", ".bin"):
+                console.warn(f"{path} will not be what its name says, but a safetensors file")
             return target, Download(remote, partial_of(path, remote, step), step=step)
 
         path, step = self._fetch(urls, begin)
@@ -222,67 +201,52 @@ class _Pull:
                 "replace it with --force"
             )
 
-    def folder(self, urls: list[str], folder: Path) -> None:
-        """Pulls a state into a checkpoint folder as a checkpointer writes it."""
-        from ...storage import commits
-        from ...storage.download import Download
-        from ...storage.folder import INDEX
-        from ...storage.folder_save import FolderSave, SaveId
-
-        self._check_folder(folder)
-        saves: list[FolderSave] = []
-
-        with _removed_unless_committed(folder) as names:
-
-            def begin(remote: Remote, step: int) -> tuple[_Target, Download]:
-                save = SaveId.new(step=step, known=commits.beginnings(folder / INDEX))
-                saves.append(FolderSave(folder, save))
-                names.append(saves[-1].path.name)
-                partial = folder / _partial_name(urls[:1], step)
-                return _Target(local_path(saves[-1].path)), Download(remote, partial, step=step, unique=True)
-
-            _, step = self._fetch(urls, begin)
-            saves[-1].commit(lambda: self._check_folder(folder))
-        self._done(folder, step)
-
     def ranks(self, urls: list[str], folder: Path) -> None:
         """Pulls what several ranks serve, a file for each: a distributed checkpoint, or the state of each rank."""
         from ...storage import reserved
-        from ..sources import open_source
 
         self._check_folder(folder)
-        remote, self._step = open_source(urls[:1], self._step, self._trust, self._receiving)
+        remote, self._step = peers.open_source(urls[:1], self._step, self._timeout)
         with contextlib.closing(remote):
             has_index, has_state = (name in remote.names for name in (reserved.INDEX, reserved.MANIFEST))
         if has_index:
             self._distributed(urls, folder)
         elif has_state:
-            self._states(urls, folder)
+            self.states(urls, [[url] for url in urls], folder)
         else:
             raise ProtocolError("the first rank serves neither an index of a distributed checkpoint nor a state")
 
-    def _states(self, urls: list[str], folder: Path) -> None:
-        """Pulls the state of each rank, as keepers hold them, into a folder as a checkpointer writes it."""
+    def states(self, names: list[str], ranks: list[list[str]], folder: Path) -> None:
+        """Pulls the state of each rank into a folder as a checkpointer writes it.
+
+        Args:
+            names: by which an incomplete file of each rank is called
+            ranks: the sources of each rank
+            folder: the folder
+        """
         from ...storage import commits, reserved
         from ...storage.download import Download
         from ...storage.folder import INDEX
         from ...storage.folder_save import FolderSave, SaveId
 
-        first = SaveId.new(0, len(urls), self._step, commits.beginnings(folder / INDEX))
+        self._check_folder(folder)
         saves: list[FolderSave] = []
-        with _removed_unless_committed(folder) as names:
-            for rank, url in enumerate(urls):
+        with _removed_unless_committed(folder) as written:
+
+            def begin(remote: Remote, step: int) -> tuple[_Target, Download]:
+                rank = len(saves)
+                # The index would not be read if a rank of it had no state.
+                if len(ranks) > 1 and reserved.MANIFEST not in remote.names:
+                    raise ProtocolError(f"rank {rank} serves no state, as the first rank does")
+                first = saves[0].save if saves else SaveId.new(0, len(ranks), step, commits.beginnings(folder / INDEX))
                 saves.append(FolderSave(folder, replace(first, rank=rank)))
-                names.append(saves[-1].path.name)
+                written.append(saves[-1].path.name)
+                partial = folder / _partial_name([names[rank]], step)
+                return _Target(local_path(saves[-1].path)), Download(remote, partial, step=step, unique=True)
 
-                def begin(remote: Remote, step: int, url: str = url) -> tuple[_Target, Download]:
-                    # The index would not be read if a rank of it had no state.
-                    if reserved.MANIFEST not in remote.names:
-                        raise ProtocolError(f"rank {len(saves) - 1} serves no state, as the first rank does")
-                    partial = folder / _partial_name([url], step)
-                    return _Target(local_path(saves[-1].path)), Download(remote, partial, step=step, unique=True)
-
-                self._fetch([url], begin, title=f"rank {rank} of {len(urls)}")
+            for rank, urls in enumerate(ranks):
+                title = f"rank {rank} of {len(ranks)}" if len(ranks) > 1 else ""
+                _, self._step = self._fetch(urls, begin, title=title)
             saves[0].commit(lambda: self._check_folder(folder))
         self._done(folder, self._step)
 
@@ -293,7 +257,7 @@ class _Pull:
         from ...storage.folder import INDEX
         from ...storage.names import new_id
         from ...storage.whole_files import create_folder
-        from ..leaves.distributed import write_index
+        from ..distributed import write_index
 
         save_id, began = new_id(), commits.begin_after(commits.beginnings(folder / INDEX))
         with _removed_unless_committed(folder) as names:
@@ -319,18 +283,15 @@ class _Pull:
 
         Returns the path, with the complete file there, and the step. After an error what has come stays, incomplete.
         """
-        from ..output.progress import Progress
-        from ..sources import open_source
-
         downloads: list[Download] = []
-        with Progress(title or "fetching", quiet=self._quiet) as progress:
+        with console.progress(title or "fetching", quiet=self._quiet) as progress:
 
             def watch(done: int, total: int) -> None:
                 for download in downloads:
                     download.check()
                 progress(done, total)
 
-            remote, step = open_source(urls, self._step, self._trust, self._receiving, watch, self._relay)
+            remote, step = peers.open_source(urls, self._step, self._timeout, watch, self._relay)
             with contextlib.closing(remote):
                 target, download = begin(remote, step)
                 downloads.append(download)

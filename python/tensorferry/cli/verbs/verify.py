@@ -9,9 +9,7 @@ from ...errors import CorruptCheckpoint, InvalidArgument
 from ...storage.objects.place import ObjectPlace
 from ...storage.places import AnyPlace
 from ...storage.whole_files import is_file
-from .. import exits
-from ..flags import Json
-from ..output import console
+from .. import console, exits
 
 #: How many entries are named for each damaged run.
 _NAMED = 8
@@ -22,7 +20,7 @@ _COMMON = "common.pt"
 _WITHOUT = "it has no checksums, so its bytes were not compared; tensorferry convert gives it some"
 
 
-def verify(path: str, /, *, json: Json = False) -> int:
+def verify(path: str, /, *, json: bool = False) -> int:
     """Compares every byte of a checkpoint with its checksums.
 
     Exits with 0 if all bytes match, with 1 if there is nothing that they could be compared with, as in a safetensors
@@ -75,8 +73,9 @@ def _files(place: Any) -> list[tuple[AnyPlace, bool | None]]:
     from ..._native import Stored
     from ...storage import commits
     from ...storage.folder import INDEX
+    from .. import distributed
     from ..intact import files_of_ranks
-    from ..leaves import distributed, shards
+    from ..listing import check_names_of_shard, files_of_shards
     from ..places import CheckpointKind
 
     path: AnyPlace = place.path
@@ -88,9 +87,9 @@ def _files(place: Any) -> list[tuple[AnyPlace, bool | None]]:
         case CheckpointKind.CHECKPOINT:
             return [(file, False) for file in (path / INDEX, *files_of_ranks(path)[1])]
         case CheckpointKind.SHARDS:
-            found = shards.files_of(path)
+            found = files_of_shards(path)
             for file, names in found.items():
-                shards.check_names(file, names, Stored.open(file, checksums=False).names)
+                check_names_of_shard(file, names, Stored.open(file, checksums=False).names)
             return [(file, False) for file in found]
         case CheckpointKind.DISTRIBUTED:
             text, commit = commits.read(path / INDEX)
@@ -99,7 +98,7 @@ def _files(place: Any) -> list[tuple[AnyPlace, bool | None]]:
             distributed.check_entries(path, fields, names)
             return [(path / name, False) for name in (INDEX, *names)]
         case CheckpointKind.TORCH_DISTRIBUTED:
-            from ..leaves import torch_leaves
+            from .. import torch_leaves
 
             torch_leaves.check_files(path)
             return [(path, None)]

@@ -6,27 +6,21 @@ import contextlib
 import re
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .. import _validate
 from .._native import Remote, Server
-from ..errors import (
-    InvalidArgument,
-    SourceChanged,
-    SourceRefused,
-    TensorferryError,
-    UnprovenSource,
-    WrongStep,
-    message_of,
-)
+from ..errors import InvalidArgument, SourceChanged, TensorferryError, UnprovenSource, WrongStep
+from ..net.certificates import wants_tls
 from ..net.metadata import encrypted, hosts_of, is_encrypted, is_stock, join_metadata
+from ..net.options import wants_same_host
+from ..net.secret import shared_secret
 from ..storage import peers
-from .flags import Receiving, Trust
 
+#: Seconds that a receive may take, unless ``--timeout`` says otherwise.
+TIMEOUT = 600.0
 #: A refusal because of the step, by a source that has gone on to another one.
 _SERVED = re.compile(r"serving -?\d{1,19} but got")
-#: A source at the beginning of a message that names it again.
-_NAMED_TWICE = re.compile(r"^(\S{1,300}): ((?:the connection to |cannot connect to )?\1\b)")
 #: Seconds that a source may take to say which step it serves, once it has refused another one.
 _ASKING_S = 5.0
 #: How often a source may go on to another step between two requests.
@@ -38,14 +32,14 @@ def is_metadata(text: str) -> bool:
     return text.startswith(("http://", "https://", f"{peers.SCHEME} "))
 
 
-def refuse_without_peers(texts: Sequence[str], step: int | None, receiving: Receiving, trust: Trust) -> None:
+def refuse_without_peers(texts: Sequence[str], step: int | None, timeout: float) -> None:
     """Refuses the options for peers where none is named.
 
     Raises:
         InvalidArgument: one was given
     """
-    if not any(map(is_metadata, texts)) and (step, receiving, trust) != (None, Receiving(), Trust()):
-        raise InvalidArgument("--step, --timeout, --lanes, --secret-file, --tls and --same-host are for running peers")
+    if not any(map(is_metadata, texts)) and (step, timeout) != (None, TIMEOUT):
+        raise InvalidArgument("--step and --timeout are for running peers")
 
 
 @dataclass(frozen=True)
@@ -63,41 +57,40 @@ class Peers:
     are_ranks: bool = False
 
     @classmethod
-    def of(cls, metadata: Sequence[str], trust: Trust) -> Peers:
+    def of(cls, metadata: Sequence[str]) -> Peers:
         """Returns the peers that arguments of the command line name.
 
         Raises:
             InvalidArgument: they are not the metadata of tensorferry's peers
-            UnprovenSource: ``trust`` asks for encryption, and no source encrypts, or one of the ranks does not
+            UnprovenSource: the environment asks for encryption, and no source encrypts, or one of the ranks does not
         """
         text = " ".join(metadata)
         ranks = peers.parse_publication(text)
         if ranks is not None:
             found = cls(ranks[1], _validate.step_number(ranks[0]), True)
+        elif is_stock(text.strip()):
+            raise InvalidArgument(
+                "this is the metadata of torchft's own transport, which serves no container: receive from it with "
+                "an HTTPTransport of tensorferry"
+            )
         else:
-            if is_stock(text.strip()):
-                raise InvalidArgument(
-                    "this is the metadata of torchft's own transport, which serves no container: receive from it with "
-                    "an HTTPTransport of tensorferry"
-                )
             found = cls(join_metadata(metadata).split())
-        if not trust.insists_on_tls():
+        if not wants_tls(None):
             return found
         # No other rank serves what this one does.
         plain = next((n for n, url in enumerate(found.urls) if found.are_ranks and not is_encrypted(url)), None)
         if plain is not None:
             raise UnprovenSource(
                 f"rank {plain}, at {hosts_of([found.urls[plain]])}, does not encrypt, and with TLS all ranks have to: "
-                "start its source with tls=True, or receive without --tls"
+                "start its source with tls=True, or receive without TENSORFERRY_TLS"
             )
-        return cls(encrypted(found.urls), found.step, found.are_ranks)
+        return replace(found, urls=encrypted(found.urls))
 
 
 def open_source(
     urls: list[str],
     step: int | None,
-    trust: Trust,
-    receiving: Receiving,
+    timeout: float,
     progress: Callable[[int, int], object] | None = None,
     relay: Server | None = None,
 ) -> tuple[Remote, int]:
@@ -106,8 +99,7 @@ def open_source(
     Args:
         urls: the sources
         step: the step to open; ``None`` takes the one that is served
-        trust: what they have to prove
-        receiving: the deadline, of the whole receive, and the number of lanes
+        timeout: seconds for the whole receive
         progress: called with the number of bytes that have arrived and the number of all bytes
         relay: serves on what has come, where the source offers that
 
@@ -115,60 +107,50 @@ def open_source(
         What was opened, for the caller to close, and its step.
 
     Raises:
-        InvalidArgument: ``step``, the lanes or the secret cannot be used
+        InvalidArgument: ``step`` or the secret cannot be used
         SourceChanged: without ``step``, the source has gone on to another one again and again
         TensorferryError: as for ``HTTPTransport.recv_checkpoint``
     """
     if step is not None:
         step = _validate.step_number(step)
-    deadline = time.monotonic() + receiving.timeout
+    deadline = time.monotonic() + timeout
     for _ in range(_ATTEMPTS):
         try:
-            remote = Remote.open(
-                urls,
-                step,
-                timeout=max(deadline - time.monotonic(), 0.0),
-                lanes=receiving.checked_lanes(),
-                same_host=trust.uses_same_host(),
-                progress=progress,
-                secret=trust.secret(),
-                relay=relay,
-            )
+            remote = _open(urls, step, deadline - time.monotonic(), progress, relay)
         except WrongStep as e:
             if step is not None:
-                message = _other_steps(urls, step, trust, deadline)
+                message = _other_steps(urls, step, deadline)
                 raise WrongStep("", e.code, message, e.headers, None) from None
             if not _SERVED.search(str(e)):
                 raise
             # It has gone on between saying which step it serves and the request for that.
             continue
-        except SourceRefused as e:
-            raise SourceRefused.of(e.code, _once_named(e)) from None
-        except TensorferryError as e:
-            raise type(e)(_once_named(e)) from None
         return remote, remote.step
     raise SourceChanged("the source goes on to other steps faster than one can be opened: name one with --step")
 
 
-def _other_steps(urls: list[str], step: int, trust: Trust, deadline: float) -> str:
+def _open(urls: list[str], step: int | None, seconds: float, progress: object = None, relay: object = None) -> Remote:
+    return Remote.open(
+        urls,
+        step,
+        timeout=max(seconds, 0.0),
+        lanes=None,
+        same_host=wants_same_host(None),
+        progress=progress,
+        secret=shared_secret(None),
+        relay=relay,
+    )
+
+
+def _other_steps(urls: list[str], step: int, deadline: float) -> str:
     """Returns the message for a step that no source serves, with those that they do."""
     served: dict[int, None] = {}
     for url in urls:
         with contextlib.suppress(TensorferryError):
-            patience = min(max(deadline - time.monotonic(), 0.0), _ASKING_S)
-            remote = Remote.open(
-                [url], None, timeout=patience, lanes=1, same_host=trust.uses_same_host(), secret=trust.secret()
-            )
+            remote = _open([url], None, min(deadline - time.monotonic(), _ASKING_S))
             served[remote.step] = None
             remote.close()
     if not served:
         return f"step {step} is not served, and no source says which one is"
-    there = f"the source serves step {next(iter(served))}"
-    if len(served) > 1:
-        there = f"the sources serve steps {', '.join(map(str, served))}"
-    return f"step {step} is not served: {there}. Name one that is with --step, or leave --step out"
-
-
-def _once_named(error: TensorferryError) -> str:
-    """Returns the message of an error, in which a source is not named twice."""
-    return _NAMED_TWICE.sub(r"\2", message_of(error))
+    steps = ", ".join(map(str, served))
+    return f"step {step} is not served, but {steps}. Name one that is with --step, or leave --step out"

@@ -1,4 +1,4 @@
-"""What the verbs print: results to standard output, everything else to standard error.
+"""What the verbs print: results to standard output, notes and progress to standard error.
 
 Names of tensors, paths and messages may come from a hostile file or peer. What is printed of them passes through
 :func:`clean` first, or is JSON in ASCII, so that no escape sequence in them reaches the terminal.
@@ -9,14 +9,20 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 import unicodedata
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
+
+from .._validate import readable
 
 #: The longest text of others that is printed in one piece, in characters.
 _LONGEST = 2000
 #: The widest column of a table; a longer cell moves what is right of it.
 _WIDEST = 120
+#: Seconds between two lines about progress where there is no terminal.
+_EVERY_S = 5.0
 #: Unicode categories of characters that control a terminal, or change how the text around them is shown.
 _CONTROLS = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
 
@@ -46,6 +52,11 @@ def out(text: object = "") -> None:
 def note(text: object) -> None:
     """Prints one line that is not part of the result: progress, warnings, errors."""
     _tell(clean(text))
+
+
+def warn(text: object) -> None:
+    """Prints a warning."""
+    note(f"tensorferry: warning: {text}")
 
 
 def note_json(fields: Any) -> None:
@@ -80,14 +91,54 @@ def out_table(heads: Sequence[str], rows: Iterable[Sequence[object]], right: Ite
         print("  ".join(aligned).rstrip(), file=sys.stdout)
 
 
-def amount(nbytes: float) -> str:
-    """Returns a number of bytes for people, in decimal units as disks and networks have them: ``"1.5 GB"``."""
-    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if nbytes >= size:
-            return f"{nbytes / size:.1f} {unit}"
-    return f"{nbytes:.0f} B"
+def is_terminal(stream: Any) -> bool:
+    """Whether a stream is a terminal that can redraw what it shows."""
+    return bool(stream.isatty()) and os.environ.get("TERM", "dumb") != "dumb"
 
 
-def is_terminal() -> bool:
-    """Whether standard error is a terminal that can redraw a line."""
-    return sys.stderr.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+@contextmanager
+def progress(title: str, *, quiet: bool = False) -> Iterator[Callable[[int, int], None]]:
+    """Yields what shows how many bytes of how many are here: by a bar on a terminal, by a line now and then elsewhere.
+
+    Args:
+        title: what is received
+        quiet: show nothing
+    """
+    if quiet:
+        yield lambda *_: None
+    elif is_terminal(sys.stderr):
+        from rich.console import Console
+        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+        from rich.progress import TransferSpeedColumn as Speed
+
+        text = TextColumn("{task.description}", markup=False)
+        with Progress(
+            text,
+            BarColumn(),
+            DownloadColumn(),
+            Speed(),
+            TimeRemainingColumn(),
+            console=Console(stderr=True),
+            transient=True,
+        ) as bar:
+            task = bar.add_task(clean(title), total=None)
+            yield lambda done, total: bar.update(task, completed=done, total=total)
+    else:
+        yield _lines(title)
+
+
+def _lines(title: str) -> Callable[[int, int], None]:
+    began = last = time.monotonic()
+    first: int | None = None
+
+    def show(done: int, total: int) -> None:
+        nonlocal first, last
+        now = time.monotonic()
+        first = done if first is None else first
+        if now - last >= _EVERY_S:
+            last, rate = now, (done - first) / (now - began)
+            left = f", {(total - done) / rate:.0f} s left" if rate > 0 else ""
+            share = f"{100 * done / max(total, 1):.0f} %, {readable(done)} of {readable(total)}"
+            note(f"{title}: {share}, {readable(rate)}/s{left}")
+
+    return show

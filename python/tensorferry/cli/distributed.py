@@ -9,16 +9,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..._native import Stored, Table, _file_entries, _file_entry_digests, _file_header
-from ...errors import CorruptCheckpoint, IncompleteCheckpoint, ProtocolError
-from ...storage import commits, reserved
-from ...storage.container import Container
-from ...storage.folder import INDEX
-from ...storage.names import checked_files as checked_names
-from ...storage.names import new_id
-from ...storage.peers import container_name
-from ...storage.places import AnyPlace
-from ...storage.whole_files import is_file
+from .._native import Stored, Table, _file_entries, _file_entry_digests, _file_header
+from ..errors import CorruptCheckpoint, IncompleteCheckpoint, ProtocolError
+from ..storage import commits, reserved
+from ..storage.container import Container
+from ..storage.folder import INDEX
+from ..storage.names import checked_files as checked_names
+from ..storage.names import new_id
+from ..storage.peers import container_name
+from ..storage.places import AnyPlace
+from ..storage.whole_files import is_file
 from .leaf import TORCH_NAMES, Listing, nbytes
 
 #: As ``dcp/save_plan.py`` has it.
@@ -155,7 +155,7 @@ def write_index(
         ProtocolError: the first rank has no index, its index names other peers, or it contradicts the files
         Exception: what ``check`` raises
     """
-    from ...dcp import marker
+    from ..dcp import marker
 
     files = list(names.values())
     (text,) = _file_entries(folder / files[0], [reserved.INDEX])

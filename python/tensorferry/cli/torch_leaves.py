@@ -9,18 +9,17 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
-from ..._gc import gc_paused
-from ...dcp import torch_folder
-from ...dcp.marker import NAME
-from ...dcp.torch_folder import TorchFolderSource, with_stand_ins
-from ...errors import InvalidArgument
-from ...pickles import torch_archives
-from ...pickles.allowlist import Allowed
-from ...pickles.globals.kinds import Unlisted
-from ...state import tree
-from ...storage.places import AnyPlace
-from ..places import CheckpointKind, Place
+from .._gc import gc_paused
+from ..dcp import torch_folder
+from ..dcp.marker import NAME
+from ..dcp.torch_folder import TorchFolderSource, with_stand_ins
+from ..errors import InvalidArgument
+from ..pickles.allowlist import Allowed
+from ..pickles.globals.kinds import Unlisted
+from ..state import tree
+from ..storage.places import AnyPlace
 from .leaf import Leaf, Listing, UniqueNames, walk
+from .places import CheckpointKind, Place
 
 
 def list_place(place: Place, *, digests: bool) -> Listing:
@@ -36,25 +35,23 @@ def list_place(place: Place, *, digests: bool) -> Listing:
         raise InvalidArgument(f"{place.text} has no digests: convert it, or compare it with tensorferry diff")
     if place.layout is CheckpointKind.TORCH_DISTRIBUTED:
         return _list_folder(place.path)
-    from ..copying import local
+    from .copying import local
 
     with local(place, verify=False) as here:
         return _list_archive(here.path, digests=digests)
 
 
 def _list_archive(path: Path, *, digests: bool) -> Listing:
-    """Lists a ``torch.save`` file; without ``digests``, of its storages only the indices of sparse tensors are read."""
-    from ..mapped_states import state_of_archive
+    from .states import state_of_archive
 
-    allowed = Allowed().sparing()
-    state = torch_archives.load_file(path, allowed, _here) if digests else state_of_archive(path, allowed=allowed)
-    leaves = list(leaves_of(state, digests=digests))
-    about: dict[str, Any] = {
-        "kind": CheckpointKind.ARCHIVE.value,
-        "file_bytes": path.stat().st_size,
-        "checksums": False,
-    }
-    return Listing({**about, "bytes": sum(leaf.bytes for leaf in leaves)}, leaves)
+    leaves = leaves_of(state_of_archive(path, allowed=Allowed().sparing()), digests=digests)
+    return _listing(CheckpointKind.ARCHIVE, leaves, file_bytes=path.stat().st_size)
+
+
+def _listing(kind: CheckpointKind, leaves: list[Leaf], **about: int) -> Listing:
+    return Listing(
+        {"kind": kind.value, "checksums": False, "bytes": sum(leaf.bytes for leaf in leaves), **about}, leaves
+    )
 
 
 def leaves_of(state: Any, *, digests: bool) -> list[Leaf]:
@@ -93,11 +90,6 @@ def values_of(state: Any) -> dict[str, Any]:
     return found
 
 
-def _here(storage: torch.UntypedStorage, _: str) -> torch.UntypedStorage:
-    """The ``map_location`` that leaves storages where they are."""
-    return storage
-
-
 def check_files(folder: AnyPlace) -> None:
     """Checks that a distributed checkpoint of torch has the files that its index names, and all bytes of them.
 
@@ -131,9 +123,4 @@ def _list_folder(folder: Path) -> Listing:
         kind = "sharded" if len(chunks) > 1 else "tensor"
         nbytes = about.size.numel() * dtype.itemsize
         leaves.append(Leaf(fqn, kind, str(dtype).removeprefix("torch."), shape, nbytes, notes))
-    about = {
-        "kind": CheckpointKind.TORCH_DISTRIBUTED.value,
-        "checksums": False,
-        "bytes": sum(leaf.bytes for leaf in leaves),
-    }
-    return Listing(about, leaves)
+    return _listing(CheckpointKind.TORCH_DISTRIBUTED, leaves)

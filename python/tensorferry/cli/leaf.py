@@ -9,11 +9,11 @@ from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ..._native import Entries, Remote, Stored, _dtypes, _file_entry_digests
-from ...errors import ProtocolError
-from ...state.grammar import children
-from ...storage import foreign, reserved
-from ...storage.places import AnyPlace
+from .._native import Entries, Remote, Stored, _dtypes, _file_entry_digests
+from ..errors import ProtocolError
+from ..state.grammar import children
+from ..storage import foreign, reserved
+from ..storage.places import AnyPlace
 
 #: torch's names of the dtypes of a container.
 TORCH_NAMES = {name: torch_name for name, torch_name in _dtypes() if torch_name}
@@ -124,45 +124,9 @@ def _list_container(
         by_name = {name: f"{digest:016x}" for name, digest in zip(names, entry_digests, strict=True)}
         of_path = {names[number]: by_name[names[number]] for number in plain}
         leaves = [replace(leaf, digest=of_path.get(leaf.path)) if leaf.kind == "tensor" else leaf for leaf in leaves]
-        if manifest is not None:
-            leaves = _with_digests_of_parts(leaves, fields, entry_digests, container.sizes)
         shown = {names[number] for number in plain} | {reserved.DIGESTS}
         hidden = {name: digest for name, digest in by_name.items() if name not in shown}
     return Listing(about, leaves, tree, hidden)
-
-
-def _with_digests_of_parts(leaves: list[Leaf], fields: dict[str, Any], digests: list[int], sizes: Any) -> list[Leaf]:
-    """Returns ``leaves`` with the digests of those parts of tensors that are all of their memory, in order.
-
-    A part is one entry of the container then; that of another has elements of others between its own.
-    """
-    shards, storages = fields.get("shards") or {}, fields.get("storages") or []
-    found = []
-    for leaf in leaves:
-        shard = shards.get(leaf.path) if leaf.part else None
-        if isinstance(shard, dict) and not shard.get("storage_offset") and _is_in_order(shard):
-            number = shard.get("storage")
-            match storages[number] if type(number) is int and 0 <= number < len(storages) else None:
-                case [_, [[int(entry), 0]]] if 0 <= entry < len(sizes) and sizes[entry] == _part_bytes(leaf, shard):
-                    leaf = replace(leaf, digest=f"{digests[entry]:016x}")
-        found.append(leaf)
-    return found
-
-
-def _is_in_order(shard: dict[str, Any]) -> bool:
-    """Whether the elements of a part lie one behind the other."""
-    shape, stride, step = shard.get("shape"), shard.get("stride"), 1
-    if not isinstance(shape, list) or not isinstance(stride, list) or len(shape) != len(stride):
-        return False
-    for length, there in zip(reversed(shape), reversed(stride), strict=True):
-        if type(length) is not int or (length != 1 and there != step):
-            return False
-        step *= length
-    return True
-
-
-def _part_bytes(leaf: Leaf, shard: dict[str, Any]) -> int:
-    return nbytes(leaf.dtype, tuple(shard["shape"]))
 
 
 def _parsed_json(text: str | bytes) -> Any:
@@ -214,7 +178,9 @@ def _of_state(plain: list[Leaf], fields: dict[str, Any], tree: Any) -> Iterator[
         part = ""
         if isinstance(shard := shards.get(path), dict):
             those = [one for one in shard.get("parts", [shard]) if isinstance(one, dict) and "shape" in one]
-            part = ", ".join(f"shard at {one.get('offsets')} of {one['shape']}" for one in those) or "no shard"
+            part = (
+                ", ".join(f"this rank has {one['shape']} at {one.get('offsets')}" for one in those) or "no part of it"
+            )
             notes.append(part)
         yield Leaf(path, "view", dtype, shape, nbytes(dtype, shape), notes, part=part)
 

@@ -25,17 +25,41 @@ from .._gc import gc_paused
 from .._native import FilePages, Stored, _check_machine_has
 from ..dcp.failures import own_errors
 from ..dcp.file_reader import FileReader
-from ..dcp.reader import SliceReader
-from ..errors import ProtocolError, SystemRefused, UnsupportedLeaf
+from ..errors import InvalidArgument, ProtocolError, SystemRefused, UnsupportedLeaf
 from ..memory.tensors import DTYPES, QUANTISED, over
 from ..pickles import torch_archives
 from ..pickles.allowlist import Allowed
+from ..state import tree
 from ..state.build import StateBuilder
+from ..state.local_parts import is_spread
 from ..state.manifest import Manifest
 from ..storage.reserved import DIGESTS
-from . import numbers
-from .leaves import shards
+from .listing import check_names_of_shard, files_of_shards
 from .mapped import Mapping, check_foreign
+from .places import CheckpointKind, Place
+from .values import whole_of, without_groups
+
+
+def state_in(place: Place, pages: list[FilePages] | None = None, allowed: Allowed | None = None) -> Any:
+    """Returns the state in a file, a model in several files, or a distributed checkpoint; raises as what reads it.
+
+    Args:
+        place: the checkpoint, on this machine
+        pages: gets the pages in which the tensors lie
+        allowed: the globals that its pickle may name
+    """
+    match place.layout:
+        case CheckpointKind.CONTAINER:
+            with without_groups():
+                return state_of_container(place.path, pages, allowed)
+        case CheckpointKind.ARCHIVE:
+            return state_of_archive(place.path, pages, allowed)
+        case CheckpointKind.SHARDS:
+            return state_of_shards(place.path, pages)
+        case CheckpointKind.MEGATRON:
+            raise InvalidArgument(f"{place.text} is a checkpoint of Megatron's backend zarr: convert it first")
+        case _:
+            return state_of_distributed(place.path)
 
 
 def state_of_container(path: Path, pages: list[FilePages] | None = None, allowed: Allowed | None = None) -> Any:
@@ -96,9 +120,9 @@ def state_of_shards(folder: Path, pages: list[FilePages] | None = None) -> dict[
         TensorferryError: a file is missing, or cannot be read
     """
     found: dict[str, Any] = {}
-    for path, names in shards.files_of(folder).items():
+    for path, names in files_of_shards(folder).items():
         state = state_of_container(path, pages)
-        shards.check_names(path, names, list(state))
+        check_names_of_shard(path, names, list(state))
         found |= {name: state[name] for name in names}
     return found
 
@@ -129,14 +153,14 @@ def state_of_archive(path: Path, pages: list[FilePages] | None = None, allowed: 
 
 
 def state_of_distributed(
-    checkpoint: Path | SliceReader, scratch: Path | None = None, only: str | None = None, *, objects: bool = True
+    folder: Path, scratch: Path | None = None, only: str | None = None, *, objects: bool = True
 ) -> Any:
     """Returns the state of a distributed checkpoint, of this package or of torch.
 
-    Keys of an optimizer's state that are numbers as text become integers, as :func:`numbers.restore` says.
+    Keys of an optimizer's state that are numbers as text become integers, where the groups of its parameters list them.
 
     Args:
-        checkpoint: its folder, or what reads it
+        folder: its folder
         scratch: a folder in whose file system the tensors lie, in a file without a name; ``None`` takes memory
         only: the part that is read, its keys joined with dots, where there is one; ``None`` reads all
         objects: whether what is not a tensor is read as well; without, there is ``None`` in its place
@@ -148,14 +172,14 @@ def state_of_distributed(
     """
     state: dict[str, Any] = {}
     planner = _Planner(scratch, only, objects)
-    reader = FileReader(checkpoint) if isinstance(checkpoint, Path) else checkpoint
+    reader = FileReader(folder)
     # Read here first: torch logs an error of the index with a traceback, and looks for another index then.
     reader.read_metadata()
     with typed_errors():
         dcp.state_dict_loader._load_state_dict(state, storage_reader=reader, planner=planner, no_dist=True)
     for path in planner.left_out:
         set_element(state, path, None)
-    numbers.restore(state)
+    _restore_numbers(state)
     return state
 
 
@@ -259,3 +283,50 @@ class _Planner(DefaultLoadPlanner):  # type: ignore[misc]  # mypy does not follo
                 return mmap.mmap(file.fileno(), nbytes)
         except (OSError, OverflowError) as e:
             raise SystemRefused(f"{self._scratch}: there is no room for {nbytes} bytes of tensors: {e}") from e
+
+
+def _restore_numbers(state: Any) -> None:
+    """Makes integers of the keys of each optimizer's state, in place, if its parameter groups list all of them so.
+
+    ``torch.distributed.checkpoint`` has keys as text, and keeps no note of which were integers.
+    """
+    left = [state]
+    while left:
+        node = left.pop()
+        if not isinstance(node, dict | list | tuple):
+            continue
+        left += node.values() if isinstance(node, dict) else node
+        if not isinstance(node, dict):
+            continue
+        of_parameters, groups = node.get("state"), node.get("param_groups")
+        if isinstance(of_parameters, dict) and isinstance(groups, list | tuple):
+            listed = {str(number): number for group in groups for number in _parameters(group)}
+            if of_parameters and of_parameters.keys() <= listed.keys():
+                restored = {listed[key]: value for key, value in of_parameters.items()}
+                of_parameters.clear()
+                of_parameters.update(restored)
+
+
+def _parameters(group: Any) -> list[int]:
+    listed = group.get("params") if isinstance(group, dict) else None
+    return [number for number in listed if type(number) is int] if isinstance(listed, list | tuple) else []
+
+
+def without_ranks(state: Any, place: str) -> Any:
+    """Returns ``state`` with a plain tensor in place of each DTensor or ShardedTensor that is whole in one part.
+
+    Raises:
+        UnsupportedLeaf: one is not whole, or is whole in several parts only
+    """
+    flat = tree.flatten(state)
+    for number, (value, path) in enumerate(zip(flat.objects, flat.object_paths, strict=True)):
+        if is_spread(value):
+            whole = whole_of(value)
+            if is_spread(whole):
+                raise UnsupportedLeaf(
+                    f"{place}: {path} is a part of a tensor that is spread over ranks, {list(value.size())} in all, "
+                    "and the other parts are not there: convert a checkpoint that has those of all ranks, or keep the "
+                    "format with --to tensorferry"
+                )
+            flat.objects[number] = whole.detach()
+    return tree.unflatten(flat.tree, flat.plain, flat.objects)
