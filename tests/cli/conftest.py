@@ -38,8 +38,8 @@ def publish() -> Iterator[Callable[..., str]]:
     """Publishes a state on this host; returns the metadata."""
     opened = []
 
-    def publish_state(state: Any, step: int = 5, **options: Any) -> str:
-        transport = HTTPTransport(TIMEOUT, interface="127.0.0.1", **options)
+    def publish_state(state: Any, step: int = 5, same_host: bool = False, **options: Any) -> str:
+        transport = HTTPTransport(TIMEOUT, interface="127.0.0.1", same_host=same_host, **options)
         opened.append(transport)
         transport.send_checkpoint([1], step, state, TIMEOUT)
         return transport.metadata()

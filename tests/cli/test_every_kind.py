@@ -12,11 +12,11 @@ from commands import TIMEOUT
 from kinds import FORMATS, KINDS, check, convert, written
 from tensorferry import HTTPTransport
 from tensorferry.checkpointing import SyncCheckpointer, latest_checkpoint, load_file
-from tensorferry.cli.flags import Serving, Trust
 from tensorferry.cli.places import CheckpointKind, find
-from tensorferry.cli.verbs.serve import Publisher, publishers
+from tensorferry.cli.verbs.serve import Publisher, publishers, serve
 from tensorferry.dcp import FileReader, PeerReader
-from tensorferry.errors import TensorferryError
+from tensorferry.errors import InvalidArgument, TensorferryError
+from tensorferry.net.options import ServerOptions
 from tensorferry.net.serve import start
 
 if TYPE_CHECKING:
@@ -52,14 +52,20 @@ def test_verbs(name: str, with_notes: bool, run: Callable[..., Any], tmp_path: P
 @pytest.mark.parametrize("name", KINDS)
 def test_serve(name: str, tmp_path: Path) -> None:
     kind, path = KINDS[name], written(KINDS[name], tmp_path, with_notes=False)
-    server, host = start(30.0, Serving(interface="127.0.0.1").options(Trust()))
+    if kind.refused is not None:
+        with pytest.raises(TensorferryError, match=kind.refused[1]):
+            serve(str(path), interface="127.0.0.1")
+        return
+    place = find(str(path))
+    publish = publishers().get(place.layout if place.layout is CheckpointKind.DISTRIBUTED else place.kind)
+    if publish is None:
+        with pytest.raises(InvalidArgument, match="convert"):
+            serve(str(path), interface="127.0.0.1")
+        return
+    server, host = start(30.0, ServerOptions(interface="127.0.0.1"))
     publisher = Publisher(server, host, 3, False)
     try:
-        if kind.refused is not None or name == "torch_dist":
-            with pytest.raises(TensorferryError, match=kind.refused[1] if kind.refused else "convert"):
-                _publish(publisher, path)
-            return
-        [metadata] = _publish(publisher, path)
+        [metadata] = publish(publisher, place.path)["metadata"]
         state = {key: torch.zeros_like(value) for key, value in _tensors(kind.state).items()}
         if metadata.startswith("http"):
             with HTTPTransport(TIMEOUT, interface="127.0.0.1") as receiver:
@@ -70,12 +76,6 @@ def test_serve(name: str, tmp_path: Path) -> None:
             assert torch.equal(state[key].view(torch.int32), value.view(torch.int32)), key
     finally:
         server.shutdown(5.0)
-
-
-def _publish(publisher: Publisher, path: Path) -> list[str]:
-    place = find(str(path))
-    kind = place.layout if place.layout is CheckpointKind.DISTRIBUTED else place.kind
-    return list(publishers()[kind](publisher, place.path)["metadata"])
 
 
 def _tensors(state: dict[str, Any], prefix: str = "") -> dict[str, torch.Tensor]:

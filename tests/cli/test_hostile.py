@@ -52,14 +52,6 @@ def in_a_process(*arguments: object, **options: Any) -> subprocess.CompletedProc
     return forked.run(command, timeout=110, **{"capture_output": True, **options})
 
 
-@pytest.mark.nightly
-def test_tensors_without_memory_do_not_end_the_process(tmp_path: Path) -> None:
-    torch.save({"m": torch.empty(3, device="meta")}, tmp_path / "meta.pt")
-    for arguments in (["inspect", "--digests"], ["diff", tmp_path / "meta.pt"]):
-        told = in_a_process(*arguments, tmp_path / "meta.pt")
-        assert told.returncode == exits.OK, told.stderr
-
-
 @pytest.mark.parametrize("to", ["safetensors", "dcp", "torch-dcp"])
 @pytest.mark.parametrize("kind", ["meta", "quantized"])
 def test_leaves_that_a_format_cannot_hold_are_refused_by_name(
@@ -68,7 +60,7 @@ def test_leaves_that_a_format_cannot_hold_are_refused_by_name(
     leaf = torch.empty(3, device="meta") if kind == "meta" else quantized()
     torch.save({"outer": {"leaf": leaf}}, tmp_path / "state.pt")
     told = run("convert", tmp_path / "state.pt", tmp_path / "out", "--to", to)
-    assert told.status == 8
+    assert told.status == exits.UNREADABLE
     assert "outer.leaf" in told.err
     assert not (tmp_path / "out").exists()
 
@@ -80,7 +72,7 @@ def test_quantized_tensors_of_a_distributed_checkpoint_do_not_end_the_process(tm
 
     dcp.save({"q": quantized()}, checkpoint_id=tmp_path / "dcp", no_dist=True)
     told = in_a_process("convert", tmp_path / "dcp", tmp_path / "out.pt")
-    assert told.returncode == 8, told.stderr
+    assert told.returncode == exits.UNREADABLE, told.stderr
     assert b"q is of torch.quint8" in told.stderr
 
 
@@ -101,9 +93,9 @@ def test_sparse_and_quantized_tensors_equal_themselves_only(run: Callable[..., A
 
 def test_a_view_larger_than_the_machine_is_refused(run: Callable[..., Any], tmp_path: Path) -> None:
     torch.save({"x": torch.ones(1).expand(2**46)}, tmp_path / "huge.pt")
-    assert run("diff", tmp_path / "huge.pt", tmp_path / "huge.pt").status == 14
+    assert run("diff", tmp_path / "huge.pt", tmp_path / "huge.pt").status == exits.UNAVAILABLE
     told = run("convert", tmp_path / "huge.pt", tmp_path / "out", "--to", "safetensors")
-    assert told.status == 14
+    assert told.status == exits.UNAVAILABLE
     assert not (tmp_path / "out").exists()
 
 
@@ -112,14 +104,8 @@ def test_too_many_dimensions_are_refused_by_name(run: Callable[..., Any], tmp_pa
     header = {"deep": {"dtype": "U8", "shape": [1] * 300, "data_offsets": [0, 1]}}
     path = header_file(tmp_path / "a.safetensors", header, b"x")
     told = run(verb, path, *([tmp_path / "out.pt"] if verb == "convert" else []))
-    assert told.status == 8
+    assert told.status == exits.UNREADABLE
     assert "deep has 300 dimensions" in told.err
-
-
-def test_a_folder_without_a_checkpoint_is_not_said_to_be_missing(run: Callable[..., Any], tmp_path: Path) -> None:
-    told = run("inspect", tmp_path)
-    assert told.status == 3
-    assert "holds no checkpoint" in told.err
 
 
 def test_pull_does_not_replace_what_is_no_file(run: Callable[..., Any], publish: Any, tmp_path: Path) -> None:
@@ -146,30 +132,16 @@ def test_outputs_that_are_closed_full_or_ascii(tmp_path: Path) -> None:
     assert subprocess.run(["sh", "-c", closed], timeout=110, check=False).returncode == exits.OK
     with open("/dev/full", "wb") as full:
         told = in_a_process("inspect", path, capture_output=False, stdout=full, stderr=subprocess.PIPE)
-    assert told.returncode == 14
+    assert told.returncode == exits.UNAVAILABLE
     assert b"No space left on device" in told.stderr
     assert b"please report" not in told.stderr
-
-
-RARE = {"F8_E8M0": torch.float8_e8m0fnu, "F8_E4M3FNUZ": torch.float8_e4m3fnuz, "F8_E5M2FNUZ": torch.float8_e5m2fnuz}
-
-
-@pytest.mark.parametrize("dtype", RARE)
-def test_the_rare_kinds_of_float8_are_converted(run: Callable[..., Any], tmp_path: Path, dtype: str) -> None:
-    path = header_file(tmp_path / "a.safetensors", {"e": {"dtype": dtype, "shape": [2], "data_offsets": [0, 2]}}, b"@A")
-    expected = torch.tensor([0x40, 0x41], dtype=torch.uint8).view(RARE[dtype])
-    assert run("convert", path, tmp_path / "a.pt").status == exits.OK
-    assert torch.equal(torch.load(tmp_path / "a.pt")["e"].view(torch.uint8), expected.view(torch.uint8))
-    assert run("convert", tmp_path / "a.pt", tmp_path / "b", "--to", "safetensors").status == exits.OK
-    assert run("diff", path, tmp_path / "b").status == exits.OK
-    assert dtype.encode() in (tmp_path / "b").read_bytes()
 
 
 @pytest.mark.parametrize("to", ["dcp", "torch-dcp"])
 def test_leaves_that_would_have_one_name_are_refused(run: Callable[..., Any], tmp_path: Path, to: str) -> None:
     torch.save({"a.b": torch.ones(1), "a": {"b": torch.ones(2)}}, tmp_path / "a.pt")
     told = run("convert", tmp_path / "a.pt", tmp_path / "out", "--to", to)
-    assert (told.status, os.listdir(tmp_path)) == (8, ["a.pt"])
+    assert (told.status, os.listdir(tmp_path)) == (exits.UNREADABLE, ["a.pt"])
     assert "a.b" in told.err
 
 
@@ -182,12 +154,3 @@ def test_pull_does_not_write_through_a_hard_link(run: Callable[..., Any], publis
     assert told.status == exits.USAGE, told.err
     assert "has another name" in told.err
     assert (tmp_path / "precious").read_text() == "kept"
-
-
-@pytest.mark.parametrize("path", ["", f"{'0' * 32}/checkpoint/"])
-def test_an_error_names_no_step_that_nobody_asked_for(run: Callable[..., Any], path: str) -> None:
-    told = run("inspect", f"http://127.0.0.1:1/{path}", "--timeout", "2")
-    assert told.status == 9
-    assert "-9223372036854775808" not in told.err
-    assert "urlopen" not in told.err
-    assert "cannot connect to 127.0.0.1:1" in told.err

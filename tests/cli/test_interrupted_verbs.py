@@ -22,27 +22,26 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-pytestmark = [pytest.mark.beyond_torchft, pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.beyond_torchft, pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(180)]
 
 #: Large enough that a verb is still reading it when the signal comes, and without blocks on the disk.
 NBYTES = 1 << 30
 LINE = "tensorferry: interrupted: ended by Ctrl-C"
 
-#: The verbs by what they wait for or work at when they are interrupted, and the names that must not be there.
-ON_A_SOURCE = {
-    "pull": (["pull", "SOURCE", "-o", "out.safetensors"], "out.safetensors"),
-    "pull of ranks": (["pull", "tensorferry-dcp/1 1 SOURCE SOURCE", "--into-folder", "out"], "out/index.safetensors"),
-    "inspect": (["inspect", "SOURCE"], None),
-    "diff": (["diff", "SOURCE", "large.safetensors"], None),
-    # Without the rates, which it would measure for a minute on a busy machine before it asks the source.
-    "doctor": (["doctor", "--quick", "SOURCE"], None),
-}
-ON_A_FILE = {
-    "verify": (["verify", "large.safetensors"], None),
-    "inspect of a file": (["inspect", "large.safetensors", "--digests"], None),
-    "diff of files": (["diff", "large.safetensors", "other.safetensors"], None),
-    "convert": (["convert", "large.safetensors", "out.pt"], "out.pt"),
-}
+#: What verbs work at when they are interrupted: a silent source in place of SOURCE, a silent store, or the file.
+CASES = [
+    "pull SOURCE -o out",
+    "convert large.safetensors out.pt",
+    "pull tensorferry-dcp/1_1_SOURCE_SOURCE --into-folder out",
+    "inspect SOURCE",
+    "diff SOURCE large.safetensors",
+    "doctor SOURCE",
+    "copy large.safetensors s3://bucket/out",
+    "verify large.safetensors",
+    "inspect large.safetensors --digests",
+    "diff large.safetensors other.safetensors",
+    "bench --size 16M --rounds 1000",
+]
 
 
 @pytest.fixture(scope="module")
@@ -86,51 +85,29 @@ def has_open(process: subprocess.Popen[str], wanted: Callable[[str], bool]) -> b
     return any(map(wanted, links + mapped))
 
 
-@pytest.mark.process
-@pytest.mark.parametrize("verb", mostly_at_night(ON_A_SOURCE, by_day=2))
-def test_a_verb_that_waits_for_a_source(verb: str, folder: Path) -> None:
-    arguments, output = ON_A_SOURCE[verb]
+@pytest.mark.parametrize("line", mostly_at_night(CASES, by_day=2))
+def test_a_verb_at_work(line: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asks = "SOURCE" in line or "s3:" in line
     with socket.create_server(("127.0.0.1", 0)) as silent:
         silent.settimeout(60)
-        source = f"http://127.0.0.1:{silent.getsockname()[1]}/x/checkpoint/"
-        with command(*(one.replace("SOURCE", source) for one in arguments), cwd=folder) as process:
-            connection, _ = silent.accept()
-            with connection:
-                assert interrupted(process) == [LINE]
-    assert output is None or not (folder / output).exists()
-
-
-@pytest.mark.process
-@pytest.mark.parametrize("verb", mostly_at_night(ON_A_FILE, by_day=2))
-def test_a_verb_that_works_at_a_file(verb: str, folder: Path) -> None:
-    arguments, output = ON_A_FILE[verb]
-    with command(*arguments, cwd=folder) as process:
-        until(lambda: has_open(process, lambda name: name.endswith("large.safetensors")), process)
-        lines = interrupted(process)
+        host = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        for name, value in (("ENDPOINT_URL", host), ("ACCESS_KEY_ID", "x"), ("SECRET_ACCESS_KEY", "x")):
+            monkeypatch.setenv(f"AWS_{name}", value)
+        given = [part.replace("SOURCE", f"{host}/x/checkpoint/").replace("_", " ") for part in line.split()]
+        with command(*given, cwd=folder) as process:
+            if asks:
+                connection, _ = silent.accept()
+                with connection:
+                    lines = interrupted(process)
+            else:
+                until(
+                    lambda: has_open(process, lambda name: name.endswith("large.safetensors") or "socket:" in name),
+                    process,
+                )
+                lines = interrupted(process)
     assert lines[-1] == LINE
     assert sum("interrupted" in line for line in lines) == 1
-    assert output is None or not (folder / output).exists()
-
-
-@pytest.mark.process
-def test_a_copy_that_waits_for_a_store(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("obstore", reason="the extra objects is not installed")
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        silent.settimeout(60)
-        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{silent.getsockname()[1]}")
-        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_REGION"):
-            monkeypatch.setenv(name, "x")
-        with command("copy", "large.safetensors", "s3://bucket/out.safetensors", cwd=folder) as process:
-            connection, _ = silent.accept()
-            with connection:
-                assert interrupted(process) == [LINE]
-
-
-@pytest.mark.nightly
-def test_bench(folder: Path) -> None:
-    with command("bench", "--size", "16M", "--rounds", "1000", cwd=folder) as process:
-        until(lambda: has_open(process, lambda name: name.startswith("socket:")), process)
-        assert interrupted(process)[-1] == LINE
+    assert sorted(os.listdir(folder)) == ["large.safetensors", "other.safetensors"]
 
 
 @pytest.mark.nightly
@@ -146,7 +123,6 @@ def test_serve_and_top_have_no_other_end(folder: Path) -> None:
         assert len(interrupted(serving, exits.OK)) == 1  # that it serves
 
 
-@pytest.mark.process
 def test_an_interrupt_while_the_command_is_being_imported() -> None:
     program = (
         "import builtins, sys, tensorferry.cli as cli\n"
@@ -162,8 +138,5 @@ def test_an_interrupt_while_the_command_is_being_imported() -> None:
 
 
 def test_every_verb_is_among_these() -> None:
-    tried = {arguments[0] for arguments, _ in (*ON_A_SOURCE.values(), *ON_A_FILE.values())} | {
-        *("bench", "copy", "serve", "top")
-    }
-    # Completion prints a text, and is done.
-    assert tried == set(app.VERBS) - {"completion"}
+    # The keeper has its own tests.
+    assert {line.split()[0] for line in CASES} | {"serve", "top", "keeper"} == set(app.VERBS)

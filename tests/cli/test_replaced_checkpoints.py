@@ -12,8 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from tensorferry.checkpointing import SyncCheckpointer
-from tensorferry.cli import exits, intact, places
-from tensorferry.cli.leaves import comparison, distributed, listing
+from tensorferry.cli import distributed, exits, intact, listing, places
 from tensorferry.dcp import FileWriter
 from tensorferry.errors import IncompleteCheckpoint, SourceChanged, SystemRefused
 from tensorferry.storage import folder as folders
@@ -61,7 +60,7 @@ def before(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[int]]:
 
 
 #: The modules behind the verbs of the same names.
-verify, serve = (import_module(f"tensorferry.cli.verbs.{verb}") for verb in ("verify", "serve"))
+verify, serve, diff = (import_module(f"tensorferry.cli.verbs.{verb}") for verb in ("verify", "serve", "diff"))
 #: Of each command: its arguments before and after the folder, and the function before which the folder changes.
 COMMANDS = {
     "inspect": (["inspect"], ["--json"], lambda: (listing, "list_file")),
@@ -161,7 +160,7 @@ def test_diff_mixes_no_two_saves(run: Callable[..., Any], before: Callable[..., 
     """The values of a leaf are read after the listings, when the index may be another one."""
     save(tmp_path / "a", 1)
     save(tmp_path / "b", 2)
-    called = before(comparison.Comparison, "_compare", lambda: save(tmp_path / "a", 2))
+    called = before(diff._Comparison, "_compare", lambda: save(tmp_path / "a", 2))
     assert run("diff", tmp_path / "a", tmp_path / "b", "--json").status == exits.OK
     assert len(called) == 2
 

@@ -13,9 +13,8 @@ import pytest
 
 import tensorferry
 from commands import command
-from tensorferry import cli, errors
-from tensorferry.cli import app, exits
-from tensorferry.cli.output import console
+from tensorferry import errors
+from tensorferry.cli import app, console, exits
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -43,52 +42,6 @@ for arguments in (
     assert "torch" not in sys.modules and "numpy" not in sys.modules, arguments
 """
     subprocess.run([sys.executable, "-c", block], timeout=110, check=True)
-
-
-@pytest.mark.process
-def test_help_imports_nothing_that_takes_long() -> None:
-    block = f"""
-import contextlib, io, sys
-from tensorferry import cli
-with contextlib.redirect_stdout(io.StringIO()):
-    for arguments in (["--help"], *([verb, "--help"] for verb in {app.VERBS!r})):
-        assert cli.main(arguments) == 0
-slow = ("asyncio", "concurrent.futures", "importlib.metadata", "multiprocessing", "ssl", "urllib.request", "zipfile")
-assert not [name for name in slow if name in sys.modules]
-"""
-    subprocess.run([sys.executable, "-c", block], timeout=110, check=True)
-
-
-@pytest.mark.process
-@pytest.mark.parametrize("package", ["cyclopts", "rich"])
-def test_without_the_extra_the_command_says_what_to_install(package: str) -> None:
-    block = f"import sys; sys.modules[{package!r}] = None; from tensorferry.cli import main; sys.exit(main(['--help']))"
-    done = subprocess.run([sys.executable, "-c", block], capture_output=True, text=True, timeout=110, check=False)
-    assert done.returncode == 2
-    assert done.stderr.splitlines() == [
-        f"tensorferry: the command line needs the package {package}: pip install 'tensorferry[cli]'"
-    ]
-
-
-@pytest.mark.process
-def test_another_missing_module_is_not_taken_for_the_extra() -> None:
-    block = "import sys; sys.modules['json'] = None; from tensorferry.cli import main; main(['--help'])"
-    done = subprocess.run([sys.executable, "-c", block], capture_output=True, text=True, timeout=110, check=False)
-    assert "ModuleNotFoundError" in done.stderr
-    assert "tensorferry[cli]" not in done.stderr
-
-
-def test_the_version_is_the_packages(run: Callable[..., Any]) -> None:
-    assert run("--version").out.strip() == tensorferry.__version__
-
-
-@pytest.mark.parametrize("verb", app.VERBS)
-def test_every_verb_explains_itself(verb: str, run: Callable[..., Any]) -> None:
-    shown = run(verb, "--help")
-    assert shown.status == 0
-    assert f"Usage: tensorferry {verb}" in shown.out
-    assert shown.out.splitlines()[2].strip()
-    assert verb in run("--help").out
 
 
 @pytest.mark.parametrize(
@@ -120,11 +73,6 @@ def test_every_error_has_a_status_of_its_own_class(name: str) -> None:
     assert exits.status_of(kind.__new__(kind)) == exits.STATUS[listed[0]] not in (exits.OK, exits.NO)
 
 
-def test_statuses_are_distinct() -> None:
-    all_of_them = [*exits.STATUS.values(), exits.OK, exits.NO, exits.BUG, exits.INTERRUPTED, exits.TERMINATED]
-    assert len(set(all_of_them)) == len(all_of_them)
-
-
 def test_a_mistake_of_ours_has_a_status_and_a_traceback_on_request(
     run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -145,10 +93,6 @@ def test_nothing_that_a_terminal_acts_upon_is_printed(text: str) -> None:
     assert all(c.isprintable() for c in shown), shown
     assert "\\" in shown
     assert len(shown.splitlines()) == 1
-
-
-def test_long_texts_are_cut() -> None:
-    assert len(console.clean("x" * 100_000)) < 3000
 
 
 def test_warnings_of_the_package_are_printed_cleanly_while_the_command_runs(
@@ -184,9 +128,3 @@ def test_signal_handlers_are_those_from_before(run: Callable[..., Any]) -> None:
 def test_the_module_runs_the_command() -> None:
     with command("--version") as process:
         assert process.communicate(timeout=30)[0].strip() == tensorferry.__version__
-
-
-def test_main_takes_the_arguments_of_the_process(monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
-    monkeypatch.setattr(sys, "argv", ["tensorferry", "--version"])
-    assert cli.main() == 0
-    assert capfd.readouterr().out.strip() == tensorferry.__version__

@@ -34,7 +34,7 @@ def peak():
     return int(next(l for l in open("/proc/self/status") if l.startswith("VmHWM:")).split()[1]) << 10
 from tensorferry._native import Stored
 from tensorferry.cli import app
-from tensorferry.cli.leaves import listing, comparison
+from tensorferry.cli import listing
 from tensorferry.cli.verbs import inspect, diff, convert
 if sys.argv[2] == "convert":
     from tensorferry.cli import conversion

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tensorferry.cli import mapped_states
+from tensorferry.cli import states
 from tensorferry.errors import ProtocolError
 from tensorferry.pickles.allowlist import Allowed
 from tensorferry.pickles.torch_archives import load_file, unpickled
@@ -72,7 +72,7 @@ def test_a_pickle_that_is_compressed_is_not_unpacked(tmp_path: Path) -> None:
     with pytest.raises(ProtocolError, match="they are compressed" if KNOWS_LENGTHS else r"data\.pkl is compressed"):
         unpickled(bomb, "an object", Allowed())
     with pytest.raises(ProtocolError, match="is compressed"):
-        mapped_states.state_of_archive(path)
+        states.state_of_archive(path)
 
 
 def test_records_that_lie_in_each_other_are_refused(tmp_path: Path) -> None:
@@ -81,7 +81,7 @@ def test_records_that_lie_in_each_other_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ProtocolError, match="its records have" if KNOWS_LENGTHS else "its records are longer"):
         load_file(path, Allowed())
     with pytest.raises(ProtocolError, match="its records are longer than the file"):
-        mapped_states.state_of_archive(path)
+        states.state_of_archive(path)
 
 
 def test_pages_of_a_compressed_record_are_not_taken_for_a_tensor(tmp_path: Path) -> None:
@@ -95,14 +95,14 @@ def test_pages_of_a_compressed_record_are_not_taken_for_a_tensor(tmp_path: Path)
         for name, data in records.items():
             new.writestr(name, data, zipfile.ZIP_DEFLATED if name.endswith("data/0") else zipfile.ZIP_STORED)
     with pytest.raises(ProtocolError, match="is compressed"):
-        mapped_states.state_of_archive(path)
+        states.state_of_archive(path)
 
 
 def test_what_another_tool_has_packed_without_compression_is_read(tmp_path: Path) -> None:
     path = tmp_path / "stored.pt"
     path.write_bytes(packed(compression=zipfile.ZIP_STORED))
     assert torch.equal(load_file(path, Allowed())["w"], STATE["w"])
-    assert torch.equal(mapped_states.state_of_archive(path)["w"], STATE["w"])
+    assert torch.equal(states.state_of_archive(path)["w"], STATE["w"])
     assert torch.equal(unpickled(saved(), "an object", Allowed())["w"], STATE["w"])
 
 

@@ -158,13 +158,13 @@ _NOT_TORCHS = 5, "TorchScript"
 _PARTS = 5, "HuggingFaceStorageReader"
 KINDS = {
     "torch.save": Kind(lambda p: write_archive(STATE, p), "state.pt"),
-    "legacy": Kind(_legacy, "legacy.pt", (5, "before release 1.6")),
+    "legacy": Kind(_legacy, "legacy.pt", (4, "before release 1.6")),
     "TorchScript": Kind(_script, "script.pt", _NOT_TORCHS),
     "npz": Kind(_zip, "npz.pt", _NOT_TORCHS),
     "compressed zip": Kind(lambda p: _zip(p, zipfile.ZIP_DEFLATED, "p.jpg"), "zip.pt", _NOT_TORCHS),
-    "compressed torch.save": Kind(_compressed, "packed.pt", (5, "compressed")),
-    "text": Kind(_notes, "text.pt", (5, "it is text")),
-    "empty": Kind(lambda p: p.touch(), "empty.safetensors", (5, "it is empty")),
+    "compressed torch.save": Kind(_compressed, "packed.pt", (4, "compressed")),
+    "text": Kind(_notes, "text.pt", (4, "it is text")),
+    "empty": Kind(lambda p: p.touch(), "empty.safetensors", (4, "it is empty")),
     "container": Kind(_own_file, "state.safetensors"),
     "safetensors": Kind(_foreign, "foreign.safetensors", None, TENSORS, verify=1),
     "model": Kind(_model, "model", None, TENSORS, verify=1),

@@ -62,7 +62,7 @@ DOORS = {
     "inspect": verb("inspect", OURS, "--timeout", "SECONDS"),
     "pull": verb("pull", OURS, "-o", "/nonexistent/a", "--quiet", "--timeout", "SECONDS"),
     "diff": verb("diff", OURS, TLS, "--timeout", "SECONDS"),
-    "doctor": verb("doctor", OURS, "--quick", "--timeout", "SECONDS"),
+    "doctor": verb("doctor", OURS, "--timeout", "SECONDS"),
 }
 
 
