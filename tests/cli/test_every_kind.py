@@ -53,7 +53,7 @@ def test_verbs(name: str, with_notes: bool, run: Callable[..., Any], tmp_path: P
 def test_serve(name: str, tmp_path: Path) -> None:
     kind, path = KINDS[name], written(KINDS[name], tmp_path, with_notes=False)
     if kind.refused is not None:
-        with pytest.raises(TensorferryError, match=kind.refused[1]):
+        with pytest.raises(TensorferryError):
             serve(str(path), interface="127.0.0.1")
         return
     place = find(str(path))

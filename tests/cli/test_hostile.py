@@ -1,4 +1,4 @@
-"""What a user or a stranger can hand to the command: odd tensors, devices as outputs, closed or full outputs."""
+"""What a user or a stranger can hand to the command: odd tensors, closed or full outputs, servers that mean harm."""
 
 from __future__ import annotations
 
@@ -8,14 +8,17 @@ import os
 import struct
 import subprocess
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
 import forked
+import hostile_servers
+from fuzzing import status
 from tensorferry._native import Remote
-from tensorferry.cli import exits
+from tensorferry.cli import exits, fleet
 from tensorferry.storage.download import partial_of
 
 if TYPE_CHECKING:
@@ -32,11 +35,6 @@ pytestmark = [
 def quantized(scale: float = 0.5) -> torch.Tensor:
     """A tensor of integers that stand for multiples of ``scale``."""
     return torch.quantize_per_tensor(torch.ones(3), scale, 0, torch.quint8)
-
-
-def sparse(value: float = 1.0) -> torch.Tensor:
-    """A diagonal matrix that stores its diagonal only."""
-    return (torch.eye(3) * value).to_sparse()
 
 
 def header_file(path: Path, header: dict[str, Any], payload: bytes) -> Path:
@@ -74,21 +72,6 @@ def test_quantized_tensors_of_a_distributed_checkpoint_do_not_end_the_process(tm
     told = in_a_process("convert", tmp_path / "dcp", tmp_path / "out.pt")
     assert told.returncode == exits.UNREADABLE, told.stderr
     assert b"q is of torch.quint8" in told.stderr
-
-
-def test_sparse_and_quantized_tensors_equal_themselves_only(run: Callable[..., Any], tmp_path: Path) -> None:
-    states = {
-        "one": {"s": sparse(), "r": sparse().to_sparse_csr(), "q": quantized()},
-        "same": {"s": sparse(), "r": sparse().to_sparse_csr(), "q": quantized()},
-        "other": {"s": sparse(2.0), "r": sparse(2.0).to_sparse_csr(), "q": quantized(0.25)},
-    }
-    for name, state in states.items():
-        torch.save(state, tmp_path / f"{name}.pt")
-    assert run("inspect", tmp_path / "one.pt").status == exits.OK
-    assert run("diff", tmp_path / "one.pt", tmp_path / "same.pt").status == exits.OK
-    told = run("diff", tmp_path / "one.pt", tmp_path / "other.pt", "--json")
-    assert told.status == exits.NO
-    assert {one["path"] for one in json.loads(told.out)["differences"]} == {"s", "r", "q"}
 
 
 def test_a_view_larger_than_the_machine_is_refused(run: Callable[..., Any], tmp_path: Path) -> None:
@@ -154,3 +137,98 @@ def test_pull_does_not_write_through_a_hard_link(run: Callable[..., Any], publis
     assert told.status == exits.USAGE, told.err
     assert "has another name" in told.err
     assert (tmp_path / "precious").read_text() == "kept"
+
+
+MIB = 1 << 20
+#: By verb, what it is given, with the hostile metadata in place of HOSTILE and that of the honest source of HONEST.
+VERBS: dict[str, list[str]] = {
+    "pull": ["pull", "HOSTILE", "-o", "OUTPUT", "--quiet"],
+    "inspect": ["inspect", "HOSTILE"],
+    "diff": ["diff", "HONEST", "HOSTILE"],
+    "doctor": ["doctor", "HOSTILE"],
+    "digests": ["inspect", "HOSTILE", "--digests", "--json"],
+}
+#: Servers that are only tried with `--every-verb`: others are much like them.
+ALIKE = {
+    *(f"cut after {length} bytes" for length in (12, 100, 400, 1000)),
+    *(f"gone after {count} answers" for count in (1, 3)),
+    *("closing", "status line without end", "body without end", "a page for people", "a bomb in parts", "too long"),
+}
+
+
+@pytest.fixture
+def honest(publish: Callable[..., str]) -> str:
+    return publish({"w": torch.ones(3 * MIB, dtype=torch.uint8), "b": torch.zeros(5)}, same_host=False)
+
+
+def is_quiet(text: str) -> bool:
+    """Whether a text has nothing that a terminal acts upon, but the ends of its lines."""
+    return all(c == "\n" or c.isprintable() for c in text)
+
+
+@pytest.mark.parametrize("name", hostile_servers.SERVERS)
+def test_a_hostile_server_gets_a_line_and_a_status(
+    name: str,
+    run: Callable[..., Any],
+    honest: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    pytestconfig: pytest.Config,
+) -> None:
+    every = pytestconfig.getoption("--every-verb")
+    if name in ALIKE and not every:
+        pytest.skip("only with --every-verb")
+    # In a short run a server meets one of the verbs that fetch, and those that answer everything alike also meet top.
+    number = list(hostile_servers.SERVERS).index(name)
+    verbs = list(VERBS) if every else [list(VERBS)[number % len(VERBS)]]
+    if every:
+        monkeypatch.setattr(hostile_servers, "many", 1_000_000)
+    monkeypatch.setattr(fleet, "_PATIENCE_S", 0.3)
+    output = tmp_path / "a"
+    # What is only odd needs its time; the others would use up any.
+    slow = name in hostile_servers.CONTENT
+    with hostile_servers.SERVERS[name](honest) as hostile:
+        values = {"HOSTILE": hostile, "HONEST": honest, "OUTPUT": str(output)}
+        for verb in [*verbs, *(["top"] if every or name in hostile_servers.ANSWERS else [])]:
+            given = (
+                ["top", "HOSTILE", "--once"] if verb == "top" else [*VERBS[verb], "--timeout", "60" if slow else "0.4"]
+            )
+            Path("/proc/self/clear_refs").write_text("5")
+            before = status("VmRSS")
+            told = run(*(values.get(argument, argument) for argument in given))
+            grown = status("VmHWM") - before
+            assert is_quiet(told.out + told.err), (verb, told)
+            assert "Traceback" not in told.err, (verb, told)
+            assert told.status != exits.BUG, (verb, told)
+            if not slow and not (verb == "top" and told.status == exits.OK):
+                assert told.status != exits.OK, (verb, told)
+                assert len(told.err.splitlines()) <= 1, (verb, told)
+                assert told.err or verb in ("doctor", "top"), (verb, told)
+                assert not output.exists()
+            # What a million leaves take is bounded by their number.
+            assert grown < (2048 if every else 512) * MIB, (verb, f"{grown // MIB} MiB")
+            output.unlink(missing_ok=True)
+
+
+def test_a_redirect_leads_nowhere(run: Callable[..., Any], honest: str, tmp_path: Path) -> None:
+    with (
+        hostile_servers.Relay(honest, hostile_servers.unchanged) as elsewhere,
+        hostile_servers.redirecting(elsewhere.metadata) as hostile,
+    ):
+        assert run("pull", hostile, "-o", tmp_path / "a", "--timeout", "2").status == exits.UNAVAILABLE
+        assert elsewhere.requests == 0
+
+
+@pytest.mark.waits
+def test_a_wrong_step_is_refused_with_those_that_are_served(
+    run: Callable[..., Any], publish: Any, tmp_path: Path
+) -> None:
+    five, seven = publish({"w": torch.ones(3)}), publish({"w": torch.ones(3)}, step=7)
+    for sources, said in (([five], "but 5."), ([five, seven], "but 5, 7.")):
+        told = run("pull", *sources, "-o", tmp_path / "a", "--step", "6", "--timeout", "5")
+        assert told.status == exits.UNAVAILABLE
+        assert told.err == (
+            f"tensorferry: WrongStep: step 6 is not served, {said} Name one that is with --step, or leave --step out\n"
+        )
+    for step in ("99999999999999999999", "-9223372036854775809"):
+        assert run("inspect", five, f"--step={step}").status == exits.USAGE

@@ -180,29 +180,6 @@ class TestTop:
         # The part of the metadata that gives access is nowhere.
         assert not [line for line in lines if source.metadata().split("/")[3] in line]
 
-    def test_a_receive_that_runs(self, run, open_transport):
-        source = open_transport(interface="127.0.0.1", same_host=False, max_bandwidth=1 << 20)
-        healing = open_transport(interface="127.0.0.1")
-        source.send_checkpoint([1], 7, {"w": torch.zeros(1 << 20)}, TIMEOUT)
-
-        def receive():
-            with contextlib.suppress(tensorferry.TensorferryError):  # The source goes before the receive is over.
-                healing.recv_checkpoint(0, source.metadata(), 7, TIMEOUT)
-
-        thread = threading.Thread(target=receive)
-        thread.start()
-        shown = {}
-        for _ in range(200):
-            _, lines, _ = run("top", "--once", "--json", source.metadata(), healing.metadata())
-            sender, shown = json.loads(lines[0])
-            if shown["receiving_bytes"] and sender["receivers"]:
-                break
-            time.sleep(0.01)
-        assert shown["receiving"] == shown["receiving_phase{fetch}"] == sender["receivers"] == 1
-        assert 0 < shown["receiving_bytes"] < shown["receiving_total_bytes"]
-        source.shutdown()
-        thread.join()
-
     def test_counters_of_a_keeper_and_of_refusals(self, run):
         values = {"allowed": 0, "keeper_memory_limit_bytes": 8 << 30, 'keeper_snapshots{job="a"}': 3}
         values |= {'refused_total{reason="path"}': 9, 'refused_total{reason="other_secret"}': 4}

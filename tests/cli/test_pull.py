@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
@@ -15,21 +17,28 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from checkpoint_loads import load_state
-from commands import command, incomplete, make_state, until
+from commands import command, incomplete, make_state, serving, until, write_checkpoint, write_distributed
 from equality import assert_same_state
 from nights import mostly_at_night
 from tensorferry.checkpointing import SyncCheckpointer, load_file
 from tensorferry.cli import exits
 from tensorferry.cli.peers import TIMEOUT, open_source
 from tensorferry.dcp import FileReader, PeerWriter
-from tensorferry.errors import ConnectError, InvalidArgument, ProtocolError, SystemRefused, UnprovenSource
+from tensorferry.errors import InvalidArgument, ProtocolError, SystemRefused, UnprovenSource
+from tensorferry.memory.accelerator import ACCELERATOR
+from tensorferry.memory.staging import HostStager
+from tensorferry.state.snapshot import StateSnapshot
+from tensorferry.storage import commits
 from tensorferry.storage.download import Download, partial_of
+from tensorferry.storage.folder import INDEX
+from tensorferry.storage.folder_save import FolderSave, SaveId
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-pytestmark = pytest.mark.beyond_torchft
+pytestmark = [pytest.mark.process, pytest.mark.beyond_torchft]
+
 
 SECRET = "a secret of sixteen bytes"
 
@@ -100,15 +109,6 @@ def test_the_states_of_several_ranks_become_a_checkpoint_of_as_many(
         ]
 
 
-def test_a_rank_that_is_gone_leaves_nothing_that_looks_like_a_backup(
-    run: Callable[..., Any], publish: Any, tmp_path: Path
-) -> None:
-    first = publish(make_state())
-    done = run("pull", f"tensorferry-dcp/1 5 {first} http://127.0.0.1:1/x/checkpoint/", "--into-folder", tmp_path / "d")
-    assert done.status == exits.STATUS[ConnectError]
-    assert os.listdir(tmp_path) == []
-
-
 @pytest.mark.parametrize("ranks", [False, True], ids=["a state", "ranks"])
 def test_a_full_disk_leaves_no_folder(
     ranks: bool, run: Callable[..., Any], publish: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -122,7 +122,7 @@ def test_a_full_disk_leaves_no_folder(
     monkeypatch.setattr(os, "posix_fallocate", refuse)
     for is_there in (False, True):
         done = run("pull", metadata, "--into-folder", tmp_path / "d")
-        assert (done.status, "no room" in done.err) == (exits.STATUS[SystemRefused], True), done
+        assert (done.status, "no room" in done.err) == (exits.UNAVAILABLE, True), done
         assert os.listdir(tmp_path) == (["d"] if is_there else [])
         (tmp_path / "d").mkdir(exist_ok=True)  # One of the user's stays.
 
@@ -153,15 +153,6 @@ def test_what_is_there_is_not_fetched_again(
     # Three blocks, and the first one, which comes along with the header.
     assert told["fetched"] == 4 << 20
     assert told["bytes"] == sum(tensor.nbytes for tensor in large().values()) + told["bytes"] % (1 << 20)
-
-
-def test_a_complete_partial_file_is_only_compared(run: Callable[..., Any], publish: Any, tmp_path: Path) -> None:
-    metadata, path = publish(large()), tmp_path / "a.safetensors"
-    assert run("pull", metadata, "-o", path).status == 0
-    whole = path.read_bytes()
-    path.rename(left_by_pull(metadata, path))
-    assert run("pull", metadata, "-o", path, "--json").json["fetched"] == 1 << 20
-    assert path.read_bytes() == whole
 
 
 def test_the_rest_of_another_state_is_not_kept(run: Callable[..., Any], publish: Any, tmp_path: Path) -> None:
@@ -257,14 +248,6 @@ def test_metadata_that_is_none(metadata: str, status: int, run: Callable[..., An
     assert "\x1b" not in done.err
 
 
-@pytest.mark.waits
-def test_a_wrong_step_is_refused_and_leaves_nothing(run: Callable[..., Any], publish: Any, tmp_path: Path) -> None:
-    metadata = publish(make_state())
-    assert run("pull", metadata, "-o", tmp_path / "a", "--step", "6").status == exits.UNAVAILABLE
-    assert run("pull", metadata, "-o", tmp_path / "a", "--step", "5").status == 0
-    assert os.listdir(tmp_path) == ["a"]
-
-
 def test_options_that_contradict_each_other(run: Callable[..., Any], publish: Any, tmp_path: Path) -> None:
     metadata = publish(make_state())
     for arguments in (
@@ -358,3 +341,175 @@ def test_a_rank_that_does_not_encrypt_is_not_left_out(
     assert not (tmp_path / "d").exists()
     # Of the sources of one state, another is enough.
     assert run("pull", *same, "-o", tmp_path / "a").status == 0
+
+
+GONE = "http://127.0.0.1:1/x/checkpoint/"
+
+
+def shown(folder: Path) -> list[str]:
+    """What lies in the folder under a name of its own."""
+    return sorted(name for name in os.listdir(folder) if name[0] != ".")
+
+
+def full(value: float) -> dict[str, Any]:
+    return {"w": torch.full((1000,), value)}
+
+
+def strike_at(moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C, at this moment of the next commit."""
+
+    def reached(at: str, _: Any) -> None:
+        if at == moment:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(commits, "reached", reached)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("moment", ["checked", "renamed"])
+def test_an_interrupt_at_the_commit_leaves_a_whole_checkpoint(
+    moment: str, ranks: int, run: Callable[..., Any], publish: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def metadata(value: float) -> str:
+        urls = [publish(full(value + rank)) for rank in range(ranks)]
+        return urls[0] if ranks == 1 else f"tensorferry-dcp/1 5 {' '.join(urls)}"
+
+    assert run("pull", metadata(10), "--into-folder", tmp_path / "c").status == 0
+    before = shown(tmp_path / "c")
+    strike_at(moment, monkeypatch)
+    assert run("pull", metadata(20), "--into-folder", tmp_path / "c").status == exits.INTERRUPTED
+    monkeypatch.undo()
+    assert run("verify", tmp_path / "c").status == 0
+    value = 20 if moment == "renamed" else 10
+    for rank in range(ranks):
+        assert torch.equal(load_state(tmp_path / "c", rank=rank, world_size=ranks)["w"], full(value + rank)["w"])
+    if moment == "checked":
+        assert shown(tmp_path / "c") == before
+
+
+@pytest.mark.process
+def test_a_rank_of_a_distributed_checkpoint_that_is_gone_leaves_no_file_of_the_others(
+    run: Callable[..., Any], tmp_path: Path
+) -> None:
+    write_distributed(full(1), tmp_path / "source")
+    with serving(tmp_path / "source") as (metadata,):
+        for _ in range(2):
+            done = run("pull", f"{metadata} {GONE}", "--into-folder", tmp_path / "d", "--timeout", "5")
+            assert done.status == exits.UNAVAILABLE, done.err
+            assert os.listdir(tmp_path) == ["source"]
+        assert run("pull", metadata, "--into-folder", tmp_path / "d").status == 0
+        before = shown(tmp_path / "d")
+        # A checkpoint that is there stays whole.
+        assert run("pull", f"{metadata} {GONE}", "--into-folder", tmp_path / "d", "--timeout", "5").status != 0
+    assert shown(tmp_path / "d") == before
+    assert run("verify", tmp_path / "d").status == 0
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_checkpoint_that_is_saved_during_a_pull_is_replaced_only_by_force(
+    ranks: int, run: Callable[..., Any], publish: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    urls = [publish(full(value)) for value in range(ranks)]
+    metadata = urls[0] if ranks == 1 else f"tensorferry-dcp/1 5 {' '.join(urls)}"
+    assert run("pull", metadata, "--into-folder", tmp_path / "c").status == 0
+    # It begins before the pull, which it does not know of.
+    saved = FolderSave(tmp_path / "c", SaveId.new(step=99, known=commits.beginnings(tmp_path / "c" / INDEX)))
+
+    def save_right_before(moment: str, _: Path) -> None:
+        if moment == "written" and not saved.path.exists():
+            saved.write(StateSnapshot(full(99), HostStager(ACCELERATOR), "borrow").container())
+            saved.commit()
+            saved.close()
+
+    # After the pull's last look before it locks the folder.
+    monkeypatch.setattr(commits, "reached", save_right_before)
+    done = run("pull", metadata, "--into-folder", tmp_path / "c")
+    assert done.status == exits.USAGE, done
+    assert "holds a checkpoint already" in done.err
+    assert torch.equal(load_state(tmp_path / "c")["w"], full(99)["w"])
+    assert shown(tmp_path / "c") == sorted([INDEX, saved.path.name])
+    assert run("pull", metadata, "--into-folder", tmp_path / "c", "--force").status == 0
+    assert len(shown(tmp_path / "c")) == 1 + ranks
+
+
+@pytest.mark.process
+def test_a_checkpoint_that_is_saved_during_a_pull_of_a_distributed_one_stays(
+    run: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_distributed(full(1), tmp_path / "source")
+    saved: list[Any] = []
+
+    def save_right_before(moment: str, index: Path) -> None:
+        if moment == "written" and not saved:
+            saved.append(index)
+            write_checkpoint(full(99), tmp_path / "d")
+
+    with serving(tmp_path / "source") as (metadata,):
+        monkeypatch.setattr(commits, "reached", save_right_before)
+        monkeypatch.setattr(commits, "begin_after", lambda _: 1)
+        done = run("pull", metadata, "--into-folder", tmp_path / "d")
+    assert done.status == exits.USAGE, done
+    assert "holds a checkpoint already" in done.err
+    assert torch.equal(load_state(tmp_path / "d")["w"], full(99)["w"])
+    assert len(shown(tmp_path / "d")) == 2
+
+
+#: 48 MiB from the source to two receivers would take 12 s.
+SLOW = ("--max-bandwidth", "8M")
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    from safetensors.torch import save_file
+
+    generator = torch.Generator().manual_seed(1)
+    path = tmp_path / "state.safetensors"
+    save_file({str(i): torch.randn(3 << 19, generator=generator) for i in range(8)}, path)
+    return path
+
+
+def pulled(metadata: str, outputs: list[Path], *arguments: object) -> list[dict[str, Any]]:
+    """Pulls into all files at the same time; returns what the pulls have said."""
+    common = ("--quiet", "--json", *arguments)
+    with (
+        command("pull", metadata, "-o", outputs[0], *common) as one,
+        command("pull", metadata, "-o", outputs[1], *common) as two,
+    ):
+        said = [process.communicate(timeout=100) for process in (one, two)]
+    assert [process.returncode for process in (one, two)] == [0, 0], said
+    return [json.loads(out) for out, _ in said]
+
+
+def test_pulls_bring_each_other_what_they_have(checkpoint: Path, tmp_path: Path, run: Callable[..., Any]) -> None:
+    outputs = [tmp_path / "a.safetensors", tmp_path / "b.safetensors"]
+    with serving(checkpoint, *SLOW) as (metadata,):
+        told = pulled(metadata, outputs)
+        assert sum(each["relayed"] for each in told) > 16 << 20
+    for output in outputs:
+        assert run("diff", checkpoint, output).status == 0
+        assert run("verify", output).status == 0
+    assert outputs[0].read_bytes() == outputs[1].read_bytes()
+    assert not [name for name in os.listdir(tmp_path) if name.endswith(".partial")]
+
+
+def test_nothing_is_relayed_where_one_side_does_not_want_it(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outputs = [tmp_path / "a.safetensors", tmp_path / "b.safetensors"]
+    monkeypatch.setenv("TENSORFERRY_RELAY", "0")
+    with serving(checkpoint, *SLOW[:-1], "64M") as (metadata,):
+        assert [each["relayed"] for each in pulled(metadata, outputs)] == [0, 0]
+
+
+def test_a_pull_without_a_port_fetches_alone(
+    checkpoint: Path, tmp_path: Path, run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with (
+        serving(checkpoint, *SLOW[:-1], "64M") as (metadata,),
+        socket.create_server(("0.0.0.0", 0)) as taken,
+        monkeypatch.context() as environment,
+    ):
+        environment.setenv("TENSORFERRY_PORT", str(taken.getsockname()[1]))
+        done = run("pull", metadata, "-o", tmp_path / "a.safetensors", "--quiet")
+        assert done.status == 0, done.err
+    assert run("diff", checkpoint, tmp_path / "a.safetensors").status == 0

@@ -1,28 +1,41 @@
-"""How the command starts and ends: without torch where none is needed, with one line for an error, and a status."""
+"""How the command starts and ends, and what it says to people."""
 
 from __future__ import annotations
 
 import json
 import logging
+import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
-import tensorferry
-from commands import command
+from commands import (
+    command,
+    make_state,
+    write_archive,
+    write_checkpoint,
+    write_distributed,
+    write_torch_distributed,
+)
+from equality import assert_same_state
 from tensorferry import errors
+from tensorferry.checkpointing import load_file
 from tensorferry.cli import app, console, exits
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-DATA = "tests/data/state.safetensors"
-
 pytestmark = pytest.mark.beyond_torchft
+
+
+DATA = "tests/data/state.safetensors"
 
 
 @pytest.mark.process
@@ -124,7 +137,158 @@ def test_signal_handlers_are_those_from_before(run: Callable[..., Any]) -> None:
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
 
 
+def optimizer() -> torch.optim.Adam:
+    """One that has made a step."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 2)
+    made = torch.optim.Adam(model.parameters())
+    model(torch.ones(3)).sum().backward()
+    made.step()
+    return made
+
+
+class TestNumbersOfParameters:
+    @pytest.mark.parametrize("write", [write_distributed, write_torch_distributed])
+    @pytest.mark.parametrize("name", ["out.pt", "out.safetensors"])
+    def test_they_are_integers_again(
+        self, name: str, write: Callable[..., None], run: Callable[..., Any], tmp_path: Path
+    ) -> None:
+        before = optimizer().state_dict()
+        write({"model": {"w": torch.ones(2)}, "optim": before}, tmp_path / "ck")
+        done = run("convert", tmp_path / "ck", tmp_path / name)
+        assert (done.status, done.err) == (0, "")
+        state = load_file(tmp_path / name)["optim"]
+        assert sorted(state["state"]) == [0, 1]
+        fresh = torch.optim.Adam(torch.nn.Linear(3, 2).parameters())
+        fresh.load_state_dict(state)
+        assert len(fresh.state) == 2
+        assert_same_state(fresh.state_dict()["state"], before["state"])
+
+
+WITHOUT_TORCH = (
+    "import sys; sys.modules['torch'] = None; from tensorferry.cli import main; sys.exit(main(sys.argv[1:]))"
+)
+
+
 @pytest.mark.process
-def test_the_module_runs_the_command() -> None:
-    with command("--version") as process:
-        assert process.communicate(timeout=30)[0].strip() == tensorferry.__version__
+@pytest.mark.parametrize("arguments", [["inspect", "a.pt"], ["convert", "a.pt", "b.safetensors"]])
+def test_without_torch_the_command_says_what_to_install(arguments: list[str], tmp_path: Path) -> None:
+    write_archive(make_state(), tmp_path / "a.pt")
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH, *arguments],
+        capture_output=True, text=True, timeout=120, check=False, cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == exits.USAGE, done.stderr
+    assert (
+        done.stderr
+        == f"tensorferry: InvalidArgument: {arguments[0]} of this needs the package torch: pip install torch\n"
+    )
+    assert os.listdir(tmp_path) == ["a.pt"]
+
+
+def test_a_folder_of_checkpoints_is_listed(run: Callable[..., Any], tmp_path: Path) -> None:
+    # Step 1 is saved last: a job has gone back to it.
+    for step in (2, 1):
+        write_checkpoint({"w": torch.ones(step)}, tmp_path / f"step-{step}", step=step)
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "notes.txt").write_text("nothing")
+    left = f"rank00000-{'0' * 20}.safetensors.partial"
+    (tmp_path / "step-3").mkdir()
+    (tmp_path / "step-3" / left).write_bytes(b"123")
+    listed = {one["name"]: one for one in run("inspect", tmp_path, "--json").json["checkpoints"]}
+    assert [name for name in listed if name != "step-3"] == ["step-1", "step-2"]
+    of = listed["step-2"]
+    files = sum(path.stat().st_size for path in (tmp_path / "step-2").iterdir())
+    assert (of["step"], of["ranks"], of["bytes"], of["problem"]) == (2, 1, files, "")
+    assert (listed["step-3"]["kind"], listed["step-3"]["bytes"]) == ("", 3)
+    assert left in listed["step-3"]["problem"]
+    shown = run("inspect", tmp_path)
+    assert shown.status == exits.OK
+    assert shown.out.splitlines()[0].split() == ["name", "step", "bytes", "ranks", "saved"]
+    for verb in ("verify", "serve"):
+        done = run(verb, tmp_path)
+        assert done.status == 3
+        assert "Name one of what is in it: step-" in done.err, done.err
+
+
+@pytest.mark.parametrize("verb", ["inspect", "verify", "convert", "diff"])
+def test_of_a_half_written_checkpoint_the_leftover_is_named(run: Callable[..., Any], tmp_path: Path, verb: str) -> None:
+    left = f"rank00000-{'0' * 20}.safetensors.partial"
+    (tmp_path / left).write_bytes(b"123")
+    more = {"convert": [tmp_path / "o.pt"], "diff": [tmp_path]}.get(verb, [])
+    done = run(verb, tmp_path, *more)
+    assert done.status == 3
+    assert f"holds an incomplete checkpoint: the save that wrote {left}" in done.err
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        (b"these are notes of a meeting", "it is text"),
+        (b"", "it is empty"),
+        (b"\x89PNG\r\n\x1a\n" + bytes(20), "it begins with the bytes 89 50 4e 47 0d 0a 1a 0a"),
+        (bytes.fromhex("80028a0a6cfc9c46f9206aa850192e80024d"), "it had before release 1.6"),
+    ],
+)
+def test_a_file_of_another_kind_is_called_that(
+    content: bytes, text: str, run: Callable[..., Any], tmp_path: Path
+) -> None:
+    (tmp_path / "a").write_bytes(content)
+    for arguments in (["inspect"], ["verify"], ["serve"], ["convert"]):
+        output = [tmp_path / "b.pt"] if arguments == ["convert"] else []
+        done = run(*arguments, tmp_path / "a", *output)
+        assert done.status == exits.UNREADABLE
+        assert text in done.err
+
+
+class TestShards:
+    @pytest.fixture
+    def folder(self, tmp_path: Path) -> Path:
+        folder = tmp_path / "model"
+        folder.mkdir()
+        tensors = {f"layer.{i}.w": torch.full((4, 3), float(i)) for i in range(4)}
+        names = [f"model-0000{n}-of-00002.safetensors" for n in (1, 2)]
+        for n, name in enumerate(names):
+            save_file({key: tensors[key] for key in list(tensors)[2 * n : 2 * n + 2]}, folder / name)
+        places = {key: names[i // 2] for i, key in enumerate(tensors)}
+        index = {"metadata": {"total_size": 192}, "weight_map": places}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+        return folder
+
+    @pytest.mark.process
+    def test_they_are_shown_verified_compared_and_converted(
+        self, folder: Path, run: Callable[..., Any], tmp_path: Path
+    ) -> None:
+        [shown] = run("inspect", folder, "--json").json
+        assert [leaf["path"] for leaf in shown["leaves"]] == [f"layer.{i}.w" for i in range(4)]
+        assert shown["bytes"] == 192
+        done = run("verify", folder)
+        assert (done.status, len(done.out.splitlines())) == (exits.NO, 2)
+        assert "has no checksums" in done.out
+        for source in (folder, folder / "model.safetensors.index.json"):
+            output = tmp_path / f"{source.name}.out.safetensors"
+            assert run("convert", source, output).status == 0
+            assert list(load_file(output)) == [f"layer.{i}.w" for i in range(4)]
+            assert run("diff", folder, output).status == exits.OK
+
+    @pytest.mark.process
+    @pytest.mark.parametrize("verb", ["inspect", "verify", "convert"])
+    def test_a_file_that_is_missing_or_has_another_tensor(
+        self, verb: str, folder: Path, run: Callable[..., Any], tmp_path: Path
+    ) -> None:
+        output = [tmp_path / "b.pt"] if verb == "convert" else []
+        second = folder / "model-00002-of-00002.safetensors"
+        save_file({"layer.2.w": torch.ones(1)}, second)
+        done = run(verb, folder, *output)
+        assert done.status == 3
+        assert "does not hold layer.3.w" in done.err
+        second.unlink()
+        done = run(verb, folder, *output)
+        assert done.status == 3
+        assert "model-00002-of-00002.safetensors is missing" in done.err
+
+    @pytest.mark.process
+    @pytest.mark.parametrize("index", ['{"weight_map": {"w": "../a.safetensors"}}', "[1]", "[" * 100_000, "nothing"])
+    def test_an_index_that_is_not_valid(self, index: str, folder: Path, run: Callable[..., Any]) -> None:
+        (folder / "model.safetensors.index.json").write_text(index)
+        assert run("inspect", folder).status == exits.UNREADABLE

@@ -168,11 +168,11 @@ def save_one(place, value=0.0):
 def test_a_copy_of_what_a_save_replaces_has_no_index(server, tmp_path, monkeypatch):
     save_one(tmp_path / "there")
     then(monkeypatch, copies, "upload_new", lambda: save_one(tmp_path / "there"))
-    assert run(["copy", str(tmp_path / "there"), server.place]) == exits.STATUS[SourceChanged]
+    assert run(["copy", str(tmp_path / "there"), server.place]) == exits.UNAVAILABLE
     assert [key.rpartition("/")[2][:4] for key in objects(server.url, server.prefix)] == ["rank"]
     save_one(f"{server.place}-2")
     then(monkeypatch, copies, "download_file", lambda: save_one(f"{server.place}-2"))
-    assert run(["copy", f"{server.place}-2", str(tmp_path / "back")]) == exits.STATUS[SourceChanged]
+    assert run(["copy", f"{server.place}-2", str(tmp_path / "back")]) == exits.UNAVAILABLE
     with pytest.raises(SourceChanged), copying.local(places.find(f"{server.place}-2")):
         pass
     assert sorted(path.name for path in tmp_path.iterdir()) == ["there"]
@@ -185,7 +185,7 @@ def test_a_copy_whose_list_of_files_is_outdated_when_it_begins_fails(server, tmp
     after = {"replaced": lambda: save_one(there), "removed": lambda: remove_checkpoint(there, read_index(there).commit)}
     then(monkeypatch, copying, "_files_of", after[change])
     error = SourceChanged if change == "replaced" else IncompleteCheckpoint
-    assert run(["copy", str(there), server.place]) == exits.STATUS[error]
+    assert run(["copy", str(there), server.place]) == exits.status_of(error(""))
     assert objects(server.url, server.prefix) == {}
 
 
@@ -194,7 +194,7 @@ def test_a_copy_takes_no_file_for_another_of_its_name(server, tmp_path, capsys):
         save_one(tmp_path / name, float(value))
     (ours,), (theirs,) = ((tmp_path / name).glob("rank*") for name in "ab")
     ours.write_bytes(theirs.read_bytes())
-    assert run(["copy", str(tmp_path / "a"), server.place]) == exits.STATUS[CorruptCheckpoint]
+    assert run(["copy", str(tmp_path / "a"), server.place]) == exits.UNREADABLE
     assert "not the file that the index names" in capsys.readouterr().err
     assert objects(server.url, server.prefix) == {}
 
@@ -207,11 +207,11 @@ def test_a_damaged_file_is_not_copied_whatever_it_is_called(server, tmp_path, he
     data[4096 + 100] ^= 1
     client(server.url).put_object(Bucket="bucket", Key=f"{server.prefix}/{there}", Body=bytes(data))
     place = f"{server.place}/{there}"
-    assert run(["copy", place, str(tmp_path / here)]) == exits.STATUS[CorruptCheckpoint]
+    assert run(["copy", place, str(tmp_path / here)]) == exits.UNREADABLE
     assert not (tmp_path / here).exists()
     with pytest.raises(CorruptCheckpoint), copying.local(places.find(place)):
         pass
-    assert run(["copy", place, f"{place}.safetensors"]) == exits.STATUS[CorruptCheckpoint]
+    assert run(["copy", place, f"{place}.safetensors"]) == exits.UNREADABLE
     assert run(["copy", place, f"{place}.safetensors", "--unverified"]) == 0
 
 

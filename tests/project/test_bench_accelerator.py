@@ -71,31 +71,3 @@ def test_it_runs_to_its_end(device: StandIn, bench: Any, capsys: pytest.CaptureF
     assert [line.startswith(name) for line, name in zip(lines, names, strict=True)] == [True] * len(names)
     # In each of three rounds, staging and four sends copy everything to the host, and two receives copy it back.
     assert sum(nbytes for nbytes, _ in device.copies) == 3 * 7 * (8 << 20)
-
-
-@pytest.mark.usefixtures("device")
-@pytest.mark.parametrize(
-    ("staging_s", "says"), [(1.0, "at 0.950 of a plain copy, which reaches 0.95"), (1.1, "misses")]
-)
-def test_it_says_whether_staging_is_good(
-    staging_s: float,
-    says: str,
-    bench: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    def timed(work: Callable[[], object]) -> float:
-        work()
-        return {"plain": 0.95, "staged": staging_s}.get(getattr(work, "__name__", ""), 1.0)
-
-    monkeypatch.setattr(bench, "timed", timed)
-    assert bench.main() == 0
-    assert says in capsys.readouterr().out.splitlines()[-1]
-
-
-def test_it_says_that_there_is_no_accelerator(
-    bench: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
-    assert bench.main() == 1
-    assert "no accelerator here" in capsys.readouterr().err

@@ -156,27 +156,6 @@ def test_the_blocks_of_the_megatron_guides_run(tmp_path: Path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
-def test_stock_receivers_are_served_without_numpy(bare: Path, tmp_path: Path):
-    code = """
-import io, urllib.request
-from datetime import timedelta
-import torch
-from tensorferry import HTTPTransport
-timeout = timedelta(seconds=20)
-whole = torch.arange(100.0)
-for snapshot in ("borrow", "copy"):
-    transport = HTTPTransport(timeout, snapshot=snapshot)
-    transport.send_checkpoint([1], 3, {"part": whole[10:20], "whole": whole, "scalar": torch.tensor(2)}, timeout)
-    with urllib.request.urlopen(transport.metadata() + "3/full") as answer:
-        body = answer.read()
-    assert len(body) > whole.nbytes
-    transport.shutdown()
-"""
-    run(bare, code, tmp_path)
-
-
-@pytest.mark.slow
 @pytest.mark.timeout(500)
 def test_the_wheel_passes_its_tests_without_numpy(bare: Path, tmp_path: Path):
     packages = ("pytest", "pytest-timeout", "hypothesis")

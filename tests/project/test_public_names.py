@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import pydoc
 import subprocess
 import sys
 import urllib.error
@@ -27,25 +26,12 @@ def test_every_public_name_is_there_and_is_listed() -> None:
     assert tensorferry.errors is errors
 
 
-def test_a_star_import_gives_all_of_them() -> None:
-    given: dict[str, object] = {}
-    exec("from tensorferry import *", given)
-    assert given.keys() - {"__builtins__"} == set(tensorferry.__all__)
-
-
 def test_a_name_that_is_none_of_them_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="module 'tensorferry' has no attribute 'HTTPTransprot'"):
         tensorferry.HTTPTransprot  # noqa: B018
     with pytest.raises(ImportError, match="cannot import name 'HTTPTransprot'"):
         exec("from tensorferry import HTTPTransprot")
     assert not hasattr(tensorferry, "__wrapped__")
-
-
-def test_help_shows_what_they_are() -> None:
-    shown = pydoc.plain(pydoc.render_doc(tensorferry))
-    assert "class HTTPTransport" in shown
-    assert "class FetchTimeout" in shown
-    assert "join_metadata(metadata" in shown
 
 
 def test_errors_are_found_by_their_names_in_pickles() -> None:

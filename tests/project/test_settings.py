@@ -50,11 +50,7 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
     ("name", "meant"),
     [
         ("TENSORFERRY_SECRTE", "TENSORFERRY_SECRET"),
-        ("TENSORFERRY_SECRETFILE", "TENSORFERRY_SECRET_FILE"),
         ("TENSORFERRY_SAMEHOST", "TENSORFERRY_SAME_HOST"),
-        ("TENSORFERRY_ADVERTIZE", "TENSORFERRY_ADVERTISE"),
-        ("TENSORFERRY_PORTS", "TENSORFERRY_PORT"),
-        ("TENSORFERRY_METRIC_PORT", "TENSORFERRY_METRICS_PORT"),
         ("tensorferry_port", "TENSORFERRY_PORT"),
     ],
 )

@@ -154,8 +154,8 @@ def _nothing(path: Path) -> None:
     _notes(path / "notes.txt")
 
 
-_NOT_TORCHS = 5, "TorchScript"
-_PARTS = 5, "HuggingFaceStorageReader"
+_NOT_TORCHS = 4, "TorchScript"
+_PARTS = 4, "HuggingFaceStorageReader"
 KINDS = {
     "torch.save": Kind(lambda p: write_archive(STATE, p), "state.pt"),
     "legacy": Kind(_legacy, "legacy.pt", (4, "before release 1.6")),

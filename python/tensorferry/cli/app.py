@@ -1,7 +1,7 @@
 """The application: its verbs, and how an error ends it.
 
 To add a verb, write ``verbs/<verb>.py`` with a function of the same name, whose docstring is its help, and add it to
-:data:`VERBS`. A verb imports what is heavy inside its function: ``--help`` imports all verbs.
+:data:`VERBS`. A verb imports torch, and what needs it, inside its functions.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import signal
 import sys
 import traceback
 from collections.abc import Sequence
-from importlib import import_module
 from typing import Any
 from warnings import filterwarnings
 
@@ -23,9 +22,23 @@ from .._settings import TRACEBACK, setting
 from ..errors import SystemRefused, TensorferryError, message_of
 from . import console, exits
 
-#: The verbs, in the order in which the help has them.
-VERBS = ("serve", "pull", "inspect", "verify", "diff", "convert", "copy", "doctor", "bench", "top", "keeper")
+#: The verbs, with what the help says of them.
+VERBS = {
+    "serve": "Publishes a checkpoint until it is interrupted, and prints METADATA for receivers.",
+    "pull": "Fetches what running transports serve, verified, into a file or a folder.",
+    "inspect": "Shows what a checkpoint holds, or which checkpoints a folder holds.",
+    "verify": "Compares every byte of a checkpoint with its checksums.",
+    "diff": "Shows which leaves of two checkpoints differ.",
+    "convert": "Turns a checkpoint of one format into one of another.",
+    "copy": "Copies a checkpoint between a folder and an object store.",
+    "doctor": "Says which address a transport here would use, and how fast a peer sends.",
+    "bench": "Measures receives on this machine.",
+    "top": "Shows a fleet: who serves, who heals, how fast.",
+    "keeper": "Holds the snapshots of this node's trainers in memory.",
+}
 
+#: It has a parser of its own, to which ``main`` gives its arguments.
+_KEEPER = "tensorferry.checkpointing.keeper.command:main"
 _HELP = """Moves, shows, compares, verifies and converts checkpoints of tensorferry, safetensors and torch.
 
 METADATA is the string that metadata() of a running transport returns, or that `tensorferry serve` prints."""
@@ -38,8 +51,8 @@ def installed_version() -> str:
     return version("tensorferry")
 
 
-def application(verbs: Sequence[str] = VERBS) -> App:
-    """Returns the application with these verbs."""
+def application(verb: str | None = None) -> App:
+    """Returns the application with one verb, or with all; a verb is imported when it runs."""
     app = App(
         name="tensorferry",
         help=_HELP,
@@ -52,8 +65,12 @@ def application(verbs: Sequence[str] = VERBS) -> App:
         exit_on_error=False,
         suppress_keyboard_interrupt=False,
     )
-    for verb in verbs:
-        app.command(getattr(import_module(f"{__package__}.verbs.{verb}"), verb), name=verb)
+    if verb in VERBS:
+        app.command(f"{__package__}.verbs.{verb}:{verb}", name=verb)
+        return app
+    for name, text in VERBS.items():
+        is_keeper = name == "keeper"
+        app.command(_KEEPER if is_keeper else f"{__package__}.verbs.{name}:{name}", name=name, help=text)
     app.register_install_completion_command()
     return app
 
@@ -72,9 +89,7 @@ def run(arguments: Sequence[str]) -> int:
     logger, warnings = logging.getLogger("tensorferry"), _Warnings(logging.WARNING)
     logger.addHandler(warnings)
     try:
-        # The verb that is asked for is the only one that is imported; the version needs none.
-        verbs = [verb for verb in VERBS if verb in arguments[:1]]
-        status = application(() if arguments[:1] == ["--version"] else verbs or VERBS)(arguments)
+        status = application(next(iter(arguments), None))(arguments)
         sys.stdout.flush()
         return status if isinstance(status, int) else exits.OK
     except UnusedCliTokensError as e:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -10,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from .. import _validate
 from .._native import Remote, Server
-from ..errors import InvalidArgument, SourceChanged, TensorferryError, UnprovenSource, WrongStep
+from ..errors import InvalidArgument, SourceChanged, UnprovenSource, WrongStep
 from ..net.certificates import wants_tls
 from ..net.metadata import encrypted, hosts_of, is_encrypted, is_stock, join_metadata
 from ..net.options import wants_same_host
@@ -21,8 +20,6 @@ from ..storage import peers
 TIMEOUT = 600.0
 #: A refusal because of the step, by a source that has gone on to another one.
 _SERVED = re.compile(r"serving -?\d{1,19} but got")
-#: Seconds that a source may take to say which step it serves, once it has refused another one.
-_ASKING_S = 5.0
 #: How often a source may go on to another step between two requests.
 _ATTEMPTS = 3
 
@@ -116,41 +113,20 @@ def open_source(
     deadline = time.monotonic() + timeout
     for _ in range(_ATTEMPTS):
         try:
-            remote = _open(urls, step, deadline - time.monotonic(), progress, relay)
+            remote = Remote.open(
+                urls,
+                step,
+                timeout=max(deadline - time.monotonic(), 0.0),
+                lanes=None,
+                same_host=wants_same_host(None),
+                progress=progress,
+                secret=shared_secret(None),
+                relay=relay,
+            )
         except WrongStep as e:
-            if step is not None:
-                message = _other_steps(urls, step, deadline)
-                raise WrongStep("", e.code, message, e.headers, None) from None
-            if not _SERVED.search(str(e)):
+            if step is not None or not _SERVED.search(str(e)):
                 raise
             # It has gone on between saying which step it serves and the request for that.
             continue
         return remote, remote.step
     raise SourceChanged("the source goes on to other steps faster than one can be opened: name one with --step")
-
-
-def _open(urls: list[str], step: int | None, seconds: float, progress: object = None, relay: object = None) -> Remote:
-    return Remote.open(
-        urls,
-        step,
-        timeout=max(seconds, 0.0),
-        lanes=None,
-        same_host=wants_same_host(None),
-        progress=progress,
-        secret=shared_secret(None),
-        relay=relay,
-    )
-
-
-def _other_steps(urls: list[str], step: int, deadline: float) -> str:
-    """Returns the message for a step that no source serves, with those that they do."""
-    served: dict[int, None] = {}
-    for url in urls:
-        with contextlib.suppress(TensorferryError):
-            remote = _open([url], None, min(deadline - time.monotonic(), _ASKING_S))
-            served[remote.step] = None
-            remote.close()
-    if not served:
-        return f"step {step} is not served, and no source says which one is"
-    steps = ", ".join(map(str, served))
-    return f"step {step} is not served, but {steps}. Name one that is with --step, or leave --step out"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import stat
@@ -207,19 +206,14 @@ def _is_of_megatron(path: AnyPlace) -> bool:
 
 
 def _checkpoints_in(folder: AnyPlace) -> list[str]:
-    """Returns the names of the checkpoints in a folder, the latest first; in a store, of all folders, by name."""
+    """Returns the names of the checkpoints in a folder; in a store, of all folders."""
     if isinstance(folder, ObjectPlace):
         return sorted(folder.folders(), reverse=True)
-    found: list[tuple[float, str]] = []
-    with contextlib.suppress(OSError):
-        for entry in os.scandir(folder):
-            with contextlib.suppress(OSError):
-                is_one = (
-                    has_signs(Path(entry.path)) if entry.is_dir() else entry.is_file() and entry.name.endswith(FILES)
-                )
-                if is_one and not entry.name.startswith("."):
-                    found.append((entry.stat().st_mtime, entry.name))
-    return [name for _, name in sorted(found, reverse=True)]
+    try:
+        names = [name for name in os.listdir(folder) if not name.startswith(".")]
+        return sorted((name for name in names if name.endswith(FILES) or has_signs(folder / name)), reverse=True)
+    except OSError:
+        return []
 
 
 def checkpoint_that_was_not_pulled(folder: Path) -> str | None:

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tensorferry.cli import exits
-from tensorferry.errors import FetchTimeout
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -99,9 +98,9 @@ def test_an_interrupt_ends_the_lookup_of_a_name(door: str, attempt: Callable[...
     ("verb", "status"),
     [
         ("top", exits.NO),
-        ("inspect", exits.STATUS[FetchTimeout]),
-        ("pull", exits.STATUS[FetchTimeout]),
-        ("diff", exits.STATUS[FetchTimeout]),
+        ("inspect", exits.UNAVAILABLE),
+        ("pull", exits.UNAVAILABLE),
+        ("diff", exits.UNAVAILABLE),
         ("doctor", exits.NO),
     ],
 )

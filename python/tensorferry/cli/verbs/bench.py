@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any
 
+from ..._native import _check_machine_has
 from ..._validate import amount, readable
 from ...errors import InvalidArgument
 from .. import console, exits
@@ -29,8 +30,6 @@ def bench(*, size: str = "256M", rounds: int = 5, json: bool = False) -> int:
         rounds: receives over each route; the median is shown, with the slowest and the fastest
         json: print the result as one JSON document
     """
-    from ..._native import _check_machine_has
-
     nbytes = amount("--size", size)
     if nbytes < 1 << 20:
         raise InvalidArgument(f"--size must be 1M or more, not {size}")

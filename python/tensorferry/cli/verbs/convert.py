@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ...errors import InvalidArgument, ProtocolError, TensorferryError
+from ...storage.copies import scratch_folder
 from ...storage.objects.place import ObjectPlace
 from ...storage.places import AnyPlace, any_place, is_store_url
-from .. import console, exits
+from .. import console, copying, exits, places
+from ..places import CheckpointKind
 
 #: What can be written.
 Format = Literal["tensorferry", "safetensors", "torch", "checkpoint", "dcp", "torch-dcp"]
@@ -60,8 +62,6 @@ def convert(
         unverified: do not compare the source with its checksums first
         json: print the result as one JSON document
     """
-    from .. import places
-
     target = any_place(output, "output") if is_store_url(output) else Path(output)
     given = {"only": only, "rank": rank, "step": step, "drop": drop_objects, "verify": not unverified}
     # Once only: a conversion may take long, and what it was to convert has gone.
@@ -87,8 +87,6 @@ def convert(
 
 def _convert(source: str, output: AnyPlace, to: str | None, given: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     """Converts ``source``; returns the format, and how much there was."""
-    from .. import copying, places
-
     place = places.find(source)
     to = to or _SUFFIXES.get(output.suffix)
     if to is None:
@@ -112,31 +110,23 @@ def _convert(source: str, output: AnyPlace, to: str | None, given: dict[str, Any
 
 def _check_options(kind: Any, to: str, given: dict[str, Any]) -> None:
     """Refuses options that say nothing about a conversion from ``kind`` into the format ``to``."""
-    from ..places import CheckpointKind
-
     is_megatron = kind is CheckpointKind.MEGATRON
     if is_megatron and to not in _MEGATRON:
         raise InvalidArgument(f"a checkpoint of Megatron can be converted to {' or '.join(_MEGATRON)}, not to {to}")
-    is_verified = is_megatron or kind is CheckpointKind.DISTRIBUTED
-    for is_unfit, message in (
-        (is_megatron and given["only"] is not None, "--only is not for a checkpoint of Megatron: convert all of it"),
-        (kind is not CheckpointKind.CHECKPOINT and given["rank"] is not None, "--rank is for a checkpointer's folder"),
-        (to != "checkpoint" and given["step"] is not None, "--step is for --to checkpoint"),
-        (to != "safetensors" and given["drop"], "--drop-objects is for --to safetensors"),
-        (
-            is_verified and not given["verify"],
-            "--unverified is not for what is compared with its checksums while it is read, as this is",
-        ),
-    ):
-        if is_unfit:
-            raise InvalidArgument(message)
+    is_checked = is_megatron or kind is CheckpointKind.DISTRIBUTED
+    unfit = {
+        "--only is not for a checkpoint of Megatron: convert all of it": is_megatron and given["only"] is not None,
+        "--rank is for a checkpointer's folder": kind is not CheckpointKind.CHECKPOINT and given["rank"] is not None,
+        "--step is for --to checkpoint": to != "checkpoint" and given["step"] is not None,
+        "--drop-objects is for --to safetensors": to != "safetensors" and given["drop"],
+        "--unverified is not for what is compared with its checksums in any case": is_checked and not given["verify"],
+    }
+    for message in filter(unfit.get, unfit):
+        raise InvalidArgument(message)
 
 
 def _convert_to_store(source: str, output: ObjectPlace, to: str, given: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     """Converts ``source`` in a temporary folder, and copies the result to a store."""
-    from ...storage.copies import scratch_folder
-    from .. import copying, places
-
     with scratch_folder(output, file=to in _FILES) as folder:
         written = folder / "converted" / (output.name or "checkpoint")
         written.parent.mkdir()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from ..._validate import readable
 from ...errors import InvalidArgument
-from .. import console, exits
+from ...storage.places import any_place
+from .. import console, copying, exits, places
 
 
 def copy(source: str, output: str, /, *, unverified: bool = False, json: bool = False) -> int:
@@ -18,9 +19,6 @@ def copy(source: str, output: str, /, *, unverified: bool = False, json: bool = 
         unverified: do not compare the files with their checksums
         json: print the result as one JSON document
     """
-    from ...storage.places import any_place
-    from .. import copying, places
-
     place = places.find(source)
     if place.kind is places.CheckpointKind.PEERS:
         raise InvalidArgument("a running peer has no files: pull from it")

@@ -9,6 +9,7 @@ from typing import Any
 
 from ...errors import InvalidArgument
 from .. import console, exits, peers
+from ..copying import local
 from ..listing import Leaf, Listing, by_path, listings
 from ..places import CheckpointKind, Place, find, settled
 
@@ -20,7 +21,6 @@ def diff(
     *,
     step: int | None = None,
     timeout: float = peers.TIMEOUT,
-    summary: bool = False,
     json: bool = False,
 ) -> int:
     """Shows which leaves of two checkpoints differ.
@@ -34,7 +34,6 @@ def diff(
         b: another one
         step: of a peer, the step (default: the one that is served)
         timeout: seconds for a receive from a peer
-        summary: print a line for each part of the state, such as the model, instead of one for each leaf
         json: print one JSON document
     """
     peers.refuse_without_peers([a, b], step, timeout)
@@ -48,21 +47,11 @@ def diff(
     if json:
         console.out_json(found)
     else:
-        lines = [f"{one['path']}: {one['how']}" for one in found["differences"]]
-        for line in _summed(found["differences"]) if summary else lines:
-            console.out(line)
+        for one in found["differences"]:
+            console.out(f"{one['path']}: {one['how']}")
         counts = f"{found['by_digest']} leaves compared by digest, {found['by_bytes']} by their bytes"
         console.note("the same: " + counts if found["same"] else f"{len(found['differences'])} leaves differ; {counts}")
     return exits.OK if found["same"] else exits.NO
-
-
-def _summed(differences: list[dict[str, str]]) -> list[str]:
-    """Returns a line for each first key of the paths that differ, by rank if there are several."""
-    parts: dict[str, list[str]] = {}
-    for one in differences:
-        rank, at, path = one["path"].rpartition(": ")
-        parts.setdefault(rank + at + path.partition(".")[0], []).append(path)
-    return [f"{part}: {len(paths)} leaves differ, such as {paths[0]}" for part, paths in parts.items()]
 
 
 class _Side:
@@ -133,8 +122,6 @@ class _Side:
     def _copy(self) -> Place:
         """Returns the checkpoint on this machine, copied out of a store if it is in one."""
         if self._here is None:
-            from ..copying import local
-
             self._here = self._stack.enter_context(local(self._place))
         return self._here
 

@@ -6,16 +6,20 @@ import re
 import socket
 import time
 from collections.abc import Iterator
+from importlib import metadata as packages
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import urlsplit
 
+from packaging.requirements import Requirement
+
 from ..._settings import ADVERTISE, METRICS_PORT, PORT, setting
 from ..._validate import readable
-from ...errors import ConnectError, FetchTimeout, InvalidArgument, TensorferryError, UnprovenSource, message_of
+from ...errors import ConnectError, FetchTimeout, InvalidArgument, TensorferryError, message_of
 from ...net import addresses
 from ...net.options import port_range
-from .. import console, exits
+from .. import console, exits, fleet
+from ..peers import Peers, open_source
 
 if TYPE_CHECKING:
     from ..._native import Remote
@@ -27,12 +31,6 @@ _BAD_SHARE, _LOW_SHARE = 0.1, 0.5
 #: What is said of a source that runs and has published nothing, or has withdrawn it.
 _NOTHING_NOW = re.compile("has withdrawn what it published|has never published anything|for a checkpoint to be allowed")
 _DOCS = "https://github.com/tensorferry/tensorferry/blob/main/docs"
-#: The page that helps, by the class of the error.
-_PAGES: dict[type[TensorferryError], str] = {
-    ConnectError: "guides/ports.md",
-    FetchTimeout: "guides/faq.md#my-job-hangs",
-    UnprovenSource: "reference/security.md",
-}
 _GOOD, _WARN, _BAD = "ok", "warn", "bad"
 
 
@@ -86,9 +84,6 @@ def doctor(*metadata: str, seconds: float = 1.0, timeout: float = 60.0, json: bo
 
 
 def _versions() -> Iterator[Finding]:
-    from importlib import metadata as packages
-
-    from packaging.requirements import Requirement
 
     # Those of extras count where the package is there.
     for one in map(Requirement, packages.requires("tensorferry") or []):
@@ -163,8 +158,6 @@ def _ports() -> Iterator[Finding]:
 
 def _check_peer(metadata: tuple[str, ...], timeout: float, seconds: float) -> Iterator[Finding]:
     """Opens what a peer serves, and receives from each of its addresses for ``seconds``."""
-    from ..peers import Peers, open_source
-
     started = time.perf_counter()
     try:
         found = Peers.of(metadata)
@@ -190,8 +183,7 @@ def _failed(error: TensorferryError) -> Finding:
     if _NOTHING_NOW.search(text):
         remedy = "it is reached; a torchft job publishes its state only while a replica heals, so this is normal there"
         return Finding("peer", _WARN, f"publishes nothing now: {text}", remedy)
-    page = next((page for kind, page in _PAGES.items() if isinstance(error, kind)), "reference/errors.md")
-    return Finding("peer", _BAD, f"{type(error).__name__}: {text}", f"see {_DOCS}/{page}")
+    return Finding("peer", _BAD, f"{type(error).__name__}: {text}", f"see {_DOCS}/reference/errors.md")
 
 
 def _measure(remote: Remote, there: str, speed: float, limit: float, seconds: float) -> Finding:
@@ -223,8 +215,6 @@ def _measure(remote: Remote, there: str, speed: float, limit: float, seconds: fl
 
 def _max_bandwidth(url: str) -> float:
     """Returns the limit of a source in bytes per second; 0 if it has none, or does not say."""
-    from .. import fleet
-
     (peer,) = fleet.peers_of(url)
     fleet.ask(peer)
     return peer.value("max_bandwidth_bytes_per_second")

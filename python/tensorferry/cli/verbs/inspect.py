@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from ..._validate import readable
 from .. import console, exits, peers
+from ..below import checkpoints_below
+from ..listing import listings, of_all_ranks
 
 if TYPE_CHECKING:
-    from ..leaf import Leaf, Listing
-
-#: With more leaves than this, the largest ones are listed once more.
-_MANY = 20
+    from ..leaf import Listing
 
 
 def inspect(
     path: str,
     /,
     *more: str,
-    largest: int = 5,
     digests: bool = False,
     step: int | None = None,
     timeout: float = peers.TIMEOUT,
@@ -32,15 +29,11 @@ def inspect(
     Args:
         path: a file, a folder, the URL of one in an object store, or the metadata of a running peer
         more: the metadata of further sources
-        largest: how many of the largest leaves are listed once more at the end
         digests: show the digest of each tensor, CRC-64/NVME of its bytes; a file without checksums is read for it
         step: of a peer, the step (default: the one that is served)
         timeout: seconds in which a peer must answer
         json: print one JSON document, with the leaves of each rank
     """
-    from ..below import checkpoints_below
-    from ..listing import listings, of_all_ranks
-
     peers.refuse_without_peers([path, *more], step, timeout)
     if not more and not digests and path and not peers.is_metadata(path) and (below := checkpoints_below(path)):
         if json:
@@ -52,9 +45,9 @@ def inspect(
     if json:
         console.out_json([{"name": name, **_fields(listing)} for name, listing in found])
     elif len(found) == 1:
-        _show(*found[0], largest, digests)
+        _show(*found[0], digests)
     else:
-        _show(path, of_all_ranks(found), largest, digests)
+        _show(path, of_all_ranks(found), digests)
     return exits.OK
 
 
@@ -68,8 +61,8 @@ def _fields(listing: Listing) -> dict[str, Any]:
     }
 
 
-def _show(name: str, listing: Listing, largest: int, digests: bool) -> None:
-    """Prints a listing: a line about all of it, a table of its leaves, and one of the ``largest`` of many."""
+def _show(name: str, listing: Listing, digests: bool) -> None:
+    """Prints a listing: a line about all of it, a table of its leaves."""
     about, leaves = listing.about, listing.leaves
     tensors = sum(leaf.kind not in ("object", "alias") for leaf in leaves)
     checked = "with checksums" if about.get("checksums") else "without checksums"
@@ -80,16 +73,6 @@ def _show(name: str, listing: Listing, largest: int, digests: bool) -> None:
         f"{name}: {about['kind']}{step}, {readable(about.get('bytes', 0))} in {tensors} tensors and "
         f"{len(leaves) - tensors} {others}, {checked}"
     )
-    _table(leaves, digests)
-    if len(leaves) > _MANY and largest > 0:
-        console.out("largest:")
-        _table(sorted(leaves, key=lambda leaf: -leaf.bytes)[:largest], digests)
-    if digests and any(leaf.digest is None for leaf in leaves):
-        console.note("-: objects, views and tensors in pieces have no digest of their own")
-
-
-def _table(leaves: Iterable[Leaf], digests: bool) -> None:
-    """Prints leaves as a table."""
     heads = ["path", "dtype", "shape", "bytes", *(["digest"] if digests else []), ""]
     rows = [
         [

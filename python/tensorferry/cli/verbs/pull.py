@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import stat
 import time
@@ -15,8 +16,18 @@ from cyclopts import Parameter
 
 from ..._validate import readable
 from ...errors import InvalidArgument, ProtocolError, SystemRefused, TensorferryError
+from ...net.options import ServerOptions, wants_relay
+from ...net.serve import relaying
+from ...storage import commits, leftovers, reserved
+from ...storage.copies import scratch_folder
+from ...storage.download import Download, partial_of, remove_others, was_pulled
+from ...storage.folder import INDEX
+from ...storage.folder_save import FolderSave, SaveId
+from ...storage.names import new_id
 from ...storage.places import AnyPlace, any_place, begun, is_store_url, local_path
-from .. import console, exits, peers
+from ...storage.whole_files import create_folder, remove_empty
+from .. import console, copying, exits, peers, places
+from ..distributed import write_index
 
 if TYPE_CHECKING:
     from ..._native import Remote, Server
@@ -69,7 +80,6 @@ def pull(
         if is_store_url(given):
             if force:
                 raise InvalidArgument("--force replaces nothing in an object store: name a place where nothing is")
-            from ...storage.copies import scratch_folder
 
             there = any_place(given, name)
             target = stack.enter_context(scratch_folder(there, file=into_folder is None)) / (there.name or "pulled")
@@ -104,9 +114,6 @@ def pull(
 
 def _relay_server(stack: contextlib.ExitStack) -> Server | None:
     """Starts the server that serves on what comes, until ``stack`` ends; ``None`` without a port: it helps nobody."""
-    from ...net.options import ServerOptions, wants_relay
-    from ...net.serve import relaying
-
     return stack.enter_context(relaying(ServerOptions(), lambda _: None)) if wants_relay(None) else None
 
 
@@ -144,11 +151,10 @@ class _Pull:
         self._step, self._timeout, self._quiet, self._force = step, timeout, quiet, force
         self._relay, self._resumes = relay, resumes
         self._began = time.monotonic()
-        self.result: dict[str, Any] = {"bytes": 0, "fetched": 0, "relayed": 0, "lanes": 0, "retries": 0}
+        self.result: dict[str, Any] = {"bytes": 0, "fetched": 0, "relayed": 0}
 
     def file(self, urls: list[str], output: Path | None) -> None:
         """Pulls a state into a file."""
-        from ...storage.download import Download, partial_of, remove_others
 
         def begin(remote: Remote, step: int) -> tuple[_Target, Download]:
             path = output if output is not None else Path(f"step-{step}.safetensors")
@@ -168,8 +174,6 @@ class _Pull:
             InvalidArgument: what is there must stay
             SystemRefused: the system does not say what is there
         """
-        from ...storage.download import was_pulled
-
         try:
             about = path.lstat()
         except FileNotFoundError:
@@ -193,8 +197,6 @@ class _Pull:
         Raises:
             InvalidArgument: it has
         """
-        from .. import places
-
         if not self._force and (held := places.checkpoint_that_was_not_pulled(folder)):
             raise InvalidArgument(
                 f"{folder} holds a checkpoint already, and no pull has written it ({held}): name another folder, or "
@@ -203,8 +205,6 @@ class _Pull:
 
     def ranks(self, urls: list[str], folder: Path) -> None:
         """Pulls what several ranks serve, a file for each: a distributed checkpoint, or the state of each rank."""
-        from ...storage import reserved
-
         self._check_folder(folder)
         remote, self._step = peers.open_source(urls[:1], self._step, self._timeout)
         with contextlib.closing(remote):
@@ -224,11 +224,6 @@ class _Pull:
             ranks: the sources of each rank
             folder: the folder
         """
-        from ...storage import commits, reserved
-        from ...storage.download import Download
-        from ...storage.folder import INDEX
-        from ...storage.folder_save import FolderSave, SaveId
-
         self._check_folder(folder)
         saves: list[FolderSave] = []
         with _removed_unless_committed(folder) as written:
@@ -252,13 +247,6 @@ class _Pull:
 
     def _distributed(self, urls: list[str], folder: Path) -> None:
         """Pulls a distributed checkpoint, a file for each rank, and commits it by its index."""
-        from ...storage import commits, reserved
-        from ...storage.download import Download
-        from ...storage.folder import INDEX
-        from ...storage.names import new_id
-        from ...storage.whole_files import create_folder
-        from ..distributed import write_index
-
         save_id, began = new_id(), commits.begin_after(commits.beginnings(folder / INDEX))
         with _removed_unless_committed(folder) as names:
             create_folder(folder)
@@ -308,16 +296,12 @@ class _Pull:
         told["bytes"] += sum(remote.sizes)
         told["fetched"] += report.bytes
         told["relayed"] += report.relayed
-        told["lanes"] = max(told["lanes"], report.lanes)
-        told["retries"] += report.retries
         for source, trouble in report.troubles.items():
-            console.note(f"tensorferry: warning: ranges of {source} were fetched over other connections: {trouble}")
+            console.warn(f"ranges of {source} were fetched over other connections: {trouble}")
         return target.path, step
 
     def copy(self, pulled: Path, there: AnyPlace) -> None:
         """Copies what was pulled to a store."""
-        from .. import copying, places
-
         copying.copy(places.find(str(pulled)), begun(there), verify=False)
         self._done(there, self.result["step"])
 
@@ -333,10 +317,6 @@ def _removed_unless_committed(folder: Path) -> Iterator[list[str]]:
     exception may come after the commit, too: what the index names stays, and all of them if it cannot be read. A folder
     that was not there before goes if nothing is in it.
     """
-    from ...storage import commits, leftovers
-    from ...storage.folder import INDEX
-    from ...storage.whole_files import remove_empty
-
     names: list[str] = []
     is_new = not os.path.lexists(folder)
     try:
@@ -353,7 +333,5 @@ def _removed_unless_committed(folder: Path) -> Iterator[list[str]]:
 
 def _partial_name(urls: list[str], step: int) -> str:
     """Returns the name of an incomplete file in a folder, the same for the same source and step."""
-    import hashlib
-
     named = hashlib.blake2b("\0".join([*urls, str(step)]).encode(), digest_size=8).hexdigest()
     return f".pull-{named}.partial"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import threading
 from pathlib import Path
@@ -10,7 +11,15 @@ from typing import Any
 from ..._native import Server, Shelf
 from ..._validate import amount
 from ...errors import InvalidArgument, SourceChanged
-from .. import console, exits
+from ...net.options import ServerOptions, wants_relay
+from ...net.serve import start
+from ...storage import commits, reserved
+from ...storage.folder import INDEX
+from ...storage.peers import container_name, publication_metadata
+from .. import console, copying, distributed, exits, places
+from ..intact import files_of_ranks, require_undamaged
+from ..mapped import ServedFiles, container_of
+from ..places import CheckpointKind
 
 #: Seconds that a request waits, and that receivers have when the command ends.
 _PATIENCE_S = 60.0
@@ -48,11 +57,6 @@ def serve(
         unverified: do not compare files with their checksums before they are served
         json: print the metadata as one JSON document
     """
-    from ...net.options import ServerOptions, wants_relay
-    from ...net.serve import start
-    from ...storage.places import is_store_url
-    from .. import copying, places
-
     place = places.settled(lambda: places.find(path), path)
     # The index of torch's own backend does not have the common state, without which Megatron loads nothing.
     kind = place.layout if place.layout is places.CheckpointKind.DISTRIBUTED else place.kind
@@ -68,27 +72,18 @@ def serve(
         raise InvalidArgument(
             f"{path} is a {kind.value}: run `tensorferry convert {path} OUT --to {to}`, and serve OUT"
         )
-    if is_store_url(path):
-        with copying.local(place, verify=not unverified) as here:
-            return serve(
-                here.text,
-                step=step,
-                interface=interface,
-                port=port,
-                max_bandwidth=max_bandwidth,
-                unverified=unverified,
-                json=json,
-            )
     limit = None if max_bandwidth is None else amount("--max-bandwidth", max_bandwidth)
     options = ServerOptions(interface=interface, port=port, max_bandwidth=limit)
     ended = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: ended.set())
     server, host = start(_PATIENCE_S, options, wants_relay(None))
-    try:
+    with contextlib.ExitStack() as stack:
+        stack.callback(server.shutdown, _END_S)
+        here = stack.enter_context(copying.local(place, verify=not unverified))
         # It holds the shelves, which serve for as long as they are there.
         publisher = Publisher(server, host, step, unverified)
-        published = places.settled(lambda: publish(publisher, place.path), path, attempts=1)
+        published = places.settled(lambda: publish(publisher, here.path), here.text, attempts=1)
         if json:
             console.out_json(published)
         else:
@@ -101,8 +96,6 @@ def serve(
                     f"{', '.join(map(str, changed))} was changed while it was served, so receives fail: serve it "
                     "again. What is served may be removed, or replaced by a rename"
                 )
-    finally:
-        server.shutdown(_END_S)
     return exits.OK
 
 
@@ -123,7 +116,6 @@ class Publisher:
 
     def __init__(self, server: Server, host: str, step: int | None, unverified: bool) -> None:
         self._server, self._host, self._step, self._unverified = server, host, step, unverified
-        from ..mapped import ServedFiles
 
         self._shelves: list[Shelf] = []
         self.files = ServedFiles()
@@ -136,8 +128,6 @@ class Publisher:
 
     def checkpoint(self, folder: Path) -> dict[str, Any]:
         """Publishes the state of each rank of a checkpointer's folder, each under an address of its own."""
-        from ..intact import files_of_ranks
-
         index, files = files_of_ranks(folder)
         step = self._step if self._step is not None else (index.step or 0)
         urls = []
@@ -153,11 +143,6 @@ class Publisher:
     def distributed(self, folder: Path) -> dict[str, Any]:
         """Publishes a distributed checkpoint as the ranks of a job with ``PeerWriter`` would."""
         import json
-
-        from ...storage import commits, reserved
-        from ...storage.folder import INDEX
-        from ...storage.peers import container_name, publication_metadata
-        from .. import distributed
 
         text, commit = commits.read(folder / INDEX)
         fields = distributed.decoded(text, folder / INDEX)
@@ -182,9 +167,6 @@ class Publisher:
         self, path: Path, where: Server | Shelf, step: int, control: list[tuple[str, bytes]] | None = None
     ) -> None:
         """Publishes the container in a file; with ``control``, as part of a distributed checkpoint."""
-        from ..intact import require_undamaged
-        from ..mapped import container_of
-
         with self.files.opening(path):
             if not self._unverified:
                 require_undamaged(path)
@@ -197,8 +179,6 @@ class Publisher:
 
 def publishers() -> dict[Any, Any]:
     """Returns what publishes each kind of checkpoint."""
-    from ..places import CheckpointKind
-
     return {
         CheckpointKind.CONTAINER: Publisher.container,
         CheckpointKind.CHECKPOINT: Publisher.checkpoint,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import sys
 import time
 from collections.abc import Sequence
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..._validate import readable
 from ...errors import InvalidArgument
-from .. import console, exits
+from .. import console, exits, fleet
 
 if TYPE_CHECKING:
     from ..fleet import Peer
@@ -33,10 +34,6 @@ def top(*metadata: str, every: float = 2.0, once: bool = False, json: bool = Fal
         once: look once, and end, with status 1 if one of them does not answer
         json: print each look as one JSON document on one line, with all counters
     """
-    import concurrent.futures
-
-    from .. import fleet
-
     if not metadata:
         raise InvalidArgument("give the metadata of at least one transport, or the address of its port for counters")
     if not 0.1 <= every <= 3600:

@@ -5,11 +5,18 @@ from __future__ import annotations
 from json import loads
 from typing import Any
 
+from ..._native import Stored, _file_damage
 from ...errors import CorruptCheckpoint, InvalidArgument
+from ...storage import commits
+from ...storage.folder import INDEX
 from ...storage.objects.place import ObjectPlace
 from ...storage.places import AnyPlace
 from ...storage.whole_files import is_file
-from .. import console, exits
+from .. import console, copying, distributed, exits, places
+from ..intact import check_archive, files_of_ranks
+from ..listing import check_names_of_shard, files_of_shards
+from ..mapped import check_foreign
+from ..places import CheckpointKind, Place
 
 #: How many entries are named for each damaged run.
 _NAMED = 8
@@ -30,7 +37,6 @@ def verify(path: str, /, *, json: bool = False) -> int:
         path: a file or a folder, or the URL of one in an object store
         json: print one JSON document
     """
-    from .. import places
 
     def checked() -> list[dict[str, Any]]:
         place = places.find(path)
@@ -70,14 +76,6 @@ def _files(place: Any) -> list[tuple[AnyPlace, bool | None]]:
         CorruptCheckpoint: one has another header than the index says, or is shorter than the index of torch's says
         TensorferryError: the index cannot be read, is not valid, or contradicts the files
     """
-    from ..._native import Stored
-    from ...storage import commits
-    from ...storage.folder import INDEX
-    from .. import distributed
-    from ..intact import files_of_ranks
-    from ..listing import check_names_of_shard, files_of_shards
-    from ..places import CheckpointKind
-
     path: AnyPlace = place.path
     match place.layout:
         case CheckpointKind.CONTAINER:
@@ -114,9 +112,6 @@ def _verified(path: AnyPlace, archive: bool | None) -> dict[str, Any]:
     Raises:
         TensorferryError: it cannot be read, or is one of those that every verb refuses
     """
-    from ..._native import Stored, _file_damage
-    from ..mapped import check_foreign
-
     findings: dict[str, Any] = {"path": str(path), "checksums": True, "damaged": [], "error": None}
     try:
         if archive is None:
@@ -156,9 +151,5 @@ def _header(path: AnyPlace) -> bytes:
 
 def _check_archive(path: AnyPlace) -> bool:
     """As :func:`~tensorferry.cli.intact.check_archive`, in a store as well."""
-    from .. import copying
-    from ..intact import check_archive
-    from ..places import CheckpointKind, Place
-
     with copying.local(Place(CheckpointKind.ARCHIVE, str(path)), verify=False) as here:
         return check_archive(here.path, path)
