@@ -103,7 +103,7 @@ class LoadStrategy(OfRanks, LoadShardedStrategy):
             raise CheckpointingException(
                 f"the checkpoint is of backend {loaded_version!r}, and this strategy reads {BACKEND!r}: load it with "
                 "megatron.core.dist_checkpointing.load, without sharded_strategy=, or convert it with "
-                "python -m tensorferry.megatron.convert"
+                "tensorferry convert OLD NEW --to dcp"
             )
 
     def check_version_compatibility(self, loaded_version: int) -> None:
