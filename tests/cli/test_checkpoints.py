@@ -36,7 +36,7 @@ from tensorferry import HTTPTransport
 from tensorferry.checkpointing import SyncCheckpointer, load_file
 from tensorferry.cli import exits, values
 from tensorferry.cli.values import are_same
-from tensorferry.dcp import FileWriter, PeerReader, PeerWriter, index
+from tensorferry.dcp import FileWriter, PeerWriter, index
 from tensorferry.errors import SystemRefused
 
 if TYPE_CHECKING:
@@ -58,15 +58,6 @@ pytestmark = [
 def test_what_is_served_is_received_as_from_a_transport(form: str, forms: dict[str, Path]) -> None:
     with serving(forms[form], "--step", "3") as metadata, HTTPTransport(TIMEOUT, interface="127.0.0.1") as receiver:
         assert_same_state(receiver.recv_checkpoint(0, metadata[0], 3, TIMEOUT), make_state())
-
-
-@pytest.mark.process
-def test_a_distributed_checkpoint_is_served_to_peer_readers(forms: dict[str, Path]) -> None:
-    state = make_state()
-    target = {key: torch.zeros_like(value) for key, value in state.items() if isinstance(value, torch.Tensor)}
-    with serving(forms["distributed"]) as metadata:
-        dcp.load(target, storage_reader=PeerReader(metadata[0]))
-    assert all(torch.equal(target[key], state[key]) for key in target)
 
 
 @pytest.mark.process

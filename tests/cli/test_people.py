@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import tensorferry
-from tensorferry.cli import app, fleet
+from tensorferry.cli import app, peers
 from tensorferry.net import addresses
 
 TIMEOUT = timedelta(seconds=30)
@@ -218,7 +218,7 @@ class TestTop:
                 assert "\x1b" not in "".join(lines) + err
 
     def test_one_that_is_gone_or_says_nothing_stops_no_other(self, run, source, monkeypatch):
-        monkeypatch.setattr(fleet, "_PATIENCE_S", 0.3)
+        monkeypatch.setattr(peers, "_PATIENCE_S", 0.3)
 
         def elsewhere(request):
             request.send_response(302)

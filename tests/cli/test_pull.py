@@ -7,9 +7,6 @@ import errno
 import json
 import os
 import signal
-import socket
-import subprocess
-import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -17,7 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from checkpoint_loads import load_state
-from commands import command, incomplete, make_state, serving, until, write_checkpoint, write_distributed
+from commands import command, incomplete, make_state, serving, until, write_distributed
 from equality import assert_same_state
 from nights import mostly_at_night
 from tensorferry.checkpointing import SyncCheckpointer, load_file
@@ -286,24 +283,6 @@ def test_a_folder_that_cannot_be_written_to(run: Callable[..., Any], publish: An
     assert run("pull", metadata, "--into-folder", tmp_path / "file" / "a").status == exits.UNAVAILABLE
 
 
-@pytest.mark.process
-def test_a_bar_is_drawn_on_a_terminal(publish: Any, tmp_path: Path) -> None:
-    metadata = publish(large(), max_bandwidth=16 << 20)
-    ours, theirs = os.openpty()
-    arguments = [sys.executable, "-m", "tensorferry", "pull", metadata, "-o", tmp_path / "a"]
-    with subprocess.Popen(arguments, stderr=theirs, stdout=subprocess.PIPE, env={**os.environ, "TERM": "xterm"}) as bar:
-        os.close(theirs)
-        drawn = b""
-        with contextlib.suppress(OSError):  # EIO: the process has ended.
-            while part := os.read(ours, 1 << 16):
-                drawn += part
-        assert bar.wait(timeout=110) == 0
-    os.close(ours)
-    assert b"fetching" in drawn
-    assert b"MB/s" in drawn
-    assert b"\x1b[2K" in drawn
-
-
 def test_the_transport_of_torchft_is_named(run: Callable[..., Any], open_stock: Any) -> None:
     stock = open_stock()
     done = run("pull", stock.metadata())
@@ -432,28 +411,6 @@ def test_a_checkpoint_that_is_saved_during_a_pull_is_replaced_only_by_force(
     assert len(shown(tmp_path / "c")) == 1 + ranks
 
 
-@pytest.mark.process
-def test_a_checkpoint_that_is_saved_during_a_pull_of_a_distributed_one_stays(
-    run: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write_distributed(full(1), tmp_path / "source")
-    saved: list[Any] = []
-
-    def save_right_before(moment: str, index: Path) -> None:
-        if moment == "written" and not saved:
-            saved.append(index)
-            write_checkpoint(full(99), tmp_path / "d")
-
-    with serving(tmp_path / "source") as (metadata,):
-        monkeypatch.setattr(commits, "reached", save_right_before)
-        monkeypatch.setattr(commits, "begin_after", lambda _: 1)
-        done = run("pull", metadata, "--into-folder", tmp_path / "d")
-    assert done.status == exits.USAGE, done
-    assert "holds a checkpoint already" in done.err
-    assert torch.equal(load_state(tmp_path / "d")["w"], full(99)["w"])
-    assert len(shown(tmp_path / "d")) == 2
-
-
 #: 48 MiB from the source to two receivers would take 12 s.
 SLOW = ("--max-bandwidth", "8M")
 
@@ -490,26 +447,3 @@ def test_pulls_bring_each_other_what_they_have(checkpoint: Path, tmp_path: Path,
         assert run("verify", output).status == 0
     assert outputs[0].read_bytes() == outputs[1].read_bytes()
     assert not [name for name in os.listdir(tmp_path) if name.endswith(".partial")]
-
-
-def test_nothing_is_relayed_where_one_side_does_not_want_it(
-    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    outputs = [tmp_path / "a.safetensors", tmp_path / "b.safetensors"]
-    monkeypatch.setenv("TENSORFERRY_RELAY", "0")
-    with serving(checkpoint, *SLOW[:-1], "64M") as (metadata,):
-        assert [each["relayed"] for each in pulled(metadata, outputs)] == [0, 0]
-
-
-def test_a_pull_without_a_port_fetches_alone(
-    checkpoint: Path, tmp_path: Path, run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with (
-        serving(checkpoint, *SLOW[:-1], "64M") as (metadata,),
-        socket.create_server(("0.0.0.0", 0)) as taken,
-        monkeypatch.context() as environment,
-    ):
-        environment.setenv("TENSORFERRY_PORT", str(taken.getsockname()[1]))
-        done = run("pull", metadata, "-o", tmp_path / "a.safetensors", "--quiet")
-        assert done.status == 0, done.err
-    assert run("diff", checkpoint, tmp_path / "a.safetensors").status == 0

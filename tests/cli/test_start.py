@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import signal
 import subprocess
@@ -108,18 +107,6 @@ def test_nothing_that_a_terminal_acts_upon_is_printed(text: str) -> None:
     assert len(shown.splitlines()) == 1
 
 
-def test_warnings_of_the_package_are_printed_cleanly_while_the_command_runs(
-    run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def find(text: str) -> Any:
-        logging.getLogger("tensorferry").warning("look: %s", "\x1b[31m")
-        raise errors.ProtocolError(text)
-
-    monkeypatch.setattr("tensorferry.cli.places.find", find)
-    assert run("verify", "x").err.splitlines()[0] == "tensorferry: warning: look: \\x1b[31m"
-    assert not logging.getLogger("tensorferry").handlers
-
-
 @pytest.mark.process
 def test_a_reader_that_goes_away_is_no_error() -> None:
     with command("inspect", DATA) as process:
@@ -219,26 +206,6 @@ def test_of_a_half_written_checkpoint_the_leftover_is_named(run: Callable[..., A
     done = run(verb, tmp_path, *more)
     assert done.status == 3
     assert f"holds an incomplete checkpoint: the save that wrote {left}" in done.err
-
-
-@pytest.mark.parametrize(
-    ("content", "text"),
-    [
-        (b"these are notes of a meeting", "it is text"),
-        (b"", "it is empty"),
-        (b"\x89PNG\r\n\x1a\n" + bytes(20), "it begins with the bytes 89 50 4e 47 0d 0a 1a 0a"),
-        (bytes.fromhex("80028a0a6cfc9c46f9206aa850192e80024d"), "it had before release 1.6"),
-    ],
-)
-def test_a_file_of_another_kind_is_called_that(
-    content: bytes, text: str, run: Callable[..., Any], tmp_path: Path
-) -> None:
-    (tmp_path / "a").write_bytes(content)
-    for arguments in (["inspect"], ["verify"], ["serve"], ["convert"]):
-        output = [tmp_path / "b.pt"] if arguments == ["convert"] else []
-        done = run(*arguments, tmp_path / "a", *output)
-        assert done.status == exits.UNREADABLE
-        assert text in done.err
 
 
 class TestShards:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import io
 import json
 import os
 import warnings
@@ -35,8 +34,6 @@ from .values import has_elements, whole, without_groups
 
 #: The names of the dtypes that a safetensors file can have.
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-#: Bytes that are written at a time.
-_CHUNK = 16 << 20
 #: How many names an error has.
 _NAMED = 5
 
@@ -243,22 +240,14 @@ def write_safetensors(values: dict[str, Any], path: Path, *, drop: bool) -> list
         at += nbytes
     text = json.dumps(fields, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    with path.open("xb", buffering=0) as file:
-        _write(file, len(text).to_bytes(8, "little") + text)
+    with path.open("xb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
         for name in order:
             copy = whole(tensors[name])
-            start, nbytes = copy.data_ptr(), copy.numel() * copy.element_size()
-            for offset in range(0, nbytes, _CHUNK):
-                part = (ctypes.c_char * min(_CHUNK, nbytes - offset)).from_address(start + offset)
-                _write(file, memoryview(part).cast("B"))
+            if nbytes := copy.numel() * copy.element_size():
+                file.write((ctypes.c_char * nbytes).from_address(copy.data_ptr()))
         _sync(file)
     return dropped
-
-
-def _write(file: io.FileIO, data: bytes | memoryview) -> None:
-    left = memoryview(data)
-    while left:
-        left = left[file.write(left) or 0 :]
 
 
 class StatePart(NamedTuple):
@@ -324,7 +313,6 @@ def _begins(key: Any, prefix: str) -> bool:
 
 
 def _keys_text(state: Any) -> str:
-    if not isinstance(state, dict):
-        return f"the state is a {type(state).__name__}"
-    more = f" and {len(state) - _NAMED} more" if len(state) > _NAMED else ""
-    return f"the state has {', '.join(map(str, list(state)[:_NAMED]))}{more}" if state else "the state is empty"
+    keys = [str(key) for key in state] if isinstance(state, dict) else []
+    more = f" and {len(keys) - _NAMED} more" if len(keys) > _NAMED else ""
+    return f"the state has {', '.join(keys[:_NAMED])}{more}" if keys else f"the state is a {type(state).__name__}"

@@ -63,6 +63,13 @@ def checked_files(folder: AnyPlace, names: list[Any], commit: commits.Commit) ->
     return names
 
 
+def opened(folder: AnyPlace) -> tuple[dict[str, Any], list[str]]:
+    """Returns the index in ``folder`` and the names of its files, which are there; raises as what it calls."""
+    text, commit = commits.read(folder / INDEX)
+    fields = decoded(text, folder / INDEX)
+    return fields, checked_files(folder, fields["sources"], commit)
+
+
 def check_entries(folder: AnyPlace, fields: dict[str, Any], names: list[str]) -> None:
     """Checks that the files have the entries that an index says, and these the tensors that it says.
 
@@ -94,7 +101,7 @@ def check_entries(folder: AnyPlace, fields: dict[str, Any], names: list[str]) ->
             raise ProtocolError(f"{folder}: what its index says of {fqn} is not valid") from e
 
 
-def with_digests(listing: Listing, folder: AnyPlace, fields: dict[str, Any], commit: commits.Commit) -> Listing:
+def with_digests(listing: Listing, folder: AnyPlace, fields: dict[str, Any], names: list[str]) -> Listing:
     """Returns ``listing`` with the digests of its tensors and objects.
 
     That of a tensor in several shards is a digest of their digests and places.
@@ -103,7 +110,6 @@ def with_digests(listing: Listing, folder: AnyPlace, fields: dict[str, Any], com
         ProtocolError: index and files contradict each other
         TensorferryError: a file cannot be read
     """
-    names = checked_files(folder, fields["sources"], commit)
     by_file = []
     for name in names:
         stored = Stored.open(folder / name)

@@ -104,10 +104,11 @@ def _list_shards(folder: AnyPlace, *, digests: bool) -> Listing:
 
 
 def _list_distributed(folder: AnyPlace, *, digests: bool) -> Listing:
-    text, commit = commits.read(folder / INDEX)
-    fields = distributed.decoded(text, folder / INDEX)
-    listing = list_distributed(fields, folder)
-    return distributed.with_digests(listing, folder, fields, commit) if digests else listing
+    if not digests:
+        text, _ = commits.read(folder / INDEX)
+        return list_distributed(distributed.decoded(text, folder / INDEX), folder)
+    fields, names = distributed.opened(folder)
+    return distributed.with_digests(list_distributed(fields, folder), folder, fields, names)
 
 
 def of_all_ranks(found: list[tuple[str, Listing]]) -> Listing:

@@ -18,8 +18,8 @@ from ..._validate import readable
 from ...errors import ConnectError, FetchTimeout, InvalidArgument, TensorferryError, message_of
 from ...net import addresses
 from ...net.options import port_range
-from .. import console, exits, fleet
-from ..peers import Peers, open_source
+from .. import console, exits
+from ..peers import Peers, ask, open_source, peers_of
 
 if TYPE_CHECKING:
     from ..._native import Remote
@@ -215,6 +215,6 @@ def _measure(remote: Remote, there: str, speed: float, limit: float, seconds: fl
 
 def _max_bandwidth(url: str) -> float:
     """Returns the limit of a source in bytes per second; 0 if it has none, or does not say."""
-    (peer,) = fleet.peers_of(url)
-    fleet.ask(peer)
+    (peer,) = peers_of(url)
+    ask(peer)
     return peer.value("max_bandwidth_bytes_per_second")

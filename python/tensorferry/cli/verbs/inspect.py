@@ -1,16 +1,24 @@
-"""``tensorferry inspect``: what a checkpoint holds."""
+"""``tensorferry inspect``: what a checkpoint holds, or a folder of checkpoints."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import contextlib
+import os
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
 
 from ..._validate import readable
-from .. import console, exits, peers
-from ..below import checkpoints_below
-from ..listing import listings, of_all_ranks
-
-if TYPE_CHECKING:
-    from ..leaf import Listing
+from ...errors import IncompleteCheckpoint, TensorferryError
+from ...storage import commits
+from ...storage.folder import INDEX, missing_files, read_index, unfinished
+from ...storage.objects.place import ObjectPlace
+from ...storage.places import AnyPlace, any_place, is_store_url
+from ...storage.whole_files import is_file
+from .. import console, exits, peers, places
+from ..listing import Listing, listings, of_all_ranks
+from ..places import CheckpointKind
 
 
 def inspect(
@@ -35,7 +43,7 @@ def inspect(
         json: print one JSON document, with the leaves of each rank
     """
     peers.refuse_without_peers([path, *more], step, timeout)
-    if not more and not digests and path and not peers.is_metadata(path) and (below := checkpoints_below(path)):
+    if not more and not digests and path and not peers.is_metadata(path) and (below := _checkpoints_below(path)):
         if json:
             console.out_json({"checkpoints": [one.fields() for one in below]})
         else:
@@ -86,3 +94,101 @@ def _show(name: str, listing: Listing, digests: bool) -> None:
         for leaf in leaves
     ]
     console.out_table(heads, rows, right=[3])
+
+
+@dataclass(frozen=True)
+class _Below:
+    """What stands below a folder under one name.
+
+    Attributes:
+        name: of the folder or file
+        bytes: of the file, or of all files directly in the folder
+        saved: nanoseconds since the epoch at which the save began, or else was written
+        kind: of the checkpoint; empty if it holds none
+        step: the step, where it is known
+        ranks: how many ranks have saved it, where that is known
+        problem: why it cannot be loaded; empty if nothing is known of that
+    """
+
+    name: str
+    bytes: int
+    saved: int
+    kind: str = ""
+    step: int | None = None
+    ranks: int | None = None
+    problem: str = ""
+
+    def fields(self) -> dict[str, Any]:
+        """Returns it for JSON."""
+        return {**self.__dict__, "saved": self._date()}
+
+    def row(self) -> list[object]:
+        """Returns it for a table."""
+        step, ranks = ("" if number is None else number for number in (self.step, self.ranks))
+        return [self.name, step, readable(self.bytes), ranks, self._date(), self.problem or self.kind]
+
+    def _date(self) -> str:
+        try:
+            return datetime.fromtimestamp(self.saved / 1e9).astimezone().isoformat(" ", "seconds")
+        except (OverflowError, ValueError, OSError):  # An index may say anything.
+            return ""
+
+
+def _checkpoints_below(text: str) -> list[_Below]:
+    """Returns what is directly below the folder ``text``, the newest first.
+
+    That is nothing if it is a checkpoint itself, or none is below it. Of a folder of this machine, what cannot be read
+    is left out; in a store, only folders are looked at.
+
+    Raises:
+        TensorferryError: it cannot be read
+    """
+    folder = any_place(text) if is_store_url(text) else Path(text)
+    try:
+        places.settled(lambda: places.find(text), text)
+        return []
+    except IncompleteCheckpoint:
+        if isinstance(folder, Path) and (not folder.is_dir() or unfinished(folder) is not None):
+            return []
+    found = []
+    if isinstance(folder, ObjectPlace):
+        found = [_below(folder / name, [*(folder / name).entries().values()]) for name in folder.folders()]
+    else:
+        with contextlib.suppress(OSError):
+            for entry in sorted(os.listdir(folder)):
+                path = folder / entry
+                if not entry.startswith(".") and (path.is_dir() or path.name.endswith(places.FILES)):
+                    with contextlib.suppress(OSError):
+                        files = [one.stat() for one in os.scandir(path) if one.is_file()] if path.is_dir() else []
+                        found.append(_below(path, files or [path.stat()]))
+    listed = [one for one in found if one is not None]
+    if not any(one.kind for one in listed):
+        return []
+    return sorted(listed, key=lambda one: (one.saved, one.name), reverse=True)
+
+
+def _below(path: AnyPlace, files: list[Any]) -> _Below | None:
+    """Returns what ``path`` is; ``None`` if it is neither a checkpoint nor what a save has left."""
+    nbytes, newest = sum(about.st_size for about in files), max((about.st_mtime_ns for about in files), default=0)
+    try:
+        place = places.find(str(path))
+        kind = place.kind.value
+        if place.layout is CheckpointKind.CHECKPOINT:
+            index = read_index(path)
+            missing, began, ranks = missing_files(path, index), index.began, index.world_size
+        elif place.layout is CheckpointKind.DISTRIBUTED:
+            commit = commits.files_of(path / INDEX)
+            missing = [file for file in commit.files if not is_file(path / file)]
+            began, ranks = commit.began or newest, len(commit.files)
+        else:
+            return _Below(path.name, nbytes, newest, kind)
+    except TensorferryError as e:
+        if isinstance(path, Path) and path.is_file():
+            return _Below(path.name, nbytes, newest)
+        left = unfinished(path)
+        if left is None and not places.has_signs(path):
+            return None
+        return _Below(path.name, nbytes, newest, problem=str(left or e))
+    step = index.step if place.layout is CheckpointKind.CHECKPOINT else None
+    problem = f"incomplete: {', '.join(missing)} is missing" if missing else ""
+    return _Below(path.name, nbytes, began, kind, step, ranks, problem)

@@ -8,7 +8,7 @@ import os
 import stat
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -31,7 +31,6 @@ from ..distributed import write_index
 
 if TYPE_CHECKING:
     from ..._native import Remote, Server
-    from ...storage.download import Download
 
 
 def pull(
@@ -117,17 +116,8 @@ def _relay_server(stack: contextlib.ExitStack) -> Server | None:
     return stack.enter_context(relaying(ServerOptions(), lambda _: None)) if wants_relay(None) else None
 
 
-@dataclass(frozen=True)
-class _Target:
-    """Where a container comes to lie.
-
-    Attributes:
-        path: the file
-        replaced: the file that it may replace, as ``lstat`` describes it; ``None`` if nothing may be there
-    """
-
-    path: Path
-    replaced: os.stat_result | None = None
+#: Where a container comes to lie, the file there that it may replace, as ``lstat`` describes it, and what receives it.
+_Begun = tuple[Path, os.stat_result | None, Download]
 
 
 class _Pull:
@@ -156,12 +146,12 @@ class _Pull:
     def file(self, urls: list[str], output: Path | None) -> None:
         """Pulls a state into a file."""
 
-        def begin(remote: Remote, step: int) -> tuple[_Target, Download]:
+        def begin(remote: Remote, step: int) -> _Begun:
             path = output if output is not None else Path(f"step-{step}.safetensors")
-            target = _Target(path, self._replaced(path))
+            replaced = self._replaced(path)
             if path.suffix in (".pt", ".pth", ".bin"):
                 console.warn(f"{path} will not be what its name says, but a safetensors file")
-            return target, Download(remote, partial_of(path, remote, step), step=step)
+            return path, replaced, Download(remote, partial_of(path, remote, step), step=step)
 
         path, step = self._fetch(urls, begin)
         remove_others(path)
@@ -228,7 +218,7 @@ class _Pull:
         saves: list[FolderSave] = []
         with _removed_unless_committed(folder) as written:
 
-            def begin(remote: Remote, step: int) -> tuple[_Target, Download]:
+            def begin(remote: Remote, step: int) -> _Begun:
                 rank = len(saves)
                 # The index would not be read if a rank of it had no state.
                 if len(ranks) > 1 and reserved.MANIFEST not in remote.names:
@@ -237,7 +227,7 @@ class _Pull:
                 saves.append(FolderSave(folder, replace(first, rank=rank)))
                 written.append(saves[-1].path.name)
                 partial = folder / _partial_name([names[rank]], step)
-                return _Target(local_path(saves[-1].path)), Download(remote, partial, step=step, unique=True)
+                return local_path(saves[-1].path), None, Download(remote, partial, step=step, unique=True)
 
             for rank, urls in enumerate(ranks):
                 title = f"rank {rank} of {len(ranks)}" if len(ranks) > 1 else ""
@@ -253,20 +243,18 @@ class _Pull:
             for rank, url in enumerate(urls):
                 names.append(f"rank{rank:05d}-{save_id}.safetensors")
 
-                def begin(remote: Remote, step: int, url: str = url) -> tuple[_Target, Download]:
+                def begin(remote: Remote, step: int, url: str = url) -> _Begun:
                     if url == urls[0] and reserved.INDEX not in remote.names:
                         raise ProtocolError("the first rank serves no index of a distributed checkpoint any more")
                     partial = folder / _partial_name([url], step)
-                    return _Target(folder / names[-1]), Download(remote, partial, step=step, unique=True)
+                    return folder / names[-1], None, Download(remote, partial, step=step, unique=True)
 
                 _, self._step = self._fetch([url], begin, title=f"rank {rank} of {len(urls)}")
             files = dict(zip(urls, names, strict=True))
             write_index(folder, self._step or 0, files, began, lambda: self._check_folder(folder))
         self._done(folder, self._step)
 
-    def _fetch(
-        self, urls: list[str], begin: Callable[[Remote, int], tuple[_Target, Download]], *, title: str = ""
-    ) -> tuple[Path, int]:
+    def _fetch(self, urls: list[str], begin: Callable[[Remote, int], _Begun], *, title: str = "") -> tuple[Path, int]:
         """Fetches one container; ``begin`` returns, for what was opened and its step, where it comes to lie.
 
         Returns the path, with the complete file there, and the step. After an error what has come stays, incomplete.
@@ -281,11 +269,11 @@ class _Pull:
 
             remote, step = peers.open_source(urls, self._step, self._timeout, watch, self._relay)
             with contextlib.closing(remote):
-                target, download = begin(remote, step)
+                path, replaced, download = begin(remote, step)
                 downloads.append(download)
                 try:
                     report = download.fetch()
-                    download.commit(target.path, target.replaced)
+                    download.commit(path, replaced)
                 except KeyboardInterrupt:
                     if self._resumes:
                         console.note(f"{download.partial} holds what has arrived: the same command goes on from there")
@@ -298,7 +286,7 @@ class _Pull:
         told["relayed"] += report.relayed
         for source, trouble in report.troubles.items():
             console.warn(f"ranges of {source} were fetched over other connections: {trouble}")
-        return target.path, step
+        return path, step
 
     def copy(self, pulled: Path, there: AnyPlace) -> None:
         """Copies what was pulled to a store."""

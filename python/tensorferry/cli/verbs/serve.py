@@ -13,8 +13,7 @@ from ..._validate import amount
 from ...errors import InvalidArgument, SourceChanged
 from ...net.options import ServerOptions, wants_relay
 from ...net.serve import start
-from ...storage import commits, reserved
-from ...storage.folder import INDEX
+from ...storage import reserved
 from ...storage.peers import container_name, publication_metadata
 from .. import console, copying, distributed, exits, places
 from ..intact import files_of_ranks, require_undamaged
@@ -144,12 +143,10 @@ class Publisher:
         """Publishes a distributed checkpoint as the ranks of a job with ``PeerWriter`` would."""
         import json
 
-        text, commit = commits.read(folder / INDEX)
-        fields = distributed.decoded(text, folder / INDEX)
+        fields, names = distributed.opened(folder)
         step = self._step if self._step is not None else 1
         if step < 0:
             raise InvalidArgument("the step of a distributed checkpoint must not be negative")
-        names = distributed.checked_files(folder, fields["sources"], commit)
         shelves = [self._server.shelf() for _ in names] or [self._server.shelf()]
         urls = [shelf.url(self._host) for shelf in shelves]
         fields["sources"] = [container_name(step, url) for url in urls[: len(names)]]

@@ -6,14 +6,12 @@ import concurrent.futures
 import sys
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..._validate import readable
 from ...errors import InvalidArgument
-from .. import console, exits, fleet
-
-if TYPE_CHECKING:
-    from ..fleet import Peer
+from .. import console, exits
+from ..peers import Peer, ask, peers_of
 
 #: The longest cell: a hostile transport may say anything.
 _LONGEST = 300
@@ -38,11 +36,11 @@ def top(*metadata: str, every: float = 2.0, once: bool = False, json: bool = Fal
         raise InvalidArgument("give the metadata of at least one transport, or the address of its port for counters")
     if not 0.1 <= every <= 3600:
         raise InvalidArgument(f"--every must be between 0.1 and 3600 seconds, not {every}")
-    peers = [peer for given in metadata for peer in fleet.peers_of(given)]
+    peers = [peer for given in metadata for peer in peers_of(given)]
     with concurrent.futures.ThreadPoolExecutor(min(_AT_ONCE, len(peers))) as pool:
         try:
             while True:
-                list(pool.map(fleet.ask, peers))
+                list(pool.map(ask, peers))
                 if json:
                     console.out_json([_fields(peer) for peer in peers])
                 else:

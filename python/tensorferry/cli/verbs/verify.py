@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from json import loads
 from typing import Any
 
 from ..._native import Stored, _file_damage
 from ...errors import CorruptCheckpoint, InvalidArgument
-from ...storage import commits
 from ...storage.folder import INDEX
-from ...storage.objects.place import ObjectPlace
 from ...storage.places import AnyPlace
 from ...storage.whole_files import is_file
 from .. import console, copying, distributed, exits, places
@@ -20,8 +17,6 @@ from ..places import CheckpointKind, Place
 
 #: How many entries are named for each damaged run.
 _NAMED = 8
-#: The longest header of a safetensors file.
-_LONGEST_HEADER = 100_000_000
 #: The state that is the same on all ranks, in a folder of Megatron's.
 _COMMON = "common.pt"
 _WITHOUT = "it has no checksums, so its bytes were not compared; tensorferry convert gives it some"
@@ -90,9 +85,7 @@ def _files(place: Any) -> list[tuple[AnyPlace, bool | None]]:
                 check_names_of_shard(file, names, Stored.open(file, checksums=False).names)
             return [(file, False) for file in found]
         case CheckpointKind.DISTRIBUTED:
-            text, commit = commits.read(path / INDEX)
-            fields = distributed.decoded(text, path / INDEX)
-            names = distributed.checked_files(path, fields["sources"], commit)
+            fields, names = distributed.opened(path)
             distributed.check_entries(path, fields, names)
             return [(path / name, False) for name in (INDEX, *names)]
         case CheckpointKind.TORCH_DISTRIBUTED:
@@ -131,22 +124,12 @@ def _verified(path: AnyPlace, archive: bool | None) -> dict[str, Any]:
 
 def _named(path: AnyPlace, damaged: list[tuple[int, int]]) -> list[dict[str, Any]]:
     """Returns the damaged runs with the names of the entries that lie in them, of a file whose header is valid."""
-    fields = loads(_header(path))
-    spans = [(name, *entry["data_offsets"]) for name, entry in fields.items() if name != "__metadata__"]
+    stored = Stored.open(path, checksums=False)
+    spans = list(zip(stored.names, stored.starts, stored.sizes, strict=True))
     return [
-        {"start": start, "end": end, "entries": [name for name, at, to in spans if at < end and start < to][:_NAMED]}
+        {"start": start, "end": end, "entries": [name for name, at, n in spans if at < end and start < at + n][:_NAMED]}
         for start, end in damaged
     ]
-
-
-def _header(path: AnyPlace) -> bytes:
-    """Returns the header of a container, as JSON text; of one whose bytes are damaged, too."""
-    if isinstance(path, ObjectPlace):
-        opened = path.opened()
-        length = int.from_bytes(opened.head(8), "little")
-        return opened.start(8 + min(length, _LONGEST_HEADER))[8:]
-    with path.open("rb") as file:
-        return file.read(min(int.from_bytes(file.read(8), "little"), _LONGEST_HEADER))
 
 
 def _check_archive(path: AnyPlace) -> bool:
