@@ -46,12 +46,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--spread-states", type=int, default=12, help="random states for test_spread_tensors.py")
     parser.addoption("--pickle-seconds", type=float, default=2, help="how long test_hostile_pickles.py fuzzes")
     parser.addoption("--pickled-states", type=int, default=150, help="random states for test_native_pickles.py")
-    parser.addoption(
-        "--convert-kills", type=int, default=1, help="how often a conversion is killed in test_outputs.py"
-    )
-    parser.addoption(
-        "--every-verb", action="store_true", help="test_hostile.py runs each verb with each server"
-    )
+    parser.addoption("--convert-kills", type=int, default=1, help="how often a conversion is killed in test_outputs.py")
+    parser.addoption("--every-verb", action="store_true", help="test_hostile.py runs each verb with each server")
     parser.addoption("--fuzz-runs", type=int, default=100, help="inputs for each target of fuzzing.py")
     parser.addoption("--fuzz-seed", type=int, default=1)
 

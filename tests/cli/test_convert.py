@@ -72,6 +72,20 @@ def test_every_form_becomes_every_other(
     assert sorted(os.listdir(tmp_path)) == sorted([*readers, "dcp", "torch-dcp"])
 
 
+def test_an_archive_without_checksums_is_not_damaged(run: Callable[..., Any], tmp_path: Path) -> None:
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save(make_state(), tmp_path / "a.pt")
+    finally:
+        torch.serialization.set_crc32_options(before)
+    verified = run("verify", tmp_path / "a.pt")
+    assert verified.status == exits.NO
+    assert "it has no checksums" in verified.out
+    assert run("convert", tmp_path / "a.pt", tmp_path / "b", "--to", "tensorferry").status == 0
+    assert run("diff", tmp_path / "a.pt", tmp_path / "b").status == 0
+
+
 @pytest.mark.parametrize("to", ["tensorferry", "torch", "safetensors", "checkpoint", "dcp"])
 def test_an_output_may_have_the_longest_name(
     to: str, forms: dict[str, Path], run: Callable[..., Any], tmp_path: Path

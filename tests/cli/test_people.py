@@ -135,7 +135,7 @@ class TestDoctor:
         status, found = self.found(run, source.metadata(), "--timeout", "1")
         assert (status, found["peer"]["verdict"]) == (1, "bad")
         assert "ConnectError" in found["peer"]["text"]
-        assert "docs/guides/ports.md" in found["peer"]["remedy"]
+        assert "docs/reference/errors.md" in found["peer"]["remedy"]
 
     def test_a_source_with_a_limit_is_not_slow(self, run, open_transport, monkeypatch):
         monkeypatch.setattr(addresses, "interface_speed", lambda _: ("eth0", 1e10))

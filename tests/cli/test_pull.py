@@ -437,7 +437,10 @@ def pulled(metadata: str, outputs: list[Path], *arguments: object) -> list[dict[
     return [json.loads(out) for out, _ in said]
 
 
-def test_pulls_bring_each_other_what_they_have(checkpoint: Path, tmp_path: Path, run: Callable[..., Any]) -> None:
+def test_pulls_bring_each_other_what_they_have(
+    checkpoint: Path, tmp_path: Path, run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TENSORFERRY_SAME_HOST", "0")
     outputs = [tmp_path / "a.safetensors", tmp_path / "b.safetensors"]
     with serving(checkpoint, *SLOW) as (metadata,):
         told = pulled(metadata, outputs)

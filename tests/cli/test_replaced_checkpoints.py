@@ -79,9 +79,10 @@ def test_a_command_that_shows_begins_again_until_saves_replace_the_checkpoint_to
     assert done.status == exits.OK, done.err
     assert json.loads(done.out)["verified"] if command == "verify" else json.loads(done.out)[0]["step"] == 2
     for changes, error in (
-        ([lambda: save(tmp_path / "a", 2)] * 100, SourceChanged),
         ([lambda: remove(tmp_path / "a")], IncompleteCheckpoint),
+        ([lambda: save(tmp_path / "a", 2)] * 100, SourceChanged),
     ):
+        save(tmp_path / "a", 2)
         before(*where(), *changes)
         done = run(*first, tmp_path / "a", *last)
         assert (done.status, json.loads(done.err)["error"]) == (exits.status_of(error("")), error.__name__)

@@ -89,35 +89,31 @@ class _Side:
                 self._values[number] = values_of(self._state(number))
         return self._values[number]
 
-    def list_as_state(self) -> None:
-        """Lists the leaves of a distributed checkpoint as those of a state, which may be others; digests stay."""
-        from ..torch_leaves import leaves_of
+    def put_together(self) -> None:
+        """Replaces the listings by one of the whole state, which is read for it; digests of whole tensors stay.
 
-        if self.is_distributed:
-            name, listing = self.listings[0]
-            known = {leaf.path: leaf for leaf in listing.leaves if leaf.digest is not None and leaf.kind == "tensor"}
-            self._whole = self._state(0)
-            leaves = [known.get(leaf.path, leaf) for leaf in leaves_of(self._whole, digests=False)]
-            self.listings = [(name, Listing(listing.about, leaves))]
+        An index of a distributed checkpoint may cut a state into other leaves. Of what several ranks have besides, the
+        first rank's is taken.
+        """
+        from ...checkpointing import loading
+        from ..torch_leaves import leaves_of
+        from ..values import without_groups
+
+        is_checkpoint = self._place.kind is CheckpointKind.CHECKPOINT
+        if not self.is_distributed and not (is_checkpoint and (len(self.listings) > 1 or any(self.parts()))):
+            return
+        with without_groups():
+            self._whole = loading.read(self._copy().path, rank=0, world_size=1)[0] if is_checkpoint else self._state(0)
+        (name, first), *_ = self.listings
+        known = {
+            leaf.path: leaf for leaf in first.leaves if leaf.digest and leaf.kind == "tensor" and not is_checkpoint
+        }
+        leaves = [known.get(leaf.path, leaf) for leaf in leaves_of(self._whole, digests=is_checkpoint)]
+        self.listings = [(name, Listing(first.about, leaves))]
 
     def parts(self) -> list[list[tuple[str, str]]]:
         """Returns for each rank which part it has of the tensors that are spread over ranks."""
         return [[(leaf.path, leaf.part) for leaf in listing.leaves if leaf.part] for _, listing in self.listings]
-
-    def put_together(self) -> None:
-        """Replaces the listings of the ranks of a checkpointer's folder by one of the whole state, read for it.
-
-        Of what several ranks have besides, the first rank's is taken.
-        """
-        if self._place.kind is CheckpointKind.CHECKPOINT and (len(self.listings) > 1 or any(self.parts())):
-            from ...checkpointing import loading
-            from ..torch_leaves import leaves_of
-            from ..values import without_groups
-
-            with without_groups():
-                self._whole = loading.read(self._copy().path, rank=0, world_size=1)[0]
-            (name, first), *_ = self.listings
-            self.listings = [(name, Listing(first.about, leaves_of(self._whole, digests=True)))]
 
     def _copy(self) -> Place:
         """Returns the checkpoint on this machine, copied out of a store if it is in one."""
@@ -172,7 +168,8 @@ class _Comparison:
         if a.is_distributed or b.is_distributed:
             is_settled = a.is_distributed and b.is_distributed and _by_digests(a.listings[0][1], b.listings[0][1])
             for side in () if is_settled else (a, b):
-                side.list_as_state()
+                if side.is_distributed:
+                    side.put_together()
         if len(a.listings) != len(b.listings) or a.parts() != b.parts():
             a.put_together()
             b.put_together()
