@@ -54,13 +54,6 @@ pytestmark = [
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("form", ["file", "checkpoint"])
-def test_what_is_served_is_received_as_from_a_transport(form: str, forms: dict[str, Path]) -> None:
-    with serving(forms[form], "--step", "3") as metadata, HTTPTransport(TIMEOUT, interface="127.0.0.1") as receiver:
-        assert_same_state(receiver.recv_checkpoint(0, metadata[0], 3, TIMEOUT), make_state())
-
-
-@pytest.mark.process
 def test_a_safetensors_file_is_served_without_torch(
     forms: dict[str, Path], run: Callable[..., Any], tmp_path: Path
 ) -> None:

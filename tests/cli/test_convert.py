@@ -86,18 +86,6 @@ def test_an_archive_without_checksums_is_not_damaged(run: Callable[..., Any], tm
     assert run("diff", tmp_path / "a.pt", tmp_path / "b").status == 0
 
 
-@pytest.mark.parametrize("to", ["tensorferry", "torch", "safetensors", "checkpoint", "dcp"])
-def test_an_output_may_have_the_longest_name(
-    to: str, forms: dict[str, Path], run: Callable[..., Any], tmp_path: Path
-) -> None:
-    for name in ("y" * 255, ".new"):
-        dropping = ["--drop-objects"] if to == "safetensors" else []
-        done = run("convert", forms["file"], tmp_path / name, "--to", to, *dropping)
-        assert done.status == 0, done.err
-        assert run("inspect", tmp_path / name).status == 0
-    assert len(os.listdir(tmp_path)) == 2
-
-
 def test_safetensors_for_other_programs(forms: dict[str, Path], run: Callable[..., Any], tmp_path: Path) -> None:
     safetensors = pytest.importorskip("safetensors.torch")
     out = tmp_path / "a.safetensors"
@@ -171,23 +159,6 @@ def test_damage_is_not_converted(form: str, forms: dict[str, Path], run: Callabl
     assert "is damaged" in done.err
     assert not (tmp_path / "a.pt").exists()
     assert run("convert", path, tmp_path / "a.pt", "--unverified").status == 0
-
-
-def test_damage_in_one_of_several_files_is_neither_converted_nor_served(
-    run: Callable[..., Any], tmp_path: Path
-) -> None:
-    """Of files that have checksums, which those of other programs have not."""
-    folder = tmp_path / "model"
-    folder.mkdir()
-    torch.save({"w": torch.arange(5000.0)}, tmp_path / "w.pt")
-    assert run("convert", tmp_path / "w.pt", folder / "model-1.safetensors").status == 0
-    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"w": "model-1.safetensors"}}')
-    assert run("convert", folder, tmp_path / "whole.safetensors").status == 0
-    damage(folder / "model-1.safetensors", 10_000)
-    assert run("verify", folder).status == 4
-    assert run("convert", folder, tmp_path / "a.safetensors").status == 4
-    assert not (tmp_path / "a.safetensors").exists()
-    assert run("convert", folder, tmp_path / "a.safetensors", "--unverified").status == 0
 
 
 @pytest.mark.nightly

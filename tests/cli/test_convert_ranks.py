@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file as load_safetensors
 
 import forked
@@ -54,7 +53,6 @@ def same(found: dict, rank: int = 0) -> None:
     assert found["plain"].tolist() == [rank] * 3
 
 
-@pytest.mark.nightly
 def test_torch_gets_whole_tensors_and_the_plain_values_of_one_rank(folder, tmp_path):
     ended = convert(folder, tmp_path / "s.pt")
     assert ended.returncode == exits.OK, ended.stderr
@@ -64,20 +62,6 @@ def test_torch_gets_whole_tensors_and_the_plain_values_of_one_rank(folder, tmp_p
     ended = convert(folder, tmp_path / "one.pt", "--rank", "1", "--json")
     assert json.loads(ended.stdout)["rank"] == 1
     same(torch.load(tmp_path / "one.pt"), 1)
-
-
-@pytest.mark.parametrize("to", ["dcp", "torch-dcp"])
-def test_a_distributed_checkpoint_has_all_rows(folder, tmp_path, to):
-    assert convert(folder, tmp_path / "d", "--to", to).returncode == exits.OK
-    asked = {name: torch.full_like(value, 99) for name, value in WHOLE.items()}
-    asked["plain"] = torch.full((3,), 99.0)
-    if to == "dcp":
-        from tensorferry.dcp import FileReader
-
-        dcp.load(asked, storage_reader=FileReader(tmp_path / "d"), no_dist=True)
-    else:
-        dcp.load(asked, storage_reader=dcp.FileSystemReader(tmp_path / "d"), no_dist=True)
-    same(asked)
 
 
 def test_a_checkpoint_and_safetensors_have_whole_tensors(folder, tmp_path):

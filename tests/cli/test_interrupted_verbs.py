@@ -110,19 +110,6 @@ def test_a_verb_at_work(line: str, folder: Path, monkeypatch: pytest.MonkeyPatch
     assert sorted(os.listdir(folder)) == ["large.safetensors", "other.safetensors"]
 
 
-@pytest.mark.nightly
-def test_serve_and_top_have_no_other_end(folder: Path) -> None:
-    """So that is no failure."""
-    with command("serve", "large.safetensors", "--unverified", "--interface", "127.0.0.1", cwd=folder) as serving:
-        assert serving.stdout is not None
-        metadata = serving.stdout.readline().strip()
-        with command("top", metadata, "--every", "0.1", "--json") as top:
-            assert top.stdout is not None
-            top.stdout.readline()
-            assert interrupted(top, exits.OK) == []
-        assert len(interrupted(serving, exits.OK)) == 1  # that it serves
-
-
 def test_an_interrupt_while_the_command_is_being_imported() -> None:
     program = (
         "import builtins, sys, tensorferry.cli as cli\n"

@@ -142,39 +142,6 @@ def test_two_pulls_into_one_file(publish: Callable[..., str], run: Callable[...,
     assert os.listdir(tmp_path) == ["a"]
 
 
-@pytest.mark.process
-@pytest.mark.parametrize("what", ["a byte of the payload", "the whole file"])
-def test_what_is_tampered_with_between_a_kill_and_the_next_run_is_noticed(
-    what: str, publish: Callable[..., str], run: Callable[..., Any], tmp_path: Path
-) -> None:
-    metadata = publish(state(), max_bandwidth=32 << 20)
-    output = tmp_path / "a"
-    with command("pull", metadata, "-o", output, "--quiet") as process:
-        until(lambda: any(size_of(left) > 12 << 20 and half_there(left) for left in incomplete(output)), process)
-        process.send_signal(signal.SIGKILL)
-        process.wait(timeout=30)
-    [partial] = incomplete(output)
-    with partial.open("r+b") as file:
-        if what == "the whole file":
-            file.write(os.urandom(size_of(partial)))
-        else:
-            file.seek((2 << 20) + 7)
-            byte = file.read(1)
-            file.seek(-1, os.SEEK_CUR)
-            file.write(bytes([byte[0] ^ 1]))
-    told = run("pull", metadata, "-o", output, "--json")
-    assert told.status == 0, told.err
-    assert_same_state(load_file(output), state())
-    assert run("verify", output).status == 0
-
-
-def half_there(partial: Path) -> bool:
-    """Whether something has arrived behind the first 2 MiB."""
-    with partial.open("rb") as file:
-        file.seek(2 << 20)
-        return file.read(4 << 20).strip(b"\0") != b""
-
-
 def state(value: int = 0) -> dict[str, Any]:
     """12 MiB in four tensors."""
     return {str(i): torch.full((3 << 18,), i + value, dtype=torch.int32) for i in range(4)}
@@ -303,18 +270,3 @@ class TestPull:
         assert process.returncode == exits.UNAVAILABLE, err
         assert "was shortened by another process" in err
         assert not output.exists()
-
-    @pytest.mark.process
-    def test_a_file_that_is_shortened_before_it_is_mapped(
-        self, run: Callable[..., Any], publish: Callable[..., str], tmp_path: Path, monkeypatch: Any
-    ) -> None:
-        write = download.Download._write
-
-        def shortened(self: Any, header: bytes) -> None:
-            write(self, header)
-            os.truncate(self.partial, 4096)
-
-        monkeypatch.setattr(download.Download, "_write", shortened)
-        told = run("pull", publish(state()), "-o", tmp_path / "a")
-        assert told.status == exits.UNAVAILABLE
-        assert "was shortened by another process" in told.err

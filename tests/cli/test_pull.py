@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
 import signal
@@ -104,24 +103,6 @@ def test_the_states_of_several_ranks_become_a_checkpoint_of_as_many(
             "index.saf",
             *(f"rank0000{rank}" for rank in range(3)),
         ]
-
-
-@pytest.mark.parametrize("ranks", [False, True], ids=["a state", "ranks"])
-def test_a_full_disk_leaves_no_folder(
-    ranks: bool, run: Callable[..., Any], publish: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    metadata = publish(make_state())
-    metadata = f"tensorferry-dcp/1 5 {metadata}" if ranks else metadata
-
-    def refuse(*_: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "posix_fallocate", refuse)
-    for is_there in (False, True):
-        done = run("pull", metadata, "--into-folder", tmp_path / "d")
-        assert (done.status, "no room" in done.err) == (exits.UNAVAILABLE, True), done
-        assert os.listdir(tmp_path) == (["d"] if is_there else [])
-        (tmp_path / "d").mkdir(exist_ok=True)  # One of the user's stays.
 
 
 def left_by_pull(metadata: str, path: Path) -> Path:

@@ -63,12 +63,13 @@ def test_a_copy_for_which_there_is_no_room_is_refused_at_once(name, server, comm
     assert command("copy", path, place).status == 0
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=10))
-    lines = [["convert", place, tmp_path / "out.pt"], ["serve", place], ["copy", place, tmp_path / "copied"]]
+    lines = [["convert", place, tmp_path / "out.pt"], ["copy", place, tmp_path / "copied"]]
+    lines += [["serve", place]] if name in ("container", "checkpointer's") else []
     if name == "torch.save":
         lines += [["inspect", place], ["verify", place], ["diff", place, place]]
     for line in lines:
         done = command(*line)
-        assert done.status == 14, (line, done)
+        assert done.status == 9, (line, done)
         assert "has room for 10: " in done.err
         assert "TMPDIR" in done.err
     assert [one.name for one in tmp_path.iterdir()] == ["here"]

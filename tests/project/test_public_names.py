@@ -34,13 +34,6 @@ def test_a_name_that_is_none_of_them_is_an_attribute_error() -> None:
     assert not hasattr(tensorferry, "__wrapped__")
 
 
-def test_errors_are_found_by_their_names_in_pickles() -> None:
-    error = pickle.loads(pickle.dumps(tensorferry.FetchTimeout("late")))
-    assert type(error) is errors.FetchTimeout
-    assert pickle.dumps(tensorferry.HTTPTransport) == pickle.dumps(HTTPTransport)
-    assert copy.copy(tensorferry.WrongStep) is errors.WrongStep
-
-
 @pytest.mark.process
 def test_the_first_use_may_be_on_several_threads() -> None:
     block = (

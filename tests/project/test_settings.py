@@ -64,15 +64,6 @@ def test_a_misspelt_setting_is_named_once_with_what_was_meant(
 
 
 @pytest.mark.usefixtures("unread")
-def test_a_setting_that_there_is_not_is_told_all_settings(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setenv("TENSORFERRY_COMPRESS", "1")
-    (warning,) = warnings_of(caplog)
-    assert warning.endswith("no such setting; its settings are " + ", ".join(_settings.SETTINGS))
-
-
-@pytest.mark.usefixtures("unread")
 @pytest.mark.parametrize(
     "name",
     [
