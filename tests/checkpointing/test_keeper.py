@@ -453,7 +453,7 @@ def test_the_command_prints_what_is_held(folder):
         assert [one["step"] for one in told["held"]] == [41]
         reading, writing = os.pipe()
         os.close(reading)
-        unread = subprocess.run([command, "--status"], stdout=writing, stderr=subprocess.PIPE, timeout=PATIENCE)
+        unread = subprocess.run([*command, "--status"], stdout=writing, stderr=subprocess.PIPE, timeout=PATIENCE)
         os.close(writing)
         assert (unread.returncode, unread.stderr) == (141, b"")
 

@@ -85,6 +85,12 @@ def test_every_way_to_take_all_of_it_has_the_keys_of_all_stages(kind, tmp_path, 
         assert run("convert", folder, tmp_path / to, "--to", to).status == exits.OK
         check(read(tmp_path / to))
         assert run("diff", folder, tmp_path / to).status == exits.OK
+    shown = [line.split() for line in run("inspect", folder, "--digests").out.splitlines()[2:]]
+    assert [(path, " ".join(rest[-3:])) for path, *rest in shown] == [
+        ("model.layers.0.w", "over 1 ranks" if kind is spread else "on rank 0"),
+        ("stage", "differs between ranks"),
+        ("model.layers.1.w", "over 1 ranks" if kind is spread else "on rank 1"),
+    ]
     assert run("convert", folder, tmp_path / "one.pt", "--rank", 1).status == exits.OK
     check(torch.load(tmp_path / "one.pt"), 1)
     assert run("convert", folder, tmp_path / "model.pt", "--only", "model.layers.1").status == exits.OK

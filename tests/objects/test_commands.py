@@ -78,7 +78,7 @@ def test_without_the_permission_to_list(server, tmp_path, monkeypatch, capsys, t
         monkeypatch.setenv("AWS_ENDPOINT_URL", between.url)
         for verb in ("inspect", "verify") if not theirs else ("inspect",):
             assert told(capsys, verb, server.place)[0] == 0
-        assert run(["inspect", f"{server.place}/nothing"]) == 16
+        assert run(["inspect", f"{server.place}/nothing"]) == exits.UNAVAILABLE
     assert "does not permit" in capsys.readouterr().err
 
 
@@ -321,7 +321,7 @@ def test_pull_into_a_store(server, tmp_path, monkeypatch, capsys, published):
 def test_a_pull_whose_copy_is_refused_leaves_nothing_here(gateway, server, tmp_path, monkeypatch, capsys, published):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     gateway.act = lambda _, method, path: FORBIDDEN if method == "PUT" and "index" in path else None
-    assert run(["pull", published, "--into-folder", server.place]) == 16
+    assert run(["pull", published, "--into-folder", server.place]) == exits.UNAVAILABLE
     assert "the store does not permit it" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
     assert run(["pull", published, "--into-folder", server.place]) == 2

@@ -126,6 +126,7 @@ def of_all_ranks(found: list[tuple[str, Listing]]) -> Listing:
             notes.append(f"only on rank {', '.join(map(str, holders))}")
         if any((one.dtype, one.shape, one.digest) != (first.dtype, first.shape, first.digest) for one in those):
             notes.append("differs between ranks")
+            first = replace(first, digest=None)
         leaves.append(
             replace(first, bytes=nbytes(first.dtype, first.shape) if first.part else first.bytes, notes=notes)
         )
