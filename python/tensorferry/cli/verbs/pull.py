@@ -9,6 +9,7 @@ import stat
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -23,9 +24,8 @@ from ...storage.copies import scratch_folder
 from ...storage.download import Download, partial_of, remove_others, was_pulled
 from ...storage.folder import INDEX
 from ...storage.folder_save import FolderSave, SaveId
-from ...storage.names import new_id
 from ...storage.places import AnyPlace, any_place, begun, is_store_url, local_path
-from ...storage.whole_files import create_folder, remove_empty
+from ...storage.whole_files import remove_empty
 from .. import console, copying, exits, peers, places
 from ..distributed import write_index
 
@@ -94,7 +94,7 @@ def pull(
                 )
             pulled.ranks(found.urls, target)
         elif target is not None and into_folder is not None:
-            pulled.states(found.urls[:1], [found.urls], target)
+            pulled.folder(found.urls[:1], [found.urls], target)
         else:
             pulled.file(found.urls, target)
         if there is not None and target is not None:
@@ -198,21 +198,19 @@ class _Pull:
         self._check_folder(folder)
         remote, self._step = peers.open_source(urls[:1], self._step, self._timeout)
         with contextlib.closing(remote):
-            has_index, has_state = (name in remote.names for name in (reserved.INDEX, reserved.MANIFEST))
-        if has_index:
-            self._distributed(urls, folder)
-        elif has_state:
-            self.states(urls, [[url] for url in urls], folder)
-        else:
+            kind = next((name for name in (reserved.INDEX, reserved.MANIFEST) if name in remote.names), None)
+        if kind is None:
             raise ProtocolError("the first rank serves neither an index of a distributed checkpoint nor a state")
+        self.folder(urls, [[url] for url in urls], folder, kind)
 
-    def states(self, names: list[str], ranks: list[list[str]], folder: Path) -> None:
-        """Pulls the state of each rank into a folder as a checkpointer writes it.
+    def folder(self, names: list[str], ranks: list[list[str]], folder: Path, kind: str | None = None) -> None:
+        """Pulls what each rank serves into a folder, as a checkpointer writes it, or ``FileWriter``.
 
         Args:
             names: by which an incomplete file of each rank is called
             ranks: the sources of each rank
             folder: the folder
+            kind: the entry that every rank must have, or of a distributed checkpoint the first one: its index
         """
         self._check_folder(folder)
         saves: list[FolderSave] = []
@@ -221,37 +219,23 @@ class _Pull:
             def begin(remote: Remote, step: int) -> _Begun:
                 rank = len(saves)
                 # The index would not be read if a rank of it had no state.
-                if len(ranks) > 1 and reserved.MANIFEST not in remote.names:
-                    raise ProtocolError(f"rank {rank} serves no state, as the first rank does")
+                if kind not in (None, *remote.names) and not (rank and kind == reserved.INDEX):
+                    raise ProtocolError(f"rank {rank} does not serve {kind} any more, or not as the first rank does")
                 first = saves[0].save if saves else SaveId.new(0, len(ranks), step, commits.beginnings(folder / INDEX))
                 saves.append(FolderSave(folder, replace(first, rank=rank)))
                 written.append(saves[-1].path.name)
-                partial = folder / _partial_name([names[rank]], step)
-                return local_path(saves[-1].path), None, Download(remote, partial, step=step, unique=True)
+                incomplete = folder / _partial_name(names[rank], step)
+                return local_path(saves[-1].path), None, Download(remote, incomplete, step=step, unique=True)
 
             for rank, urls in enumerate(ranks):
                 title = f"rank {rank} of {len(ranks)}" if len(ranks) > 1 else ""
                 _, self._step = self._fetch(urls, begin, title=title)
-            saves[0].commit(lambda: self._check_folder(folder))
-        self._done(folder, self._step)
-
-    def _distributed(self, urls: list[str], folder: Path) -> None:
-        """Pulls a distributed checkpoint, a file for each rank, and commits it by its index."""
-        save_id, began = new_id(), commits.begin_after(commits.beginnings(folder / INDEX))
-        with _removed_unless_committed(folder) as names:
-            create_folder(folder)
-            for rank, url in enumerate(urls):
-                names.append(f"rank{rank:05d}-{save_id}.safetensors")
-
-                def begin(remote: Remote, step: int, url: str = url) -> _Begun:
-                    if url == urls[0] and reserved.INDEX not in remote.names:
-                        raise ProtocolError("the first rank serves no index of a distributed checkpoint any more")
-                    partial = folder / _partial_name([url], step)
-                    return folder / names[-1], None, Download(remote, partial, step=step, unique=True)
-
-                _, self._step = self._fetch([url], begin, title=f"rank {rank} of {len(urls)}")
-            files = dict(zip(urls, names, strict=True))
-            write_index(folder, self._step or 0, files, began, lambda: self._check_folder(folder))
+            check = partial(self._check_folder, folder)
+            if kind == reserved.INDEX:
+                files = dict(zip(names, written, strict=True))
+                write_index(folder, self._step or 0, files, saves[0].save.began, check)
+            else:
+                saves[0].commit(check)
         self._done(folder, self._step)
 
     def _fetch(self, urls: list[str], begin: Callable[[Remote, int], _Begun], *, title: str = "") -> tuple[Path, int]:
@@ -319,7 +303,7 @@ def _removed_unless_committed(folder: Path) -> Iterator[list[str]]:
         raise
 
 
-def _partial_name(urls: list[str], step: int) -> str:
+def _partial_name(url: str, step: int) -> str:
     """Returns the name of an incomplete file in a folder, the same for the same source and step."""
-    named = hashlib.blake2b("\0".join([*urls, str(step)]).encode(), digest_size=8).hexdigest()
+    named = hashlib.blake2b(f"{url}\0{step}".encode(), digest_size=8).hexdigest()
     return f".pull-{named}.partial"

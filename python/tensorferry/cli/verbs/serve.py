@@ -74,12 +74,11 @@ def serve(
     limit = None if max_bandwidth is None else amount("--max-bandwidth", max_bandwidth)
     options = ServerOptions(interface=interface, port=port, max_bandwidth=limit)
     ended = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: ended.set())
-    server, host = start(_PATIENCE_S, options, wants_relay(None))
-    with contextlib.ExitStack() as stack:
+    with copying.local(place, verify=not unverified) as here, contextlib.ExitStack() as stack:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: ended.set())
+        server, host = start(_PATIENCE_S, options, wants_relay(None))
         stack.callback(server.shutdown, _END_S)
-        here = stack.enter_context(copying.local(place, verify=not unverified))
         # It holds the shelves, which serve for as long as they are there.
         publisher = Publisher(server, host, step, unverified)
         published = places.settled(lambda: publish(publisher, here.path), here.text, attempts=1)
