@@ -38,12 +38,13 @@ DATA = "tests/data/state.safetensors"
 
 
 @pytest.mark.process
-def test_no_torch_is_imported_for_files_and_help() -> None:
+def test_no_torch_is_imported_for_files_and_help_and_no_verb_for_the_list_of_them() -> None:
     block = f"""
 import contextlib, io, sys
 from tensorferry import cli
+slow = ("asyncio", "concurrent.futures", "importlib.metadata", "ssl", "zipfile", "tensorferry.cli.verbs")
 for arguments in (
-    ["--help"], ["--version"], *([verb, "--help"] for verb in {app.VERBS!r}),
+    ["--help"], ["--version"], *([verb, "--help"] for verb in {[*app.VERBS][:-1]!r}),
     ["inspect", {DATA!r}, "--digests"], ["inspect", {DATA!r}, "--json"], ["verify", {DATA!r}],
     ["diff", {DATA!r}, {DATA!r}],
 ):
@@ -52,8 +53,13 @@ for arguments in (
     assert status in (0, 1), (arguments, status)
     assert out.getvalue() or arguments[0] == "diff", arguments
     assert "torch" not in sys.modules and "numpy" not in sys.modules, arguments
+    assert arguments != ["--help"] or not [name for name in slow if name in sys.modules]
+print("all")
 """
-    subprocess.run([sys.executable, "-c", block], timeout=110, check=True)
+    done = subprocess.run([sys.executable, "-c", block], timeout=110, check=True, capture_output=True, text=True)
+    assert done.stdout == "all\n"
+    with command("keeper", "--help") as process:
+        assert "usage: tensorferry keeper" in process.communicate(timeout=110)[0]
 
 
 @pytest.mark.parametrize(
