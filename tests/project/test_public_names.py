@@ -29,9 +29,6 @@ def test_every_public_name_is_there_and_is_listed() -> None:
 def test_a_name_that_is_none_of_them_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="module 'tensorferry' has no attribute 'HTTPTransprot'"):
         tensorferry.HTTPTransprot  # noqa: B018
-    with pytest.raises(ImportError, match="cannot import name 'HTTPTransprot'"):
-        exec("from tensorferry import HTTPTransprot")
-    assert not hasattr(tensorferry, "__wrapped__")
 
 
 @pytest.mark.process

@@ -206,9 +206,8 @@ def _shared(groups: Any, paths: dict[int, str]) -> dict[int, list[str]]:
         for number in numbers:
             others = [other for other in numbers if other != number]
             if others:
-                named = ", ".join(_brief(paths.get(other, "?")) for other in others[:2])
-                more = f" and {len(others) - 2} more" if len(others) > 2 else ""
-                notes[number] = [f"shares memory with {named}{more}"]
+                more = f" and {len(others) - 1} more" if len(others) > 1 else ""
+                notes[number] = [f"shares memory with {_brief(paths.get(others[0], '?'))}{more}"]
     return notes
 
 

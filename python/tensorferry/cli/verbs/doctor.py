@@ -106,15 +106,14 @@ def _address() -> Iterator[Finding]:
     where = f"only on {', '.join(own)}, as TENSORFERRY_INTERFACE asks" if own else "on all addresses"
     yield Finding("listens", _GOOD, where)
     name, started = socket.gethostname(), time.perf_counter()
+    remedy = "repair the name server, set TENSORFERRY_ADVERTISE, or add the name to /etc/hosts"
     try:
         found = addresses.resolved(name)
         took = time.perf_counter() - started
-        slow = took > _SLOW_LOOKUP_S
-        remedy = "set TENSORFERRY_ADVERTISE, or add the name to /etc/hosts: every lookup takes as long" if slow else ""
         text = f"{name} is {', '.join(found)}, found in {took:.3f} s"
-        yield Finding("name lookup", _WARN if slow else _GOOD, text, remedy)
+        slow = took > _SLOW_LOOKUP_S
+        yield Finding("name lookup", _WARN if slow else _GOOD, text, remedy if slow else "")
     except FetchTimeout as e:
-        remedy = "repair the name server, or set TENSORFERRY_ADVERTISE to a name or address of this host"
         yield Finding("name lookup", _BAD, f"no name server has answered: {message_of(e)}", remedy)
     except ConnectError:
         yield Finding("name lookup", _GOOD, f"{name} is not known to the name server")
@@ -123,18 +122,11 @@ def _address() -> Iterator[Finding]:
     except InvalidArgument as e:
         yield Finding("advertises", _BAD, str(e), "correct TENSORFERRY_ADVERTISE")
         return
-    why = "the address of the interface with the default route, since this host's name leads to no address for others"
-    if given := setting(ADVERTISE):
-        why = f"TENSORFERRY_ADVERTISE={given}"
-    elif listening:
-        why = "the only address that is listened on"
-    elif host == name:
-        why = "this host's name, which leads to an address that others can use"
-    if host.startswith("127.") or host in ("::1", "localhost"):
-        remedy = "set TENSORFERRY_ADVERTISE or TENSORFERRY_INTERFACE to what peers can reach"
-        yield Finding("advertises", _WARN, f"{host}, which no other host can reach: {why}", remedy)
-    else:
-        yield Finding("advertises", _GOOD, f"{host}: {why}")
+    ways = {"TENSORFERRY_ADVERTISE": setting(ADVERTISE), "TENSORFERRY_INTERFACE": listening, "its name": host == name}
+    why = next((way for way, is_given in ways.items() if is_given), "the default route, since its name leads elsewhere")
+    is_local = host.startswith("127.") or host in ("::1", "localhost")
+    remedy = "set TENSORFERRY_ADVERTISE or TENSORFERRY_INTERFACE to what peers can reach" if is_local else ""
+    yield Finding("advertises", _WARN if is_local else _GOOD, f"{host}, by {why}", remedy)
 
 
 def _ports() -> Iterator[Finding]:
