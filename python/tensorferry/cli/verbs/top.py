@@ -17,7 +17,7 @@ from ..peers import Peer, ask, peers_of
 _LONGEST = 300
 #: How many transports are asked at a time.
 _AT_ONCE = 32
-_HEADS = ("at", "step", "gate", "does", "sends", "receives", "done", "healed", "failed", "trouble")
+_HEADS = ("at", "step", "gate", "does", "sends", "receives", "done", "healed", "failed", "last heal", "trouble")
 _RIGHT = (1, 4, 5, 6, 7, 8)
 #: Why requests were refused whose peers knew the path: strangers with another path are no error of the fleet.
 _REFUSED = ("no_secret", "other_secret")
@@ -73,6 +73,7 @@ def _row(peer: Peer) -> Sequence[str]:
         f"{100 * peer.value('receiving_bytes') / total:.0f} %" if total else "-",
         f"{peer.value('receives_total', 'healed'):.0f}",
         f"{peer.value('receives_total', 'failed'):.0f}",
+        _last_heal(peer),
         _failures(peer)[:_LONGEST],
     )
 
@@ -92,6 +93,15 @@ def _keeps(peer: Peer) -> str:
     """Returns what a keeper holds."""
     used, limit = (readable(peer.value(f"keeper_memory_{which}_bytes")) for which in ("used", "limit"))
     return f"{sum(peer.labelled('keeper_snapshots').values()):.0f} snapshots, {used} of {limit}"
+
+
+def _last_heal(peer: Peer) -> str:
+    """Returns how long the last heal took, how fast it was, and from how many senders it came."""
+    if ("last_receive_step", "") not in peer.values:
+        return "-"
+    step, seconds = peer.value("last_receive_step"), sum(peer.labelled("last_receive_seconds").values())
+    rate, senders = peer.value("last_receive_bytes_per_second"), peer.value("last_receive_senders")
+    return f"step {step:.0f} in {seconds:.2f} s, {readable(rate)}/s from {senders:.0f}"
 
 
 def _failures(peer: Peer) -> str:
