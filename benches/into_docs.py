@@ -204,7 +204,6 @@ def megatron_saves(results: dict[str, Any]) -> str:
 
 _SPREADS = {
     "tensorferry two-stage": "`TwoStageDataParallelLoadShardedStrategy`",
-    "tensorferry spread": "the same, `spread=True`",
     "tensorferry alone": "each rank alone, tensorferry",
     "torch_dist alone": "each rank alone, torch_dist",
     **{each: f"`FullyParallelLoadStrategyWrapper`, {each}" for each in ("broadcast", "gather_rounds", "gather_object")},

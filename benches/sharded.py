@@ -6,8 +6,7 @@ medians, and the smallest and largest in brackets.
 - Saves and loads of a state in two tensor parallel halves, each of them by two ranks. Saves end when Megatron's
   function returns; whether the bytes are on the disk then is up to the strategy.
 - A state that all ranks of a data parallel group need, loaded by 2, 4 or 8 ranks: how long it takes and how many bytes
-  the group reads from storage, by the strategies' own count or, for Megatron's, by that of the system. "Two-stage"
-  chooses, "spread" is told not to read alone what is in the page cache.
+  the group reads from storage, by the strategies' own count or, for Megatron's, by that of the system.
 
 Files are read from the page cache. With ``--cold`` they are dropped from it before each load. With ``--storage MIB_S``
 they lie on a file system of that speed, which the ranks share as if each were on a machine of its own: nothing is in a
@@ -44,7 +43,6 @@ TENSORS = 16
 SAVES = ("tensorferry", "torch_dist", "torch_dist, threads")
 SPREADS = (
     "tensorferry two-stage",
-    "tensorferry spread",
     "tensorferry alone",
     "torch_dist alone",
     "broadcast",
@@ -139,10 +137,9 @@ class Rank:
 
         strategy: Any
         counted = [0]
-        if contender in ("tensorferry two-stage", "tensorferry spread"):
-            spread = True if contender.endswith("spread") else None
+        if contender == "tensorferry two-stage":
             strategy = megatron.TwoStageDataParallelLoadShardedStrategy(
-                dist.group.WORLD, spread=spread, interface="127.0.0.1", same_host=False if apart else None
+                dist.group.WORLD, interface="127.0.0.1", same_host=False if apart else None
             )
         elif contender.startswith("tensorferry"):
             strategy = megatron.load_strategy()

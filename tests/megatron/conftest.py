@@ -8,21 +8,31 @@ from placed import RELEASES, Host
 
 @pytest.fixture(scope="session")
 def hosts():
-    """The host processes by release: each file of a worker asks for both, and importing one takes long."""
+    """The host processes by release: importing one takes long."""
     made = {}
-    yield made
+
+    def of(release):
+        if release not in made:
+            made[release] = Host(release)
+        return made[release]
+
+    yield of
     for host in made.values():
         host.end()
 
 
-@pytest.fixture(
-    scope="session", params=[*(pytest.param(one, marks=pytest.mark.nightly) for one in RELEASES[:-1]), RELEASES[-1]]
-)
-def host(request, hosts):
-    if request.param not in hosts:
-        hosts[request.param] = Host(request.param)
-    yield hosts[request.param]
-    hosts[request.param].end_jobs()
+@pytest.fixture
+def host(hosts):
+    """The newest release, for what no release changes."""
+    yield hosts(RELEASES[-1])
+    hosts(RELEASES[-1]).end_jobs()
+
+
+@pytest.fixture(params=[*(pytest.param(one, marks=pytest.mark.nightly) for one in RELEASES[:-1]), RELEASES[-1]])
+def each_host(request, hosts):
+    """Every release, for what they do in different ways; by day, the newest one."""
+    yield hosts(request.param)
+    hosts(request.param).end_jobs()
 
 
 @pytest.fixture

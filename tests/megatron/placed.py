@@ -60,13 +60,13 @@ class Host:
 
     def job(self, world):
         """The job of so many ranks, made when it is first asked for."""
-        self._started()
         if world not in self._jobs or not self._jobs[world].alive:
             self._jobs[world] = Job(self, world)
         return self._jobs[world]
 
     def fork(self, world, store, patience):
         """Forks the ranks of a job; returns a connection to each, and its process id."""
+        self._started()
         self._orders.send((world, store, patience))
         told = {}
         for _ in range(world):

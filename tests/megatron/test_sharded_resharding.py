@@ -57,14 +57,14 @@ def load(kept, folder, sizes, dtype, value, names):
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=str)
-def test_every_placement_loads_what_every_other_has_saved(host, tmp_path, change):
+def test_every_placement_loads_what_every_other_has_saved(each_host, tmp_path, change):
     before, after = change
     for value, dtype in enumerate(DTYPES if ALL or change == CHANGES[0] else DTYPES[:1]):
         folder = tmp_path / str(value)
         names = ("stock", "ours", "entry")
         for name in names:
             (folder / name).mkdir(parents=True)
-        host.job(math.prod(before)).run(save, str(folder), before, dtype, value, names)
-        for found, wanted in host.job(math.prod(after)).run(load, str(folder), after, dtype, value, names):
+        each_host.job(math.prod(before)).run(save, str(folder), before, dtype, value, names)
+        for found, wanted in each_host.job(math.prod(after)).run(load, str(folder), after, dtype, value, names):
             for name, loaded in found.items():
                 assert loaded == wanted, name

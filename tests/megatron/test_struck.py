@@ -9,11 +9,10 @@ import re
 import signal
 import time
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
-from placed import RELEASES, Job
+from placed import Job
 from test_errors import outcome, tensor
 
 #: By hand, they repeat it for minutes.
@@ -21,7 +20,7 @@ pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900)]
 
 #: How long ranks wait for those that never come, and collectives for those that are stopped.
 SHORT, GROUP_S = timedelta(seconds=2), 5
-PHASES = ("save", "save in the background", "publish", "load", "load two-stage", "load live")
+PHASES = ("save", "save in the background", "load", "load two-stage")
 SIGNALS = {
     "killed": signal.SIGKILL,
     "stopped": signal.SIGSTOP,
@@ -68,17 +67,14 @@ def in_background(ours, state, folder, strategy):
         function()
 
 
-def go_on(kept, phase, folder, metadata):
+def go_on(kept, phase, folder):
     """Does one thing again and again, until something befalls a rank."""
     import tensorferry.megatron as ours
-    from tensorferry.dcp import PeerWriter
 
+    del kept
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
 
     def run():
-        # It may befall a rank here, too.
-        if phase == "publish":
-            kept["writer"] = PeerWriter(SHORT, interface="127.0.0.1")
         if phase == "load two-stage":
             # Two groups, where there are ranks enough.
             groups = [torch.distributed.new_group(members) for members in (range(world // 2), range(world // 2, world))]
@@ -91,17 +87,10 @@ def go_on(kept, phase, folder, metadata):
                 ours.save(states(count), folder, ours.save_strategy(timeout=SHORT))
             elif phase == "save in the background":
                 in_background(ours, states(count), folder, ours.save_strategy(timeout=SHORT))
-            elif phase == "publish":
-                ours.publish(states(count), kept["writer"], timeout=SHORT)
             elif phase == "load":
                 ours.load(states(0), folder, ours.load_strategy(timeout=SHORT))
-            elif phase == "load live":
-                state = {name: tensor(name, rank, world, ROWS // world) for name in ("w", "v")}
-                ours.load(state, "", ours.load_strategy(peers=metadata, timeout=SHORT))
             else:
-                strategy = ours.TwoStageDataParallelLoadShardedStrategy(
-                    group, spread=True, interface="127.0.0.1", timeout=SHORT
-                )
+                strategy = ours.TwoStageDataParallelLoadShardedStrategy(group, interface="127.0.0.1", timeout=SHORT)
                 ours.load(dict(replicas), folder, strategy)
 
     return until_struck(run)
@@ -122,17 +111,6 @@ def until_struck(run):
             signal.signal(number, signal.SIG_IGN)
 
 
-def publish(kept):
-    import tensorferry.megatron as ours
-    from tensorferry.dcp import PeerWriter
-
-    if "writer" not in kept:
-        kept["writer"] = PeerWriter(interface="127.0.0.1")
-    # Borrowed: it lives as long as the publication.
-    kept["state"] = {name: tensor(name, 0, 1, ROWS) for name in ("w", "v")}
-    return ours.publish(kept["state"], kept["writer"])
-
-
 def check(kept, folder):
     """Mends what may be mended; the state is that of one save, whichever."""
     import tensorferry.megatron as ours
@@ -145,10 +123,10 @@ def check(kept, folder):
     return {float(number) for name in ("w", "v") for number in found[name].unique()} | {found["o"], found["count"]}
 
 
-def strike(job, victim, way, others=None):
-    """Strikes a rank, and waits for what all ``others`` say, and it, if it can: their texts by rank."""
+def strike(job, victim, way):
+    """Strikes a rank, and waits for what all others say, and it, if it can: their texts by rank."""
     began = time.monotonic()
-    waits_for = [rank for rank in range(len(job.pids)) if rank != victim] if others is None else others
+    waits_for = [rank for rank in range(len(job.pids)) if rank != victim]
     if way in ("interrupted", "raises"):
         waits_for = [*waits_for, victim]
     told = {}
@@ -166,7 +144,6 @@ def strike(job, victim, way, others=None):
 
 def test_all_others_raise_and_the_checkpoint_before_stays(host, tmp_path, pytestconfig):
     random.seed(pytestconfig.getoption("--fuzz-seed"))
-    sources = host.job(1)
     rounds = max(1, pytestconfig.getoption("--kills") * 6 // 10)
     # Each phase and each way come up before any of them does again.
     for number in range(rounds):
@@ -178,8 +155,7 @@ def test_all_others_raise_and_the_checkpoint_before_stays(host, tmp_path, pytest
         job = Job(host, world, GROUP_S, over_tcp=True)
         try:
             job.run(save, str(folder))
-            metadata = sources.run(publish)[0] if phase == "load live" else None
-            job.start(go_on, phase, str(folder), metadata)
+            job.start(go_on, phase, str(folder))
             time.sleep(0.1 + random.random() * 0.4)
             told = strike(job, victim, way)
         finally:
@@ -189,7 +165,7 @@ def test_all_others_raise_and_the_checkpoint_before_stays(host, tmp_path, pytest
             if rank == victim:
                 assert re.search("KeyboardInterrupt" if way == "interrupted" else "struck", text), where
             else:
-                assert re.match("cannot (save|load|write|publish|spread)", text), where
+                assert re.match("cannot (save|load|write|spread)", text), where
         (numbers,) = {frozenset(one) for one in host.job(2).run(check, str(folder))}
         assert len(numbers) == 1, (phase, way, numbers)
 
@@ -198,13 +174,11 @@ def hurry(kept):
     from tensorferry.megatron import together
 
     del kept
-    together._GRACE, together._ANSWER = 0.5, 0.2
+    together._GRACE = 0.5
 
 
 def test_a_stopped_rank_that_hosts_the_store_makes_nobody_wait_for_ever(host, tmp_path, pytestconfig):
     """As without torchrun: the store does not answer either, whatever its time-out."""
-    if host.release != RELEASES[-1]:
-        pytest.skip("the same with every release")
     random.seed(pytestconfig.getoption("--fuzz-seed"))
     for number in range(max(2, pytestconfig.getoption("--kills") // 5)):
         phase = ("save", "load", "load two-stage", "save in the background")[number % 4]
@@ -217,11 +191,11 @@ def test_a_stopped_rank_that_hosts_the_store_makes_nobody_wait_for_ever(host, tm
             if number % 2:
                 # Before it comes: the others cannot even ask the store whether it has.
                 os.kill(job.pids[0], signal.SIGSTOP)
-            job.start(go_on, phase, str(folder), None)
+            job.start(go_on, phase, str(folder))
             time.sleep(0.1 + random.random() * 0.4)
             told = strike(job, 0, "stopped")
             if number % 2:
-                assert "the store of the process group has not answered within 4.5 s" in told[1]
+                assert "the store of the process group has not answered within 7 s" in told[1]
             # It finds out when it goes on.
             os.kill(job.pids[0], signal.SIGCONT)
             assert job._pipes[0].poll(40)
@@ -232,87 +206,3 @@ def test_a_stopped_rank_that_hosts_the_store_makes_nobody_wait_for_ever(host, tm
             assert re.match("cannot (save|load|write|spread)", text), (phase, rank, text)
         (numbers,) = {frozenset(one) for one in host.job(2).run(check, str(folder))}
         assert len(numbers) == 1, (phase, numbers)
-
-
-def heal_on(kept, folder):
-    """Heals each rank of the second half from its counterpart, again and again, until the test says that it may end."""
-    from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace
-
-    from tensorferry import HTTPTransport
-
-    del kept
-    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    half = world // 2
-    is_healthy, peer = rank < half, (rank + half) % world
-    state = {"w": tensor("w", rank % half, half, 1 << 20)}
-    if not is_healthy:
-        state["w"].data.zero_()
-
-    def local_state():
-        return dict_list_map_outplace(lambda leaf: leaf.data, state)
-
-    transport = HTTPTransport(SHORT, state_dict=local_state, interface="127.0.0.1")
-    if is_healthy:
-        state["w"].data.fill_(rank + 1)
-        transport.send_checkpoint([peer], 1, local_state(), SHORT)
-    urls = [None] * world
-    torch.distributed.all_gather_object(urls, transport.metadata())
-    (Path(folder) / f"url {rank}").write_text(transport.metadata())
-
-    def run():
-        while not (Path(folder) / f"over for {'sources' if is_healthy else 'receivers'}").exists():
-            if is_healthy:
-                time.sleep(0.01)
-                continue
-            transport.recv_checkpoint(peer, urls[peer], 1, SHORT)
-            assert (state["w"].data == peer + 1).all()
-
-    try:
-        return until_struck(run)
-    finally:
-        transport.shutdown(wait=False)
-
-
-def test_a_strike_at_a_heal_harms_its_counterpart_alone(host, tmp_path, pytestconfig):
-    from tensorferry import HTTPTransport
-
-    if host.release != RELEASES[-1]:
-        pytest.skip("the same with every release")
-    random.seed(pytestconfig.getoption("--fuzz-seed"))
-    for number in range(max(2, pytestconfig.getoption("--kills") // 5)):
-        way = list(SIGNALS)[(number + number // len(SIGNALS)) % len(SIGNALS)]
-        half = random.choice((1, 2))
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        # A source and a receiver in turn.
-        victim = random.randrange(half) + half * (number % 2)
-        job = Job(host, 2 * half, GROUP_S, over_tcp=True)
-        told = {}
-        try:
-            job.start(heal_on, str(folder))
-            while len(list(folder.glob("url *"))) < 2 * half:
-                time.sleep(0.01)
-            time.sleep(0.1 + random.random() * 0.3)
-            if victim < half:
-                told = strike(job, victim, way, others=[victim + half])
-            else:
-                told = strike(job, victim, way, others=[])
-                # What takes the place of the one that was struck heals from the same source.
-                with HTTPTransport(SHORT, interface="127.0.0.1") as transport:
-                    url = (folder / f"url {victim - half}").read_text()
-                    found = transport.recv_checkpoint(0, url, 1, SHORT)
-                assert (found["w"] == victim - half + 1).all()
-            for rank in sorted(set(range(2 * half)) - {victim, *told}, reverse=True):
-                (folder / f"over for {'sources' if rank < half else 'receivers'}").touch()
-                assert job._pipes[rank].poll(40), f"rank {rank} waits, {victim} was {way}"
-                told[rank] = job._pipes[rank].recv()[1]
-        finally:
-            job.kill()
-        for rank, text in told.items():
-            where = (number, way, victim, rank, text)
-            if rank == victim:
-                assert re.search("KeyboardInterrupt" if way == "interrupted" else "struck", text), where
-            elif rank == victim + half:
-                assert re.search("(FetchTimeout|ConnectError|SourceChanged): ", text), where
-            else:
-                assert text == "nothing was raised", where

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
+from placed import Job
 from test_errors import outcome, tensor
 
 pytestmark = pytest.mark.process
@@ -131,59 +130,78 @@ def test_ctrl_c_on_one_rank_is_told_to_the_others(host, tmp_path):
 
 
 def interrupt_between(kept, folder, where):
-    """Interrupts rank 1 between two steps of a save, or in the middle of what two-stage ranks do together.
-
-    Or rank 1 finds that the ranks have lost contact, while another one of its group waits for it.
-    """
+    """Interrupts rank 1 between two steps of a save or load, or between those of its group in two-stage loads."""
     from importlib import import_module
     from unittest import mock
 
     import tensorferry.megatron as ours
-    from tensorferry.megatron import spreading, two_stage
 
-    # The package has a function of this name.
-    saving = import_module("tensorferry.megatron.save")
+    module, name = where
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    place, name = (saving, "_Saving") if where == "save" else (spreading.Exchange, "_serve")
-    does = KeyboardInterrupt
-    if where == "its group":
-        place, name = two_stage.TwoStageDataParallelLoadShardedStrategy, "_shared_index"
-
-        def does(ranks, _):
-            ranks._break("KeyboardInterrupt on rank 1")
-            raise KeyboardInterrupt
-
     with contextlib.ExitStack() as stack:
         if rank == 1:
+            # The package has functions of these names.
+            place = import_module(f"tensorferry.megatron.{module}")
+            real, does = getattr(place, name), KeyboardInterrupt
+            if name == "wait":
+                # It has said what it had to say in this step, and the others go on.
+                def does(*arguments):
+                    real(*arguments)
+                    raise KeyboardInterrupt
+
             stack.enter_context(mock.patch.object(place, name, side_effect=does))
-        if where == "save":
-            return outcome(lambda: ours.save(state(rank, world), folder))
-        groups = kept.setdefault("groups", [torch.distributed.new_group(members) for members in ((0, 1), (2, 3))])
-        strategy = ours.TwoStageDataParallelLoadShardedStrategy(
-            groups[rank // 2], spread=True, interface="127.0.0.1", timeout=timedelta(seconds=10)
-        )
-        replicas = {name: tensor(name, 0, 1, 4 * world, replica_id=rank) for name in ("w", "v")}
-        return outcome(lambda: ours.load(replicas, folder, strategy))
+        if module in ("save", "together"):
+            text = outcome(lambda: ours.save(state(rank, world), folder))
+        else:
+            groups = kept.setdefault("groups", [torch.distributed.new_group(members) for members in ((0, 1), (2, 3))])
+            strategy = ours.TwoStageDataParallelLoadShardedStrategy(groups[rank // 2], interface="127.0.0.1")
+            replicas = {name: tensor(name, 0, 1, 4 * world, replica_id=rank) for name in ("w", "v")}
+            text = outcome(lambda: ours.load(replicas, folder, strategy))
+    # The group is as good as before.
+    ours.save(state(rank, world), folder)
+    return text, ours.load(state(rank, world), folder)["w"].flatten()[0].item()
 
 
-def test_ctrl_c_anywhere_ends_the_wait_of_the_others(host, tmp_path):
+def test_ctrl_c_anywhere_ends_the_wait_of_the_others_and_of_no_later_save(host, tmp_path):
     host.job(4).run(save, str(tmp_path))
-    for where in ("two-stage", "save"):
+    for where in (("save", "_Saving"), ("together", "wait"), ("two_stage", "serve"), ("two_stage", "Partners")):
         told = host.job(4).run(interrupt_between, str(tmp_path), where)
-        assert re.match("another exception: .*KeyboardInterrupt", told.pop(1), re.DOTALL)
-        for text in told:
-            assert re.match(r"cannot (load|write) .*KeyboardInterrupt.*rank 1", text), (where, text)
-        if where == "two-stage":
-            # All were told in time: they go on.
-            host.job(4).run(save, str(tmp_path))
-    # Nobody knows which collectives were half done.
-    host.job(4).kill()
-    host.job(4).run(save, str(tmp_path))
-    told = host.job(4).run(interrupt_between, str(tmp_path), "its group")
-    host.job(4).kill()
-    assert "KeyboardInterrupt" in told.pop(1)
-    for text in told:
-        assert re.match(r"cannot load .*KeyboardInterrupt on rank 1", text), text
+        assert [value for _, value in told] == [0.0, 1.0, 2.0, 3.0]
+        for rank, (text, _) in enumerate(told):
+            if rank == 1:
+                assert re.match("another exception: .*KeyboardInterrupt", text, re.DOTALL), (where, text)
+            else:
+                assert re.match(r"cannot (load|save|write|spread) .*KeyboardInterrupt.*rank 1", text), (where, text)
+
+
+def agree(kept, nbytes):
+    """Has the ranks tell each other so many bytes in several steps; returns how many keys the store has each time."""
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    from tensorferry.megatron.together import Together
+
+    del kept
+    counts = []
+    for _ in range(4):
+        ranks = Together()
+        for number in range(3):
+            values = ranks.every("agree", lambda said=bytes([number, ranks.rank]): said * (nbytes // 2))
+            assert values == [bytes([number, rank]) * (nbytes // 2) for rank in range(ranks.world)]
+        torch.distributed.barrier()
+        counts.append(_get_default_store().num_keys())
+        torch.distributed.barrier()
+    return counts
+
+
+def test_what_ranks_tell_each_other_may_be_long_and_does_not_stay_in_the_store(host):
+    job = Job(host, 2, over_tcp=True)
+    try:
+        # torch's store takes 8 MiB in one value.
+        for nbytes in (10 << 20, 10):
+            for _, second, third, last in job.run(agree, nbytes):
+                assert second == third == last
+    finally:
+        job.kill()
 
 
 def finalize_on_some(kept, folder):
@@ -247,20 +265,3 @@ def test_an_error_before_or_after_the_strategy_is_raised_on_every_rank(host, tmp
         assert re.search(r"RuntimeError: no merge today \(rank 1\)", text)
     for text in host.job(3).run(save_wrapped, str(tmp_path)):
         assert re.search(r"Invalid access pattern for w: .* the shard \[4:8, 0:3\] more than once", text)
-
-
-def load_piped(kept, folder):
-    import tensorferry.megatron as ours
-
-    del kept
-    return outcome(lambda: ours.load(state(0, 2), folder)), outcome(lambda: ours.load_common_state_dict(folder))
-
-
-@pytest.mark.parametrize("name", ["common.pt", "metadata.json"])
-def test_a_pipe_in_place_of_a_file_makes_no_rank_wait(host, tmp_path, name):
-    host.job(2).run(save, str(tmp_path))
-    (tmp_path / name).unlink()
-    os.mkfifo(tmp_path / name)
-    for texts in host.job(2).run(load_piped, str(tmp_path)):
-        assert all(f"{name} is not a regular file" in text for text in texts[: 2 if name == "common.pt" else 1]), texts
-    assert Path(tmp_path / name).is_fifo()

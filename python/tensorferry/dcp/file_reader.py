@@ -93,8 +93,6 @@ class FileReader(InFolder, SliceReader):
         self._relay = wants_relay(relay)
         self._path = self._place(path)
         self._threads = thread_count(threads)
-        #: What was read from the index, for ranks that are to read the same checkpoint: ``read_metadata(known=)``.
-        self.known: Any = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begins a new load, from the folder ``checkpoint_id`` if it is given; later loads read from there, too.
@@ -112,8 +110,6 @@ class FileReader(InFolder, SliceReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Reads the index: that of all ranks, or where there is none, that of the rank ``rank`` if it is given.
 
-        ``known``, an earlier reader's attribute of that name, takes the place of the file's content.
-
         Raises:
             IncompleteCheckpoint: there is no index, for example because the save was interrupted
             CorruptCheckpoint: the index does not match its checksums
@@ -125,7 +121,7 @@ class FileReader(InFolder, SliceReader):
             TensorferryError: the store does not answer in time, or refuses
         """
         del args
-        rank, known = kwargs.get("rank"), kwargs.get("known")
+        rank = kwargs.get("rank")
         folder: AnyPlace = self._load.checkpoint or begun(self._path)
         path = folder / INDEX
         shared = is_file(path)
@@ -138,9 +134,8 @@ class FileReader(InFolder, SliceReader):
             if not is_file(path):
                 raise _incomplete(folder)
         _refuse_two(path)
-        source = FolderSource(path, self._threads, known)
+        source = FolderSource(path, self._threads)
         metadata = self._open(source, str(path))
-        self.known = source.known
         self._load.digest, self._load.shared = source.digest, shared
         return index.described(metadata, folder if isinstance(folder, os.PathLike) else str(folder))
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
@@ -194,6 +195,17 @@ class SliceReader(StorageReader):  # type: ignore[misc]  # mypy does not follow 
         done: Future[None] = Future()
         done.set_result(None)
         return done
+
+    @contextlib.contextmanager
+    def through(self, wrap: Callable[[Source], Source]) -> Iterator[None]:
+        """While the block runs, the load reads from what ``wrap`` makes of its source."""
+        source = self._load.source
+        assert source is not None
+        self._load.source = wrap(source)
+        try:
+            yield
+        finally:
+            self._load.source = source
 
     def _read(self, slices: Mapping[str, list[SliceTuple]], progress: Progress | None = None) -> None:
         """Reads slices from the source, and counts them in ``report``."""

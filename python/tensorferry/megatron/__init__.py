@@ -22,8 +22,7 @@ from .serialization import (
     save,
 )
 from .two_stage import TwoStageDataParallelLoadShardedStrategy
-from .zarr import TensorStoreLoadShardedStrategy, ZarrLoadShardedStrategy
-from .zarr_save import ZarrSaveShardedStrategy
+from .zarr import TensorStoreLoadShardedStrategy, ZarrLoadShardedStrategy, ZarrSaveShardedStrategy
 
 __all__ = [
     "BACKEND",

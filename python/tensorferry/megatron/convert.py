@@ -1,48 +1,48 @@
-"""Converts checkpoints of Megatron from one format into another, without a job: as a function and as a command.
+"""Reads a checkpoint of Megatron, of any backend, and writes it as one of another, for ``tensorferry convert``.
 
-    python -m tensorferry.megatron.convert SOURCE OUTPUT [--to torch_dist]
-
-It reads folders of the backends ``zarr``, ``torch_dist`` and ``tensorferry``, and writes the last two. Data passes
-through a window of memory. The output appears when it is complete.
+One process does it, without a process group.
 """
 
 from __future__ import annotations
 
-import argparse
-import contextlib
 import os
-import sys
-import tempfile
-from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.filesystem import _StoragePrefix
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
 
 from .. import _validate
-from ..dcp import marker
+from ..dcp import FileReader, index
+from ..dcp.file_writer import RankFile
+from ..dcp.save_plan import ABOUT
 from ..errors import InvalidArgument, TensorferryError
-from ..memory.tensors import scratch
 from ..pickles.allowlist import Allowed
+from ..storage import commits, reserved
 from ..storage.boxes import Box
-from ..storage.copies import download_folder, scratch_folder, upload_folder
+from ..storage.commits import Commit
 from ..storage.folder import INDEX
-from ..storage.objects.place import ObjectPlace
+from ..storage.names import new_id
 from ..storage.pending import pending
-from ..storage.places import AnyPlace, begun, place_as_given
-from . import common
-from .formats.convert_outputs import OUTPUTS
-from .formats.convert_sources import ZARR, ConversionSource, FerrySource, ZarrSource
-from .formats.convert_torch_dist import TorchDistSource
-from .release import CheckpointingException
-from .zarr import thread_count
+from ..storage.places import local_path
+from . import common, shards
+from .loading import Loading, common_in
+from .release import COMMON, CheckpointingException, ShardedObject, ShardedTensor
+from .save import BACKEND
+from .save_plan import SaveData, metadata_of
+from .zarr_folder import ZarrArray, arrays_of, load_object, objects_of
 
-_MIB = 1 << 20
-#: Bytes of memory for the data on its way, unless the caller says otherwise.
-WINDOW = 512 * _MIB
-#: The sources by the backend that ``metadata.json`` names.
-_SOURCES: dict[str, Any] = {ZARR: ZarrSource, "torch_dist": TorchDistSource, "tensorferry": FerrySource}
+#: Bytes of tensors that are in memory at a time, unless one stored chunk has more.
+WINDOW = 512 << 20
+#: The common state among the objects of a checkpoint of backend ``torch_dist``, in releases since 0.19.
+_COMMON_OBJECT = ShardedObject(COMMON, None, (1,), (0,)).unique_key
+#: A stored chunk: the tensor's key, dtype and shape, the chunk, and what reads it.
+Chunk: TypeAlias = tuple[str, torch.dtype, tuple[int, ...], Box, Callable[[], torch.Tensor]]
 
 
 class Converted(NamedTuple):
@@ -59,37 +59,86 @@ class Converted(NamedTuple):
     bytes: int
 
 
+class Stored(NamedTuple):
+    """A checkpoint that is read.
+
+    Attributes:
+        chunks: yields the chunks of its tensors
+        objects: what reads the objects, by their unique keys
+        common: the common state as ``torch.save`` wrote it; ``None`` if there is none
+    """
+
+    chunks: Callable[[], Iterator[Chunk]]
+    objects: dict[str, Callable[[], Any]]
+    common: bytes | None
+
+
+def read_checkpoint(folder: Path, *, safe_globals: Iterable[Any] = (), trust_pickle: bool = False) -> Stored:
+    """Opens a checkpoint of backend ``zarr``, ``torch_dist`` or ``tensorferry``, whose tensors are read later.
+
+    Raises:
+        CheckpointingException, TensorferryError: it is of another format, is damaged, or cannot be read
+    """
+    config = common.config(folder)
+    if config.sharded_backend not in ("zarr", "torch_dist", BACKEND) or config.sharded_backend_version != 1:
+        raise CheckpointingException(
+            f"{folder} is of backend {config.sharded_backend!r}, version {config.sharded_backend_version!r}: "
+            f"checkpoints of version 1 of zarr, torch_dist and {BACKEND} can be read"
+        )
+    if config.sharded_backend == "zarr":
+        return _read_zarr(folder, Allowed(safe_globals, trust_pickle))
+    reader = FileReader(folder, safe_globals=(*safe_globals, *_OF_EARLY_RELEASES), trust_pickle=trust_pickle)
+    metadata = reader.read_metadata()
+    reader.set_up_storage_reader(metadata, False)
+    return _read_indexed(folder, reader, metadata, is_packed=config.sharded_backend == "torch_dist")
+
+
+def write_checkpoint(stored: Stored, folder: Path, to: str) -> Converted:
+    """Writes a checkpoint of backend ``to``, which is ``torch_dist`` or ``tensorferry``, into an empty folder.
+
+    Raises:
+        CheckpointingException, TensorferryError: it cannot be read or written
+    """
+    output = _TorchDistOutput(folder) if to == "torch_dist" else _FerryOutput(folder)
+    keys: set[str] = set()
+    total = held = 0
+    data = SaveData()
+    items: list[WriteItem] = []
+    for key, dtype, shape, box, read in stored.chunks():
+        nbytes = box.numel * dtype.itemsize
+        if held and held + nbytes > WINDOW:
+            output.write(items, data)
+            held, items, data = 0, [], SaveData()
+        items.append(data.add_tensor(key, box, shape, read()))
+        held += nbytes
+        total += nbytes
+        keys.add(key)
+    for key, value in stored.objects.items():
+        items.append(data.add_object(key, output.packed(value())))
+    output.write(items, data)
+    if stored.common is not None:
+        common.write(folder, stored.common)
+    output.finish(stored.common)
+    common.mark(folder, to, 1)
+    return Converted(len(keys), len(stored.objects), total)
+
+
 def convert(
     source: str | os.PathLike[str],
     output: str | os.PathLike[str],
     *,
-    to: str = "tensorferry",
-    window: int = WINDOW,
-    threads: int | None = None,
-    fill_missing: bool = False,
+    to: str = BACKEND,
     safe_globals: Iterable[Any] = (),
     trust_pickle: bool = False,
 ) -> Converted:
-    """Converts the checkpoint in the folder ``source`` into a new folder ``output``.
+    """Converts the checkpoint in the folder ``source`` into a new folder ``output``, which appears when it is complete.
 
-    Tensors keep their keys, shapes and dtypes; objects and the common state keep their values. One process converts; it
-    needs no process group. Missing folders above ``output`` are made. While ``output`` is written, it has the name
-    ``.OUTPUT.<id>.partial``. What a killed conversion has left is removed by the next one into the same output.
-
-    In an object store, the output is first written into a folder for temporary files, and then copied to a place where
-    nothing is, the index last. Of a source there, ``torch_dist`` is copied to such a folder first, ``tensorferry`` is
-    read where it is, and ``zarr`` has to be copied by other means.
+    Tensors keep their keys, shapes and dtypes; objects and the common state keep their values.
 
     Args:
-        source: a checkpoint of backend ``zarr``, ``torch_dist`` or ``tensorferry``: a folder, or the URL of a place in
-            an object store
-        output: a folder that does not exist, or is empty; or the URL of a place in an object store where nothing is
+        source: a checkpoint of backend ``zarr``, ``torch_dist`` or ``tensorferry``
+        output: a folder that does not exist, or is empty
         to: the backend of the output: ``"tensorferry"`` or ``"torch_dist"``
-        window: bytes of memory for tensors on their way, about; no file of the output has more of them. All objects are
-            in one file
-        threads: threads that read; ``None`` chooses by the number of cores
-        fill_missing: take chunks of Zarr arrays that are missing for the fill value of their array, where it has one,
-            as the ``zarr`` package does. Megatron wrote all chunks, and gave no fill values
         safe_globals: classes and functions that pickled objects may name besides the default list
         trust_pickle: read pickles without limits: whoever can write to ``source`` can then run code here
 
@@ -98,18 +147,14 @@ def convert(
         CheckpointingException: ``source`` is incomplete, damaged or of another format, ``output`` exists, or the system
             refuses
     """
-    if to not in OUTPUTS:
-        raise InvalidArgument(f"to must be one of {', '.join(OUTPUTS)}, not {_validate.brief(to)}")
-    window = _validate.integer("window", window, _MIB)
-    threads = thread_count(threads)
-    allowed = Allowed(safe_globals, trust_pickle)
-    origin, target = begun(place_as_given(source, "source")), begun(place_as_given(output, "output"))
+    if to not in (BACKEND, "torch_dist"):
+        raise InvalidArgument(f"to must be {BACKEND} or torch_dist, not {_validate.brief(to)}")
+    origin, target = local_path(source, "source"), local_path(output, "output")
     try:
-        with contextlib.ExitStack() as stack:
-            opened = stack.enter_context(_opened(origin, allowed, fill_missing))
-            folder = stack.enter_context(_output(target))
-            done = _copy(opened, folder, to, window, threads)
-            common.mark(folder, to, 1)
+        stored = read_checkpoint(origin, safe_globals=safe_globals, trust_pickle=trust_pickle)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with pending(target, folder=True) as folder:
+            return write_checkpoint(stored, folder, to)
     except CheckpointingException:
         raise
     except InvalidArgument as e:
@@ -117,164 +162,149 @@ def convert(
         raise CheckpointingException(str(e)) from e
     except (TensorferryError, OSError) as e:
         raise CheckpointingException(f"{source} cannot be converted into {output}: {e}") from e
-    return done
 
 
-@contextlib.contextmanager
-def _output(target: AnyPlace) -> Iterator[Path]:
-    """Yields a folder to write to, which is given its name, or copied to a store, once the block has ended."""
-    if isinstance(target, Path):
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with pending(target, folder=True) as folder:
-            yield folder
-        return
-    assert isinstance(target, ObjectPlace)
-    with scratch_folder(target, file=False) as written:
-        yield written
-        names = sorted(os.listdir(written), key=lambda name: (name in (INDEX, marker.NAME), name))
-        upload_folder(written, target.begun(), names)
+def _read_zarr(folder: Path, allowed: Allowed) -> Stored:
+    arrays = list(arrays_of(folder))
+
+    def reads(array: ZarrArray, box: Box) -> Callable[[], torch.Tensor]:
+        return lambda: array.read(box)
+
+    def chunks() -> Iterator[Chunk]:
+        for array in arrays:
+            for box in array.chunks:
+                yield array.key, array.dtype, array.shape, box, reads(array, box)
+
+    def loads(leaf: Any) -> Callable[[], Any]:
+        return lambda: load_object(folder, leaf, allowed)
+
+    return Stored(chunks, {key: loads(leaf) for key, leaf in objects_of(folder).items()}, common.read(folder))
 
 
-@contextlib.contextmanager
-def _opened(place: AnyPlace, allowed: Allowed, fill_missing: bool) -> Iterator[ConversionSource]:
-    """Yields a checkpoint as a source; one that is read from a folder only is copied to one."""
-    with contextlib.ExitStack() as stack:
-        if isinstance(place, ObjectPlace) and common.config(place).sharded_backend != "tensorferry":
-            if below := place.folders():
-                raise CheckpointingException(
-                    f"{place} has folders in it ({below[0]}), as checkpoints of zarr: copy it to a folder to convert it"
-                )
-            copied = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tensorferry-")))
-            download_folder(place, copied, sorted(place.entries()))
-            place = copied
-        yield stack.enter_context(_open(place, allowed, fill_missing))
+def _read_indexed(folder: Path, reader: FileReader, metadata: Metadata, *, is_packed: bool) -> Stored:
+    """Reads a checkpoint with an index; ``is_packed`` says that each object is in a list, as Megatron writes them."""
+    known = metadata.state_dict_metadata
+
+    def load(leaf: Any) -> Any:
+        loading = Loading({"leaf": leaf}, metadata, reader, reserved=frozenset())
+        loading.read([*loading.objects.values(), *loading.tensors])
+        return loading.value(leaf)
+
+    def reads(key: str, about: TensorStorageMetadata, box: Box) -> Callable[[], torch.Tensor]:
+        dtype = about.properties.dtype
+        return lambda: load(ShardedTensor(key, None, dtype, box.sizes, tuple(about.size), box.offsets, None))
+
+    def chunks() -> Iterator[Chunk]:
+        for key, about in known.items():
+            if isinstance(about, TensorStorageMetadata) and key != COMMON:
+                boxes = [Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in about.chunks]
+                shards.check_cover(key, tuple(about.size), boxes, "the files of the checkpoint")
+                for box in boxes:
+                    yield key, about.properties.dtype, tuple(about.size), box, reads(key, about, box)
+
+    def loads(key: str) -> Callable[[], Any]:
+        def value() -> Any:
+            found = load(shards.object_of(key))
+            if is_packed and (not isinstance(found, list) or len(found) != 1):
+                raise CheckpointingException(f"{folder}: {key} is not an object that Megatron has saved")
+            return found[0] if is_packed else found
+
+        return value
+
+    objects = {key: loads(key) for key, about in known.items() if not isinstance(about, TensorStorageMetadata)}
+    shared = common_in(reader, metadata)
+    if _COMMON_OBJECT in objects:
+        shared = common.encoded(objects.pop(_COMMON_OBJECT)())
+    return Stored(chunks, objects, common.read(folder) if shared is None else shared)
 
 
-def _open(folder: AnyPlace, allowed: Allowed, fill_missing: bool) -> ConversionSource:
-    """Opens a checkpoint as a source of the backend that its ``metadata.json`` names."""
-    config = common.config(folder)
-    kind = _SOURCES.get(config.sharded_backend)
-    if kind is None or config.sharded_backend_version != 1:
-        raise CheckpointingException(
-            f"{folder} is of backend {config.sharded_backend!r}, version {config.sharded_backend_version!r}: "
-            f"checkpoints of version 1 of {', '.join(_SOURCES)} can be converted"
-        )
-    opened: ConversionSource = (
-        kind(folder, allowed, fill_missing) if config.sharded_backend == ZARR else kind(folder, allowed)
-    )
-    return opened
+class _Output:
+    """A checkpoint that is written, with as many files as calls of :meth:`write`.
+
+    Args:
+        folder: the folder
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._plans: list[SavePlan] = []
+        self._results: list[WriteResult] = []
+
+    def packed(self, value: Any) -> bytes:
+        """Returns the bytes of an object."""
+        return common.encoded(value)
+
+    def write(self, items: list[WriteItem], data: SaveData) -> None:
+        """Writes items, with their data, into a file."""
+        if items:
+            self._results += self._write(SavePlan(items), data)
+            self._plans.append(SavePlan(items))
+
+    def _write(self, plan: SavePlan, data: SaveData) -> list[WriteResult]:
+        raise NotImplementedError
+
+    def finish(self, shared: bytes | None) -> None:
+        """Writes the index; ``shared`` is the common state."""
+        raise NotImplementedError
 
 
-def _copy(source: ConversionSource, folder: Path, to: str, window: int, threads: int) -> Converted:
-    """Copies everything from ``source`` into ``folder``; one half of the window is read while the other is written."""
-    output = OUTPUTS[to](folder)
-    tensors = total = 0
-    for tensor in source.tensors():
-        output.add_tensor(tensor.key, tensor.dtype, tensor.shape)
-        tensors += 1
-    names = source.objects()
-    with ThreadPoolExecutor(threads, "tensorferry-convert") as readers, ThreadPoolExecutor(1) as writer:
-        writing: Future[None] | None = None
-        for batch in _batches(source, window // 2):
-            filled = [(key, box, _room(box, dtype)) for key, box, dtype, _ in batch]
-            reads = [
-                readers.submit(source.read, key, number, box, memory)
-                for (key, box, _, number), (_, _, memory) in zip(batch, filled, strict=True)
-            ]
-            for read in reads:
-                read.result()
-            total += sum(memory.nbytes for _, _, memory in filled)
-            if writing is not None:
-                writing.result()
-            writing = writer.submit(output.write, filled)
-            del filled, reads
-        if writing is not None:
-            writing.result()
-    output.write_objects((name, source.value(name)) for name in names)
-    shared = source.common()
-    if shared is not None:
-        common.write(folder, shared)
-    output.finish(shared)
-    return Converted(tensors, len(names), total)
+class _FerryOutput(_Output):
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self._id = new_id()
+        self._commit: dict[str, int | None] = {}
+
+    def _write(self, plan: SavePlan, data: SaveData) -> list[WriteResult]:
+        path = self._folder / f"rank{len(self._plans):05d}-{self._id}.safetensors"
+        written, results = RankFile(path, None, None).write(plan, data)
+        self._commit[path.name] = written.header
+        return results
+
+    def finish(self, shared: bytes | None) -> None:
+        """Writes a copy of the common state into the checkpoint, as a save does, and the index."""
+        if shared is not None:
+            bare, data = torch.frombuffer(bytearray(shared), dtype=torch.uint8), SaveData()
+            self.write([data.add_tensor(COMMON, Box((0,), tuple(bare.shape)), bare.shape, bare)], data)
+        stored = {result.index: result.storage_data for result in self._results}
+        entries = [(reserved.INDEX, index.encode(metadata_of(self._plans), stored))]
+        path = self._folder / INDEX
+        commits.commit_index(path, entries, Commit(self._commit, commits.begin_after([])), about=ABOUT)
 
 
-def _room(box: Box, dtype: torch.dtype) -> torch.Tensor:
-    return scratch(box.numel * dtype.itemsize).view(dtype).view(box.sizes)
+class _TorchDistOutput(_Output):
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self._writer = FileSystemWriter(folder)
+        self._writer.set_up_storage_writer(True)
+
+    def packed(self, value: Any) -> bytes:
+        """Returns the bytes of an object, which Megatron packs into a list."""
+        return common.encoded([value])
+
+    def _write(self, plan: SavePlan, data: SaveData) -> list[WriteResult]:
+        plan = SavePlan(plan.items, storage_data=_StoragePrefix(f"__{len(self._plans)}_"))
+        results: list[WriteResult] = self._writer.write_data(plan, data).wait()
+        return results
+
+    def finish(self, shared: bytes | None) -> None:
+        """Writes the index; the common state is in ``common.pt``, which every release reads."""
+        del shared
+        metadata = metadata_of(self._plans)
+        metadata.planner_data = {key: (key,) for key in metadata.state_dict_metadata}
+        self._writer.finish(metadata, [self._results])
 
 
-def _batches(source: ConversionSource, most: int) -> Iterator[list[tuple[str, Box, torch.dtype, int]]]:
-    """Yields what is read at a time: key, box, dtype and number of the stored chunk that the box is in."""
-    batch: list[tuple[str, Box, torch.dtype, int]] = []
-    held = 0
-    for tensor in source.tensors():
-        for number, chunk in enumerate(tensor.chunks):
-            for box in split(chunk, tensor.dtype.itemsize, most):
-                nbytes = box.numel * tensor.dtype.itemsize
-                if batch and held + nbytes > most:
-                    yield batch
-                    batch, held = [], 0
-                batch.append((tensor.key, box, tensor.dtype, number))
-                held += nbytes
-    if batch:
-        yield batch
+def _stand_in(name: str, base: type) -> type:
+    """Returns a class for instances that a pickle says are of a class that releases until 0.15 had."""
+    return type(name, (base,), {"__module__": "megatron.core.dist_checkpointing.strategies.torch"})
 
 
-def split(box: Box, size: int, most: int) -> Iterator[Box]:
-    """Splits a box, by its first dimensions, into boxes of at most ``most`` bytes, with elements of ``size`` bytes."""
-    dim = next((dim for dim, n in enumerate(box.sizes) if n > 1), None)
-    if dim is None or box.numel * size <= most:
-        yield box
-        return
-    row = box.numel // box.sizes[dim] * size
-    rows = max(1, most // row)
-    for first in range(0, box.sizes[dim], rows):
-        count = min(rows, box.sizes[dim] - first)
-        part = Box(
-            (*box.offsets[:dim], box.offsets[dim] + first, *box.offsets[dim + 1 :]),
-            (*box.sizes[:dim], count, *box.sizes[dim + 1 :]),
-        )
-        if row > most:
-            yield from split(part, size, most)
-        else:
-            yield part
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Runs the command; returns its exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tensorferry.megatron.convert",
-        description="Converts a checkpoint of Megatron, of zarr, torch_dist or tensorferry, to one of the last two.",
-    )
-    parser.add_argument("source", help="the folder of the checkpoint, or its URL in an object store")
-    parser.add_argument("output", help="a new folder, or the URL of a place in a store")
-    parser.add_argument("--to", choices=sorted(OUTPUTS), default="tensorferry", help="the format of the output")
-    parser.add_argument("--window", type=int, default=WINDOW // _MIB, metavar="MIB", help="memory for data, in MiB")
-    parser.add_argument("--threads", type=int, default=None, help="threads that read")
-    parser.add_argument(
-        "--fill-missing", action="store_true", help="missing chunks of Zarr arrays have the fill value, if there is one"
-    )
-    parser.add_argument(
-        "--trust-pickle",
-        action="store_true",
-        help="read pickles without limits: whoever can write to the source can then run code here",
-    )
-    given = parser.parse_args(arguments)
-    try:
-        done = convert(
-            given.source,
-            given.output,
-            to=given.to,
-            window=given.window * _MIB,
-            threads=given.threads,
-            fill_missing=given.fill_missing,
-            trust_pickle=given.trust_pickle,
-        )
-    except (CheckpointingException, InvalidArgument) as e:
-        print(f"error: {e}", file=sys.stderr)
-        return 1
-    print(f"{given.output}: {done.tensors} tensors of {done.bytes} bytes and {done.objects} objects, as {given.to}")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+#: What the indexes of those releases name besides torch's metadata: it is read, and not used.
+_OF_EARLY_RELEASES = (
+    SavePlan,
+    WriteItem,
+    WriteItemType,
+    TensorWriteData,
+    _stand_in("MCoreMetadata", Metadata),
+    _stand_in("MCoreSavePlan", SavePlan),
+)

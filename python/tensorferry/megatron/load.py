@@ -19,7 +19,6 @@ from torch.distributed.checkpoint.planner import LoadPlan
 from .. import _validate
 from ..dcp import FileReader, PeerReader
 from ..dcp.reader import SliceReader
-from ..dcp.removal import remove_keys
 from ..errors import TensorferryError
 from ..pickles.allowlist import Allowed
 from ..pickles.torch_archives import unpickled
@@ -154,12 +153,12 @@ class LoadStrategy(OfRanks, LoadShardedStrategy):
 
         def plan_own() -> Any:
             nonlocal opened
-            reader, metadata = self._shared_index(ranks, checkpoint_dir)
+            reader, metadata = self._index(checkpoint_dir, ranks.rank)
             if ranks.coordinates:
                 self._check_common(checkpoint_dir, reader, metadata)
             opened = Loading(state, metadata, reader)
             if ranks.coordinates:
-                wanted = [*opened.objects, *(part.key for part in opened.parts)]
+                wanted = [*opened.objects, *(item.storage_index.fqn for item in opened.tensors)]
                 warn_of_missing(wanted, lambda: metadata.state_dict_metadata)
             return reader.prepare_local_plan(LoadPlan([])).storage_data
 
@@ -175,8 +174,8 @@ class LoadStrategy(OfRanks, LoadShardedStrategy):
                 )
 
         what = f"load {self.name(checkpoint_dir)}"
-        # First, since a strategy may take steps of its own while it plans.
-        ranks.step(what, lambda: self._way(), compare_ways)
+        # First, since a strategy may take steps of its own while it reads.
+        ranks.step(what, lambda: type(self).__name__, compare_ways)
         ranks.step(what, plan_own, compare)
         assert opened is not None
         return opened
@@ -184,7 +183,7 @@ class LoadStrategy(OfRanks, LoadShardedStrategy):
     def _read(self, ranks: Together, loading: Loading) -> None:
         """Reads what :meth:`_open` has planned for this rank."""
         del ranks
-        loading.read([*loading.objects.values(), *map(loading.item, loading.parts)])
+        loading.read([*loading.objects.values(), *loading.tensors])
         self.report = dict(loading.reader.report)
 
     @contextlib.contextmanager
@@ -212,10 +211,6 @@ class LoadStrategy(OfRanks, LoadShardedStrategy):
                 f"{self.name(checkpoint_dir)}: another save has replaced the checkpoint while it was loaded: load again"
             )
 
-    def _way(self) -> str:
-        """Returns what has to be the same on all ranks for their steps to match."""
-        return type(self).__name__
-
     @property
     def is_live(self) -> bool:
         """Whether it loads from a running job, and not from a folder."""
@@ -225,14 +220,10 @@ class LoadStrategy(OfRanks, LoadShardedStrategy):
         """Returns what messages call the checkpoint."""
         return str(checkpoint_dir) if self._peers is None else "from the running job"
 
-    def _shared_index(self, ranks: Together, checkpoint_dir: str | Path) -> tuple[SliceReader, Metadata]:
-        """Opens the checkpoint on all ranks at once."""
-        return self._index(checkpoint_dir, ranks.rank)
-
     def _index(
-        self, checkpoint_dir: str | Path, rank: int = 0, checks_folder: bool = True, known: Any = None
+        self, checkpoint_dir: str | Path, rank: int = 0, checks_folder: bool = True
     ) -> tuple[SliceReader, Metadata]:
-        """Opens the checkpoint; ``known`` is what another rank has read from its index.
+        """Opens the checkpoint.
 
         Raises:
             CheckpointingException: the folder holds none that this strategy reads
@@ -246,7 +237,7 @@ class LoadStrategy(OfRanks, LoadShardedStrategy):
             if checks_folder:
                 self.check_folder(checkpoint_dir)
             reader = FileReader(checkpoint_dir, **self._files)
-            metadata = reader.read_metadata(rank=rank, known=known)
+            metadata = reader.read_metadata(rank=rank)
         reader.set_up_storage_reader(metadata, False)
         return reader, metadata
 
@@ -311,20 +302,15 @@ class LoadStrategy(OfRanks, LoadShardedStrategy):
             raise CheckpointingException(str(e)) from e
 
     def remove_sharded_tensors(self, checkpoint_dir: str | Path, key_prefix: str) -> None:
-        """Removes the tensors and objects whose keys begin with ``key_prefix`` from the index; one rank calls it.
-
-        A file goes when the index names nothing in it any more; in others the bytes stay. What torch's planner has
-        stored in the index goes.
+        """Refuses: a committed checkpoint does not change.
 
         Raises:
-            CheckpointingException: the checkpoint is of another format, cannot be read or written, or a save replaces
-                it again and again
+            CheckpointingException: always
         """
-        try:
-            self.check_folder(checkpoint_dir)
-            remove_keys(self.place(checkpoint_dir), key_prefix, self._allowed)
-        except TensorferryError as e:
-            raise CheckpointingException(str(e)) from e
+        raise CheckpointingException(
+            f"cannot remove {key_prefix}* from {checkpoint_dir}: a checkpoint of tensorferry's is not changed. Load "
+            "what is to stay, and save it again without these keys"
+        )
 
     def common_state(self, checkpoint_dir: str | Path) -> Any:
         """Returns the common state of a checkpoint; an empty dict if it has none.

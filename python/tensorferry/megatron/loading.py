@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -26,23 +22,8 @@ from .release import (
     ShardedTensor,
 )
 
-
-class ChunkPart(NamedTuple):
-    """What one leaf needs of one stored chunk.
-
-    Attributes:
-        number: the leaf
-        key: the tensor
-        chunk: where the chunk begins in the tensor
-        stored: where the part begins in the chunk
-        wanted: the part, in the leaf
-    """
-
-    number: int
-    key: str
-    chunk: tuple[int, ...]
-    stored: tuple[int, ...]
-    wanted: Box
+#: What makes the shards of two ranks the same one, which is read in the same way: key, place, dtype, strides, device.
+ShardId: TypeAlias = tuple[str, Box, str, tuple[int, ...], str]
 
 
 class Loading:
@@ -60,8 +41,7 @@ class Loading:
     Attributes:
         objects: the items of this rank that read objects, by key
         values: the objects that were read, by key
-        parts: what it reads of tensors
-        tensors: the leaves that are tensors, by number
+        tensors: the items that read parts of tensors; the index of each item's target is the number of its leaf
 
     Raises:
         CheckpointingException: the state asks for what the checkpoint does not have, or has leaves that are not sharded
@@ -73,11 +53,10 @@ class Loading:
     ) -> None:
         self.reader = reader
         self._metadata = metadata
-        self.parts: list[ChunkPart] = []
-        self.tensors: dict[int, ShardedTensor] = {}
+        self.tensors: list[ReadItem] = []
+        self._shards: dict[int, ShardedTensor] = {}
         self._targets: dict[int, torch.Tensor] = {}
         self.values: dict[str, Any] = {}
-        self._paths: list[str] = []
         stored = metadata.state_dict_metadata
         wanted: set[str] = set()
         leaves = list(shards.leaves(state))
@@ -88,20 +67,20 @@ class Loading:
                 f"checkpoint has {len(stored)} keys. Pass strict= to load without them"
             )
         for number, (path, leaf) in enumerate(leaves):
-            self._paths.append(path)
             if isinstance(leaf, ShardedObject):
                 wanted.add(leaf.unique_key)
             else:
-                self._add(number, leaf, stored[leaf.key])
-        for number, tensor in self.tensors.items():
+                self._add(number, path, leaf, stored[leaf.key])
+        for number, tensor in self._shards.items():
             self._targets[number] = _target(tensor)
         self.objects = {key: _object_item(key) for key in sorted(wanted)}
 
-    def _add(self, number: int, shard: ShardedTensor, metadata: Any) -> None:
+    def _add(self, number: int, path: str, shard: ShardedTensor, metadata: Any) -> None:
         """Adds the tensor leaf ``number``, and the parts of stored chunks that it needs.
 
         Args:
             number: the leaf's number
+            path: its path in the state
             shard: the leaf
             metadata: torch's, of the stored tensor
 
@@ -118,7 +97,7 @@ class Loading:
                 f"Global shape mismatch for loaded ({list(shape)}) and expected ({list(asked)}) tensor for key "
                 f"{shard.key}: build the model that was saved, or mark a padded tensor with allow_shape_mismatch=True"
             )
-        self.tensors[number] = shard
+        self._shards[number] = shard
         there = 0
         for chunk in metadata.chunks:
             stored = Box(tuple(chunk.offsets), tuple(chunk.sizes))
@@ -127,46 +106,26 @@ class Loading:
                 continue
             inside = tuple(a - b for a, b in zip(common_part.offsets, stored.offsets, strict=True))
             local = tuple(a - b for a, b in zip(common_part.offsets, box.offsets, strict=True))
-            wanted = Box(local, common_part.sizes)
-            self.parts.append(ChunkPart(number, shard.key, stored.offsets, inside, wanted))
-            there += wanted.numel
+            self.tensors.append(
+                ReadItem(
+                    type=LoadItemType.TENSOR,
+                    dest_index=MetadataIndex(path, torch.Size([0] * len(local)), number),
+                    dest_offsets=torch.Size(local),
+                    storage_index=MetadataIndex(shard.key, torch.Size(stored.offsets)),
+                    storage_offsets=torch.Size(inside),
+                    lengths=torch.Size(common_part.sizes),
+                )
+            )
+            there += common_part.numel
         if there != box.numel and shape == asked:
             raise CheckpointingException(
                 f"{shard.key}: the checkpoint has {there} of the {box.numel} elements of the shard {box}: its index is "
                 "not complete. Load another checkpoint"
             )
 
-    def item(self, part: ChunkPart) -> ReadItem:
-        """Returns the item that reads a part. The target is known by the path of the leaf and the place in it."""
-        return ReadItem(
-            type=LoadItemType.TENSOR,
-            dest_index=MetadataIndex(self._paths[part.number], torch.Size([0] * len(part.chunk)), part.number),
-            dest_offsets=torch.Size(part.wanted.offsets),
-            storage_index=MetadataIndex(part.key, torch.Size(part.chunk)),
-            storage_offsets=torch.Size(part.stored),
-            lengths=torch.Size(part.wanted.sizes),
-        )
-
-    @property
-    def is_in_folder(self) -> bool:
-        """Whether the checkpoint is in a folder, and not in an object store or with peers."""
-        return isinstance(self._metadata.storage_meta.checkpoint_id, os.PathLike)
-
-    @property
-    def folder(self) -> Path:
-        """The folder of a checkpoint in a folder."""
-        return Path(self._metadata.storage_meta.checkpoint_id)
-
-    def files(self) -> set[Path]:
-        """Returns the files of a checkpoint in a folder that this rank needs something of."""
-        stored, folder = self._metadata.storage_data, self.folder
-        wanted = {MetadataIndex(part.key, torch.Size(part.chunk)) for part in self.parts}
-        wanted |= {item.storage_index for item in self.objects.values()}
-        return {folder / stored[index].container for index in wanted}
-
     def clear(self) -> None:
         """Zeroes the data of leaves with ``allow_shape_mismatch``, of which the checkpoint may have a part only."""
-        for number, shard in self.tensors.items():
+        for number, shard in self._shards.items():
             if shard.allow_shape_mismatch:
                 self._targets[number].zero_()
 
@@ -179,22 +138,14 @@ class Loading:
         if items:
             self.reader.read_data(LoadPlan(items), self)
 
-    def leaf(self, number: int) -> torch.Tensor:
-        """Returns the data of a leaf, with its prepended axes."""
-        return self._targets[number]
+    def containers(self) -> set[str]:
+        """Returns the files, or the entries of peers, that the checkpoint is in."""
+        return {ref.container for ref in self._metadata.storage_data.values()}
 
-    def stored_dtype(self, number: int) -> torch.dtype:
-        """Returns the dtype that the checkpoint has of a leaf."""
-        return self._metadata.state_dict_metadata[self.tensors[number].key].properties.dtype
-
-    @contextlib.contextmanager
-    def aimed(self, number: int, memory: torch.Tensor) -> Iterator[None]:
-        """While the block runs, reads of a leaf go to ``memory``, a tensor like it, instead."""
-        kept, self._targets[number] = self._targets[number], memory
-        try:
-            yield
-        finally:
-            self._targets[number] = kept
+    def shard(self, number: int) -> ShardId:
+        """Returns what identifies the shard of a leaf."""
+        shard, target = self._shards[number], self._targets[number]
+        return shard.key, shards.box_of(shard), str(target.dtype), target.stride(), target.device.type
 
     def resolve_tensor(self, item: ReadItem) -> torch.Tensor:
         """Returns the target of an item, for the reader."""
@@ -261,5 +212,5 @@ def common_in(reader: SliceReader, metadata: Metadata) -> bytes | None:
     (size,) = stored.size
     shard = ShardedTensor(COMMON, torch.empty(size, dtype=torch.uint8), torch.uint8, (size,), (size,), (0,), (1,))
     held = Loading({COMMON: shard}, metadata, reader, reserved=frozenset())
-    held.read([held.item(part) for part in held.parts])
+    held.read(held.tensors)
     return bytes(shard.data.numpy())

@@ -317,13 +317,10 @@ def load_content_metadata(
 
 
 def remove_sharded_tensors(checkpoint_dir: str | Path, key_prefix: str) -> None:
-    """Removes the tensors and objects whose keys begin with ``key_prefix`` from the index; one rank calls it.
-
-    A file goes when the index names nothing in it any more; in others the bytes stay.
+    """Refuses, as :meth:`LoadStrategy.remove_sharded_tensors` does.
 
     Raises:
-        CheckpointingException: the checkpoint is of another format, cannot be read or written, or a save replaces it
-            again and again
+        CheckpointingException: always
     """
     load_strategy().remove_sharded_tensors(checkpoint_dir, key_prefix)
 

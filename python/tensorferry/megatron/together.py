@@ -1,27 +1,26 @@
 """Steps that all ranks of a job take together: if one of them fails, all of them raise.
 
-Ranks first *meet*, by keys in the store of the process group: a rank that never comes, because it has raised an error
-on its own or is dead, makes the others raise after a time, and leaves no collective half done. Then they exchange small
-messages by collectives of the group. Those who wait for one look into the store as well: a collective in which a rank
-dies fails on that rank's neighbours only, and they tell the others. A store that does not answer, because the rank that
-hosts it is stopped, makes nobody wait longer than for the other ranks.
+Ranks tell each other what they have by keys in the store of the process group. In each step, every rank sets a key of
+its own, and the first one, which makes the decisions, sets a key with the answer to all. A key that is not set in time
+is an error that names the rank. A rank that is interrupted between two steps sets its key of the next one. So no
+collective is left half done. A store that does not answer, because the rank that hosts it is stopped, makes nobody wait
+longer than for the other ranks.
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
 import pickle
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future
+from concurrent.futures import wait
 from datetime import timedelta
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.distributed_c10d import _get_default_store
@@ -38,14 +37,15 @@ R = TypeVar("R")
 PATIENCE = timedelta(minutes=5)
 #: Ranks with different releases of this package may take different steps.
 _RELEASE = version("tensorferry")
-#: Seconds after which the first rank has died, if it does not end a meeting in time.
-_GRACE = 10
-#: Seconds between two looks at what is waited for, at least and at most; in between, this part of the time waited.
+#: Seconds that the first rank has to say who is missing, and the store to answer, once nothing else is waited for.
+_GRACE = 5.0
+#: Seconds between two looks for a key, at least and at most; in between, this part of the time waited.
 _SOON, _LATE, _PART = 0.00005, 0.01, 0.05
-#: Seconds between two looks for the word that the group is broken.
-_LOOK = 0.25
-#: Seconds that a store has to answer a look or take a word, once there is nothing else to wait for.
-_ANSWER = 2
+#: Bytes of a value in a store at most: torch's TCPStore takes 8 MiB.
+_PIECE = 4 << 20
+#: The keys that were left when a group was last together, by store and group, on its first rank. The same group may be
+#: together within itself, with other keys.
+_left: weakref.WeakKeyDictionary[Any, dict[tuple[str, bool], list[str]]] = weakref.WeakKeyDictionary()
 
 
 class Together:
@@ -53,9 +53,8 @@ class Together:
 
     Args:
         group: a process group; ``None`` means the default one. Without ``torch.distributed`` there is one rank
-        patience: how long a rank waits for the others to begin
-        within: those of a larger group, in the middle of a step: all ranks of this group are known to be here, and do
-            not wait for each other if the larger group cannot go on
+        patience: how long a rank waits for the others to begin; afterwards it waits as long as the group's own time-out
+        within: those of a larger group, in the middle of a step: all ranks of this group are known to be here
 
     Attributes:
         rank: the rank of this process in the group
@@ -66,12 +65,16 @@ class Together:
         joined = dist.is_available() and dist.is_initialized()
         self._group = group
         self._patience = patience.total_seconds()
-        self._has_met = within is not None
-        self._within = within
         self._asking: StoreThread = StoreThread() if within is None else within._asking
-        self._told: BaseException | None = None
+        self._is_within = within is not None
+        self._number = 0
+        self._raised: BaseException | None = None
         self.rank = dist.get_rank(group) if joined else 0
         self.world = dist.get_world_size(group) if joined else 1
+        #: The beginning of the keys of these steps; ``None`` until the ranks have met.
+        self._keys: str | None = None
+        if within is not None and within._keys is not None:
+            self._keys = f"{within._keys}/{within._number}/{self._name()}"
 
     @property
     def coordinates(self) -> bool:
@@ -91,16 +94,10 @@ class Together:
 
         Raises:
             CheckpointingException: one of the calls has failed on one of the ranks; it is raised on all of them. Or
-                a rank has not come, is gone, or does something else
+                a rank does not come in time, or does something else
             KeyboardInterrupt, SystemExit: one of the calls was interrupted so on this rank; the others raise
                 ``CheckpointingException``
         """
-        with self.counting_on_each_other():
-            return self._step(what, local, decide)
-
-    def _step(self, what: str, local: Callable[[], T], decide: Callable[[list[T]], R]) -> R:
-        """Does what :meth:`step` says: gathers values or errors on the coordinator, and spreads its answer."""
-        answered: tuple[R, bytes] | None = None
         value, error = _attempt(local)
         if self.world == 1:
             if error is None:
@@ -113,26 +110,28 @@ class Together:
             packed, error = _attempt(lambda: pickle.dumps(value))
         does = (what.partition(" ")[0], local.__qualname__)
         sent = (_RELEASE, does, packed, None if error is None else _error_text(error))
-        with self._in_contact(what, error):
-            told = self._gathered(what, pickle.dumps(sent))
-        message: bytes | None = None
-        if told is not None:
-            failures = self._failures(told)
-            if not failures:
-
-                def answer() -> tuple[R, bytes]:
-                    made = decide([pickle.loads(packed) for _, _, packed, _ in told])
-                    return made, pickle.dumps(made)
-
-                answered, error = _attempt(answer)
-                if error is not None:
-                    failures = {self.rank: _error_text(error)}
-            message = pickle.dumps((failures, b"" if answered is None else answered[1]))
-        with self._in_contact(what, error):
-            failures, packed = pickle.loads(self._spread(message))
-        if failures:
-            self._raise(_failed(what, failures, self.world), error)
-        return answered[0] if answered is not None else pickle.loads(packed)
+        made: R | None = None
+        with self.counting_on_each_other():
+            try:
+                if self.coordinates:
+                    failure, told = self._ask(what, 1, lambda over: self._gather(sent, over))
+                    answer = b""
+                    if failure is None:
+                        made, error = _attempt(lambda: decide([pickle.loads(packed) for _, _, packed, _ in told]))
+                        packed, error = _attempt(lambda: pickle.dumps(made)) if error is None else (None, error)
+                        answer, failure = packed or b"", None if error is None else f"{_error_text(error)} (rank 0)"
+                    message = pickle.dumps((failure, answer))
+                    self._ask(what, 0, lambda _: _put(f"{self._keys}/{self._number}/answer", message))
+                else:
+                    failure, answer = pickle.loads(self._ask(what, 3, lambda over: self._tell(sent, over)))
+            except CheckpointingException:
+                if error is not None and _interrupts(error):
+                    raise error from None
+                raise
+            self._number += 1
+            if failure is not None:
+                self._raise(f"cannot {what}: {failure}", error)
+        return made if self.coordinates else pickle.loads(answer)  # type: ignore[return-value]
 
     def every(self, what: str, local: Callable[[], T]) -> list[T]:
         """Calls ``local`` on every rank; returns on every rank what all of them have returned.
@@ -144,261 +143,153 @@ class Together:
 
     @contextlib.contextmanager
     def counting_on_each_other(self) -> Iterator[None]:
-        """While the block runs, the other ranks wait for this one, at most for the time-out of the process group.
+        """While the block runs, the other ranks wait for this one to take the next step.
 
-        What ends the block on this rank alone, at any place, is told to them once the ranks have met: they wait no
-        longer, and raise. A ``CheckpointingException`` is not told: only steps may raise it, which tell all ranks.
+        What ends the block on this rank alone, at any place, is told to them in that step, and they raise. A
+        ``CheckpointingException`` is not told: only steps may raise it, which tell all ranks.
         """
         try:
             yield
         except CheckpointingException:
-            # Of a step, which has told all ranks.
             raise
         except BaseException as e:
-            if self._has_met and self.world > 1 and e is not self._told:
-                self._break(f"{type(e).__name__} on rank {self.rank}")
+            if self._keys is not None and self.world > 1 and e is not self._raised:
+                self._raised = e
+                text = f"{_error_text(e)} (rank {self.rank})"
+                with contextlib.suppress(Exception):
+                    self._asking.ask(lambda: self._give_up(text)).result(_GRACE)
             raise
 
-    def _failures(self, told: list[Any]) -> dict[int, str]:
-        """Returns what has failed, by rank; ranks that do not do the same as this one have failed."""
-        release, (verb, function), *_ = told[self.rank]
-        failures = {}
-        for rank, (other, does, _, text) in enumerate(told):
-            if other != release:
-                text = f"it has tensorferry {other}, and rank {self.rank} has {release}: install one on all ranks"
-            elif does != (verb, function):
-                apart = (
-                    f"and rank {self.rank} to {verb}" if does[0] != verb else f"as is rank {self.rank}, in another way"
-                )
-                text = f"it is about to {does[0]}, {apart}: call one function on all ranks, with the same strategy"
-            if text is not None:
-                failures[rank] = text
-        return failures
-
-    def _gathered(self, what: str, sent: bytes) -> list[Any] | None:
-        """Sends bytes to the coordinator, and returns on it what all ranks have sent, unpickled."""
-        if not self._has_met:
-            self._meet(what)
-            self._has_met = True
-        device = self._device()
-        sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(self.world)]
-        own = torch.tensor([len(sent)], dtype=torch.int64, device=device)
-        self._wait(lambda: dist.all_gather(sizes, own, group=self._group, async_op=True))
-        lengths = [int(size) for size in sizes]
-        padded = torch.zeros(max(lengths), dtype=torch.uint8)
-        padded[: len(sent)] = torch.frombuffer(bytearray(sent), dtype=torch.uint8)
-        padded = padded.to(device)
-        received = [torch.empty_like(padded) for _ in lengths] if self.coordinates else None
-        self._wait(lambda: dist.gather(padded, received, dst=self._first(), group=self._group, async_op=True))
-        if received is None:
-            return None
-        return [pickle.loads(bytes(one[:size].cpu().numpy())) for one, size in zip(received, lengths, strict=True)]
-
-    def _spread(self, message: bytes | None) -> bytes:
-        """Sends the coordinator's bytes to all ranks."""
-        device = self._device()
-        size = torch.tensor([len(message or b"")], dtype=torch.int64, device=device)
-        self._wait(lambda: dist.broadcast(size, self._first(), group=self._group, async_op=True))
-        held = torch.empty(int(size), dtype=torch.uint8)
-        if message is not None:
-            held = torch.frombuffer(bytearray(message), dtype=torch.uint8)
-        held = held.to(device)
-        self._wait(lambda: dist.broadcast(held, self._first(), group=self._group, async_op=True))
-        return bytes(held.cpu().numpy())
-
-    def _first(self) -> int:
-        """Returns the coordinator's rank in the job."""
-        return dist.get_global_rank(self._group, 0) if self._group is not None else 0
-
-    def _device(self) -> torch.device:
-        """Returns where the group's collectives take their tensors; host memory, if they do."""
-        backends = str(dist.get_backend_config(self._group))
-        return torch.device("cpu" if "cpu:" in backends else backends.partition(":")[0])
-
-    def _wait(self, begin: Callable[[], Any]) -> None:
-        """Begins a collective, and waits for it, or for another rank's word that it will not end."""
-        work = begin()
-        looks: list[Future[None]] = []
-
-        def has_ended() -> bool:
-            if looks and looks[0].done():
-                looks.pop().result()
-            return bool(work.is_completed())
-
-        def look() -> None:
-            if not looks:
-                looks.append(self._asking.ask(self._check_broken))
-
-        try:
-            self._wait_until(has_ended, look)
-        finally:
-            # The thread is quiet when nothing is waited for, unless the store does not answer.
-            for one in looks:
-                with contextlib.suppress(TimeoutError):
-                    one.exception(_ANSWER)
-        work.wait()
-
-    def _wait_until(self, is_there: Callable[[], bool], look: Callable[[], None], deadline: float = math.inf) -> bool:
-        """Waits until ``is_there`` is true; returns false once the time ``deadline`` is past.
-
-        Meanwhile ``look`` is called every few moments. What either raises ends the wait.
-        """
-        began = looked = time.monotonic()
-        # One look at a time: while a store waits by itself, other threads of the process cannot use it.
-        while not is_there():
-            now = time.monotonic()
-            if now > deadline:
-                return False
-            if now - looked > _LOOK:
-                looked = now
-                look()
-            time.sleep(min(max(_PART * (now - began), _SOON), _LATE))
-        return True
+    def _give_up(self, text: str) -> None:
+        """Sets this rank's keys of the steps that it does not take to the end."""
+        who = "answer" if self.coordinates else self.rank
+        message = pickle.dumps((text, b"") if self.coordinates else (_RELEASE, None, None, text))
+        for number in (self._number, self._number + 1):
+            key = f"{self._keys}/{number}/{who}"
+            # The others may have the answer already.
+            if not (self.coordinates and _get_default_store().check([key])):
+                _put(key, message)
 
     def _raise(self, text: str, error: BaseException | None) -> NoReturn:
         """Raises ``text``, which all ranks know, as Megatron's exception; an interrupt of this rank is raised again."""
         if error is not None and _interrupts(error):
-            self._told = error
+            self._raised = error
             raise error
         raise CheckpointingException(text) from error
 
-    @contextlib.contextmanager
-    def _in_contact(self, what: str, own: BaseException | None) -> Iterator[None]:
-        """While the block runs, ranks exchange messages; if it fails, the other ranks are told that nobody can go on.
+    def _ask(self, what: str, times: int, call: Callable[[threading.Event], T]) -> T:
+        """Returns what ``call`` returns, in the thread that asks the store; waits so many times as long as for a rank.
 
-        Args:
-            what: what is done, for messages
-            own: what has failed on this rank before, and is to be told; an interrupt is raised again in any case
+        ``call`` takes an event, which is set once nobody waits for it any more.
 
         Raises:
-            CheckpointingException: it has failed
-        """
-        try:
-            yield
-        except CheckpointingException:
-            # Some did not come, and all who did raise this.
-            if own is not None and _interrupts(own):
-                raise own from None
-            raise
-        except BaseException as e:
-            text = str(e)
-            if not isinstance(e, _Broken):
-                text = f"{type(e).__name__} on rank {self.rank}: {e}"
-                self._break(text)
-            if own is not None and _interrupts(own):
-                raise own from None
-            if _interrupts(e):
-                raise
-            if isinstance(e, _Silent):
-                raise CheckpointingException(f"cannot {what}: {e}. Restart the job") from None
-            raise CheckpointingException(
-                f"cannot {what}: the ranks have lost contact, since one of them has died or was interrupted ({text}). "
-                "Restart the job"
-            ) from e
-
-    def _meet(self, what: str) -> None:
-        """Waits until all ranks of the group are here.
-
-        The coordinator opens a meeting with a number that no other has had, waits for the others to join, and closes
-        it. The others join the last meeting that is open. So ranks that have been at different meetings, because one
-        of them had failed elsewhere, find each other the next time.
-
-        Raises:
-            CheckpointingException: a rank has not come; it is raised on all that have
-            _Silent: the store does not answer
-            _Broken: a rank has said that the group is broken
+            CheckpointingException: the store does not answer, or has failed; or a rank is missing
         """
         over = threading.Event()
-        answer = self._asking.ask(lambda: self._missing(over))
-        # The others wait for the coordinator, which waits for others.
-        seconds = self._patience + _GRACE if self.coordinates else 2 * self._patience + _GRACE
+        answer = self._asking.ask(lambda: call(over))
+        seconds = times * self._seconds() + 2 * _GRACE
         try:
-            missing = answer.result(seconds)
-        except TimeoutError:
-            if answer.done():
-                raise
-            raise _Silent(
-                f"the store of the process group has not answered within {seconds:g} s: the process that hosts it, "
-                "rank 0 or torchrun, is stopped or cannot be reached"
-            ) from None
+            wait([answer], seconds)
         finally:
             over.set()
-        if missing:
+        if not answer.done():
             raise CheckpointingException(
-                f"cannot {what}: {missing} within {self._patience:g} s. If it has raised an error on its own, that "
-                "says why; megatron-core's save and load check some things on one rank alone, those of "
-                "tensorferry.megatron tell all ranks"
+                f"cannot {what}: the store of the process group has not answered within {seconds:g} s: the process "
+                "that hosts it, rank 0 or torchrun, is stopped or cannot be reached. Restart the job"
             )
+        error = answer.exception()
+        if isinstance(error, _Missing):
+            raise CheckpointingException(f"cannot {what}: {error}")
+        if error is not None:
+            raise CheckpointingException(
+                f"cannot {what}: the store of the process group has failed ({_error_text(error)}). Restart the job"
+            ) from error
+        return answer.result()
 
-    def _missing(self, over: threading.Event) -> str:
-        """Holds a meeting or goes to it, unless it is ``over`` for this rank; returns who is missing."""
-        self._check_broken()
-        return self._open(over) if self.coordinates else self._join(over)
+    def _seconds(self) -> float:
+        """Returns how many seconds a rank waits for another one in this step."""
+        return self._patience if self._keys is None or self._number == 0 else _timeout_of(self._group)
 
-    def _open(self, over: threading.Event) -> str:
-        """Holds a meeting; returns who is missing."""
-        store, name = _get_default_store(), self._name()
-        number = store.add(f"{name}/meetings", 1)
-        others = range(1, self.world)
-        store.set(f"{name}/{number}/open", b"")
-        deadline = time.monotonic() + self._patience
-        late = [rank for rank in others if not self._is_set(f"{name}/{number}/{rank}", deadline, over)]
-        missing = f"rank {', '.join(map(str, late[:8]))}{', ...' if late[8:] else ''} did not come" if late else ""
-        store.set(f"{name}/{number}/closed", missing.encode())
-        if not late:
-            # All who were at the last meeting have left it.
-            for key in ("open", "closed", *others):
-                store.delete_key(f"{name}/{number - 1}/{key}")
-        return missing
+    def _gather(self, own: Any, over: threading.Event) -> tuple[str | None, list[Any]]:
+        """Returns what has failed, if anything, and what all ranks have said in this step."""
+        store, name, seconds = _get_default_store(), self._name(), self._seconds()
+        if self._keys is None:
+            self._keys = f"{name}/{store.add(f'{name}/calls', 1)}"
+        deadline = time.monotonic() + seconds
+        told: dict[int, Any] = {0: own}
+        keys = {rank: f"{self._keys}/{self._number}/{rank}" for rank in range(1, self.world)}
+        for rank, key in keys.items():
+            if _is_set(key, deadline, over):
+                told[rank] = pickle.loads(_take(key))
+        left = _left.setdefault(store, {}).setdefault((name, self._is_within), [])
+        if len(told) == self.world:
+            # All have what was said before; and that they have been here must be seen until the next time.
+            for key in left if self._number == 0 else [*keys.values(), f"{self._keys}/{self._number - 1}/answer"]:
+                _delete(key)
+            if self._number == 0:
+                left.clear()
+        if self._number == 0:
+            left += keys.values()
+        left.append(f"{self._keys}/{self._number}/answer")
+        if late := [rank for rank in keys if rank not in told]:
+            return _missing(late, seconds), []
+        return self._failed(told), [told[rank] for rank in range(self.world)]
 
-    def _join(self, over: threading.Event) -> str:
-        """Goes to a meeting; returns who is missing."""
-        store, name = _get_default_store(), self._name()
-        deadline = time.monotonic() + self._patience
-        number = max(store.add(f"{name}/meetings", 0), 1)
-        while any(store.check([f"{name}/{number}/{key}"]) for key in (self.rank, "closed")):
-            number += 1
-        if not self._is_set(f"{name}/{number}/open", deadline, over):
-            return "rank 0 did not come"
-        store.set(f"{name}/{number}/{self.rank}", b"")
-        # The coordinator may have opened it just now, and waits for others.
-        if not self._is_set(f"{name}/{number}/closed", time.monotonic() + self._patience + _GRACE, over):
-            return "rank 0 did not go on"
-        return bytes(store.get(f"{name}/{number}/closed")).decode()
-
-    def _is_set(self, key: str, deadline: float, over: threading.Event) -> bool:
-        """Waits until a key is in the store; returns whether it is.
+    def _tell(self, own: Any, over: threading.Event) -> bytes:
+        """Says what this rank has to say in this step, and returns the coordinator's answer.
 
         Raises:
-            _Broken: this rank does not wait any more, or a rank has said that the group is broken
+            _Missing: there is none
         """
-        store = _get_default_store()
+        seconds = self._seconds()
+        if self._keys is None:
+            self._keys = self._join(time.monotonic() + seconds, over)
+        _put(f"{self._keys}/{self._number}/{self.rank}", pickle.dumps(own))
+        answer = f"{self._keys}/{self._number}/answer"
+        # It may have come just now, and waits for others.
+        if not _is_set(answer, time.monotonic() + 2 * seconds + _GRACE, over):
+            raise _Missing(_missing([0], 2 * seconds + _GRACE))
+        return _get(answer)
 
-        def is_there() -> bool:
-            if over.is_set():
-                raise _Broken("this rank has left")
-            return bool(store.check([key]))
+    def _join(self, deadline: float, over: threading.Event) -> str:
+        """Waits until the coordinator comes, and returns the beginning of the keys of what it begins.
 
-        return self._wait_until(is_there, self._check_broken, deadline)
+        Ranks that one of them has left alone, because it had failed elsewhere, so find each other the next time.
+        """
+        store, name = _get_default_store(), self._name()
+        for _ in _looks(deadline, over):
+            keys = f"{name}/{store.add(f'{name}/calls', 0)}"
+            # Before, this rank has been there, or was not waited for.
+            if keys != f"{name}/0" and not any(store.check([f"{keys}/0/{who}"]) for who in (self.rank, "answer")):
+                return keys
+        raise _Missing(_missing([0], self._patience))
 
-    def _check_broken(self) -> None:
-        """Raises _Broken if a rank has said that this group is broken, or the larger one."""
-        store, key = _get_default_store(), f"{self._name()}/broken"
-        if store.check([key]):
-            raise _Broken(bytes(store.get(key)).decode())
-        if self._within is not None:
-            self._within._check_broken()
-
-    def _break(self, text: str) -> None:
-        """Tells the other ranks that nobody can go on in this group."""
-        told = self._asking.ask(lambda: _get_default_store().set(f"{self._name()}/broken", text.encode()))
-        with contextlib.suppress(Exception):
-            told.result(_ANSWER)
+    def _failed(self, told: Mapping[int, Any]) -> str | None:
+        """Returns what has failed on which ranks; ranks that do not do the same as this one have failed."""
+        release, (verb, function), *_ = told[0]
+        by_text: dict[str, list[int]] = {}
+        for rank, (other, does, _, text) in sorted(told.items()):
+            if does is None:
+                # It has left, and says which rank it is.
+                return str(text)
+            if other != release:
+                text = f"it has tensorferry {other}, and rank 0 has {release}: install one on all ranks"
+            elif does != (verb, function):
+                apart = f"and rank 0 to {verb}" if does[0] != verb else "as is rank 0, in another way"
+                text = f"it is about to {does[0]}, {apart}: call one function on all ranks, with the same strategy"
+            if text is not None:
+                by_text.setdefault(text, []).append(rank)
+        named = [
+            text if len(ranks) == self.world else f"{text} ({_ranks(ranks)})"
+            for text, ranks in list(by_text.items())[:4]
+        ]
+        return "; ".join(named) or None
 
     def _name(self) -> str:
         """Returns the beginning of the group's keys; groups that have no rank in common may have the same name."""
         group = self._group if self._group is not None else dist.group.WORLD
-        return f"tensorferry/{group.group_name}/{self._first()}"
+        first = dist.get_global_rank(self._group, 0) if self._group is not None else 0
+        return f"tensorferry/{group.group_name}/{first}"
 
 
 class OfRanks:
@@ -436,12 +327,79 @@ class OfRanks:
             self._met = None
 
 
-class _Broken(Exception):
-    """A rank has said that the group is broken."""
+class _Missing(Exception):
+    """A rank has not come in time."""
 
 
-class _Silent(Exception):
-    """The store does not answer."""
+def _missing(ranks: list[int], seconds: float) -> str:
+    return (
+        f"{_ranks(ranks)} did not come within {seconds:g} s. If it has raised an error on its own, that says why: "
+        "megatron-core's save and load check some things on one rank alone, tensorferry.megatron's tell all ranks"
+    )
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank {', '.join(map(str, ranks[:8]))}{', ...' if len(ranks) > 8 else ''}"
+
+
+def _timeout_of(group: Any) -> float:
+    """Returns the time-out of a process group, in seconds."""
+    group = group if group is not None else dist.group.WORLD
+    found: timedelta = group._get_backend(group._device_types[0]).options._timeout
+    return found.total_seconds()
+
+
+def _looks(deadline: float, over: threading.Event) -> Iterator[None]:
+    """Yields, every few moments, until the time ``deadline`` is past.
+
+    Raises:
+        _Missing: nobody waits for it any more
+    """
+    began = time.monotonic()
+    yield
+    # One look at a time: while a store waits by itself, other threads of the process cannot use it.
+    while (now := time.monotonic()) <= deadline:
+        if over.is_set():
+            raise _Missing("this rank has left")
+        time.sleep(min(max(_PART * (now - began), _SOON), _LATE))
+        yield
+
+
+def _is_set(key: str, deadline: float, over: threading.Event) -> bool:
+    """Waits until a key is in the store; returns whether it is."""
+    return any(_get_default_store().check([key]) for _ in _looks(deadline, over))
+
+
+def _put(key: str, data: bytes) -> None:
+    """Sets a key to a value of any length; the key is there once all of the value is."""
+    rest = range(_PIECE, len(data), _PIECE)
+    for number, at in enumerate(rest):
+        _get_default_store().set(f"{key}/{number}", data[at : at + _PIECE])
+    _get_default_store().set(key, b"%d " % len(rest) + data[:_PIECE])
+
+
+def _get(key: str) -> bytes:
+    """Returns the value that :func:`_put` has set."""
+    count, _, data = bytes(_get_default_store().get(key)).partition(b" ")
+    return data + b"".join(bytes(_get_default_store().get(f"{key}/{number}")) for number in range(int(count)))
+
+
+def _take(key: str) -> bytes:
+    """Like :func:`_get`; of the key, nothing is left but that it is there."""
+    data = _get(key)
+    for number in range(max(0, len(data) - 1) // _PIECE):
+        _get_default_store().delete_key(f"{key}/{number}")
+    _get_default_store().set(key, b"0 ")
+    return data
+
+
+def _delete(key: str) -> None:
+    """Deletes a key, and the rest of its value."""
+    store = _get_default_store()
+    if store.check([key]):
+        count, _, _ = bytes(store.get(key)).partition(b" ")
+        for one in (key, *(f"{key}/{number}" for number in range(int(count)))):
+            store.delete_key(one)
 
 
 def _attempt(call: Callable[[], T]) -> tuple[T | None, BaseException | None]:
@@ -461,17 +419,3 @@ def _error_text(error: BaseException | None) -> str:
     if isinstance(error, (TensorferryError, CheckpointingException)):
         return str(error)
     return f"{type(error).__name__}: {error}"
-
-
-def _failed(what: str, failures: dict[int, str], world: int) -> str:
-    """Returns the message for all ranks. Ranks that have failed for the same reason are named together."""
-    by_text: dict[str, list[int]] = {}
-    for rank, text in failures.items():
-        by_text.setdefault(text, []).append(rank)
-    named = []
-    for text, ranks in list(by_text.items())[:4]:
-        if len(ranks) == world:
-            named.append(text)
-        else:
-            named.append(f"{text} (rank {', '.join(map(str, ranks[:8]))}{', ...' if len(ranks) > 8 else ''})")
-    return f"cannot {what}: {'; '.join(named)}"

@@ -12,7 +12,6 @@ from typing import Protocol, TypeAlias
 from .._native import _read_file
 from ..errors import IncompleteCheckpoint, ProtocolError, SourceChanged, SystemRefused
 from . import commits
-from .commits import Commit
 from .objects.place import ObjectPlace
 from .places import AnyPlace
 from .slices import SliceTuple, nbytes_of
@@ -86,17 +85,14 @@ class FolderSource:
     Args:
         index: the path of the index
         threads: threads that read; ``None`` chooses by the number of cores
-        known: what another process of the job has read from the index, which is not read again then
 
     Attributes:
         digest: identifies the index that was read
-        known: what was read from the index, once it was
     """
 
-    def __init__(self, index: AnyPlace, threads: int | None, known: tuple[bytes, Commit] | None = None) -> None:
+    def __init__(self, index: AnyPlace, threads: int | None) -> None:
         self._index = index
         self._threads = threads
-        self.known = known
         self._headers: dict[str, int | None] = {}
         self.digest = ""
 
@@ -109,9 +105,7 @@ class FolderSource:
             SystemRefused: the file cannot be read
             TensorferryError: otherwise as for :func:`commits.read`
         """
-        if self.known is None:
-            self.known = commits.read(self._index)
-        text, commit = self.known
+        text, commit = commits.read(self._index)
         self._headers, self.digest = commit.files, digest_of(text)
         return text
 
