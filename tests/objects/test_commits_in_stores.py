@@ -12,14 +12,12 @@ import torch.distributed.checkpoint as dcp
 from stores import BUCKET, FORBIDDEN, SLOW_DOWN, client, objects
 from tensorferry.checkpointing import SyncCheckpointer
 from tensorferry.dcp import FileWriter, own_errors
-from tensorferry.errors import FetchTimeout, IncompleteCheckpoint, SourceChanged, StoreRefused, TensorferryError
+from tensorferry.errors import FetchTimeout, IncompleteCheckpoint, StoreRefused, TensorferryError
 from tensorferry.memory.tensors import no_rows
 from tensorferry.storage import commits
-from tensorferry.storage.commits import Commit
 from tensorferry.storage.container import Container
 from tensorferry.storage.folder import INDEX
 from tensorferry.storage.folder_save import FolderSave, SaveId
-from tensorferry.storage.objects import commit as in_store
 from tensorferry.storage.objects.place import ObjectPlace
 from tensorferry.storage.places import any_place
 
@@ -140,30 +138,6 @@ def test_a_store_without_tags_is_told(server, monkeypatch, caplog):
         committed(place, began)
         assert caplog.text.count("this store has no conditional writes") == 1
     assert commits.files_of(place / INDEX).began == 300
-
-
-def test_an_edit_after_a_commit_without_an_answer_stays(server, monkeypatch):
-    place = place_of(server)
-    made = written(place, 100)
-    put = in_store._put
-    calls = []
-
-    def lost(index, data, mode):
-        put(index, data, mode)
-        if not calls:
-            calls.append(index)
-            files = commits.files_of(index).files
-            # Somebody edits the index before this save looks whether it was written.
-            monkeypatch.setattr(in_store, "_put", put)
-            entries = [("edited", b"1"), (commits.INDEX_FILES, Commit(files, 100).encode())]
-            content = Container(no_rows(), None, True, entries)
-            index.write_bytes(in_store.encoded(content))
-            raise SourceChanged("the answer was lost, and the request made again")
-
-    monkeypatch.setattr(in_store, "_put", lost)
-    made.commit()
-    assert calls
-    assert b'"edited"' in (place / INDEX).read_bytes()
 
 
 @pytest.mark.parametrize("began", [100, 300])

@@ -21,11 +21,8 @@ import torch.distributed.checkpoint as dcp
 
 from tensorferry.checkpointing import SyncCheckpointer, latest_checkpoint
 from tensorferry.dcp import FileReader, FileWriter, own_errors
-from tensorferry.dcp.removal import remove_keys
-from tensorferry.dcp.save_plan import ABOUT
-from tensorferry.errors import IncompleteCheckpoint, SourceChanged, SystemRefused
+from tensorferry.errors import IncompleteCheckpoint, SystemRefused
 from tensorferry.memory.tensors import no_rows
-from tensorferry.pickles.allowlist import Allowed
 from tensorferry.storage import commits, folder, folder_lock, leftovers, lineage, names, reserved
 from tensorferry.storage.container import Container
 
@@ -56,10 +53,6 @@ def held(where: Path) -> dict[str, float]:
 
 def all_of(value: float) -> dict[str, float]:
     return dict.fromkeys("abc", float(value))
-
-
-def remove(where: Path, prefix: str) -> None:
-    remove_keys(where, prefix, Allowed())
 
 
 def files(where: Path) -> list[str]:
@@ -124,58 +117,6 @@ class Waiting:
         self._thread.join(WAIT_S)
         if self.error is not None:
             raise self.error
-
-
-@pytest.mark.parametrize("moment", ["read", "written"])
-def test_a_save_that_commits_in_the_middle_of_a_removal_stays_and_loses_the_keys(moment, at, tmp_path) -> None:
-    save(tmp_path, 1)
-    assert at(moment, lambda: save(tmp_path, 2)) == []
-    remove(tmp_path, "b")
-    assert held(tmp_path) == {"a": 2, "c": 2}
-    assert len(files(tmp_path)) == 2
-
-
-@pytest.mark.parametrize("moment", ["checked", "renamed"])
-def test_a_save_that_comes_when_a_removal_is_certain_replaces_what_it_leaves(moment, at, tmp_path, monkeypatch) -> None:
-    save(tmp_path, 1)
-    other = Waiting(monkeypatch, lambda: save(tmp_path, 2))
-    at(moment, other.begin if moment == "checked" else lambda: save(tmp_path, 2))
-    remove(tmp_path, "b")
-    if moment == "checked":
-        other.end()
-    assert held(tmp_path) == all_of(2)
-    assert len(files(tmp_path)) == 2
-
-
-def test_a_removal_in_the_middle_of_a_save_neither_fails_it_nor_is_lost_before_it(tmp_path) -> None:
-    save(tmp_path, 1)
-    seen = []
-
-    class Slow(FileWriter):
-        def finish(self, metadata, results):
-            remove(tmp_path, "b")
-            seen.append(held(tmp_path))
-            super().finish(metadata, results)
-
-    before = commits.files_of(tmp_path / INDEX).began
-    save(tmp_path, 2, Slow(tmp_path))
-    assert seen == [{"a": 1, "c": 1}]
-    assert held(tmp_path) == all_of(2)
-    began = commits.files_of(tmp_path / INDEX).began
-    assert began > before
-    remove(tmp_path, "b")
-    assert commits.files_of(tmp_path / INDEX).began == began, "it is the checkpoint of the same save"
-
-
-@pytest.mark.parametrize("moment", ["read", "written", "checked", "renamed"])
-def test_of_two_removals_at_once_both_are_made(moment, at, tmp_path, monkeypatch) -> None:
-    save(tmp_path, 1)
-    other = Waiting(monkeypatch, lambda: remove(tmp_path, "c"))
-    at(moment, other.begin if moment == "checked" else lambda: remove(tmp_path, "c"))
-    remove(tmp_path, "b")
-    if moment == "checked":
-        other.end()
-    assert held(tmp_path) == {"a": 1}
 
 
 @pytest.mark.parametrize("moment", ["written", "checked", "renamed"])
@@ -261,32 +202,12 @@ def test_a_coordinated_save_begins_after_those_of_ranks_whatever_the_clock_says(
     assert len(files(tmp_path)) == 2
 
 
-def test_an_edit_that_saves_overtake_again_and_again_ends_with_an_error_and_removes_nothing(
-    tmp_path, monkeypatch
-) -> None:
-    save(tmp_path, 1)
-
-    def reached(now, _) -> None:
-        if now == "read":
-            save(tmp_path, 2)
-
-    monkeypatch.setattr(commits, "reached", reached)
-    monkeypatch.setattr(commits, "_ATTEMPTS", 3)
-    with pytest.raises(SourceChanged, match="again and again"):
-        remove(tmp_path, "b")
-    assert held(tmp_path) == all_of(2)
-    assert len(files(tmp_path)) == 2
-
-
 def test_without_locks_the_index_is_still_read_again(at, tmp_path, monkeypatch) -> None:
     def refuse(*_):
         raise OSError(errno.ENOLCK, "no locks here")
 
     monkeypatch.setattr(fcntl, "flock", refuse)
     save(tmp_path, 1)
-    at("written", lambda: save(tmp_path, 2))
-    remove(tmp_path, "b")
-    assert held(tmp_path) == {"a": 2, "c": 2}
     at("written", lambda: save(tmp_path, 4))
     with pytest.raises(dcp.CheckpointException, match="began later"):
         save(tmp_path, 3)
@@ -361,16 +282,6 @@ def test_an_index_that_another_machine_removes_before_it_is_read_is_none(tmp_pat
 
     monkeypatch.setattr(commits, "_file_entries", removed)
     assert commits.committed(tmp_path / INDEX) is None
-
-
-def test_keys_of_a_checkpoint_of_an_older_version_are_removed_and_it_loads(tmp_path) -> None:
-    save(tmp_path, 1)
-    text, _ = commits.read(tmp_path / INDEX)
-    Container(no_rows(), None, True, [(reserved.INDEX, text)], ABOUT).write(tmp_path / INDEX, partial=tmp_path / "p")
-    remove(tmp_path, "b")
-    assert held(tmp_path) == {"a": 1, "c": 1}
-    save(tmp_path, 2)
-    assert held(tmp_path) == all_of(2)
 
 
 @pytest.mark.process
@@ -470,58 +381,3 @@ def test_an_old_checkpoint_that_is_saved_anew_while_it_is_to_be_removed_stays(at
     assert float(saver.load(tmp_path / "step-2")["w"][0]) == 4
     assert latest_checkpoint(tmp_path) == str(tmp_path / "step-2")
     saver.close()
-
-
-_REMOVES = """
-import sys, time
-from pathlib import Path
-from tensorferry.dcp.removal import remove_keys
-from tensorferry.errors import SourceChanged
-from tensorferry.pickles.allowlist import Allowed
-made = 0
-print("ready", flush=True)
-while not Path(sys.argv[2]).exists():
-    try:
-        remove_keys(Path(sys.argv[1]), "b", Allowed())
-        made += 1
-    except SourceChanged:
-        pass
-print(made)
-"""
-
-
-@pytest.mark.process
-def test_every_save_beside_removals_in_a_loop_succeeds_and_loads(tmp_path, pytestconfig) -> None:
-    where, end = tmp_path / "ck", tmp_path / "end"
-    save(where, 0)
-    command = [sys.executable, "-c", _REMOVES, str(where), str(end)]
-    saves = max(30, pytestconfig.getoption("--saves"))
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as other:
-        try:
-            assert other.stdout.readline() == "ready\n"
-            deadline = time.monotonic() + 100
-            for value in range(1, saves + 1):
-                save(where, value)
-                # Another process may be removing keys: but the save is there, and whole.
-                found = held_beside_removals(where)
-                assert set(found) >= {"a", "c"}
-                assert set(found.values()) == {float(value)}
-                if time.monotonic() > deadline:
-                    break
-        finally:
-            end.touch()
-        assert int(other.stdout.read()) > 0, "no key was removed meanwhile"
-    assert set(held(where).values()) == {float(value)}
-    save(where, -1)
-    assert held(where) == all_of(-1)
-    assert len(files(where)) == 2
-
-
-def held_beside_removals(where: Path) -> dict[str, float]:
-    """As ``held``, which another process may disturb between its two readings of the index."""
-    while True:
-        try:
-            return held(where)
-        except dcp.CheckpointException as e:
-            if "b" not in str(e.failures[0][0]):
-                raise

@@ -1,15 +1,13 @@
 """What makes a folder a checkpoint: its index, and the one way in which an index is replaced, changed or removed.
 
 A folder may have several writers: saves of one job that overlap, two jobs that were given the same path, a coordinator
-that was thought to be dead, somebody who removes keys or old checkpoints. Five rules keep every committed checkpoint
-whole:
+that was thought to be dead, somebody who removes old checkpoints. Five rules keep every committed checkpoint whole:
 
 - Every file that a save writes has a unique name (``names.py``), and an index that names other files is none.
-- Everybody who replaces an index calls :func:`commit_index`, :func:`edit_index`, :func:`remove_index` or
-  :func:`remove_earlier`. They lock the folder (``flock``), read the index again, and only then rename or remove. In a
-  store, which has no locks, writes are conditional instead; removals are not, and a window remains. A save neither
-  replaces nor removes the index of one that began later. An edit or a removal replaces only the very index that it was
-  made from; an edit starts again from the new one, and keeps the time at which the save began whose index it changes.
+- Everybody who replaces an index calls :func:`commit_index`, :func:`remove_index` or :func:`remove_earlier`. They lock
+  the folder (``flock``), read the index again, and only then rename or remove. In a store, which has no locks, writes
+  are conditional instead; removals are not, and a window remains. A save neither replaces nor removes the index of one
+  that began later. A removal removes only the very index that it was told.
 - A save begins later than the one in its folder, whatever the clock says: :func:`begin_after`.
 - Whoever has replaced an index removes the files that only the old one had named. None of them belongs to a save that
   still runs.
@@ -23,7 +21,7 @@ machines depends on the file system; NFS and Lustre do not lock folders for all 
 protects an index from another machine, and a window remains, between that reading and the rename right behind it: if
 two machines commit into one folder within it, the later rename wins, even if its save began first. The folder holds a
 whole checkpoint then, too, but that of the other save is lost although it was committed, unless it was written last.
-Let only one job save into a folder, and remove keys on the machine that saves or while no save runs.
+Let only one job save into a folder.
 """
 
 from __future__ import annotations
@@ -34,16 +32,15 @@ import logging
 import os
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .._native import Table, _file_entries, _file_header
+from .._native import Table, _file_entries
 from ..errors import (
     CorruptCheckpoint,
     IncompleteCheckpoint,
     ProtocolError,
-    SourceChanged,
     SystemRefused,
     TensorferryError,
 )
@@ -60,8 +57,6 @@ logger = logging.getLogger("tensorferry")
 
 #: The last time that counts as the beginning of a save, in nanoseconds since the epoch: in the year 2116.
 _LAST = 1 << 62
-#: How often an edit starts again because a save has replaced the index meanwhile.
-_ATTEMPTS = 20
 
 
 @dataclass(frozen=True)
@@ -247,61 +242,15 @@ def commit_index(
         TensorferryError: a store does not answer, or refuses; the index may be there then
         Exception: what ``check`` raises; or what ``then`` raises, when the save is committed
     """
-    _replace(index, entries, commit, about, None, rank, check, then)
-
-
-def edit_index(
-    index: AnyPlace, change: Callable[[bytes], tuple[bytes, Collection[str]]], about: Sequence[tuple[str, str]] = ()
-) -> None:
-    """Changes the index of a committed checkpoint, and removes the files that it needs no more.
-
-    What killed saves have left in the folder is removed as well. The checkpoint stays that of the save that has written
-    it: it keeps the time at which that began. If a save replaces the index meanwhile, the edit starts again from the
-    new one.
-
-    Args:
-        index: the path of the index
-        change: takes the index, still encoded; returns what takes its place, and the names of the files that this
-            refers to, all of them files of the old one. It may be called several times
-        about: keys and values for the index's ``__metadata__``
-
-    Raises:
-        SourceChanged: saves have replaced the index again and again
-        TensorferryError: the index cannot be read or written; and whatever ``change`` raises
-    """
-    for _ in range(_ATTEMPTS):
-        seen = read(index)
-        reached("read", index)
-        try:
-            text, needed = change(seen[0])
-            # Indexes of older versions have no checksums: those of the files as they are take their place.
-            files: dict[str, int | None] = {
-                name: _file_header(index.parent / name) if header is None else header
-                for name, header in seen[1].files.items()
-                if name in needed
-            }
-            _replace(
-                index,
-                [(INDEX, text)],
-                replace(seen[1], files=files),
-                about,
-                seen,
-                None,
-                lambda: None,
-                lambda: None,
-            )
-        except _Outdated:
-            continue
-        except TensorferryError:
-            # A save that has replaced the index has removed its files.
-            if read(index) != seen:
-                continue
-            raise
-        return
-    raise SourceChanged(
-        f"{index.parent}: saves have replaced the checkpoint again and again while it was changed: change it when no "
-        "save runs"
-    )
+    content = Container(Table(), None, True, [*entries, (INDEX_FILES, commit.encode())], about)
+    with leftovers.holding(index.parent, commit.files):
+        if isinstance(index, ObjectPlace):
+            before = _put(index, content, commit, check)
+        else:
+            before = _rename(index, content, commit, check)
+        reached("renamed", index)
+        then()
+        remove_replaced(index, before, commit.files, rank)
 
 
 def remove_index(index: AnyPlace, expected: Commit) -> bool:
@@ -368,80 +317,27 @@ def reached(moment: str, index: AnyPlace) -> None:
     """Does nothing: by replacing this function, tests make something happen between two steps of a commit.
 
     Args:
-        moment: what has just happened: ``read`` (an edit has read the index), ``written`` (the new index is on the
-            disk under another name; not in a store), ``checked`` (the folder, if it is one, is locked, and the old
-            index may be replaced or removed),
-            ``renamed`` (the folder is not locked any more)
+        moment: what has just happened: ``written`` (the new index is on the disk under another name; not in a store),
+            ``checked`` (the folder, if it is one, is locked, and the old index may be replaced or removed), ``renamed``
+            (the folder is not locked any more)
         index: the path of the index
     """
 
 
-class _Committed(Exception):
-    """The save is committed: the answer to its write was lost, and an edit has changed its index since."""
-
-
-class _Outdated(Exception):
-    """The index is no longer the one from which an edit was made."""
-
-
-def _replace(
-    index: AnyPlace,
-    entries: Sequence[tuple[str, bytes]],
-    commit: Commit,
-    about: Sequence[tuple[str, str]],
-    made_from: tuple[bytes, Commit] | None,
-    rank: int | None,
-    check: Callable[[], object],
-    then: Callable[[], object],
-) -> None:
-    """As :func:`commit_index`; ``made_from`` is what an edit has read, and ``None`` for a save."""
-    content = Container(Table(), None, True, [*entries, (INDEX_FILES, commit.encode())], about)
-    with leftovers.holding(index.parent, commit.files):
-        if isinstance(index, ObjectPlace):
-            before = _put(index, content, commit, made_from, check)
-        else:
-            before = _rename(index, content, commit, made_from, check)
-        reached("renamed", index)
-        then()
-        remove_replaced(index, before, commit.files, rank)
-
-
-def _put(
-    index: ObjectPlace,
-    content: Container,
-    commit: Commit,
-    made_from: tuple[bytes, Commit] | None,
-    check: Callable[[], object],
-) -> Commit | None:
+def _put(index: ObjectPlace, content: Container, commit: Commit, check: Callable[[], object]) -> Commit | None:
     """Writes an index into a store; returns the commit of the one whose place it has taken."""
     from .objects.commit import put_index
 
     def look() -> Commit | None:
-        before = _replaceable(index, commit, made_from)
-        if made_from is None and before is not None and _is_of_one_save(before, commit):
-            raise _Committed
+        before = _replaceable(index, commit)
         _removed_if_raised(check, index, commit)
         reached("checked", index)
         return before
 
-    try:
-        return put_index(index, content, look)
-    except _Committed:
-        return None
+    return put_index(index, content, look)
 
 
-def _is_of_one_save(index: Commit, commit: Commit) -> bool:
-    """Whether an index is that of the save ``commit``, or was made from it by edits."""
-    return index.began == commit.began and (not index.files or not index.files.keys().isdisjoint(commit.files))
-
-
-def _rename(
-    index: Path,
-    content: Container,
-    commit: Commit,
-    made_from: tuple[bytes, Commit] | None,
-    check: Callable[[], object],
-) -> Commit | None:
+def _rename(index: Path, content: Container, commit: Commit, check: Callable[[], object]) -> Commit | None:
     """Writes an index into a folder; returns the commit of the one whose place it has taken."""
     folder = index.parent
     partial = folder / f"{index.name}.{new_id()}.partial"
@@ -449,14 +345,13 @@ def _rename(
         # While this object lives, the file is locked.
         written = content.write(partial, partial=partial, threads=1)
     except SystemRefused:
-        if made_from is None:
-            # The save has failed. On a full disk, its files would leave no room for the next one.
-            leftovers.remove(folder, commit.files)
+        # The save has failed. On a full disk, its files would leave no room for the next one.
+        leftovers.remove(folder, commit.files)
         raise
     try:
         reached("written", index)
         with alone_in(folder):
-            before = _replaceable(index, commit, made_from)
+            before = _replaceable(index, commit)
             _removed_if_raised(check, index, commit)
             reached("checked", index)
             os.rename(partial, index)
@@ -496,18 +391,13 @@ def _removed_if_raised(check: Callable[[], object], index: AnyPlace, commit: Com
         raise
 
 
-def _replaceable(index: AnyPlace, commit: Commit, made_from: tuple[bytes, Commit] | None) -> Commit | None:
+def _replaceable(index: AnyPlace, commit: Commit) -> Commit | None:
     """Returns the commit of the index that may be replaced now, ``None`` if there is none.
 
     Raises:
-        _Outdated: ``made_from`` is not the index that is there
         IncompleteCheckpoint: the index is that of a save which began after ``commit``, whose files are removed then
         TensorferryError: as for :func:`committed`
     """
-    if made_from is not None:
-        if not is_file(index) or read(index) != made_from:
-            raise _Outdated
-        return made_from[1]
     before = committed(index)
     if before is not None and before.began > commit.began:
         leftovers.remove(index.parent, commit.files)
