@@ -68,7 +68,6 @@ class Together:
         self._asking: StoreThread = StoreThread() if within is None else within._asking
         self._is_within = within is not None
         self._number = 0
-        self._raised: BaseException | None = None
         self.rank = dist.get_rank(group) if joined else 0
         self.world = dist.get_world_size(group) if joined else 1
         #: The beginning of the keys of these steps; ``None`` until the ranks have met.
@@ -153,8 +152,7 @@ class Together:
         except CheckpointingException:
             raise
         except BaseException as e:
-            if self._keys is not None and self.world > 1 and e is not self._raised:
-                self._raised = e
+            if self._keys is not None:
                 text = f"{_error_text(e)} (rank {self.rank})"
                 with contextlib.suppress(Exception):
                     self._asking.ask(lambda: self._give_up(text)).result(_GRACE)
@@ -173,7 +171,6 @@ class Together:
     def _raise(self, text: str, error: BaseException | None) -> NoReturn:
         """Raises ``text``, which all ranks know, as Megatron's exception; an interrupt of this rank is raised again."""
         if error is not None and _interrupts(error):
-            self._raised = error
             raise error
         raise CheckpointingException(text) from error
 
