@@ -2,32 +2,43 @@
 
 from __future__ import annotations
 
-import contextlib
+import itertools
 import logging
 import os
+import random
 import shutil
 import signal
-import urllib.request
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 
-from checkpoint_ranks import ranks_of
-from keepers import KeeperAtWork, eventually, loaded
-from tensorferry.checkpointing import Keeper, make_async_checkpointer, make_sync_checkpointer
-from tensorferry.checkpointing.keeper import connecting
+from checkpoint_files import is_whole
+from checkpoint_loads import load_state
+from checkpoint_ranks import ranks_of, run
+from keepers import PATIENCE, KeeperAtWork, eventually, loaded
+from rank_worker import SHARDED, TENSORS
+from tensorferry import cli
+from tensorferry.checkpointing import (
+    Keeper,
+    latest_checkpoint,
+    make_async_checkpointer,
+    make_sync_checkpointer,
+    peer_metadata,
+)
+from tensorferry.checkpointing.keeper import place
+from tensorferry.dcp import PeerReader
 from tensorferry.errors import InvalidArgument, TensorferryError
-from tensorferry.memory.accelerator import ACCELERATOR
-from tensorferry.memory.bounce import BounceBuffers
-from tensorferry.pickles.allowlist import Allowed
-from tensorferry.state.load import receive
 
 pytestmark = pytest.mark.process
 
-
-MIB = 1 << 20
+SECRET = "a secret of more than sixteen bytes"
 
 
 @pytest.fixture(autouse=True)
@@ -54,13 +65,10 @@ def held(count: int) -> None:
         eventually("it is kept", lambda: len(keeper.held()) == count)
 
 
-def size_of_copy(state: dict, tmp_path: Path) -> int:
-    """Returns the bytes of shared memory that a copy of ``state`` takes."""
-    probe = make_async_checkpointer()
-    probe.save(tmp_path / "probe" / "1", state)[1].result()
-    size = probe._saver._stager.held
-    probe.close()
-    return size
+def save(checkpointer, path: Path, seed: int, **options) -> None:
+    saved = checkpointer.save(path, state_of(seed), **options)
+    if saved is not None:
+        saved[1].result()
 
 
 @pytest.mark.parametrize("make", [make_async_checkpointer, make_sync_checkpointer])
@@ -68,229 +76,158 @@ def test_a_load_comes_from_the_keeper_and_else_from_the_disk(folder, tmp_path, c
     path = tmp_path / "run" / "step-1"
     with KeeperAtWork(folder) as process:
         checkpointer = make(keeper="default")
-        saved = checkpointer.save(path, state_of(1), step=41)
-        if saved is not None:
-            saved[1].result()
+        assert checkpointer.latest(tmp_path / "run") is None
+        caplog.clear()
+        save(checkpointer, path, 1, step=41)
         held(1)
         assert_same(checkpointer.load(path), state_of(1))
-        assert "from the keeper" in caplog.text
-        with Keeper() as keeper:
-            assert [one.step for one in keeper.held()] == [41]
-        # In place, into a part of the state, and without the disk.
+        # A healthy save and load is one line.
+        (line,) = [r.getMessage() for r in caplog.records if r.name.startswith("tensorferry")]
+        assert line.startswith(f"loading step 41 of {path} from the keeper: ")
+        # In place, into a part of the state, and without the disk; by another name of the folder, too.
         shutil.rmtree(path)
+        (tmp_path / "link").symlink_to("run")
+        assert checkpointer.latest(tmp_path / "link") == str(path)
         live = {"model": {"w": torch.zeros(300, 301)}}
         address = live["model"]["w"].data_ptr()
-        assert checkpointer.load(path, live)["model"]["w"].data_ptr() == address
+        assert checkpointer.load(tmp_path / "link" / "step-1", live)["model"]["w"].data_ptr() == address
         assert torch.equal(live["model"]["w"], state_of(1)["model"]["w"])
         process.kill()
-        caplog.clear()
         with pytest.raises(TensorferryError):
             checkpointer.load(path)
         assert "from the disk" in caplog.text
         # Saving goes on, and what is on the disk is found.
-        saved = checkpointer.save(path, state_of(2))
-        if saved is not None:
-            saved[1].result()
+        save(checkpointer, path, 2)
         assert_same(checkpointer.load(path), state_of(2))
         checkpointer.close()
+        lines = process.said().splitlines()
+    assert [word in line for line, word in zip(lines, ("holds up to", "is kept: "), strict=True)] == [True, True]
 
 
-def test_what_is_committed_decides(folder, tmp_path, caplog):
+def test_what_is_committed_decides(folder, tmp_path):
     path = tmp_path / "run" / "last"
     with KeeperAtWork(folder):
         kept, plain = make_async_checkpointer(keeper="default"), make_async_checkpointer()
-        kept.save(path, state_of(1))[1].result()
+        save(kept, path, 1)
         held(1)
-        # A newer one is written without the keeper.
-        plain.save(path, state_of(2))[1].result()
+        assert kept.latest(tmp_path / "run") == str(path)
+        # A newer one is written without the keeper, and then one with it, after latest() has been asked.
+        save(plain, path, 2)
         assert_same(kept.load(path), state_of(2))
-        assert "from the disk" in caplog.text
+        save(kept, path, 3)
+        held(2)
+        assert_same(kept.load(path), state_of(3))
+        assert_same(plain.load(path), state_of(3))
+        # The folder was removed and made anew: another run.
+        shutil.rmtree(tmp_path / "run")
+        (tmp_path / "run").mkdir()
+        assert kept.latest(tmp_path / "run") is None
         for checkpointer in (kept, plain):
             checkpointer.close()
+    with pytest.raises(InvalidArgument, match="name must be"):
+        make_async_checkpointer(keeper="../x")
 
 
-def test_a_healthy_save_and_load_log_no_warning(folder, tmp_path, caplog):
-    path = tmp_path / "run" / "step-1"
-
-    def said() -> list[tuple[int, str]]:
-        found = [(r.levelno, r.getMessage()) for r in caplog.records if r.name.startswith("tensorferry")]
-        caplog.clear()
-        return found
-
-    with KeeperAtWork(folder) as keeper:
-        checkpointer = make_async_checkpointer(keeper="default")
-        checkpointer.save(path, state_of(1))[1].result()
-        held(1)
-        assert said() == []
-        assert_same(checkpointer.load(path), state_of(1))
-        ((level, line),) = said()
-        assert level == logging.INFO
-        assert line.startswith(f"loading step 1 of {path} from the keeper: ")
-        checkpointer.close()
-        assert keeper.end() == 0
-        lines = keeper.said().splitlines()
-    assert len(lines) == 3, lines
-    assert " INFO the keeper default holds up to " in lines[0]
-    assert " INFO step 1 of rank 0 of " in lines[1]
-    assert " is kept: " in lines[1]
-    assert " INFO the keeper default ends: SIGTERM" in lines[2]
-    # Without a keeper, to files alone.
-    plain = make_sync_checkpointer()
-    plain.save(path, state_of(2))
-    assert_same(plain.load(path), state_of(2))
-    plain.close()
-    assert said() == []
+def size_of_copy(tmp_path: Path) -> int:
+    """Returns the bytes of shared memory that a copy of a state takes."""
+    probe = make_async_checkpointer()
+    save(probe, tmp_path / "probe" / "1", 0)
+    size = probe._saver._stager.held
+    probe.close()
+    return size
 
 
-def test_the_memory_of_generations_is_used_again(folder, tmp_path):
-    with KeeperAtWork(folder, "--generations", "2"):
+def test_the_memory_of_generations_is_used_again_and_given_back_when_it_is_short(folder, tmp_path):
+    size = size_of_copy(tmp_path)
+    with KeeperAtWork(folder, "--generations", "2") as process:
         checkpointer = make_async_checkpointer(keeper="default")
         sizes = []
-        for number in range(12):
-            checkpointer.save(tmp_path / "run" / f"step-{number}", state_of(number))[1].result()
+        for number in range(8):
+            save(checkpointer, tmp_path / "run" / f"step-{number}", number)
             held(min(number + 1, 2))
             sizes.append(checkpointer._saver._stager.held)
-        assert sizes[-1] == sizes[5]
-        assert_same(checkpointer.load(checkpointer.latest(tmp_path / "run")), state_of(11))
+        assert sizes[-1] == sizes[4]
         checkpointer.close()
-
-
-def test_a_trainer_without_memory_for_a_copy_takes_it_from_the_keeper(folder, tmp_path):
-    with KeeperAtWork(folder, "--generations", "9") as process:
-        # Room for two copies, of which the keeper would take both.
-        size = size_of_copy(state_of(0), tmp_path)
-        checkpointer = make_async_checkpointer(keeper="default", memory_limit=2 * size)
-        for number in range(6):
-            checkpointer.save(tmp_path / "run" / f"step-{number}", state_of(number))[1].result()
-        assert "is evicted" in process.said()
-        assert_same(checkpointer.load(tmp_path / "run" / "step-5"), state_of(5))
-        checkpointer.close()
-
-
-def test_a_stopped_keeper_fails_no_save_and_takes_no_more_memory(folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(connecting, "OFFER_S", 0.3)
-    size = size_of_copy(state_of(0), tmp_path)
-    with KeeperAtWork(folder, "--generations", "1") as process, Keeper() as keeper:
-        checkpointers = {"small": make_async_checkpointer(keeper="default", memory_limit=3 * size)}
-        checkpointers["large"] = make_async_checkpointer(keeper="default")
-
-        def save(number: int) -> None:
-            for name, checkpointer in checkpointers.items():
-                checkpointer.save(tmp_path / name / f"step-{number}", state_of(number))[1].result()
-
-        def is_kept(number: int) -> bool:
-            return [Path(one.path).name for one in keeper.held()] == [f"step-{number}"] * 2
-
-        save(0)
-        eventually("both are kept", lambda: is_kept(0))
-        process.process.send_signal(signal.SIGSTOP)
-        try:
-            for number in range(1, 10):
-                save(number)
-            # What it held, two that it was offered, and two for saves.
-            assert checkpointers["large"]._saver._stager.held <= 5 * size
-            assert checkpointers["small"]._saver._stager.held <= 3 * size
-        finally:
-            process.process.send_signal(signal.SIGCONT)
-        eventually("what it was offered is kept", lambda: is_kept(2))
-        for one in keeper.held():
-            assert_same(loaded(keeper, one), state_of(2))
-        save(10)
-        eventually("later saves are kept", lambda: is_kept(10))
-        for checkpointer in checkpointers.values():
-            checkpointer.close()
-
-
-@pytest.mark.parametrize("network", [False, True])
-def test_who_reads_from_the_keeper_fails_no_save(folder, tmp_path, network):
-    """Slow readers have memory that the trainer needs: those of this node keep it, those of others are cut."""
-
-    def large(number: int) -> dict:
-        return {"w": torch.full((8 * MIB // 4,), float(number))}
-
-    with KeeperAtWork(folder, "--generations", "1") as process, Keeper() as keeper, contextlib.ExitStack() as stack:
-        limit = 3 * size_of_copy(large(0), tmp_path)
-        checkpointer = make_async_checkpointer(keeper="default", memory_limit=limit)
-        reading = {}
-        for number in range(6):
-            checkpointer.save(tmp_path / "run" / str(number), large(number), step=number)[1].result()
-            one = eventually("it is kept", lambda number=number: [s for s in keeper.held() if s.step == number])[0]
-            if network:
-                stack.enter_context(urllib.request.urlopen(f"{one.metadata}{number}.safetensors", timeout=60))
-            elif number < 2:
-                reading[number] = keeper.open(one)
-        for number, source in reading.items():
-            state, _, _ = receive(source, Allowed(), None, BounceBuffers(ACCELERATOR))
-            assert torch.equal(state["w"], large(number)["w"])
-        checkpointer.close()
+        # Room for two copies, of which the keeper would take both, and a slow reader of each.
+        small = make_async_checkpointer(keeper="default", memory_limit=2 * size)
+        with Keeper() as keeper:
+            for number in range(6):
+                save(small, tmp_path / "small" / f"step-{number}", number)
+                source = eventually("it is kept", lambda: keeper.held(job=str(tmp_path / "small")))[-1]
+                reading = keeper.open(source)
+            del reading
+        assert_same(small.load(tmp_path / "small" / "step-5"), state_of(5))
+        small.close()
         assert "Traceback" not in process.said()
 
 
-def test_latest_finds_what_was_never_written(folder, tmp_path):
-    with KeeperAtWork(folder):
-        checkpointer = make_async_checkpointer(keeper="default")
-        assert checkpointer.latest(tmp_path / "run") is None
-        for number in (1, 2):
-            checkpointer.save(tmp_path / "run" / f"step-{number}", state_of(number))[1].result()
-        held(2)
-        shutil.rmtree(tmp_path / "run" / "step-2")
-        newest = checkpointer.latest(tmp_path / "run")
-        assert newest == str(tmp_path / "run" / "step-2")
-        assert_same(checkpointer.load(newest), state_of(2))
-        checkpointer.close()
-    plain = make_async_checkpointer()
-    assert plain.latest(tmp_path / "run") == str(tmp_path / "run" / "step-1")
-    plain.close()
+def test_a_stopped_keeper_fails_no_save_and_takes_no_more_memory(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(place, "OFFER_S", 0.3)
+    size = size_of_copy(tmp_path)
+    with KeeperAtWork(folder, "--generations", "1") as process, Keeper() as keeper:
+        checkpointer = make_async_checkpointer(keeper="default", memory_limit=3 * size)
 
+        def is_kept(number: int) -> bool:
+            return [Path(one.path).name for one in keeper.held()] == [f"step-{number}"]
 
-@pytest.mark.parametrize("who", ["itself", "another"])
-def test_what_latest_has_found_is_not_loaded_instead_of_a_later_save(folder, tmp_path, who):
-    path = tmp_path / "run" / "last"
-    with KeeperAtWork(folder):
-        checkpointer = make_async_checkpointer(keeper="default")
-        checkpointer.save(path, state_of(1))[1].result()
-        held(1)
-        assert checkpointer.latest(tmp_path / "run") == str(path)
-        assert_same(checkpointer.load(path), state_of(1))
-        saving = checkpointer if who == "itself" else make_async_checkpointer(keeper="default")
-        saving.save(path, state_of(2))[1].result()
-        held(2)
-        assert_same(checkpointer.load(path), state_of(2))
-        assert_same(checkpointer.load(checkpointer.latest(tmp_path / "run")), state_of(2))
-        saving.close()
+        save(checkpointer, tmp_path / "run" / "step-0", 0)
+        eventually("it is kept", lambda: is_kept(0))
+        process.process.send_signal(signal.SIGSTOP)
+        try:
+            for number in range(1, 6):
+                save(checkpointer, tmp_path / "run" / f"step-{number}", number)
+            assert checkpointer._saver._stager.held <= 3 * size
+        finally:
+            process.process.send_signal(signal.SIGCONT)
+        eventually("what it was offered is kept", lambda: is_kept(2))
+        assert_same(loaded(keeper, keeper.held()[0]), state_of(2))
+        save(checkpointer, tmp_path / "run" / "step-9", 9)
+        eventually("later saves are kept", lambda: is_kept(9))
         checkpointer.close()
 
 
-def test_latest_finds_what_was_never_written_through_a_link(folder, tmp_path):
-    (tmp_path / "disk").mkdir()
-    (tmp_path / "run").symlink_to("disk")
-    with KeeperAtWork(folder):
-        checkpointer = make_async_checkpointer(keeper="default")
-        checkpointer.save(tmp_path / "run" / "step-1", state_of(1))[1].result()
-        held(1)
-        shutil.rmtree(tmp_path / "disk" / "step-1")
-        newest = checkpointer.latest(tmp_path / "run")
-        assert newest == str(tmp_path / "disk" / "step-1")
-        assert_same(checkpointer.load(tmp_path / "run" / "step-1"), state_of(1))
-        checkpointer.close()
-
-
-def test_arguments_are_checked(folder):
-    with pytest.raises(InvalidArgument, match="name must be"):
-        make_async_checkpointer(keeper="../x")
-    assert not folder.exists()
+def test_a_job_whose_trainers_were_killed_is_a_source_for_other_ranks(folder, tmp_path, monkeypatch):
+    with KeeperAtWork(folder, secret=SECRET) as keeper_process:
+        run("keep", 2, tmp_path / "step-1", -signal.SIGKILL)
+        with Keeper() as keeper:
+            eventually("it is kept", lambda: len(keeper.held()) == 2)
+            metadata = peer_metadata(keeper.held())
+        asked = {name: torch.zeros_like(value[0]) for name, value in TENSORS.items()}
+        with pytest.raises(CheckpointException, match="secret"):
+            dcp.load(dict(asked), storage_reader=PeerReader(metadata))
+        asked["sharded"] = torch.zeros_like(SHARDED)
+        reader = PeerReader(metadata, secret=SECRET)
+        dcp.load(asked, storage_reader=reader)
+        assert torch.equal(asked.pop("sharded"), SHARDED)
+        for name, (value, *_) in TENSORS.items():
+            assert torch.equal(asked[name], value), name
+        # Each part is fetched once, and no replica of one.
+        assert reader.report["wanted"] == SHARDED.nbytes + sum(value[0].nbytes for value in TENSORS.values())
+        # With one of two ranks, half of the tensors would be missing.
+        scheme, step, first, _ = metadata.split()
+        half = PeerReader(f"{scheme} {step} {first}", secret=SECRET)
+        with pytest.raises(CheckpointException, match="must name all ranks"):
+            dcp.load({"rows": torch.zeros(10, 7)}, storage_reader=half)
+        # Backed up, and restored when all is gone.
+        monkeypatch.setenv("TENSORFERRY_SECRET", SECRET)
+        assert cli.main(["pull", metadata, "--into-folder", str(tmp_path / "backup"), "--quiet"]) == 0
+        keeper_process.kill()
+    for rank in range(2):
+        state = load_state(tmp_path / "backup", rank=rank, world_size=2)
+        assert state.keys() >= TENSORS.keys()
+        assert state["note"] == rank
 
 
 def train(rank: int, root: str, phase: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{root}/store-{phase}", rank=rank, world_size=2)
     checkpointer = make_async_checkpointer(keeper=f"node{rank}")
-    run = os.path.join(root, "run")
+    folder = os.path.join(root, "run")
     if phase == "first":
         for number in range(3):
-            checkpointer.save(os.path.join(run, f"step-{number}"), state_of(10 * number + rank))[1].result()
+            save(checkpointer, Path(folder, f"step-{number}"), 10 * number + rank)
         print("saved", flush=True)
         signal.pause()
-    newest = checkpointer.latest(run)
+    newest = checkpointer.latest(folder)
     state = checkpointer.load(newest)
     assert torch.equal(state["model"]["w"], state_of(20 + rank)["model"]["w"]), newest
     print(newest, flush=True)
@@ -300,20 +237,101 @@ def train(rank: int, root: str, phase: str) -> None:
 
 @pytest.mark.nightly
 def test_two_ranks_that_were_killed_go_on_from_two_keepers(folder, tmp_path):
-    """Each rank has a keeper of its own, which stands for its node; nothing is left on the disk."""
+    """Each rank has a keeper of its own, which stands for its node; no checkpoint is left on the disk."""
     with KeeperAtWork(folder, name="node0"), KeeperAtWork(folder, name="node1"):
         with ranks_of(2, train, str(tmp_path), "first") as first:
-            for rank in first:
+            for number, rank in enumerate(first):
                 # Gloo of torch 2.8 writes to stdout too.
                 eventually("a rank has saved", lambda rank=rank: "saved" in rank.said())
-            for number in range(2):
                 with Keeper(f"node{number}") as keeper:
-                    eventually(
-                        "all is kept", lambda keeper=keeper: any(s.path.endswith("step-2") for s in keeper.held())
-                    )
+                    eventually("all is kept", lambda keeper=keeper: keeper.held()[-1].path.endswith("step-2"))
             for rank in first:
                 rank.kill()
-        shutil.rmtree(tmp_path / "run")
+        for name in os.listdir(tmp_path / "run"):
+            shutil.rmtree(tmp_path / "run" / name)
         with ranks_of(2, train, str(tmp_path), "second") as second:
             for rank in second:
                 assert rank.end()[-1] == str(tmp_path / "run" / "step-2")
+
+
+TRAINER = """
+import itertools, sys, threading, torch
+from tensorferry.checkpointing import AsyncCheckpointer
+root = sys.argv[1]
+told = threading.Event()
+threading.Thread(target=lambda: (sys.stdin.read(), told.set()), daemon=True).start()
+checkpointer = AsyncCheckpointer(keeper="default", keep_last=2)
+state = {"w": torch.zeros(1 << 20)}
+for n in itertools.count(1):
+    state["w"].fill_(n)
+    staged, written = checkpointer.save(f"{root}/step-{n}", state, step=n)
+    staged.result()
+    if n % 3 == 0:
+        written.result()
+        newest = checkpointer.latest(root)
+        assert newest == f"{root}/step-{n}", newest
+        found = checkpointer.load(newest, {"w": torch.zeros(1 << 20)})
+        assert (found["w"] == n).all(), n
+    print(n, flush=True)
+    if told.is_set():
+        break
+checkpointer.close()
+"""
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_keepers_that_are_killed_while_a_trainer_saves_and_loads(folder, tmp_path, pytestconfig, monkeypatch):
+    """The trainer notices nothing, and nothing is wrong: neither on the disk, nor in a keeper or its buddy."""
+    monkeypatch.setenv("TENSORFERRY_SECRET", SECRET)
+    kills, root = pytestconfig.getoption("--keeper-kills"), tmp_path / "run"
+    moments = random.Random(kills)
+    ports = dict(zip(("default", "buddy"), random.Random(os.getpid()).sample(range(20_000, 30_000), 2), strict=True))
+
+    def start(name: str) -> KeeperAtWork:
+        (other,) = set(ports) - {name}
+        options = ["--port", str(ports[name]), "--buddy", f"127.0.0.1:{ports[other]}"]
+        return KeeperAtWork(folder, *options, name=name, secret=SECRET)
+
+    def assert_all_is_right(keeper: Keeper) -> int:
+        found = 0
+        for one in keeper.held():
+            try:
+                state = loaded(keeper, one)
+            except (TensorferryError, AssertionError):
+                # It was evicted meanwhile, or the buddy that has it was killed.
+                continue
+            assert (state["w"] == one.step).all(), one
+            found += 1
+        return found
+
+    running = {name: start(name) for name in ports}
+    command, pipe = [sys.executable, "-c", TRAINER, str(root)], subprocess.PIPE
+    with (
+        Keeper() as own,
+        Keeper("buddy") as buddy,
+        subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as trainer,
+    ):
+        said = [trainer.stdout.readline()]
+        for _, name in zip(range(kills), itertools.cycle(("default", "default", "buddy")), strict=False):
+            time.sleep(moments.random() * 0.5)
+            running[name].kill()
+            time.sleep(moments.random() * 0.1)
+            running[name] = start(name)
+            for keeper in (own, buddy):
+                assert_all_is_right(keeper)
+            assert trainer.poll() is None
+        eventually("the keepers hold something", lambda: assert_all_is_right(own) and assert_all_is_right(buddy))
+        trainer.stdin.close()
+        said += trainer.stdout.read().splitlines()
+        assert trainer.wait(PATIENCE) == 0
+        last = int(said[-1])
+        # What was accepted is on the disk, whatever became of the keepers; the last two stay.
+        assert latest_checkpoint(root) == str(root / f"step-{last}")
+        assert sorted(os.listdir(root)) == sorted(f"step-{n}" for n in (last, last - 1))
+        assert all(is_whole(root / f"step-{n}", n) for n in (last, last - 1))
+        assert assert_all_is_right(own) > 0
+    for process in running.values():
+        assert process.end() == 0
+        assert "Traceback" not in process.said()

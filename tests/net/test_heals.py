@@ -33,12 +33,17 @@ STOCK = HEALS.format(
     imports="from torchft.checkpointing import HTTPTransport as Stock", source="Stock(timeout, num_chunks=0)"
 )
 KEEPER = """
-import os, signal, time
+import contextlib, os, subprocess, sys, time
 import torch
 from tensorferry.checkpointing import Keeper, SyncCheckpointer
 
-keeper = Keeper(start=True)
+command = [sys.executable, "-m", "tensorferry.checkpointing.keeper", "--interface", "127.0.0.1"]
+process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
 try:
+    keeper, up = Keeper(), False
+    while not up:
+        with contextlib.suppress(ConnectionError):
+            up = bool(keeper.status())
     checkpointer = SyncCheckpointer(keeper=keeper)
     checkpointer.save(os.path.abspath("run/step-3"), {"w": torch.ones(1000)}, step=3)
     while not keeper.held():
@@ -47,7 +52,8 @@ try:
         checkpointer.load(os.path.abspath("run/step-3"))
     checkpointer.close()
 finally:
-    os.kill(keeper.status()["pid"], signal.SIGTERM)
+    process.terminate()
+    process.wait()
 """
 #: What counts as configured: none of it may bring a second way to the terminal, or undo a choice.
 CONFIGURED = {

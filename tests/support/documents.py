@@ -28,12 +28,16 @@ dcp.save(state, storage_writer=writer)
 metadata = writer.metadata()
 """
 _KEEPER = """
-import atexit, os, signal
+import atexit, contextlib, os, subprocess, sys
 os.environ["TENSORFERRY_KEEPER_DIR"] = os.path.abspath("keeper")
 import torch
 import tensorferry.checkpointing
-_started = tensorferry.checkpointing.Keeper(start=True)
-atexit.register(os.kill, _started.status()["pid"], signal.SIGTERM)
+_process = subprocess.Popen([sys.executable, "-m", "tensorferry.checkpointing.keeper", "--interface", "127.0.0.1"])
+atexit.register(_process.terminate)
+_is_up = False
+while not _is_up:
+    with contextlib.suppress(ConnectionError):
+        _is_up = bool(tensorferry.checkpointing.Keeper().status())
 """
 #: What Megatron needs besides what it says, by which its blocks are marked.
 MEGATRON = "psutil"
@@ -92,12 +96,6 @@ import time
 _saving = tensorferry.checkpointing.SyncCheckpointer(keeper="default")
 _saving.save(os.path.abspath("step-1"), state)
 while not tensorferry.checkpointing.Keeper().held(): time.sleep(0.01)
-""",
-    "addresses = [None] * world_size": f"""{_KEEPER}
-from tensorferry.checkpointing import Keeper
-rank, world_size, gpus_per_node, keeper = 0, 2, 1, Keeper()
-def _gather(addresses, own): addresses[:] = [own, own]
-torch.distributed.all_gather_object = _gather
 """,
     "from datetime import timedelta\n\nimport torchft\n": _MANAGER
     + """

@@ -17,7 +17,8 @@ from typing import Any
 from tensorferry._native import SharedBuffer, _copy_memory
 from tensorferry.checkpointing.handover import Handover
 from tensorferry.checkpointing.keeper.client import Keeper
-from tensorferry.checkpointing.keeper.connecting import is_running
+from tensorferry.checkpointing.keeper.place import connect
+from tensorferry.errors import TensorferryError
 from tensorferry.memory.accelerator import ACCELERATOR
 from tensorferry.memory.bounce import BounceBuffers
 from tensorferry.memory.staging import HostStager
@@ -40,10 +41,17 @@ def eventually(what: str, true: Any, patience: float = PATIENCE) -> Any:
 class KeeperAtWork:
     """A keeper process, which is ended with the block; its clients in this process find it through ``folder``."""
 
-    def __init__(self, folder: Path, *options: str, name: str = "default", secret: str | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *options: str,
+        name: str = "default",
+        secret: str | None = None,
+        environment: dict[str, str] | None = None,
+    ) -> None:
         self.name = name
         self.folder = folder
-        environment = {k: v for k, v in os.environ.items() if not k.startswith("TENSORFERRY_")}
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("TENSORFERRY_")} | (environment or {})
         environment |= {"TENSORFERRY_KEEPER_DIR": str(folder)} | ({"TENSORFERRY_SECRET": secret} if secret else {})
         self.log = folder.parent / f"{name}-{secrets.token_hex(4)}.log"
         command = [sys.executable, "-m", "tensorferry.checkpointing.keeper", "--name", name]
@@ -59,7 +67,10 @@ class KeeperAtWork:
             raise
 
     def is_up(self) -> bool:
-        return is_running(self.name)
+        with contextlib.suppress(TensorferryError):
+            connect(self.name).close()
+            return True
+        return False
 
     def said(self) -> str:
         return self.log.read_text()

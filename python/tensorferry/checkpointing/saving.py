@@ -15,6 +15,7 @@ import time
 import weakref
 from collections.abc import Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 from .. import _validate
@@ -105,6 +106,10 @@ class Saver:
             )
         step = None if step is None else _validate.step_number(step)
         self._log_failures()
+        if self._keeper is not None and isinstance(folder, Path):
+            # By the folder itself, a keeper tells jobs apart. If it cannot be made, the save fails.
+            with contextlib.suppress(OSError):
+                folder.parent.mkdir(parents=True, exist_ok=True)
         with self._alone():
             order = Order(folder, self._ranks.new_save(step, folder), self._options)
             try:

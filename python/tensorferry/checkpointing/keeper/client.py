@@ -10,46 +10,44 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Iterable
-from datetime import timedelta
+import time
+from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from ... import _validate
 from ..._native import Stored
 from ...errors import (
-    ForkedProcess,
+    ConnectError,
     IncompleteCheckpoint,
     InvalidArgument,
     ProtocolError,
+    TensorferryError,
     message_of,
 )
-from ...net.certificates import wants_tls
 from ...net.heals import log_heal
-from ...net.metadata import encrypted
 from ...net.secret import shared_secret
 from ...storage.folder import Index, read_index
 from ...storage.places import place_of
 from ...storage.series import checkpoints
+from .. import handover
 from ..handover import Handover, Message
 from ..latest import is_folder
-from . import questions
-from .choice import choose
-from .connecting import OFFER_S, not_at_work
-from .connecting import start as start_keeper
-from .fetching import fetch_snapshot, open_snapshot
+from .buddies import FETCH_S, fetch_snapshot, open_snapshot
 from .kept_memory import kept_state
-from .location import location_of
 from .offers import Offer, Offers
-from .place import DEFAULT_NAME, keeper_name
-from .questions import Loan, Question
-from .snapshot import Snapshot, default_job, most_trusted, snapshot
+from .place import DEFAULT_NAME, OFFER_S, connect, keeper_name, not_at_work
+from .snapshot import Snapshot, choose, default_job, location_of, most_trusted, snapshot
 
 logger = logging.getLogger("tensorferry")
 
-#: Seconds in which a buddy has to begin to send a snapshot.
-_REACH_S = 5.0
+#: Seconds that the keeper has to show that it is at work. Giving back the memory of a large snapshot may take it a
+#: moment.
+AT_WORK_S = 5.0
+#: Seconds for which a load waits for the first list of a buddy, and in which a buddy has to begin to send a snapshot.
+_BUDDIES_S, _REACH_S = 3.0, 5.0
+#: The fields of a snapshot that a trainer knows.
+_FIELDS = ("path", "save_id", "rank", "world_size", "step", "began")
 
 
 class Keeper:
@@ -58,16 +56,13 @@ class Keeper:
     Args:
         name: the name it was started with
         job: snapshots of one job and rank replace each other, and only a trainer of the same job gets them. ``None``
-            takes the folder in which the checkpoint's folder lies, so that the checkpoints of one run are one job. On
-            another machine, that is the same job if the folder is on a file server that both have mounted
-        start: start a keeper with default options if none runs; it ends when nobody has used it for an hour
+            takes the folder in which the checkpoint's folder lies, on this machine, so that the checkpoints of one run
+            are one job. A job that is to go on on another machine needs a name
         secret: the shared secret, for snapshots that come from a buddy; ``None`` takes it from the environment as
             ``HTTPTransport`` does
-        tls: refuse buddies that do not encrypt; ``None`` takes it from the environment as ``HTTPTransport`` does
 
     Raises:
         InvalidArgument: an argument cannot be used
-        SystemRefused: with ``start``, it cannot be started
     """
 
     def __init__(
@@ -75,31 +70,22 @@ class Keeper:
         name: str = DEFAULT_NAME,
         *,
         job: str | None = None,
-        start: bool = False,
         secret: str | bytes | None = None,
-        tls: bool | None = None,
     ) -> None:
         self.name = keeper_name(name)
         if job is not None and not (0 < len(_validate.string("job", job)) <= 1024 and job.isprintable()):
             raise InvalidArgument(f"job must be 1 to 1024 printable characters, not {_validate.brief(job)}")
         self._job = job
         self._secret = shared_secret(secret)
-        self._tls = wants_tls(tls)
-        self._pid = os.getpid()
-        #: A question that the keeper has left unanswered, so that nobody waits for it again before it answers.
-        self._unanswered: Question | None = None
         self._was_missed = False
+        #: When the newest save began that it has given out, in nanoseconds since the epoch.
         self.newest_loaded = 0
-        self._offers = Offers(self.name, self._secret)
-        if _validate.boolean("start", start):
-            start_keeper(self.name)
+        self._offers = Offers(self.name)
 
     def __enter__(self) -> Keeper:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     # Giving.
@@ -112,13 +98,12 @@ class Keeper:
 
         Args:
             given: the snapshot; its fields say ``path``, ``save_id``, ``rank``, ``world_size``, ``began`` and
-                ``step``, which may be ``None``: the keeper counts then
+                ``step``, which may be ``None``
             released: called once, from any thread, when the keeper does not need the memory: because it has refused
                 the snapshot or has evicted it, or because the keeper is gone
         """
         offer = Offer(str(given.fields.get("save_id")), int(given.fields.get("rank", 0)), released)
         try:
-            self._check_process()
             fields = {name: given.fields.get(name) for name in _FIELDS}
             path = str(given.fields.get("path"))
             fields |= {"job": self._job_of(path), "location": location_of(path)}
@@ -142,12 +127,7 @@ class Keeper:
     # Asking.
 
     def held(
-        self,
-        *,
-        job: str | None = None,
-        path: str | os.PathLike[str] | None = None,
-        rank: int | None = None,
-        ask_buddies: bool = False,
+        self, *, job: str | None = None, path: str | os.PathLike[str] | None = None, rank: int | None = None
     ) -> list[Snapshot]:
         """Returns what the keeper holds, and what its buddies hold and it does not (``remote``), the oldest first.
 
@@ -155,22 +135,21 @@ class Keeper:
             job: only of this job
             path: only of checkpoints with this path
             rank: only of this rank
-            ask_buddies: let the keeper ask its buddies anew, instead of returning what it knew a second ago
 
         Raises:
             ConnectError: no keeper of this name runs on this node, or it does not answer
             SystemRefused: it is another user's, or no socket can be opened
             ProtocolError: it answers something else
         """
-        fields = {
-            "job": job,
-            "path": None if path is None else str(place_of(path)),
-            "rank": rank,
-            "ask_buddies": ask_buddies,
-        }
-        with self._question() as question:
-            question.send(Message("held", fields))
-            found = question.snapshots(fields)
+        place = None if path is None else str(place_of(path))
+        found = []
+        with _Question(self.name) as question:
+            message = question.ask(Message("held"))
+            while message.kind == "snapshot":
+                one = snapshot(message.fields)
+                message = question.ask()
+                if job in (None, one.job) and place in (None, one.path) and rank in (None, one.rank):
+                    found.append(one)
         return sorted(found, key=lambda one: one.began)
 
     def status(self) -> dict[str, Any]:
@@ -181,38 +160,10 @@ class Keeper:
             SystemRefused: it is another user's, or no socket can be opened
             ProtocolError: it answers something else
         """
-        with self._question() as question:
+        with _Question(self.name) as question:
             return question.status
 
-    def address(self) -> str:
-        """Returns this keeper's address for ``--buddy``. Without a secret, anyone who knows it can read all snapshots.
-
-        Raises:
-            ConnectError: no keeper of this name runs on this node, or it does not answer
-            SystemRefused: it is another user's, or no socket can be opened
-            ProtocolError: it answers something else
-        """
-        return _validate.string("address", self.status().get("address"))
-
-    def set_buddies(self, addresses: Iterable[str]) -> None:
-        """Has the keeper copy the snapshots of the keepers at ``addresses``, besides those of its command line.
-
-        The addresses of an earlier call are forgotten. A keeper has 16 buddies at most, first those of the command
-        line; further addresses are left out, and nothing says so.
-
-        Raises:
-            InvalidArgument: one is not the address of a keeper
-            ConnectError: no keeper of this name runs on this node, or it does not answer
-            SystemRefused: it is another user's, or no socket can be opened
-            ProtocolError: it answers something else
-        """
-        with self._question() as question:
-            question.send(Message("buddies", {"buddies": _validate.items("addresses", addresses)}))
-            answer = question.answer("buddies", "refused")
-        if answer.kind == "refused":
-            raise InvalidArgument(str(answer.fields.get("error")))
-
-    def open(self, about: Snapshot, timeout: timedelta = timedelta(minutes=10)) -> Stored | None:
+    def open(self, about: Snapshot) -> Stored | None:
         """Returns a snapshot of the list that :meth:`held` gives, to be read.
 
         If this keeper holds it, it is that memory, verified when it is read. The keeper does not let it go before the
@@ -221,7 +172,6 @@ class Keeper:
 
         Args:
             about: the snapshot
-            timeout: the deadline of a receive from a buddy
 
         Returns:
             What has the entries, ``None`` if this keeper has evicted it meanwhile.
@@ -234,28 +184,25 @@ class Keeper:
         """
         self.newest_loaded = max(self.newest_loaded, about.began)
         if about.remote:
-            if self._tls:
-                encrypted([about.metadata])
-            seconds = _validate.seconds("timeout", timeout)
             # One that does not answer is not waited for as long as one that sends.
-            open_snapshot(about, min(seconds, _REACH_S), self._secret).close()
-            remote = open_snapshot(about, seconds, self._secret)
-            try:
-                rows, buffer = fetch_snapshot(remote, about, lambda _: None)
-            finally:
-                remote.close()
+            open_snapshot(about, _REACH_S, self._secret).close()
+            with contextlib.closing(open_snapshot(about, FETCH_S, self._secret)) as remote:
+                rows, buffer = fetch_snapshot(remote, about)
             return Stored.over(rows, [], buffer)
-        with contextlib.ExitStack() as stack:
-            question = stack.enter_context(self._question())
-            question.send(Message("take", about.named()))
-            answer = question.memory()
-            if answer is None:
-                return None
+        question = _Question(self.name)
+        try:
+            while isinstance(answer := question.ask(Message("take", {"key": about.key})), Message):
+                if answer.kind != "later":
+                    question.close()
+                    return None
+                # Its checksums are being computed.
+                time.sleep(0.02)
             if snapshot(answer.fields).key != about.key:
                 raise ProtocolError(f"the keeper {self.name} gives another snapshot than it was asked for")
-            found = kept_state(answer, Loan(question))
-            stack.pop_all()
-        return found
+            return kept_state(answer, _Loan(question))
+        except BaseException:
+            question.close()
+            raise
 
     def below(self, root: Path, rank: int, world_size: int) -> list[Snapshot]:
         """Returns the snapshots of ``rank`` of this job's checkpoints in ``root``, here or at a buddy; raises nothing.
@@ -263,7 +210,8 @@ class Keeper:
         Those of another folder of this name count if the job was given a name and nothing is committed in ``root``.
         """
         try:
-            found = self.held(job=self._job or str(root), rank=rank, ask_buddies=True)
+            self._wait_for_buddies()
+            found = self.held(job=self._job or str(root), rank=rank)
             found = [one for one in found if Path(one.path).parent == root and one.world_size == world_size]
             found = most_trusted(found)
             own = [one for one in found if one.location == location_of(one.path)]
@@ -279,8 +227,8 @@ class Keeper:
     ) -> Stored | None:
         """Returns the checkpoint at ``path`` out of memory, ``None`` if it is to be loaded from the disk.
 
-        It is taken from this node's keeper, or from one of its buddies; ``choice.choose`` says when. Nothing is raised:
-        the log says why the disk is used.
+        It is taken from this node's keeper, or from one of its buddies; ``choose`` says when. Nothing is raised: the
+        log says why the disk is used.
 
         Args:
             path: the folder of the checkpoint
@@ -290,18 +238,19 @@ class Keeper:
         """
         try:
             folder = place_of(path)
-            index, job, location = _committed_index(folder), self._job_of(folder), location_of(folder)
-            for ask_buddies in (False, True):
-                known = self.held(job=job, path=folder, rank=rank, ask_buddies=ask_buddies)
-                has_name = self._job is not None
-                chosen = choose(known, index, world_size, location, has_name=has_name, agreed=agreed)
-                found = None if chosen is None else self.open(chosen)
-                if chosen is not None and found is not None:
-                    where = "a buddy of the keeper" if chosen.remote else "the keeper"
-                    log_heal("loading step %d of %s from %s: %d bytes", chosen.step, folder, where, chosen.nbytes)
-                    return found
+            job, location = self._job_of(folder), location_of(folder)
+            self._wait_for_buddies()
+            known = self.held(job=job, path=folder, rank=rank)
+            chosen = choose(
+                known, _committed_index(folder), world_size, location, has_name=self._job is not None, agreed=agreed
+            )
+            found = None if chosen is None else self.open(chosen)
+            if chosen is not None and found is not None:
+                where = "a buddy of the keeper" if chosen.remote else "the keeper"
+                log_heal("loading step %d of %s from %s: %d bytes", chosen.step, folder, where, chosen.nbytes)
+                return found
             elsewhere = any(one.location != location for one in known)
-            why = f"holds that of {job} on another machine's disk" if elsewhere else "does not hold it for all ranks"
+            why = f"holds that of {job} in another folder" if elsewhere else "does not hold it for all ranks"
             log_heal("loading %s from the disk: the keeper %s %s", folder, self.name, why)
         except Exception as e:
             logger.warning("loading %s from the disk: %s", path, message_of(e))
@@ -310,28 +259,13 @@ class Keeper:
     def _job_of(self, path: str | os.PathLike[str]) -> str:
         return self._job or default_job(os.fspath(path))
 
-    def _question(self, patience: float | None = None) -> Question:
-        """Returns a connection for one question, to a keeper that is at work.
-
-        A keeper that is stopped is waited for once, for ``patience`` seconds; until it answers, further questions fail
-        at once.
-
-        Raises:
-            ConnectError: no keeper of this name runs on this node, or it does not answer
-            SystemRefused: it is another user's, or no socket can be opened
-            ProtocolError: it answers something else
-        """
-        unanswered = self._unanswered
-        if unanswered is not None and not unanswered.has_answer():
-            raise not_at_work(self.name)
-        if unanswered is not None:
-            self._unanswered = None
-            unanswered.close()
-        question = Question(self.name)
-        if not question.begin(questions.AT_WORK_S if patience is None else patience):
-            self._unanswered = question
-            raise not_at_work(self.name)
-        return question
+    def _wait_for_buddies(self) -> None:
+        """Waits until a keeper that has just begun has asked its buddies, for three seconds at most."""
+        deadline = time.monotonic() + _BUDDIES_S
+        while any(one["silent_s"] is None and not one["error"] for one in self.status()["buddies"]):
+            if time.monotonic() > deadline:
+                return
+            time.sleep(0.05)
 
     def close(self) -> None:
         """Ends the connection of a trainer that saves; nothing can be offered any more.
@@ -339,20 +273,7 @@ class Keeper:
         What the keeper holds stays there. So its memory is not to be used again: ``released`` is not called for it, and
         this object holds on to it.
         """
-        if os.getpid() != self._pid:
-            return
-        if (unanswered := self._unanswered) is not None:
-            self._unanswered = None
-            unanswered.close()
         self._offers.close()
-
-    def _check_process(self) -> None:
-        if os.getpid() != self._pid:
-            raise ForkedProcess("this keeper was connected in the process that this one was forked from: make another")
-
-
-#: The fields of a snapshot that a trainer knows.
-_FIELDS = ("path", "save_id", "rank", "world_size", "step", "began")
 
 
 def _committed_index(folder: Path) -> Index | None:
@@ -361,3 +282,64 @@ def _committed_index(folder: Path) -> Index | None:
         return read_index(folder)
     except IncompleteCheckpoint:
         return None
+
+
+class _Question:
+    """A connection for one question, to a keeper that has shown that it is at work.
+
+    Attributes:
+        status: what the keeper said about itself
+
+    Raises:
+        ConnectError: there is no keeper; of its methods, also: it is gone, or does not answer in time
+        SystemRefused: it is another user's, or no socket can be opened
+        ProtocolError: it answers something else
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._sock = connect(name)
+        self._sock.settimeout(AT_WORK_S)
+        try:
+            self.status: dict[str, Any] = self.ask(Message("status")).fields
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> _Question:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the connection, and with it what the keeper has lent over it."""
+        self._sock.close()
+
+    def ask(self, message: Message | None = None) -> Message | Handover:
+        """Sends ``message``, if there is one, and returns the next answer."""
+        try:
+            if message is not None:
+                handover.send(self._sock, message)
+            answer = handover.receive(self._sock)
+        except TimeoutError as e:
+            raise not_at_work(self._name) from e
+        except OSError as e:
+            if isinstance(e, TensorferryError):
+                raise
+            raise ConnectError(f"the keeper {self._name} is gone: {e}") from e
+        if answer is None:
+            raise ConnectError(f"the keeper {self._name} has ended, or runs another version of tensorferry")
+        if answer.kind == "refused":
+            raise ProtocolError(str(answer.fields.get("error")))
+        return answer
+
+
+class _Loan:
+    """The hold that a reader has on a snapshot in the keeper; ends with its last reference."""
+
+    def __init__(self, question: _Question) -> None:
+        self._question = question
+
+    def __del__(self) -> None:
+        self._question.close()

@@ -1,4 +1,4 @@
-"""The connections of a keeper to the processes of its node.
+"""The connections of a keeper to the processes of its node, and the loop of the thread that serves them.
 
 A message of a client arrives whole or not at all. What goes to a client that does not read is queued up to a limit, and
 beyond it the client is disconnected: nothing here waits for anyone.
@@ -6,48 +6,109 @@ beyond it the client is disconnected: nothing here waits for anyone.
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import functools
 import logging
 import os
 import selectors
 import socket
-import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from ...errors import TensorferryError
 from .. import handover
-from ..handover import Arrived, Handover, Message, OtherVersion
-from .clients import Client
-from .loop import Loop
+from ..handover import Handover, Message, OtherVersion
+from .generations import Kept
+from .kept_memory import KeptMemory
+from .place import peer_of
+
+if TYPE_CHECKING:
+    from .process import KeeperProcess
 
 logger = logging.getLogger("tensorferry")
 
 #: Most clients at a time; each trainer has one connection, or two while it loads.
 MOST_CLIENTS = 256
-#: Seconds that a new client has to say something.
-_GREETING_S = 5.0
 #: Messages handled for one client, and clients accepted, before others have a turn.
 _TURN = 16
 #: Most messages queued for a client that does not read.
 _MOST_QUEUED = 4096
-#: Seconds between the end of a trainer's connection and that of the trainer.
-_ENDING_S = 2.0
 
 
-class Desk(Protocol):
-    """Answers the messages of clients."""
+class Loop:
+    """Waits for sockets, and runs what is to be done about them, on the thread that calls :meth:`turn`.
 
-    def handle(self, client: Client, message: Message | Arrived) -> None:
-        """Handles a message of ``client``; an error that it raises ends that connection."""
+    It is no loop of asyncio, whose transports know neither sequenced packets nor descriptors beside a message:
+    docs/explanation/decisions.md.
+    """
 
-    def drop_given(self, client: Client) -> None:
-        """Gives up the snapshots that ``client`` gave: from now on the client may write to their memory."""
+    def __init__(self) -> None:
+        self._selector = selectors.DefaultSelector()
+        self._wake, self._woken = socket.socketpair()
+        for end in (self._wake, self._woken):
+            end.setblocking(False)
+        self._calls: collections.deque[Callable[[], object]] = collections.deque()
+        self.watch(self._woken, lambda _: self._drain_wakes())
 
-    def take_all_back(self, client: Client) -> None:
-        """Takes back what ``client``, whose connection has ended, has borrowed."""
+    def watch(self, sock: socket.socket, ready: Callable[[int], object]) -> None:
+        """Calls ``ready`` with the events of ``selectors`` whenever ``sock`` can be read from."""
+        self._selector.register(sock, selectors.EVENT_READ, ready)
+
+    def watch_writing(self, sock: socket.socket, wanted: bool) -> None:
+        """Sets whether a watched socket is also reported when it can be written to."""
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if wanted else 0)
+        self._selector.modify(sock, events, self._selector.get_key(sock).data)
+
+    def forget(self, sock: socket.socket) -> None:
+        """Watches ``sock`` no more; to be called before it is closed."""
+        self._selector.unregister(sock)
+
+    def run_soon(self, call: Callable[[], object]) -> None:
+        """Has the loop's thread run ``call``; may be called from any thread and from a signal handler."""
+        self._calls.append(call)
+        # A full pipe wakes as well; a closed one belongs to a keeper that has ended.
+        with contextlib.suppress(OSError):
+            self._wake.send(b"\0")
+
+    def turn(self, patience: float) -> None:
+        """Handles what is there; waits at most ``patience`` seconds for it, and not at all if there are calls.
+
+        Raises:
+            Exception: what a call raises; the others are run in the next turn
+        """
+        for key, events in self._selector.select(0.0 if self._calls else patience):
+            key.data(events)
+        # Only those that are there now: calls may add calls.
+        for _ in range(len(self._calls)):
+            self._calls.popleft()()
+
+    def close(self) -> None:
+        """Closes its own sockets; calls that come later are not run."""
+        self._selector.close()
+        self._wake.close()
+        self._woken.close()
+
+    def _drain_wakes(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while self._woken.recv(4096):
+                pass
+
+
+class Client:
+    """A connection from a process of this node, and what it has given and borrowed."""
+
+    def __init__(self, sock: socket.socket, pid: int) -> None:
+        self.sock = sock
+        self.pid = pid
+        self.queue: collections.deque[Message | Handover] = collections.deque()
+        #: Snapshots that it gave; it is notified when one of them is released.
+        self.given: set[Kept[KeptMemory]] = set()
+        #: Snapshots that it reads.
+        self.borrowed: set[Kept[KeptMemory]] = set()
+        self.is_open = True
 
 
 class Connections:
@@ -62,16 +123,14 @@ class Connections:
         OSError: the system refuses
     """
 
-    def __init__(self, loop: Loop, path: Path, desk: Desk) -> None:
+    def __init__(self, loop: Loop, path: Path, desk: KeeperProcess) -> None:
         self._loop, self._desk = loop, desk
         self._open: set[Client] = set()
-        #: Clients whose connection has ended and whose process has not.
-        self._suspects: dict[Client, float] = {}
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             self._listener.bind(os.fspath(path))
             os.chmod(path, 0o600)
-            self._listener.listen(128)
+            self._listener.listen(1024)
             self._listener.setblocking(False)
         except BaseException:
             self._listener.close()
@@ -84,14 +143,9 @@ class Connections:
         """Accepts clients from now on."""
         self._loop.watch(self._listener, lambda _: self._accept())
 
-    def watched(self) -> Iterator[Client]:
-        """Iterates over the connected clients, and the disconnected ones that may still write to what they gave."""
-        return iter([*self._open, *self._suspects])
-
-    @property
-    def has_suspects(self) -> bool:
-        """Whether the end of a process is waited for."""
-        return bool(self._suspects)
+    def giver_of(self, kept: Kept[KeptMemory]) -> Client | None:
+        """Returns the client that gave a snapshot, if it is connected."""
+        return next((client for client in self._open if kept in client.given), None)
 
     def send(self, client: Client, message: Message | Handover) -> None:
         """Sends ``message`` as soon as the client reads; nothing if it is not connected any more.
@@ -102,95 +156,64 @@ class Connections:
             return
         if len(client.queue) >= _MOST_QUEUED:
             logger.warning("process %d is disconnected: it does not read its answers", client.pid)
-            self.cast_out(client)
+            self._cast_out(client)
             return
         client.queue.append(message)
         if len(client.queue) == 1:
             self._flush(client)
 
-    def cast_out(self, client: Client) -> None:
-        """Gives up what a process gave, and disconnects it: from then on it may write to that memory.
-
-        What a process gave that has promised not to write to it is kept.
-        """
-        client.queue.clear()
-        if not client.has_left:
-            client.is_cast_out = True
-            self._desk.drop_given(client)
+    def _cast_out(self, client: Client) -> None:
+        """Gives up what a process gave, and disconnects it: from then on it may write to that memory."""
+        self._desk.drop_given(client)
         self._disconnect(client)
 
-    def look_at_clocks(self, now: float) -> None:
-        """Disconnects clients, and gives up on suspects, that have taken too long."""
-        self._look_at_suspects(now)
-        for client in [c for c in self._open if not c.has_spoken and now - c.since > _GREETING_S]:
-            self._disconnect(client)
-
-    def stop_accepting(self) -> None:
-        """Accepts nobody any more."""
-        self._listener.close()
-
     def close(self) -> None:
-        """Disconnects all clients, and watches none of the processes any more that may write to what they gave."""
+        """Accepts nobody any more, and disconnects all clients."""
+        self._listener.close()
         for client in list(self._open):
-            client.has_left = True
             self._disconnect(client)
 
     def _accept(self) -> None:
         for _ in range(_TURN):
-            if not self._accept_one():
+            try:
+                sock, _ = self._listener.accept()
+            except BlockingIOError:
                 return
-
-    def _accept_one(self) -> bool:
-        """Accepts a connection that waits; returns whether another one may be waiting.
-
-        One of another user is closed. So is one beyond ``MOST_CLIENTS``, unless a client that has said nothing yet is
-        there to be disconnected for it.
-        """
-        try:
-            sock, _ = self._listener.accept()
-        except BlockingIOError:
-            return False
-        except OSError as e:
-            # Out of descriptors, mostly. One that has said nothing makes room.
-            logger.warning("a client could not be accepted: %s", e)
-            if not self._disconnect_silent():
+            except OSError as e:
+                # Out of descriptors, mostly.
+                logger.warning("a client could not be accepted: %s", e)
                 time.sleep(0.02)
-            return False
-        sock.setblocking(False)
-        pid, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
-        if uid != os.geteuid():
-            logger.warning("process %d of user %d was turned away: this keeper is user %d's", pid, uid, os.geteuid())
-            sock.close()
-            return True
-        if len(self._open) >= MOST_CLIENTS and not self._disconnect_silent():
-            sock.close()
-            return True
-        client = Client(sock, pid)
-        self._open.add(client)
-        self._loop.watch(sock, functools.partial(self._serve, client))
-        return True
-
-    def _disconnect_silent(self) -> bool:
-        """Disconnects the client that has said nothing for the longest time; false if all have said something."""
-        silent = [client for client in self._open if not client.has_spoken]
-        if silent:
-            self._disconnect(min(silent, key=lambda client: client.since))
-        return bool(silent)
+                return
+            sock.setblocking(False)
+            pid, uid = peer_of(sock)
+            if uid != os.geteuid():
+                logger.warning(
+                    "process %d of user %d was turned away: this keeper is user %d's", pid, uid, os.geteuid()
+                )
+                sock.close()
+            elif len(self._open) >= MOST_CLIENTS:
+                sock.close()
+            else:
+                client = Client(sock, pid)
+                self._open.add(client)
+                self._loop.watch(sock, functools.partial(self._serve, client))
 
     def _serve(self, client: Client, events: int) -> None:
         """Sends what is queued, and handles a few of the client's messages, as far as its socket is ready.
 
         Raises nothing: a client whose connection or message is broken is cast out, which is logged.
         """
-        if not client.is_open:
-            return
         try:
             if events & selectors.EVENT_WRITE:
                 self._flush(client)
-            if events & selectors.EVENT_READ:
-                for _ in range(_TURN):
-                    if not client.is_open or not self._read(client):
-                        break
+            for _ in range(_TURN if events & selectors.EVENT_READ else 0):
+                if not client.is_open:
+                    return
+                message = handover.arrive(client.sock)
+                if message is None:
+                    self._disconnect(client)
+                    return
+                self._desk.handle(client, message)
         except BlockingIOError:
             pass
         except (OSError, TensorferryError) as e:
@@ -199,52 +222,34 @@ class Connections:
                 self.send(client, Message("refused", {"save_id": None, "error": str(e)}))
             # Whatever a client does ends its own connection and nothing else.
             logger.warning("process %d is disconnected: %s", client.pid, e)
-            self.cast_out(client)
+            self._cast_out(client)
         except Exception:
             logger.exception("process %d is disconnected", client.pid)
-            self.cast_out(client)
-
-    def _read(self, client: Client) -> bool:
-        """Handles one message of ``client``; returns whether there may be more."""
-        message = handover.arrive(client.sock)
-        if message is None:
-            self._disconnect(client)
-            return False
-        client.has_spoken = True
-        self._desk.handle(client, message)
-        return True
+            self._cast_out(client)
 
     def _flush(self, client: Client) -> None:
         """Sends queued messages, as many as the client's socket takes now."""
-        while client.queue:
+        while client.queue and client.is_open:
             try:
                 handover.send(client.sock, client.queue[0])
             except BlockingIOError:
                 break
-            except (OSError, TensorferryError) as e:
-                logger.debug("process %d is gone: %s", client.pid, e)
+            except ConnectionError:
                 self._disconnect(client)
-                return
-            client.queue.popleft()
-        self._loop.watch_writing(client.sock, bool(client.queue))
-
-    def _look_at_suspects(self, now: float) -> None:
-        """Finds out of each process whose connection ended whether it has died, or lives and may still write."""
-        for client, deadline in list(self._suspects.items()):
-            if client.arriving:
-                continue
-            if not client.has_ended():
-                if now < deadline:
-                    continue
-                if client.can_write_to({file for kept in client.given for file in kept.body.files}):
-                    logger.warning("process %d left without a word and lives: what it gave is not kept", client.pid)
-                    self._desk.drop_given(client)
-            del self._suspects[client]
-            client.forget()
-            client.given.clear()
+            except (OSError, TensorferryError) as e:
+                logger.warning("process %d is disconnected: %s", client.pid, e)
+                self._cast_out(client)
+            else:
+                client.queue.popleft()
+        if client.is_open:
+            self._loop.watch_writing(client.sock, bool(client.queue))
 
     def _disconnect(self, client: Client) -> None:
-        """Closes a client's connection; its process is watched on if it may still write to what it gave."""
+        """Closes a client's connection.
+
+        What it gave is kept: a process that closes it itself has ended, has executed another program, or has promised
+        not to write to that memory any more.
+        """
         if not client.is_open:
             return
         client.is_open = False
@@ -254,9 +259,5 @@ class Connections:
         client.queue.clear()
         for kept in client.given:
             kept.live = False
-        if (client.given or client.arriving) and not (client.has_left or client.is_cast_out or client.has_ended()):
-            self._suspects[client] = time.monotonic() + _ENDING_S
-        else:
-            client.forget()
-            client.given.clear()
+        client.given.clear()
         self._desk.take_all_back(client)

@@ -16,7 +16,7 @@ A snapshot for which that makes no room is refused, and nothing goes.
 
 from __future__ import annotations
 
-import itertools
+import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -40,7 +40,6 @@ class Kept(Generic[T]):
         about: what is known about it
         nbytes: the memory that it takes
         body: what holds it
-        order: a later one came later
         live: whether the trainer that gave it is still connected
         lent: how many processes of this node have its memory mapped; until none has, evicting it frees no memory
     """
@@ -48,35 +47,8 @@ class Kept(Generic[T]):
     about: Snapshot
     nbytes: int
     body: T
-    order: int
     live: bool = True
     lent: int = 0
-
-
-class Reservation:
-    """Memory that is promised to a snapshot on its way, until :meth:`close` gives it back; a second call does nothing.
-
-    It is what the keeper counts, so that no sequence of calls gives back what was not taken.
-
-    Attributes:
-        nbytes: how much it is
-        buffers: in how many pieces
-    """
-
-    def __init__(self, held: set[Reservation], nbytes: int, buffers: int) -> None:
-        self.nbytes, self.buffers = nbytes, buffers
-        self._held = held
-        held.add(self)
-
-    def close(self) -> None:
-        """Gives the memory back."""
-        self._held.discard(self)
-
-    def __enter__(self) -> Reservation:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 class Generations(Generic[T]):
@@ -85,21 +57,24 @@ class Generations(Generic[T]):
     Args:
         limit: most bytes of memory of all snapshots
         most: most snapshots of one job and rank, and most copies from other keepers
+
+    Attributes:
+        leaving: the snapshots that were evicted and still have readers
+        promised: bytes of memory of snapshots on their way, by who fetches them
     """
 
     def __init__(self, limit: int, most: int) -> None:
         self.limit = limit
         self.most = most
         self._kept: dict[Key, Kept[T]] = {}
-        self._leaving: list[Kept[T]] = []
-        self._reserved: set[Reservation] = set()
-        self._order = itertools.count(1)
+        self.leaving: list[Kept[T]] = []
+        self.promised: dict[object, int] = {}
 
     @property
     def used(self) -> int:
         """Bytes of memory that are held or promised."""
-        held = sum(one.nbytes for one in (*self._kept.values(), *self._leaving))
-        return held + sum(one.nbytes for one in self._reserved)
+        held = sum(one.nbytes for one in (*self._kept.values(), *self.leaving))
+        return held + sum(self.promised.values())
 
     def __iter__(self) -> Iterator[Kept[T]]:
         """Iterates over what is kept, the oldest first."""
@@ -108,14 +83,9 @@ class Generations(Generic[T]):
     def __len__(self) -> int:
         return len(self._kept)
 
-    @property
-    def leaving(self) -> list[Kept[T]]:
-        """The snapshots that were evicted and still have readers."""
-        return list(self._leaving)
-
-    def get(self, key: Key | None) -> Kept[T] | None:
+    def get(self, key: Key) -> Kept[T] | None:
         """Returns what is kept under ``key``."""
-        return None if key is None else self._kept.get(key)
+        return self._kept.get(key)
 
     def make_room(
         self, about: Snapshot, nbytes: int, evict: Callable[[Kept[T]], None], cut: Callable[[Kept[T]], None]
@@ -131,22 +101,14 @@ class Generations(Generic[T]):
         Raises:
             KeeperFull: it is kept already, or there would not be enough memory; nothing was evicted
         """
-        for one in self._evictions_for(about, nbytes):
+        for one in self.evictions_for(about, nbytes):
             evict(one)
-        for one in [one for one in self._leaving if not one.lent]:
+        for one in [one for one in self.leaving if not one.lent]:
             if self.used + nbytes <= self.limit:
                 break
             cut(one)
 
-    def check_room(self, about: Snapshot, nbytes: int) -> None:
-        """Checks that :meth:`make_room` would succeed now; nothing goes.
-
-        Raises:
-            KeeperFull: it would not
-        """
-        self._evictions_for(about, nbytes)
-
-    def _evictions_for(self, about: Snapshot, nbytes: int) -> list[Kept[T]]:
+    def evictions_for(self, about: Snapshot, nbytes: int) -> list[Kept[T]]:
         """Returns what is to be evicted so that ``about`` fits.
 
         These are a copy of the same snapshot from elsewhere, what its rank has above the number of generations, and
@@ -168,7 +130,7 @@ class Generations(Generic[T]):
         ]
         gone += same[: max(len(same) + 1 - self.most, 0)]
         excess = self.used + nbytes - self.limit
-        excess -= sum(one.nbytes for one in (*gone, *self._leaving) if not one.lent)
+        excess -= sum(one.nbytes for one in (*gone, *self.leaving) if not one.lent)
         for one in self._eviction_order(about, gone):
             if excess <= 0:
                 break
@@ -176,9 +138,8 @@ class Generations(Generic[T]):
             excess -= one.nbytes
         if excess > 0:
             raise KeeperFull(
-                f"a snapshot of {readable(nbytes)} does not fit: the keeper may hold {readable(self.limit)}, of which "
-                f"{readable(self.used)} are taken, and what it may evict for this one is not enough. Give it more with "
-                "--memory, or let it keep fewer --generations"
+                f"a snapshot of {readable(nbytes)} does not fit beside what the keeper may not evict for it: give it "
+                f"more --memory than {readable(self.limit)}, or let it keep fewer --generations"
             )
         return gone
 
@@ -194,38 +155,29 @@ class Generations(Generic[T]):
         for kept in self._kept.values():
             newest[_counted_with(kept.about)] = kept
         ranked = []
-        for kept in self._kept.values():
+        for kept in self:
             own, last = kept.about.origin == LOCAL, newest[_counted_with(kept.about)] is kept
             same = kept.about.series == about.series
             if kept in chosen or kept.lent or (own and (about.origin != LOCAL or (last and kept.live and not same))):
                 continue
-            ranked.append(((last, own, kept.order), kept))
+            ranked.append(((last, own), kept))
         return [kept for _, kept in sorted(ranked, key=lambda item: item[0])]
 
     def add(self, about: Snapshot, nbytes: int, body: T) -> Kept[T]:
         """Keeps a snapshot for which there is room."""
-        kept = self._kept[about.key] = Kept(about, nbytes, body, next(self._order))
+        kept = self._kept[about.key] = Kept(about, nbytes, body)
         return kept
 
     def leave(self, kept: Kept[T]) -> None:
         """Notes that ``kept`` is evicted and may have readers."""
         if self._kept.get(kept.about.key) is kept:
             del self._kept[kept.about.key]
-            self._leaving.append(kept)
+            self.leaving.append(kept)
 
     def release(self, kept: Kept[T]) -> None:
         """Notes that nobody reads ``kept``, which was evicted, any more."""
-        if kept in self._leaving:
-            self._leaving.remove(kept)
-
-    def reserve(self, nbytes: int, buffers: int = 1) -> Reservation:
-        """Counts ``nbytes`` bytes in so many pieces for a snapshot on its way, until the result is closed."""
-        return Reservation(self._reserved, nbytes, buffers)
-
-    @property
-    def reserved(self) -> list[Reservation]:
-        """What is promised to snapshots on their way."""
-        return list(self._reserved)
+        with contextlib.suppress(ValueError):
+            self.leaving.remove(kept)
 
 
 def _counted_with(about: Snapshot) -> tuple[bool, tuple[str, str, int]]:

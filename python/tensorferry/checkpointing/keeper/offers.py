@@ -6,18 +6,16 @@ import collections
 import contextlib
 import logging
 import socket
+import struct
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from ..._native import Secret
-from ..._reentry import CallLock
-from ...errors import SystemRefused, TensorferryError, TransportClosed, message_of
+from ...errors import TensorferryError, TransportClosed, message_of
 from .. import handover
-from ..handover import Handover, Message
-from . import connecting
-from .connecting import connect, not_at_work
-from .same_secret import difference
+from ..handover import Handover, Message, OtherVersion
+from . import place
+from .place import connect, not_at_work
 
 logger = logging.getLogger("tensorferry")
 
@@ -48,19 +46,17 @@ class Offers:
 
     Args:
         name: the keeper's name
-        secret: the trainer's, which is to be the keeper's
     """
 
-    def __init__(self, name: str, secret: Secret | None) -> None:
-        self._name, self._secret = name, secret
-        self._is_warned = False
-        self._call = CallLock("offer() or let_go()")
-        #: The same lock, which a signal handler in the middle of such a call may enter for what does not wait.
-        self._lock = self._call.reentrant
-        self._changed = threading.Condition(self._lock)
+    def __init__(self, name: str) -> None:
+        self._name = name
+        #: A signal handler in the middle of a call may enter it again.
+        self._changed = threading.Condition()
         self._released = 0
         self._sock: socket.socket | None = None
         self._offers: collections.deque[Offer] = collections.deque()
+        #: Those whose memory is left to the keeper for good.
+        self._left: list[Offer] = []
         #: Whether an offer has waited in vain for answers to those before it: the next one does not wait.
         self._is_late = False
         self._is_closed = False
@@ -73,8 +69,8 @@ class Offers:
             ConnectError: there is no keeper, or it does not answer
             TensorferryError, OSError: nothing could be sent
         """
-        with self._call.held():
-            self._is_late = not self._changed.wait_for(self._are_answered, 0.0 if self._is_late else connecting.OFFER_S)
+        with self._changed:
+            self._is_late = not self._changed.wait_for(self._are_answered, 0.0 if self._is_late else place.OFFER_S)
             if self._is_closed:
                 raise TransportClosed("this connection to a keeper was closed: make a new Keeper")
             if self._is_late:
@@ -96,84 +92,71 @@ class Offers:
     def _open(self) -> socket.socket:
         """Connects to the keeper, and starts the thread that reads its answers."""
         sock = connect(self._name)
-        sock.settimeout(connecting.OFFER_S)
-        try:
-            # A timeout would be one of reading, too: that has a descriptor of its own.
-            reading = sock.dup()
-        except OSError as e:
-            sock.close()
-            raise SystemRefused(f"the keeper {self._name!r} cannot be reached, no socket can be opened: {e}") from e
-        connecting.watch(reading)
-        reading.settimeout(None)
+        # Reading waits for ever, and sending does not.
+        sock.settimeout(None)
+        longest = struct.pack("ll", *divmod(int(place.OFFER_S * 1e6), 1_000_000))
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, longest)
         self._sock = sock
-        threading.Thread(target=self._listen, args=(sock, reading), name="tensorferry-keeper", daemon=True).start()
+        threading.Thread(target=self._listen, args=(sock,), name="tensorferry-keeper", daemon=True).start()
         return sock
 
-    def _listen(self, sock: socket.socket, reading: socket.socket) -> None:
-        """Reads what the keeper says about offers, until it is gone."""
-        with reading:
-            try:
-                while isinstance(message := handover.receive(reading), Message):
-                    self._handle(message)
-            except (OSError, TensorferryError) as e:
-                logger.debug("the keeper %s is gone: %s", self._name, message_of(e))
-        with self._lock:
+    def _listen(self, sock: socket.socket) -> None:
+        """Reads what the keeper says about offers, until it is gone.
+
+        It keeps what it was given if this side ends the connection, by :meth:`close` or because the descriptor was
+        closed: then the memory is not to be used again.
+        """
+        is_gone = False
+        try:
+            while isinstance(message := handover.receive(sock), Message):
+                self._handle(message)
+            is_gone = message is None
+        except (OSError, TensorferryError) as e:
+            # One of another version has taken nothing.
+            is_gone = isinstance(e, OtherVersion)
+            logger.warning("the connection to the keeper %s has failed: %s", self._name, message_of(e))
+        with self._changed:
             self._sock = None
-            # After close(), the keeper holds what it was given: the memory is not to be used again.
-            offers = [] if self._is_closed else list(self._offers)
-            if not self._is_closed:
-                self._offers.clear()
+            offers, self._offers = self._offers, collections.deque()
+            if self._is_closed or not is_gone:
+                self._left += offers
+                offers.clear()
         sock.close()
         if offers:
             logger.warning("the keeper %s is gone; checkpoints are not in memory any more", self._name)
         for offer in offers:
-            offer.tell()
-            self._note_release()
+            self._tell(offer)
 
-    def _note_release(self) -> None:
+    def _tell(self, offer: Offer) -> None:
+        offer.tell()
         with self._changed:
             self._released += 1
             self._changed.notify_all()
 
     def _handle(self, message: Message) -> None:
         """Finds the offer that the keeper's ``message`` is about, and tells whoever made it if its memory is free."""
-        save_id, rank = message.fields.get("save_id"), message.fields.get("rank")
-        with self._lock:
-            offer = next(
-                (
-                    one
-                    for one in self._offers
-                    if (save_id is None or one.save_id == save_id)
-                    and (rank is None or one.rank == rank)
-                    and one.is_answered == (message.kind == "released")
-                ),
-                None,
-            )
+        about = message.fields.get("save_id"), message.fields.get("rank")
+        with self._changed:
+            # Without names, it is about the oldest that was not answered.
+            known = [one for one in self._offers if one.is_answered == (message.kind == "released")]
+            offer = next((one for one in known if about[0] is None or (one.save_id, one.rank) == about), None)
             if offer is None:
                 return
             offer.is_answered = True
             self._changed.notify_all()
             if message.kind != "kept":
                 self._offers.remove(offer)
-        if message.kind == "kept" and not self._is_warned and (wrong := difference(self._secret, message.fields)):
-            self._is_warned = True
-            logger.warning("%s", wrong)
         if message.kind == "refused":
             logger.warning("a checkpoint is not kept in memory: %s", message.fields.get("error"))
         if message.kind != "kept":
-            offer.tell()
-            self._note_release()
+            self._tell(offer)
 
     def let_go(self, patience: float) -> bool:
         """Has the keeper evict the oldest snapshot; returns whether one was released within ``patience`` seconds."""
-        if self._call.is_mine:
-            return False
-        with self._lock:
+        with self._changed:
             sock, before = self._sock, self._released
-            if sock is None or not self._offers:
-                return False
-            if not self._are_answered():
-                # It is not at work.
+            # One that leaves offers unanswered is not at work.
+            if sock is None or not self._offers or not self._are_answered():
                 return False
             try:
                 handover.send(sock, Message("let_go"))
@@ -183,10 +166,8 @@ class Offers:
 
     def close(self) -> None:
         """Ends the connection; what was offered stays with the keeper, and its memory is not used again."""
-        with self._lock:
+        with self._changed:
             self._is_closed = True
             if (sock := self._sock) is not None:
-                with contextlib.suppress(OSError, TensorferryError):
-                    handover.send(sock, Message("farewell"))
                 with contextlib.suppress(OSError):
                     sock.shutdown(socket.SHUT_RDWR)

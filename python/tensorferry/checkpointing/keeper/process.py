@@ -1,7 +1,7 @@
-"""The process that keeps: one thread that answers the processes of its node, and one for each partner.
+"""The process that keeps: one thread that answers the processes of its node, and one for each buddy.
 
-The thread of the process never waits for anyone. Receivers on other nodes are served by the native server, partners by
-threads of their own (``partners``), which hand results to this one with :meth:`KeeperProcess.run_soon`.
+The thread of the process never waits for anyone. Receivers on other nodes are served by the native server, buddies by
+threads of their own, which hand results to this one with :meth:`KeeperProcess.run_soon`.
 """
 
 from __future__ import annotations
@@ -10,63 +10,47 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from pathlib import PurePath
 from typing import Any
 
 from ... import _validate
-from ...errors import InvalidArgument, ProtocolError
+from ...errors import ProtocolError, TensorferryError, message_of
 from ...net import serve
 from ...net.options import ServerOptions, wants_relay
-from ..handover import Arrived, Handover, Message
-from . import figures, index, same_secret
-from .clients import Client
-from .connections import Connections
-from .exchange import SnapshotExchange
-from .keeping import Keeping
-from .loop import Loop
-from .partners import Partner
+from ..handover import Arrived, Message
+from .buddies import LIST, Buddy, keeper_url, publish
+from .connections import Client, Connections, Loop
+from .generations import Generations, Kept
+from .holding import Holding, cost_of, named
+from .kept_memory import KeptMemory
 from .place import SocketPlace
-from .snapshot import Key, Snapshot
-from .stranger_log import StrangerLog
+from .snapshot import LOCAL, Key, Snapshot, snapshot
 
 logger = logging.getLogger("tensorferry")
 
 #: Seconds a request over HTTP waits for a snapshot that is just being published.
 _PATIENCE_S = 5.0
-#: Seconds between two looks at the clocks, and while the end of a process is waited for.
-_LOOK_S, _CLOSE_LOOK_S = 1.0, 0.05
-
-
-@dataclass(frozen=True)
-class KeeperOptions:
-    """How a keeper is set up.
-
-    Attributes:
-        name: distinguishes keepers on a node
-        memory: most bytes of memory of all snapshots
-        generations: most snapshots of one job and rank
-        idle: seconds without clients and requests after which it ends; 0 means never
-        server: how it is reached over the network and what protects it
-        buddies: addresses of keepers whose snapshots it copies
-    """
-
-    name: str
-    memory: int
-    generations: int
-    idle: float
-    server: ServerOptions
-    buddies: Sequence[str] = ()
+#: Seconds between two looks at the clocks, and while evicted snapshots are read.
+_LOOK_S, _CLOSE_LOOK_S = 1.0, 0.02
+#: Most jobs and ranks that have a series of their own on the counters: those that were saved last.
+_MOST_SERIES = 64
 
 
 class KeeperProcess:
     """A keeper; the constructor opens its sockets, :meth:`run` serves.
 
     Args:
-        options: how it is set up
+        name: distinguishes keepers on a node
+        server: how it is reached over the network and what protects it
+        memory: most bytes of memory of all snapshots
+        generations: most snapshots of one job and rank
+        buddies: addresses of keepers whose snapshots it copies
 
     Attributes:
-        keeping: the snapshots
+        holding: the snapshots
+        address: where other keepers find the list of them
         ended_by: the number of the signal that has ended it
 
     Raises:
@@ -75,116 +59,62 @@ class KeeperProcess:
         OSError: the system refuses a socket, or to write its files
     """
 
-    def __init__(self, options: KeeperOptions) -> None:
-        self.options = options
+    def __init__(
+        self, name: str, server: ServerOptions, memory: int, generations: int = 2, buddies: Sequence[str] = ()
+    ) -> None:
+        self.name, self.server = name, server
         self.ended_by: int | None = None
         self._loop = Loop()
         with contextlib.ExitStack() as stack:
             stack.callback(self._loop.close)
-            self._place = SocketPlace(options.name)
+            self._place = SocketPlace(name)
             stack.callback(self._place.leave)
-            self._server, host = serve.start(_PATIENCE_S, options.server, wants_relay(None))
+            self._server, host = serve.start(_PATIENCE_S, server, wants_relay(None))
             stack.callback(self._server.shutdown, 1.0)
-            self.keeping = Keeping(
-                self._loop,
-                self._server,
-                host,
-                options.server,
-                memory=options.memory,
-                generations=options.generations,
-                released=lambda kept: self._exchange.released(kept),
-                digested=lambda memory: self._exchange.digested(memory),
-            )
+            self.holding = Holding(self._server, host, Generations(memory, generations), self._tell_giver)
+            self._list = self._server.shelf(LIST if server.secret is not None else None)
+            self.address = self._list.url(host)
+            urls = dict.fromkeys(keeper_url(address, server) for address in buddies)
+            self._buddies = [Buddy(url, self) for url in urls if url != self.address]
             self._connections = Connections(self._loop, self._place.socket, self)
-            self._exchange = SnapshotExchange(self.keeping, self._connections, self.run_soon, self._secret_fields)
             stack.pop_all()
-        self.address = self.keeping.address
-        self._waiting: list[tuple[Client, Message, float, set[Partner]]] = []
-        self._partners: dict[str, Partner] = {}
-        self._busy_at = time.monotonic()
-        self._served_bytes = 0
+        self._refused = 0
         self._is_over = False
-        self._strangers = StrangerLog(self._server)
-        self._show_at = 0.0
-        self._show()
 
     def run(self) -> None:
-        """Serves until a signal or the idle limit ends it; then nothing of it is left on the node."""
+        """Serves until a signal ends it; then nothing of it is left on the node."""
         self._connections.start()
+        for buddy in self._buddies:
+            buddy.start()
         try:
-            with contextlib.suppress(InvalidArgument):
-                self._set_buddies(self.options.buddies)
             while not self._is_over:
                 try:
-                    self.keeping.publish_index()
-                    self._loop.turn(self._longest_wait())
-                    self._look_at_clocks()
+                    if self.holding.is_changed:
+                        self.holding.is_changed = False
+                        publish(self._list, [kept.about for kept in self.holding.generations])
+                    self._loop.turn(_CLOSE_LOOK_S if self.holding.going else _LOOK_S)
+                    self.holding.look_at_readers()
+                    self._server.show(f"keeper {self.name}", [], [], self._series())
                 except Exception:
                     # With this process, everything that it holds would be lost.
                     logger.exception("an error in the keeper, which goes on")
                     time.sleep(0.1)
         finally:
-            self._close()
+            self._place.leave()
+            for buddy in self._buddies:
+                buddy.stop()
+            self._connections.close()
+            self._server.shutdown(1.0)
+            self._loop.close()
 
     def stop(self, by: int | None = None) -> None:
         """Ends :meth:`run` soon; may be called from any thread and from a signal handler, with the signal's number."""
-        self.ended_by = by
-        self.run_soon(self._end)
+        self.ended_by, self._is_over = by, True
+        self.run_soon(lambda: None)
 
     def run_soon(self, call: Callable[[], object]) -> None:
         """Has the keeper's thread run ``call``; may be called from any thread."""
         self._loop.run_soon(call)
-
-    def _end(self) -> None:
-        self._is_over = True
-
-    def _close(self) -> None:
-        self._place.leave()
-        self._connections.stop_accepting()
-        for partner in self._partners.values():
-            partner.stop()
-        self.keeping.stop()
-        self._exchange.stop()
-        self._connections.close()
-        self._server.shutdown(1.0)
-        self._loop.close()
-
-    def _longest_wait(self) -> float:
-        """Returns for how many seconds the loop may wait: until the next look at clocks or deadline of a question."""
-        longest = _CLOSE_LOOK_S if self._connections.has_suspects else _LOOK_S
-        deadlines = [deadline for _, _, deadline, _ in self._waiting]
-        return min([longest, *(deadline - time.monotonic() for deadline in deadlines)])
-
-    def _look_at_clocks(self) -> None:
-        """Does what is due by now: ends overdue readers, answers those who waited for partners, ends an idle keeper."""
-        now = time.monotonic()
-        self.keeping.look_at_clocks(now)
-        self._connections.look_at_clocks(now)
-        self._strangers.look(now)
-        if now >= self._show_at:
-            self._show()
-        for client, message, deadline, partners in list(self._waiting):
-            if now >= deadline or not any(partner.is_asked for partner in partners):
-                self._waiting.remove((client, message, deadline, partners))
-                if client.is_open:
-                    self._list(client, message)
-        served = self._server.bytes_served
-        if len(self._connections) or served != self._served_bytes or self.keeping.is_any_going:
-            self._busy_at, self._served_bytes = now, served
-        elif self.options.idle and now - self._busy_at >= self.options.idle:
-            logger.info("the keeper %s ends: nobody has used it for %g s", self.options.name, self.options.idle)
-            self._end()
-
-    def _show(self) -> None:
-        """Hands what its pages show to the server, once a second."""
-        self._show_at = time.monotonic() + _LOOK_S
-        held, tallies = self.keeping.generations, self.keeping.tallies
-        figures.show(
-            self._server, self.options.name, len(self._connections), held, tallies, list(self._partners.values())
-        )
-
-    def _secret_fields(self) -> dict[str, Any]:
-        return same_secret.described(self.options.server.secret, len(self._partners))
 
     # Clients.
 
@@ -196,66 +126,106 @@ class KeeperProcess:
         """
         match message:
             case Arrived(kind="keep"):
-                self._exchange.keep(client, message)
+                self._keep(client, message)
             case Message(kind="let_go"):
-                self._exchange.let_go_of_oldest(client)
+                self._let_go_of_oldest(client)
             case Message(kind="held"):
-                self._ask(client, message)
+                self._send_list(client)
             case Message(kind="take"):
-                self._exchange.lend(client, message)
-            case Message(kind="done"):
-                self._exchange.take_back(client, message)
-            case Message(kind="buddies"):
-                self._take_buddies(client, message)
-            case Message(kind="farewell"):
-                client.has_left = True
+                self._lend(client, message)
             case Message(kind="status"):
-                self._send(client, Message("status", self.status()))
+                self._connections.send(client, Message("status", self.status()))
             case _:
                 if isinstance(message, Arrived):
                     message.close()
                 raise ProtocolError(f"it asks for {_validate.brief(message.kind)}, which a keeper does not know")
 
-    def _send(self, client: Client, message: Message | Handover) -> None:
-        self._connections.send(client, message)
+    def _keep(self, client: Client, given: Arrived) -> None:
+        """Keeps what ``client`` gives, or refuses it; the client is told which."""
+        save_id, nbytes = given.fields.get("save_id"), cost_of(given.nbytes, given.table, given.control)
+        try:
+            about = snapshot({**given.fields, "origin": LOCAL, "nbytes": 0, "metadata": ""})
+            # Before anything is read.
+            self.holding.check_room(about, nbytes, given.buffers)
+            kept = self.holding.keep(about, nbytes, given.open())
+        except (TensorferryError, OSError, MemoryError) as e:
+            self._refused += 1
+            logger.warning("a snapshot of process %d is refused: %s", client.pid, message_of(e))
+            error = {"save_id": save_id, "rank": given.fields.get("rank"), "error": message_of(e)[:4096]}
+            self._connections.send(client, Message("refused", error))
+            return
+        finally:
+            given.close()
+        client.given.add(kept)
+        logger.info("%s is kept: %d bytes, of process %d", named(kept.about), nbytes, client.pid)
+        self._connections.send(client, Message("kept", {"save_id": about.save_id, "rank": about.rank}))
+
+    def _tell_giver(self, kept: Kept[KeptMemory]) -> None:
+        """Notifies the trainer that gave a snapshot that its memory is free."""
+        if (client := self._connections.giver_of(kept)) is not None:
+            client.given.discard(kept)
+            about = kept.about
+            self._connections.send(client, Message("released", {"save_id": about.save_id, "rank": about.rank}))
+
+    def _let_go_of_oldest(self, client: Client) -> None:
+        """Evicts the oldest snapshot of ``client``, which needs its memory now: its readers elsewhere are cut.
+
+        What was evicted before and still has such readers goes first. What a process of this node reads is spared.
+        """
+        free = [kept for kept in client.given if not kept.lent]
+        leaving = [kept for kept in free if kept in self.holding.going]
+        if not leaving and (held := [kept for kept in self.holding.generations if kept in free]):
+            self.holding.evict(held[0])
+            leaving = held[:1]
+        for kept in leaving:
+            self.holding.cut(kept)
 
     def drop_given(self, client: Client) -> None:
         """Gives up the snapshots that ``client`` gave: from now on the client may write to their memory."""
-        self._exchange.drop_given(client)
+        given, client.given = client.given, set()
+        for kept in given:
+            # A newer snapshot may have displaced it, and its last reader may be gone.
+            if self.holding.generations.get(kept.about.key) is kept:
+                self.holding.evict(kept)
+            if kept in self.holding.going:
+                self.holding.cut(kept)
+
+    def _lend(self, client: Client, message: Message) -> None:
+        """Lends the snapshot that ``message`` names until the client's connection ends; not before it has checksums."""
+        key = message.fields.get("key")
+        kept = next((one for one in self.holding.generations if [*one.about.key] == key), None)
+        if kept is None:
+            self._connections.send(client, Message("gone"))
+            return
+        if kept.body.digests is None:
+            self._connections.send(client, Message("later"))
+            return
+        if kept not in client.borrowed:
+            kept.lent += 1
+            client.borrowed.add(kept)
+        self._connections.send(client, kept.body.handover("taken", kept.about.fields()))
 
     def take_all_back(self, client: Client) -> None:
         """Takes back what ``client``, whose connection has ended, has borrowed."""
-        self._exchange.take_all_back(client)
+        for kept in client.borrowed:
+            kept.lent = max(kept.lent - 1, 0)
+            self.holding.let_go(kept)
 
     # What is held.
 
-    def _ask(self, client: Client, message: Message) -> None:
-        """Answers a question for the list, after the partners were asked anew if ``message`` says so."""
-        partners = set(self._partners.values()) if message.fields.get("ask_buddies") is True else set()
-        if not partners:
-            self._list(client, message)
-            return
-        if any(waiting is client for waiting, *_ in self._waiting):
-            raise ProtocolError("it asks again before it was answered")
-        patience = max([partner.ask() for partner in partners])
-        self._waiting.append((client, message, time.monotonic() + patience, partners))
-
-    def _list(self, client: Client, message: Message) -> None:
-        """Sends the client the snapshots of the job, path and rank that ``message`` names, each in a message."""
-        wanted = {name: value for name in ("job", "path", "rank") if (value := message.fields.get(name)) is not None}
+    def _send_list(self, client: Client) -> None:
+        """Sends the client all snapshots that are known, each in a message."""
         for one in self.held():
-            fields = one.fields()
-            if all(fields[name] == value for name, value in wanted.items()):
-                self._send(client, Message("snapshot", fields))
-        self._send(client, Message("end", {"address": self.address}))
+            self._connections.send(client, Message("snapshot", one.fields()))
+        self._connections.send(client, Message("end"))
 
     def held(self) -> list[Snapshot]:
-        """Returns what this keeper holds, the newest last, and behind it what its partners hold and it does not."""
-        own = [kept.about for kept in self.keeping.generations]
+        """Returns what this keeper holds, the newest last, and behind it what its buddies hold and it does not."""
+        own = [kept.about for kept in self.holding.generations]
         known = {one.key for one in own}
         there: dict[Key, Snapshot] = {}
-        for partner in self._partners.values():
-            for one in partner.listed:
+        for buddy in self._buddies:
+            for one in buddy.listed:
                 if one.key not in known:
                     there.setdefault(one.key, replace(one, remote=True))
         ranks: dict[tuple[str, str, str, int], set[int]] = {}
@@ -265,48 +235,42 @@ class KeeperProcess:
 
     def status(self) -> dict[str, Any]:
         """Returns what the keeper says about itself."""
+        held = self.holding.generations
         return {
-            "name": self.options.name,
+            "name": self.name,
             "pid": os.getpid(),
             "address": self.address,
-            "started": self.keeping.tallies.started,
-            "memory": self.options.memory,
-            "used": self.keeping.generations.used,
-            "generations": self.options.generations,
-            "snapshots": len(self.keeping.generations),
-            "leaving": len(self.keeping.generations.leaving),
+            "memory": held.limit,
+            "used": held.used,
+            "generations": held.most,
+            "snapshots": len(held),
+            "leaving": len(held.leaving),
             "clients": len(self._connections),
             "served": self._server.bytes_served,
-            "kept": self.keeping.tallies.kept,
-            "refused": sum(self.keeping.tallies.refused.values()),
-            "buddies": [partner.status() for partner in self._partners.values()][:32],
+            "refused": self._refused,
+            "buddies": [buddy.status() for buddy in self._buddies],
         }
 
-    # Partners.
+    def _series(self) -> list[tuple[str, bool, str, list[tuple[list[tuple[str, str]], float]]]]:
+        """Returns what the counters show beside those of the server: what ``top`` and alerts need."""
+        held = self.holding.generations
+        own = [one.about for one in held if one.about.origin == LOCAL]
+        newest = {(PurePath(one.job).name or one.job, str(one.rank)): one.step for one in own[-_MOST_SERIES:]}
 
-    def _take_buddies(self, client: Client, message: Message) -> None:
-        """Takes the buddies that a client sets; answers with all of them, or with why they are refused."""
-        addresses = message.fields.get("buddies")
-        try:
-            self._set_buddies(_validate.items("buddies", addresses))  # type: ignore[arg-type]
-        except InvalidArgument as e:
-            self._send(client, Message("refused", {"save_id": None, "error": str(e)}))
-            return
-        self._send(client, Message("buddies", {"buddies": list(self._partners)}))
+        def one(name: str, about: str, rows: Iterable[tuple[list[tuple[str, str]], float]]) -> Any:
+            return f"keeper_{name}", name.endswith("_total"), about, [(labels, float(value)) for labels, value in rows]
 
-    def _set_buddies(self, addresses: Sequence[Any]) -> None:
-        """Takes the keepers at ``addresses`` for partners, beside those of the command line, and no others.
-
-        This keeper's own address is left out, and so is what comes after the first ``index.MOST_BUDDIES``.
-
-        Raises:
-            InvalidArgument: one of them is no address of a keeper
-        """
-        wanted = [index.keeper_url(address, self.options.server) for address in (*self.options.buddies, *addresses)]
-        wanted = [url for url in dict.fromkeys(wanted) if url != self.address][: index.MOST_BUDDIES]
-        for url in set(self._partners) - set(wanted):
-            self._partners.pop(url).stop()
-        for url in wanted:
-            if url not in self._partners:
-                self._partners[url] = partner = Partner(url, self)
-                partner.start()
+        found = [
+            one("memory_used_bytes", "Memory of the snapshots.", [([], held.used)]),
+            one("memory_limit_bytes", "Memory that they may take.", [([], held.limit)]),
+            one(
+                "snapshots",
+                "Snapshots held.",
+                [([("origin", "own")], len(own)), ([("origin", "buddy")], len(held) - len(own))],
+            ),
+            one("refused_total", "Snapshots of trainers that were refused.", [([], self._refused)]),
+            one("newest_step", "Step of the newest.", [([("job", j), ("rank", r)], newest[j, r]) for j, r in newest]),
+            one("buddy_up", "1 if it answers.", [([("buddy", b.host)], b.is_up) for b in self._buddies]),
+        ]
+        # A name without a row would be no series.
+        return [series for series in found if series[3]]
