@@ -238,7 +238,6 @@ def test_a_location_is_a_folder_of_this_machine(tmp_path):
     missing = location_of(tmp_path / "b" / "c" / "1")
     (tmp_path / "b").mkdir()
     others = [location_of(tmp_path / name / "1") for name in ("b", "b/c", "b/d")]
-    # Removed and made anew: another run.
     (tmp_path / "a").rename(tmp_path / "old")
     (tmp_path / "a").mkdir()
     assert len({found, missing, *others, location_of(tmp_path / "a" / "1")}) == 6

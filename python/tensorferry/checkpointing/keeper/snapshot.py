@@ -101,7 +101,7 @@ def location_of(path: str | os.PathLike[str]) -> str:
     """Returns 16 hexadecimal digits for the folder in which the checkpoint's folder ``path`` lies.
 
     They are the same in all processes and containers of this machine that have that very folder at this path. On
-    another machine, for another folder at the same path, and for one that was removed and made anew, they differ.
+    another machine, and for another folder at the same path, they differ.
     """
     folder, missing = place_of(path).parent, []
     while not folder.exists():
