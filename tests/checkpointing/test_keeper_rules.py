@@ -67,6 +67,11 @@ def test_the_oldest_of_a_rank_goes_first():
         rig.add(about(number, rank=1), 10)
     assert (rig.names(), rig.evicted) == (["s2", "s2", "s3", "s3"], ["s0", "s0", "s1", "s1"])
     assert rig.held.used == 40
+    # Of copies, which are fetched in any order, that of the oldest save.
+    rig = Rig(100, 2)
+    for number in (2, 1, 3):
+        rig.add(about(number, origin="b:1"), 10)
+    assert rig.names() == ["s2", "s3"]
     # Jobs of the same path in folders of their own do not evict each other, unless they have one name.
     for job, expected in (("/run", 2), ("name", 1)):
         rig = Rig(100, 1)

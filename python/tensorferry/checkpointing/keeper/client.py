@@ -17,14 +17,7 @@ from typing import Any
 
 from ... import _validate
 from ..._native import Stored
-from ...errors import (
-    ConnectError,
-    IncompleteCheckpoint,
-    InvalidArgument,
-    ProtocolError,
-    TensorferryError,
-    message_of,
-)
+from ...errors import ConnectError, IncompleteCheckpoint, InvalidArgument, ProtocolError, TensorferryError, message_of
 from ...net.heals import log_heal
 from ...net.secret import shared_secret
 from ...storage.folder import Index, read_index
@@ -65,13 +58,7 @@ class Keeper:
         InvalidArgument: an argument cannot be used
     """
 
-    def __init__(
-        self,
-        name: str = DEFAULT_NAME,
-        *,
-        job: str | None = None,
-        secret: str | bytes | None = None,
-    ) -> None:
+    def __init__(self, name: str = DEFAULT_NAME, *, job: str | None = None, secret: str | bytes | None = None) -> None:
         self.name = keeper_name(name)
         if job is not None and not (0 < len(_validate.string("job", job)) <= 1024 and job.isprintable()):
             raise InvalidArgument(f"job must be 1 to 1024 printable characters, not {_validate.brief(job)}")

@@ -125,9 +125,7 @@ class Generations(Generic[T]):
                 f"{readable(self.limit)}: give it more with --memory"
             )
         gone = [known] if known else []
-        same = [
-            one for one in self._kept.values() if _counted_with(one.about) == _counted_with(about) and one not in gone
-        ]
+        same = [one for one in self._by_age() if _counted_with(one.about) == _counted_with(about) and one not in gone]
         gone += same[: max(len(same) + 1 - self.most, 0)]
         excess = self.used + nbytes - self.limit
         excess -= sum(one.nbytes for one in (*gone, *self.leaving) if not one.lent)
@@ -151,17 +149,19 @@ class Generations(Generic[T]):
         evicted are snapshots that processes of this node have mapped, this node's own for a copy of a buddy's, and the
         newest one of another rank whose trainer is connected.
         """
-        newest: dict[tuple[bool, tuple[str, str, int]], Kept[T]] = {}
-        for kept in self._kept.values():
-            newest[_counted_with(kept.about)] = kept
+        newest = {_counted_with(kept.about): kept for kept in self._by_age()}
         ranked = []
-        for kept in self:
+        for kept in self._by_age():
             own, last = kept.about.origin == LOCAL, newest[_counted_with(kept.about)] is kept
             same = kept.about.series == about.series
             if kept in chosen or kept.lent or (own and (about.origin != LOCAL or (last and kept.live and not same))):
                 continue
             ranked.append(((last, own), kept))
         return [kept for _, kept in sorted(ranked, key=lambda item: item[0])]
+
+    def _by_age(self) -> list[Kept[T]]:
+        """Returns what is kept, the oldest first: trainers give theirs in this order, and buddies are asked for any."""
+        return sorted(self._kept.values(), key=lambda one: 0 if one.about.origin == LOCAL else one.about.began)
 
     def add(self, about: Snapshot, nbytes: int, body: T) -> Kept[T]:
         """Keeps a snapshot for which there is room."""

@@ -43,12 +43,7 @@ class KeptMemory:
         ProtocolError: the manifest among them is not valid
     """
 
-    def __init__(
-        self,
-        server: Server,
-        step: int,
-        given: Handover,
-    ) -> None:
+    def __init__(self, server: Server, step: int, given: Handover) -> None:
         self.buffers = len(given.buffers)
         self.digests: bytes | None = None
         self._given: Handover | None = given
