@@ -263,7 +263,7 @@ def test_other_sizes_and_names_than_the_list_promises(at_work, liar):
     process, keeper = at_work
     large = liar.serves({"w": torch.zeros(8 * MIB // 4)})
     many = liar.serves({f"{n}": torch.zeros(1) for n in range(60_000)})
-    sizes = [(large, 100), (large, 65 * MIB), (large, 1 << 62), (many, 5000)]
+    sizes = [(large, 8192), (large, 65 * MIB), (large, 1 << 62), (many, 5000)]
     entries = [liar.entry(n, shelf, nbytes=size) for n, (shelf, size) in enumerate(sizes)]
     liar.lists(*entries)
     for number in range(len(sizes)):

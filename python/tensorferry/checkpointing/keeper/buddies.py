@@ -150,14 +150,10 @@ def fetch_snapshot(remote: Remote, about: Snapshot) -> tuple[Table, SharedBuffer
         ProtocolError: it is larger than the list says
         TensorferryError: the snapshot cannot be fetched, or there is no memory for it
     """
-    too_large = ProtocolError(f"the snapshot is larger than the {about.nbytes} bytes that the list says")
-    # Before there are objects for each entry.
-    if TABLE_COST * 31 * len(remote) > about.nbytes + _SLACK:
-        raise too_large
     offsets, total = side_by_side(remote.sizes)
     table = 31 * len(remote) + sum(map(len, remote.names)) + 8 * sum(map(len, remote.shapes))
     if total + TABLE_COST * table > about.nbytes + _SLACK:
-        raise too_large
+        raise ProtocolError(f"the snapshot is larger than the {about.nbytes} bytes that the list says")
     buffer = SharedBuffer(max(total, 1))
     remote.fetch([buffer.address + offset for offset in offsets])
     rows = Table()
