@@ -154,6 +154,8 @@ def test_a_buddy_that_is_away_holds_nobody_up_and_another_secret_is_told(nodes, 
     assert [s.origin for s in one.held() if not s.remote] == ["local"]
     # One that does not answer is given up after seconds, and does not hold up the end.
     buddy.process.send_signal(signal.SIGSTOP)
+    threads = Path(f"/proc/{buddy.process.pid}/task")
+    eventually("all of it is stopped", lambda: all("\nState:\tT" in p.read_text() for p in threads.glob("*/status")))
     (large,) = one.held(job="/ckpt/large")
     began = time.monotonic()
     with pytest.raises(Exception, match="timed out"):
