@@ -6,7 +6,6 @@ are imported on first use.
 
 from typing import TYPE_CHECKING
 
-from . import _log as _log
 from ._first_use import on_first_use
 
 if TYPE_CHECKING:

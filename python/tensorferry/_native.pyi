@@ -21,7 +21,6 @@ __all__ = [
     "Remote",
     "Report",
     "Rows",
-    "Seat",
     "Secret",
     "Server",
     "SharedBuffer",
@@ -145,11 +144,6 @@ class HttpAnswer:
     def close(self) -> None: ...
 
 @final
-class Seat:
-    @staticmethod
-    def take(cards: list[str]) -> tuple[int, Seat] | None: ...
-
-@final
 class Server:
     def __new__(
         cls,
@@ -167,7 +161,6 @@ class Server:
         swarm: bool = False,
         rails: list[tuple[str, int]] = ...,
         card: str | None = None,
-        seat: Seat | None = None,
         zone: str | None = None,
     ) -> Server: ...
     @property

@@ -2,26 +2,19 @@
 
 import logging
 import pickle
-import re
-import subprocess
-import sys
 import traceback
 import urllib.error
 import urllib.request
-from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
 
 import tensorferry
 from equality import assert_same_state
-from nights import mostly_at_night
 from secured import SECRET, TIMEOUT, send, state
 from tensorferry import InvalidArgument, ProtocolError, SourceRefused, UnprovenSource, join_metadata
 
 OTHER = "a secret of another job"
-GUIDE = Path(__file__).parents[2] / "docs/guides/security.md"
 
 pytestmark = pytest.mark.beyond_torchft
 
@@ -47,21 +40,11 @@ def _trapped():
     raise Unpickled
 
 
-@pytest.mark.parametrize("same_host", mostly_at_night([True, False]))
-@pytest.mark.parametrize("snapshot", ["borrow", "copy"])
-def test_a_peer_with_the_secret_receives(open_transport, same_host, snapshot):
-    source = open_transport(secret=SECRET, same_host=same_host, snapshot=snapshot)
+@pytest.mark.parametrize("same_host", [True, False])
+def test_a_peer_with_the_secret_receives(open_transport, same_host):
+    source = open_transport(secret=SECRET, same_host=same_host)
     receiver = open_transport(secret=SECRET.encode(), num_chunks=3)
     assert_same_state(receiver.recv_checkpoint(0, send(source), 3, TIMEOUT), state())
-
-
-def test_it_receives_in_place_and_from_several_sources(open_transport):
-    sources = [open_transport(secret=SECRET) for _ in range(2)]
-    mine = state(2)
-    receiver = open_transport(secret=SECRET, state_dict=lambda: mine)
-    received = receiver.recv_checkpoint(0, join_metadata([send(s) for s in sources]), 3, TIMEOUT)
-    assert received["w"].data_ptr() == mine["w"].data_ptr()
-    assert_same_state(received, state())
 
 
 def test_the_environment_and_a_file_name_it(open_transport, monkeypatch, tmp_path):
@@ -106,20 +89,6 @@ def test_a_peer_without_the_secret_learns_why(open_transport):
         open_transport(secret=OTHER).recv_checkpoint(0, metadata, 3, TIMEOUT)
 
 
-def test_the_guide_names_the_error_of_each_side(open_transport):
-    rows = re.findall(r"^\| `(\w+)`[^,|]*, `([^`]+)` \|", GUIDE.read_text(), re.MULTILINE)
-    said = {words: name for name, words in rows}
-    guarded, plain = open_transport(secret=SECRET), open_transport()
-    for source, secret, words in (
-        (guarded, OTHER, "has another shared secret"),
-        (guarded, None, "asks for a shared secret"),
-        (plain, SECRET, "does not prove that it knows the shared secret"),
-    ):
-        with pytest.raises(tensorferry.TensorferryError, match=words) as refused:
-            open_transport(secret=secret).recv_checkpoint(0, send(source), 3, TIMEOUT)
-        assert type(refused.value).__name__ == said[words]
-
-
 def test_nothing_is_unpickled_from_a_source_that_cannot_prove_itself(open_transport):
     metadata = send(open_transport(), {"w": torch.ones(3), "trap": Trap()})
     with pytest.raises(ProtocolError, match="Unpickled"):
@@ -139,28 +108,16 @@ def test_an_unproven_source_is_left_for_a_proven_one(open_transport):
 
 
 def test_stock_peers_stay_outside(open_transport, open_stock):
-    source = open_transport(secret=SECRET)
-    metadata = send(source)
+    metadata = send(open_transport(secret=SECRET))
     with pytest.raises(urllib.error.HTTPError) as refused:
         open_stock().recv_checkpoint(0, metadata, 3, TIMEOUT)
-    assert refused.value.code == 404
+    assert (refused.value.code, refused.value.reason) == (404, "not found")
     refused.value.close()
-    stock = open_stock()
-    stock.send_checkpoint([1], 3, {"trap": Trap()}, TIMEOUT)
+    stock = send(open_stock(), {"trap": Trap()})
     with pytest.raises(UnprovenSource, match="stock torchft source, which cannot prove"):
-        open_transport(secret=SECRET, trust_pickle=True).recv_checkpoint(0, stock.metadata(), 3, TIMEOUT)
+        open_transport(secret=SECRET, trust_pickle=True).recv_checkpoint(0, stock, 3, TIMEOUT)
 
 
-def test_the_metadata_alone_fetches_nothing(open_transport):
-    metadata = send(open_transport(secret=SECRET))
-    for tail in ("3.safetensors", "3/header", "3/digests", "3/full", "3/metadata", "3/0"):
-        with pytest.raises(urllib.error.HTTPError) as refused:
-            urllib.request.urlopen(metadata + tail)
-        assert (refused.value.code, refused.value.reason) == (404, "not found")
-        refused.value.close()
-
-
-@pytest.mark.waits
 def test_it_shows_itself_nowhere(open_transport, caplog):
     shown = []
     with caplog.at_level(logging.DEBUG):
@@ -170,47 +127,22 @@ def test_it_shows_itself_nowhere(open_transport, caplog):
         for wrong in (
             lambda: open_transport(secret=OTHER).recv_checkpoint(0, metadata, 3, TIMEOUT),
             lambda: receiver.recv_checkpoint(0, send(open_transport()), 3, TIMEOUT),
-            lambda: receiver.recv_checkpoint(0, metadata, 4, timedelta(seconds=1)),
             lambda: open_transport(secret=SECRET[:15]),
         ):
             with pytest.raises(tensorferry.TensorferryError) as failed:
                 wrong()
-            shown += [str(failed.value), repr(failed.value), *traceback.format_exception(failed.value)]
+            shown += [repr(failed.value), *traceback.format_exception(failed.value)]
     shown += [r.getMessage() for r in caplog.records]
     for transport in (source, receiver):
         native = transport._options.secret
-        held = {**vars(transport), **vars(transport._options)}
-        shown += [repr(transport), str(held), transport.metadata(), transport.address(), repr(native)]
+        shown += [repr(transport), str(vars(transport) | vars(transport._options)), repr(native), metadata]
         # What a trainer compares with its keeper's is derived from the secret, and another one for each nonce.
         assert [name for name in dir(native) if not name.startswith("__")] == ["comparison"]
         shown += [native.comparison(bytes(16)), bytes.fromhex(native.comparison(bytes(16))).decode("latin-1")]
         assert native.comparison(bytes(16)) != native.comparison(b"x" * 16)
         with pytest.raises(TypeError):
             pickle.dumps(native)
-        for value in held.values():
-            assert value not in (SECRET, SECRET.encode())
     # The traceback shows lines of this file, which have the names of constants and not their values.
     for text in shown:
         assert SECRET[:15] not in text
         assert SECRET.encode().hex()[:16] not in text
-
-
-@pytest.mark.process
-def test_a_child_process_takes_it_from_the_environment(open_transport, tmp_path):
-    metadata = send(open_transport(secret=SECRET))
-    code = (
-        "import sys, datetime, tensorferry\n"
-        "t = tensorferry.HTTPTransport(datetime.timedelta(seconds=30))\n"
-        "print(tuple(t.recv_checkpoint(0, sys.argv[1], 3, datetime.timedelta(seconds=30))['w'].shape))\n"
-        "t.shutdown()\n"
-    )
-    file = tmp_path / "secret"
-    file.write_text(SECRET + "\n")
-    done = subprocess.run(
-        [sys.executable, "-c", code, metadata],
-        env={"TENSORFERRY_SECRET_FILE": str(file)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.stdout == "(700000,)\n", done.stderr

@@ -16,16 +16,10 @@ def publish(state: int, **server: Unpack[ServerArguments]) -> tuple[int, dict[st
     return state, dict(server)
 
 
-def test_what_the_function_returns_is_returned():
-    assert publish(3, port=7) == (3, {"port": 7})
-
-
-def test_the_arguments_are_shown_one_by_one():
+def test_the_arguments_are_shown_one_by_one_and_taken():
     shown = inspect.signature(publish).parameters
     assert list(shown) == ["state", *ServerArguments.__annotations__]
     assert shown["tls"].default is None
-
-
-def test_a_misspelt_argument_is_refused():
+    assert publish(3, port=7) == (3, {"port": 7})
     with pytest.raises(TypeError, match=r"publish\(\) got an unexpected keyword argument 'prot'"):
         publish(3, prot=7)

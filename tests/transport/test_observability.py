@@ -3,22 +3,14 @@
 from __future__ import annotations
 
 import logging
-import re
-import subprocess
-import sys
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
 
 from tensorferry import ConnectError, HTTPTransport, ReceiveReport
-from tensorferry.net import tracing
-from tensorferry.net.tracing import Span
 
 TIMEOUT = timedelta(seconds=30)
-INFO = re.compile(r'(?:\.info|log_heal)\(\s*"([^"]+)"')
-GUIDE = Path(__file__).parents[2] / "docs/guides/observability.md"
 
 pytestmark = pytest.mark.beyond_torchft
 
@@ -78,18 +70,6 @@ def test_the_log_of_a_heal_is_one_line(pair, caplog):
     assert not [message for _, message in lines if token in message], "a log line gives access to the state"
 
 
-def test_the_guide_has_every_line_at_info():
-    page = GUIDE.read_text()
-    package = GUIDE.parents[2] / "python/tensorferry"
-    found = [one for file in package.rglob("*.py") for one in INFO.findall(file.read_text())]
-    calls = [file.read_text().count(".info(") + file.read_text().count("log_heal(") for file in package.rglob("*.py")]
-    assert len(found) == sum(calls) - 2, "log_heal itself has two: its definition, and its call of info"
-    for line in found:
-        # Those of the keeper begin with the name of a snapshot.
-        fixed = [part.strip() for part in re.split(r"%(?:\.\d)?[sdgf]", line)]
-        assert all(part in page for part in fixed if len(part) > 3), line
-
-
 def test_a_failed_receive_raises_and_logs_nothing(pair, caplog):
     source, healing = pair
     metadata = source.metadata()
@@ -134,14 +114,6 @@ def test_a_heal_is_a_tree_of_spans(pair, exporter):
         outer = spans[f"tensorferry.{parent}"]
         assert span.parent.span_id == outer.context.span_id
         assert outer.start_time <= span.start_time <= span.end_time <= outer.end_time, name
-    described = re.findall(r"^\| `(tensorferry\.\w+)` \|([^|]*)\|([^|]*)\|$", GUIDE.read_text(), re.M)
-    assert {name: inside.strip(" `") or None for name, inside, _ in described} == {
-        f"tensorferry.{name}": parent for name, parent in parents.items()
-    }
-    for name, _, attributes in described:
-        assert {f"tensorferry.{one}" for one in re.findall(r"`(\w+)`", attributes)} == spans[name].attributes.keys(), (
-            name
-        )
     receive = spans["tensorferry.receive"]
     assert receive.attributes["tensorferry.step"] == 3
     assert receive.attributes["tensorferry.bytes"] == healing.last_report.bytes
@@ -158,98 +130,3 @@ def test_a_receive_that_fails_is_a_span_with_an_error(pair, exporter):
     spans = {span.name: span for span in exporter.get_finished_spans()}
     assert not spans["tensorferry.open"].status.is_ok
     assert spans["tensorferry.receive"].events[0].attributes["exception.type"].endswith("WrongStep")
-
-
-class Broken:
-    """Stands in for ``opentelemetry.trace`` with a part that raises."""
-
-    def __init__(self, at):
-        self.at = at
-
-    def _act(self, name):
-        if name == self.at:
-            raise RuntimeError("broken tracing")
-        return self
-
-    def get_tracer_provider(self):
-        return self._act("get_tracer_provider")
-
-    def get_tracer(self, _):
-        return self._act("get_tracer")
-
-    def start_as_current_span(self, _):
-        return self._act("start_as_current_span")
-
-    def start_span(self, *_, **__):
-        return self._act("start_span")
-
-    def end(self, _):
-        self._act("end")
-
-    def set_attribute(self, *_):
-        self._act("set_attribute")
-
-    def __enter__(self):
-        return self._act("enter")
-
-    def __exit__(self, *_):
-        self._act("exit")
-
-
-@pytest.mark.parametrize(
-    "at",
-    [
-        "get_tracer_provider",
-        "get_tracer",
-        "start_as_current_span",
-        "start_span",
-        "end",
-        "set_attribute",
-        "enter",
-        "exit",
-    ],
-)
-def test_tracing_that_breaks_stops_nothing(pair, monkeypatch, at):
-    monkeypatch.setitem(sys.modules, "opentelemetry.trace", Broken(at))
-    source, healing = pair
-    source.send_checkpoint([1], 3, state(3), TIMEOUT)
-    healing.recv_checkpoint(0, source.metadata(), 3, TIMEOUT)
-    with pytest.raises(KeyError), Span("x"):
-        raise KeyError
-
-
-@pytest.mark.process
-def test_no_tracing_costs_no_import():
-    lines = (
-        "import sys; from tensorferry.net.tracing import Span",
-        "with Span('x') as span: assert span._span is None",
-        "assert not [name for name in sys.modules if name.startswith('opentelemetry')]",
-    )
-    done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, timeout=30)
-    assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.parametrize(
-    ("provider", "environment", "recorded"), [(None, False, False), (None, True, True), ("chosen", False, True)]
-)
-def test_a_provider_is_found_in_the_program_and_in_the_environment(monkeypatch, provider, environment, recorded):
-    entered = []
-
-    class Trace(Broken):
-        _TRACER_PROVIDER = provider
-
-        def __enter__(self):
-            entered.append(self)
-            return self
-
-    tracing._is_chosen_by_environment.cache_clear()
-    monkeypatch.delenv("OTEL_PYTHON_TRACER_PROVIDER", raising=False)
-    if environment:
-        monkeypatch.setenv("OTEL_PYTHON_TRACER_PROVIDER", "sdk_tracer_provider")
-    monkeypatch.setitem(sys.modules, "opentelemetry.trace", Trace(None))
-    try:
-        with Span("x"):
-            pass
-    finally:
-        tracing._is_chosen_by_environment.cache_clear()
-    assert bool(entered) is recorded

@@ -1,15 +1,12 @@
 """The ways to receive: without the network, into reused memory, with progress reports, and from several sources."""
 
-import errno
 import gc
 import logging
-import os
 import threading
 import urllib.request
 import weakref
 from collections import OrderedDict
 from datetime import timedelta
-from unittest import mock
 
 import pytest
 import torch
@@ -263,28 +260,8 @@ def test_what_torchfts_demo_and_its_manager_hold_needs_no_flag(open_transport, o
     assert not logged(caplog, "receivers will refuse")
 
 
-@pytest.mark.parametrize(("speed", "warned"), [("100000", True), ("1", False), ("-1", False), ("", False)])
-def test_a_way_that_is_far_slower_than_its_interface_is_worth_a_warning(
-    open_transport, caplog, monkeypatch, tmp_path, speed, warned
-):
-    source = open_transport(same_host=False, max_bandwidth=32 * MIB)
-    metadata = send(source, state_of(1, mib=16))
-    monkeypatch.setattr("tensorferry.net.report._LONG_S", 0.2)
-    (tmp_path / "speed").write_text(speed)
-    monkeypatch.setattr("tensorferry.net.addresses.Path", lambda _: tmp_path / "speed")
-    with caplog.at_level(logging.WARNING, "tensorferry"):
-        open_transport().recv_checkpoint(0, metadata, 3, TIMEOUT)
-    assert bool(logged(caplog, "is rated at 12.500 GB/s")) == warned
-    assert bool(logged(caplog, "is rated at")) == warned
 
 
-def test_a_receive_is_complete_although_the_system_does_not_list_its_interfaces(open_transport, monkeypatch):
-    state = state_of(1, mib=1)
-    metadata, receiver = send(open_transport(same_host=False), state), open_transport()
-    monkeypatch.setattr("tensorferry.net.report._LONG_S", 0.0)
-    refusal = OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-    monkeypatch.setattr("tensorferry.net.addresses._interfaces", mock.Mock(side_effect=refusal))
-    assert_same_state(receiver.recv_checkpoint(0, metadata, 3, TIMEOUT), state)
 
 
 def test_metadata_is_joined_only_where_that_makes_sense(open_transport):

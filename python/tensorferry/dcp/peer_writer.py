@@ -113,7 +113,7 @@ class PeerWriter(StorageWriter):  # type: ignore[misc]  # mypy does not follow t
         self._stager = HostStager(ACCELERATOR)
         self._allowed = Allowed(safe_globals, trust_pickle)
         options = ServerOptions(**server)
-        self._server, self._url = serve(timeout, options, wants_relay(relay), ACCELERATOR.pci_address())
+        self._server, self._url = serve(timeout, options, wants_relay(relay))
         self._plain = options.secret is None and not options.tls
         self._urls: list[str] = []
         self._step = 0

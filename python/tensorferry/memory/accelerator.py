@@ -64,19 +64,6 @@ class Accelerator:
             used = [torch.accelerator.current_device_index()]
         return [one for one in (torch.device(device.type, i) for i in used) if not self.is_capturing(one)]
 
-    def pci_address(self) -> str | None:
-        """Returns where the calling thread's current device is at PCI, such as ``"0000:3b:00.0"``.
-
-        ``None`` where this process has not used a device yet, or torch does not say. No context is made for it.
-        """
-        if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
-            return None
-        device = torch.cuda.get_device_properties(torch.cuda.current_device())
-        domain, bus, card = (getattr(device, f"pci_{part}_id", None) for part in ("domain", "bus", "device"))
-        if domain is None or bus is None or card is None:
-            return None
-        return f"{domain:04x}:{bus:02x}:{card:02x}.0"
-
     def device_of(self, storage: torch.UntypedStorage) -> torch.device | None:
         """Returns the device that a storage lies on; ``None`` for host memory."""
         device = storage.device

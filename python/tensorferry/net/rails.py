@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import ipaddress
 import logging
+import os
+from pathlib import Path
 
-from .._native import Seat
 from ..errors import InvalidArgument, SystemRefused
 from .addresses import address_of_own, interfaces, link_speed, wanted_addresses
-from .cards import cards_below, distance, is_down, is_internal
 
 logger = logging.getLogger("tensorferry")
+
+#: Where the kernel describes the interfaces.
+_INTERFACES = Path("/sys/class/net")
 
 
 def advertised_rails(advertise: str | None, listening: list[str]) -> list[tuple[str, int]]:
@@ -43,36 +46,22 @@ def advertised_rails(advertise: str | None, listening: list[str]) -> list[tuple[
     return found if wanted or len(found) > 1 else []
 
 
-def preferred_card(
-    rails: list[tuple[str, int]], advertise: str | None, accelerator: str | None
-) -> tuple[str, Seat] | None:
-    """Returns the address of the card by which receivers should begin, and what tells other processes that it is used.
+def first_card(rails: list[tuple[str, int]], advertise: str | None) -> str | None:
+    """Returns the address of the card by which receivers begin; ``None`` where there is nothing to choose.
 
-    Cards of less than half of the fastest one's speed are left out, those of unknown speed are not. Of the others the
-    nearest counts, and where several are as near, the one that fewest servers of this host have taken: all of them
-    choose by the same seats.
+    The processes of a host begin at different cards, by their ``LOCAL_RANK``. Cards of less than half of the fastest
+    one's speed are left out, those of unknown speed are not.
 
     Args:
         rails: what :func:`advertised_rails` has returned
-        advertise: as there. Where it says anything, its first item counts
-        accelerator: the PCI address of the accelerator that this process uses, if that is known
-
-    Returns:
-        ``None`` where there is nothing to choose.
-
-    Raises:
-        SystemRefused: the system does not list its interfaces
+        advertise: as there; what names addresses has chosen
     """
     if len(rails) < 2 or wanted_addresses(advertise):
         return None
-    names = {address: name for name, address in interfaces()}
     fastest = max(mbit for _, mbit in rails)
-    fast = [address for address, mbit in rails if address in names and (mbit == 0 or 2 * mbit >= fastest)]
-    far = {address: distance(names[address], accelerator) for address in fast}
-    near = [address for address in fast if far[address] == min(far.values())]
-    # A card has one set of seats, however many interfaces it has.
-    taken = Seat.take([",".join(cards_below(names[address])) for address in near])
-    return None if taken is None else (near[taken[0]], taken[1])
+    fast = [address for address, mbit in rails if mbit == 0 or 2 * mbit >= fastest]
+    rank = os.environ.get("LOCAL_RANK", "")
+    return fast[int(rank) % len(fast) if rank.isdecimal() else 0]
 
 
 def _listed(wanted: list[str]) -> list[tuple[str, int]]:
@@ -102,8 +91,32 @@ def _usable_addresses() -> list[tuple[str, int]]:
             address = ipaddress.ip_address(text)
         except ValueError:
             continue
-        if address.is_loopback or address.is_link_local or is_internal(name) or is_down(name):
+        if address.is_loopback or address.is_link_local or _is_internal(name) or _is_down(name):
             continue
         if name not in best or address.version < best[name].version:
             best[name] = address
     return [(str(address), link_speed(name)) for name, address in best.items()]
+
+
+def _is_down(interface: str) -> bool:
+    """Whether the system says that an interface is switched off, or has no link."""
+    try:
+        return (_INTERFACES / interface / "operstate").read_text().strip() in ("down", "lowerlayerdown", "notpresent")
+    except OSError:
+        return False
+
+
+def _is_internal(interface: str) -> bool:
+    """Whether an interface leads to containers or processes of this host alone, or is a part of another one.
+
+    That is a tunnel, a bridge without a card, and what a bond or a bridge is made of: packets are its master's.
+    """
+    own = _INTERFACES / interface
+    if (own / "tun_flags").exists() or (own / "brport").exists() or (own / "master" / "bonding").is_dir():
+        return True
+    members = own / "brif"
+    try:
+        return members.is_dir() and not any((_INTERFACES / one.name / "device").exists() for one in members.iterdir())
+    except OSError:
+        # The bridge has just gone.
+        return True

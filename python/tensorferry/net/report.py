@@ -7,16 +7,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from .._native import Report
-from ..errors import SystemRefused
-from .addresses import interface_speed
-from .heals import log_heal
 
 logger = logging.getLogger("tensorferry")
 
-#: A receive of at least this many seconds shows how fast the link is; a warning is logged if its rate is below this
-#: share of the interface's rated speed.
-_LONG_S = 2.0
-_SLOW = 0.1
 #: How many senders a log line names.
 _MOST_SENDERS = 12
 #: How many characters of a path it has.
@@ -155,7 +148,7 @@ def in_place(fit: InPlace | None) -> str:
 
 
 def log_receive(report: ReceiveReport, *, tls: bool, secret: bool) -> None:
-    """Logs a receive: trouble with sources, its routes, protection and speed, and a warning if it was too slow.
+    """Logs a receive: trouble with sources, its routes, protection and speed.
 
     Args:
         report: the receive
@@ -165,7 +158,6 @@ def log_receive(report: ReceiveReport, *, tls: bool, secret: bool) -> None:
     for source, trouble in report.troubles.items():
         logger.warning("step %d: ranges of %s were fetched over other connections: %s", report.step, source, trouble)
     several = len(report.routes) > 1
-    by_route = list(zip(report.routes, report.route_bytes, strict=True))
     carried = zip(report.route_bytes, report.route_rates, strict=True)
     shares = [f" ({nbytes} bytes, {rate / 1e9:.3f} GB/s)" if several else "" for nbytes, rate in carried]
     routes = [f"{here} <- {there}{share}" for (here, there), share in zip(report.routes, shares, strict=True)]
@@ -176,7 +168,7 @@ def log_receive(report: ReceiveReport, *, tls: bool, secret: bool) -> None:
         own = max(report.bytes - report.relayed_bytes, 0)
         others = counted(report.relays, "other receiver", "other receivers")
         relayed = f", {own} bytes from the source and {report.relayed_bytes} from {others}"
-    log_heal(
+    logger.info(
         "received step %d: %d bytes in %.3f s (%.2f GB/s; open %.3f s, fetch %.3f s), %s over %s, %s, "
         "%s TLS, %s a secret%s",
         report.step,
@@ -192,25 +184,3 @@ def log_receive(report: ReceiveReport, *, tls: bool, secret: bool) -> None:
         "with" if secret else "without",
         relayed + _shares(report.senders) + in_place(report.in_place),
     )
-    # A short receive says nothing about a link.
-    if report.same_host or report.fetch_seconds < _LONG_S:
-        return
-    # One line for each address here, with what came to it.
-    for here in dict.fromkeys(here for here, _ in report.routes):
-        try:
-            interface = interface_speed(here)
-        except SystemRefused as e:
-            logger.debug("step %d: it is not known how fast the interface of %s is: %s", report.step, here, e)
-            continue
-        rate = sum(nbytes for (own, _), nbytes in by_route if own == here) / report.fetch_seconds
-        there = ", ".join(there for own, there in report.routes if own == here)
-        if interface is not None and rate < interface[1] * _SLOW:
-            logger.warning(
-                "step %d came at %.3f GB/s from %s, though %s here is rated at %.3f GB/s: check the network between "
-                "them, or choose another route with interface= or advertise= at the source",
-                report.step,
-                rate / 1e9,
-                there,
-                interface[0],
-                interface[1] / 1e9,
-            )

@@ -13,7 +13,7 @@ from .._native import Server
 from ..errors import ForkedProcess, SystemRefused
 from .addresses import advertised_host
 from .options import ServerOptions
-from .rails import advertised_rails, preferred_card
+from .rails import advertised_rails, first_card
 
 logger = logging.getLogger("tensorferry")
 
@@ -21,17 +21,13 @@ logger = logging.getLogger("tensorferry")
 _RELAY_PATIENCE_S = 5.0
 
 
-def start(
-    patience: float, options: ServerOptions, swarm: bool = False, accelerator: str | None = None
-) -> tuple[Server, str]:
+def start(patience: float, options: ServerOptions, swarm: bool = False) -> tuple[Server, str]:
     """Starts a server that serves nothing yet; returns it and the host that peers reach it by.
 
     Args:
         patience: seconds for which a request waits until something is served
         options: where the server listens, the host that peers are given and what protects it
         swarm: tell receivers of one another, so that they send each other what is published
-        accelerator: the PCI address of the accelerator that this process uses, if that is known: of several network
-            cards, receivers begin by one that is near it
 
     Raises:
         SystemRefused: no port can be opened, or the system does not list its interfaces
@@ -41,7 +37,6 @@ def start(
     listening = options.listening
     host = advertised_host(options.advertise, next(iter(listening), None))
     rails = advertised_rails(options.advertise, listening)
-    card, seat = preferred_card(rails, options.advertise, accelerator) or (None, None)
     server = Server(
         patience=patience,
         bind=next(iter(listening), None),
@@ -55,29 +50,25 @@ def start(
         certificate=options.certificate,
         swarm=swarm,
         rails=rails,
-        card=card,
-        seat=seat,
+        card=first_card(rails, options.advertise),
         zone=options.zone,
     )
     return server, host
 
 
-def serve(
-    timeout: timedelta, options: ServerOptions, swarm: bool = False, accelerator: str | None = None
-) -> tuple[Server, str]:
+def serve(timeout: timedelta, options: ServerOptions, swarm: bool = False) -> tuple[Server, str]:
     """Starts a server that serves nothing yet; returns it and its URL for peers.
 
     Args:
         timeout: how long a request waits until something is served
         options: as for :func:`start`
         swarm: as for :func:`start`
-        accelerator: as for :func:`start`
 
     Raises:
         SystemRefused: as for :func:`start`
         InvalidArgument: ``timeout`` is not a time to wait, or ``options.advertise`` cannot be used on this host
     """
-    server, host = start(_validate.patience("timeout", timeout), options, swarm, accelerator)
+    server, host = start(_validate.patience("timeout", timeout), options, swarm)
     return server, server.url(host)
 
 

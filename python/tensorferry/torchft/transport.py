@@ -18,7 +18,6 @@ from ..memory.accelerator import ACCELERATOR
 from ..memory.bounce import BounceBuffers
 from ..memory.host_pool import HostMemory
 from ..memory.staging import HostStager
-from ..net.heals import log_heal
 from ..net.metadata import encrypted, hosts_of, is_encrypted, is_stock
 from ..net.options import ServerArguments, ServerOptions, takes_server_arguments, wants_relay
 from ..net.report import InPlace, ReceiveReport, in_place, log_receive
@@ -161,7 +160,7 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
         self._progress = _validate.function("progress", progress)
         self._relay = wants_relay(relay)
         self._sources_besides: Callable[[], list[str]] | None = None
-        self._server, self._address = serve(timeout, self._options, self._relay, ACCELERATOR.pci_address())
+        self._server, self._address = serve(timeout, self._options, self._relay)
 
     def address(self) -> str:
         """Returns the URL to which ``{step}.safetensors`` or, by stock peers, ``{step}/full`` is appended."""
@@ -334,7 +333,7 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
             state, fit = targets.fill(state), targets.fit
         seconds = time.perf_counter() - started
         self._last_report = None
-        log_heal("received step %d from a stock torchft source in %.3f s%s", step, seconds, in_place(fit))
+        logger.info("received step %d from a stock torchft source in %.3f s%s", step, seconds, in_place(fit))
         self._warn_of_misses(fit)
         return cast(T, state)
 

@@ -77,7 +77,7 @@ pub use payload::{Backing, Destination, Item, Repeat, Slice, StagedRun};
 pub use priority::lower_priority;
 pub use publication::{Alternate, Publication, Readiness, Rendered, Stability, Store, Withdrawn};
 pub use report::{Report, Trouble};
-pub use server::{Failure, Frontend, ProgramFigures, ProgramTable, Receive, Seat, Series, Server, ServerConfig, Shelf};
+pub use server::{Failure, Frontend, ProgramFigures, ProgramTable, Receive, Series, Server, ServerConfig, Shelf};
 pub use swarm::{RelayHost, Relayed, Relaying};
 pub use tensorferry_wire::rails::Rail;
 pub use trust::{Identity, Secret};

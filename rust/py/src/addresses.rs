@@ -3,7 +3,7 @@
 //! Python's own resolver calls know no deadline; the engine's do.
 
 use pyo3::prelude::*;
-use tensorferry_core::{Cancel, Seat};
+use tensorferry_core::Cancel;
 
 use crate::report::seconds;
 use crate::runtime;
@@ -31,20 +31,4 @@ pub(crate) fn resolve(py: Python<'_>, name: &str, timeout: f64) -> PyResult<Vec<
 pub(crate) fn interfaces() -> PyResult<Vec<(String, String)>> {
     let found = if_addrs::get_if_addrs()?;
     Ok(found.into_iter().map(|interface| (interface.name.clone(), interface.ip().to_string())).collect())
-}
-
-/// A seat at a network card of this host, which tells other processes that it is used: until it is dropped, and the
-/// server that has it is shut down.
-#[pyclass(name = "Seat", module = "tensorferry._native", frozen)]
-pub(crate) struct PySeat(pub(crate) Seat);
-
-#[pymethods]
-impl PySeat {
-    /// Takes a seat at the least used of `cards`, the first of these if several are used as little; returns its index
-    /// and the seat. `None` if there are no cards, all seats are taken, or the system gives none.
-    #[staticmethod]
-    #[allow(clippy::needless_pass_by_value, reason = "from Python")]
-    fn take(cards: Vec<String>) -> Option<(usize, Self)> {
-        Seat::take(&cards).map(|(index, seat)| (index, Self(seat)))
-    }
 }

@@ -44,7 +44,7 @@ mod _native {
     use pyo3::prelude::*;
 
     #[pymodule_export]
-    use crate::addresses::{PySeat, interfaces, resolve};
+    use crate::addresses::{interfaces, resolve};
     #[pymodule_export]
     use crate::certificate::PyCertificate;
     #[pymodule_export]

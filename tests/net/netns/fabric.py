@@ -106,6 +106,11 @@ class Fabric:
         """Takes a card down, without closing any connection."""
         run("ip", "-n", self.hosts[number], "link", "set", f"card{rail}", "down")
 
+    def swallow(self, number: int, rail: int) -> None:
+        """Lets hardly anything of what a host sends over a card arrive."""
+        shape = ("tbf", "rate", "1kbit", "burst", "1kb", "latency", "1ms")
+        run("tc", "-n", self.hosts[number], "qdisc", "replace", "dev", f"card{rail}", "root", *shape)
+
     def remove(self) -> None:
         """Ends the processes and removes the hosts."""
         for agent in self._agents:

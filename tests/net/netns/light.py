@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import os
 import sys
 from typing import Any
 
@@ -23,7 +24,8 @@ def say(**what: Any) -> None:
 def serve(kib: int, servers: int = 1, **options: Any) -> None:
     memory = ctypes.create_string_buffer(bytes(range(256)) * (kib * 4), kib << 10)
     held = []
-    for _ in range(servers):
+    for rank in range(servers):
+        os.environ["LOCAL_RANK"] = str(rank)
         server, host = start(PATIENCE_S, ServerOptions(same_host=False, **options))
         rows = Table()
         rows.append(memory, "w", "U8", (kib << 10,), ctypes.addressof(memory), kib << 10, 0)
@@ -43,14 +45,13 @@ def receive() -> None:
 
         watch = progress if order.get("watched") else None
         remote = Remote.open(order["metadata"], STEP, timeout=PATIENCE_S, same_host=False, progress=watch)
-        measured = [(there, *remote.measure(there, 0.3)) for there, _ in remote.rails] if order.get("measured") else []
         memory = ctypes.create_string_buffer(remote.sizes[0])
         _, report = remote.fetch([ctypes.addressof(memory)])
         by_route = [[*route, nbytes] for route, nbytes in zip(report.routes, report.route_bytes, strict=True)]
         right = memory.raw == bytes(range(256)) * (len(memory) // 256)
         troubles = list(report.troubles)
         opened, fetched = report.opening_seconds, report.fetching_seconds
-        say(right=right, by_route=by_route, seconds=opened + fetched, troubles=troubles, measured=measured)
+        say(right=right, by_route=by_route, seconds=opened + fetched, troubles=troubles)
 
 
 if __name__ == "__main__":

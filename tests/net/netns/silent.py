@@ -42,27 +42,12 @@ def load_from_peers(seconds: float) -> Callable[[], object]:
     return reader.read_metadata
 
 
-def construct(seconds: float) -> Callable[[], object]:
-    del seconds
-    return lambda: HTTPTransport(timedelta(seconds=LONG))
-
-
-def verb(*arguments: str) -> Callable[[float], Callable[[], object]]:
-    return lambda seconds: lambda: cli.main([argument.replace("SECONDS", str(seconds)) for argument in arguments])
-
-
 DOORS = {
-    "ours": lambda seconds: receive(OURS, seconds),
-    "tls": lambda seconds: receive(TLS, seconds),
-    "several": lambda seconds: receive(f"{OURS} {OURS.replace('4000', '4001')}", seconds),
+    "ours": lambda seconds: receive(f"{OURS} {TLS}", seconds),
     "stock": lambda seconds: receive(STOCK, seconds),
     "peers": load_from_peers,
-    "construction": construct,
-    "top": verb("top", TLS, "--once"),
-    "inspect": verb("inspect", OURS, "--timeout", "SECONDS"),
-    "pull": verb("pull", OURS, "-o", "/nonexistent/a", "--quiet", "--timeout", "SECONDS"),
-    "diff": verb("diff", OURS, TLS, "--timeout", "SECONDS"),
-    "doctor": verb("doctor", OURS, "--timeout", "SECONDS"),
+    "construction": lambda _: lambda: HTTPTransport(timedelta(seconds=LONG)),
+    "verb": lambda seconds: lambda: cli.main(["inspect", OURS, "--timeout", str(seconds)]),
 }
 
 

@@ -55,13 +55,12 @@ class Loading:
         """The bytes that the source has served since the load began."""
         return self.source.ask(do="count")["served"] - self._before
 
-    def begin(self, relay: bool = True, hidden: int | None = None, **more: Any) -> None:
-        """Has all ranks begin to load; nobody reaches the one of number ``hidden``."""
+    def begin(self, relay: bool = True, **more: Any) -> None:
+        """Has all ranks begin to load."""
         self._before += self.served()
         what = {"mib": MIB, "metadata": self.metadata, "relay": relay, "tells": True, "timeout": 60, **more}
-        for rank, agent in enumerate(self.ranks):
-            environment = {"TENSORFERRY_INTERFACE": "127.0.0.1"} if rank == hidden else {}
-            self._order(agent, do="load", at=time.monotonic() + 0.5, environment=environment, **what)
+        for agent in self.ranks:
+            self._order(agent, do="load", at=time.monotonic() + 0.5, environment={}, **what)
 
     def past(self, share: float, rank: int) -> None:
         """Waits until a rank has more than this share of what it wants."""
@@ -91,13 +90,6 @@ def all_started() -> Iterator[Loading]:
         yield Loading(fabric, start)
 
 
-@pytest.fixture(scope="module")
-def lasting() -> Iterator[Loading]:
-    """Those whom a test leaves as they were."""
-    with all_started() as loading:
-        yield loading
-
-
 @pytest.fixture
 def loading() -> Iterator[Loading]:
     """Those of one test."""
@@ -105,49 +97,28 @@ def loading() -> Iterator[Loading]:
         yield loading
 
 
-def test_slices_that_all_ranks_need_leave_the_source_about_once(lasting: Loading) -> None:
-    lasting.begin()
-    told = lasting.end(0, 1, 2)
-    sent = lasting.served()
+def test_slices_that_all_ranks_need_leave_the_source_about_once(loading: Loading) -> None:
+    loading.begin()
+    told = loading.end(0, 1, 2)
+    sent = loading.served()
     assert [(one["equal"], one["error"]) for one in told] == [(True, "")] * RANKS
     assert sent < 2 * STATE, f"{sent / STATE:.2f} copies have left the source"
     assert sum(one["report"]["relayed"] for one in told) > STATE
-
-
-def test_nothing_is_relayed_where_ranks_do_not_want_it_or_need_nothing_in_common(lasting: Loading) -> None:
     for more in ({"relay": False}, {"own": True}):
-        lasting.begin(**more)
-        told = lasting.end(0, 1, 2)
+        loading.begin(**more)
+        told = loading.end(0, 1, 2)
         assert [(one["equal"], one["error"], one["report"]["relayed"]) for one in told] == [(True, "", 0)] * RANKS
 
 
-def test_a_rank_that_nobody_reaches_is_done_without(lasting: Loading) -> None:
-    lasting.begin(hidden=2)
-    told = lasting.end(0, 1, 2)
-    assert [(one["equal"], one["error"]) for one in told] == [(True, "")] * RANKS
-    assert told[2]["report"]["relayed"] > 0, "it reaches the others"
-    assert lasting.served() < 2.5 * STATE
-
-
-def test_a_rank_that_is_killed_is_done_without(loading: Loading) -> None:
+@pytest.mark.parametrize("how", ["killed", "frozen", "cut off"])
+def test_a_rank_that_is_lost_is_done_without(how: str, loading: Loading) -> None:
     loading.begin()
     loading.past(0.3, 2)
-    loading.ranks[2].kill()
+    if how == "cut off":
+        loading.fabric.cut(3, 0)
+    else:
+        loading.ranks[2].process.send_signal(signal.SIGKILL if how == "killed" else signal.SIGSTOP)
     # torch ends the load, since a rank is missing that should say how its part went. What the others need is there.
-    assert [one["equal"] for one in loading.end(0, 1)] == [True, True]
-
-
-def test_a_rank_that_is_frozen_is_done_without(loading: Loading) -> None:
-    loading.begin()
-    loading.past(0.3, 2)
-    loading.ranks[2].process.send_signal(signal.SIGSTOP)
-    assert [one["equal"] for one in loading.end(0, 1)] == [True, True]
-
-
-def test_a_rank_whose_link_is_cut_is_done_without(loading: Loading) -> None:
-    loading.begin()
-    loading.past(0.3, 2)
-    loading.fabric.cut(3, 0)
     assert [one["equal"] for one in loading.end(0, 1)] == [True, True]
 
 

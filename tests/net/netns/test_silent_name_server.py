@@ -69,7 +69,7 @@ def attempt() -> Iterator[Callable[..., dict[str, Any]]]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-DOORS = ["ours", "tls", "several", "stock", "peers"]
+DOORS = ["ours", "stock", "peers"]
 
 
 @pytest.mark.parametrize("door", DOORS)
@@ -87,28 +87,17 @@ def test_a_deadline_counts_the_lookup_of_a_name(door: str, attempt: Callable[...
     assert "trainer.example" in result["message"]
 
 
-@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("door", [*DOORS, "construction"])
 def test_an_interrupt_ends_the_lookup_of_a_name(door: str, attempt: Callable[..., dict[str, Any]]) -> None:
-    result = attempt(door, seconds=60, interrupt=0.5)
+    result = attempt(door, seconds=60, interrupt=0.3)
     assert result["ended"] == "KeyboardInterrupt", result
-    assert result["took"] < 0.5 + 1, result
+    assert result["took"] < 1.3, result
 
 
-@pytest.mark.parametrize(
-    ("verb", "status"),
-    [
-        ("top", exits.NO),
-        ("inspect", exits.UNAVAILABLE),
-        ("pull", exits.UNAVAILABLE),
-        ("diff", exits.UNAVAILABLE),
-        ("doctor", exits.NO),
-    ],
-)
-def test_every_verb_ends_before_the_system_s_resolver(
-    verb: str, status: int, attempt: Callable[..., dict[str, Any]]
-) -> None:
-    result = attempt(verb)
-    assert (result["ended"], result["message"], result["asked"]) == ("returned", str(status), True), result
+def test_a_verb_ends_before_the_system_s_resolver(attempt: Callable[..., dict[str, Any]]) -> None:
+    result = attempt("verb")
+    status = str(exits.UNAVAILABLE)
+    assert (result["ended"], result["message"], result["asked"]) == ("returned", status, True), result
     assert result["took"] < UNBOUNDED_S, result
 
 
@@ -117,12 +106,6 @@ def test_construction_does_not_wait_for_a_name_server(attempt: Callable[..., dic
     assert (result["ended"], result["asked"]) == ("returned", True), result
     assert result["took"] < AT_ONCE_S, result
     assert any("no name server has answered" in warning for warning in result["warnings"]), result
-
-
-def test_an_interrupt_ends_construction(attempt: Callable[..., dict[str, Any]]) -> None:
-    result = attempt("construction", interrupt=0.3)
-    assert result["ended"] == "KeyboardInterrupt", result
-    assert result["took"] < 1, result
 
 
 def test_the_process_does_not_wait_for_the_resolver_at_its_end(attempt: Callable[..., dict[str, Any]]) -> None:

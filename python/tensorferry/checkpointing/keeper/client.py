@@ -18,7 +18,6 @@ from typing import Any
 from ... import _validate
 from ..._native import Stored
 from ...errors import ConnectError, IncompleteCheckpoint, InvalidArgument, ProtocolError, TensorferryError, message_of
-from ...net.heals import log_heal
 from ...net.secret import shared_secret
 from ...storage.folder import Index, read_index
 from ...storage.places import place_of
@@ -234,11 +233,11 @@ class Keeper:
             found = None if chosen is None else self.open(chosen)
             if chosen is not None and found is not None:
                 where = "a buddy of the keeper" if chosen.remote else "the keeper"
-                log_heal("loading step %d of %s from %s: %d bytes", chosen.step, folder, where, chosen.nbytes)
+                logger.info("loading step %d of %s from %s: %d bytes", chosen.step, folder, where, chosen.nbytes)
                 return found
             elsewhere = any(one.location != location for one in known)
             why = f"holds that of {job} in another folder" if elsewhere else "does not hold it for all ranks"
-            log_heal("loading %s from the disk: the keeper %s %s", folder, self.name, why)
+            logger.info("loading %s from the disk: the keeper %s %s", folder, self.name, why)
         except Exception as e:
             logger.warning("loading %s from the disk: %s", path, message_of(e))
         return None

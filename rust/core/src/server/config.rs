@@ -9,7 +9,6 @@ use std::time::Duration;
 use tensorferry_wire::rails::{Cards, Rail};
 
 use super::frontend::{ContainersOnly, Frontend};
-use super::seat::Seat;
 use crate::trust::{Identity, Secret};
 
 /// How a server is set up. Fields that are not named keep the defaults, which suit a trainer on a cluster:
@@ -69,8 +68,6 @@ pub struct ServerConfig {
     pub rails: Vec<Rail>,
     /// The address of the network card by which receivers are to begin; its URLs name it first.
     pub card: Option<IpAddr>,
-    /// What tells the other servers of this host that the card is used, until this one is shut down.
-    pub seat: Option<Seat>,
     /// The zone in which this process runs: receivers send each other what is served across a border of zones as seldom
     /// as they can. At most 64 letters, digits and `-_.`; `None` where it is not known.
     pub zone: Option<String>,
@@ -104,7 +101,6 @@ impl Default for ServerConfig {
             swarm: false,
             rails: Vec::new(),
             card: None,
-            seat: None,
             zone: None,
         }
     }

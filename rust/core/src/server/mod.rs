@@ -26,7 +26,6 @@ mod listeners;
 mod local;
 mod observe;
 mod relay;
-mod seat;
 mod shelf;
 mod throttle;
 mod write_timeout;
@@ -58,7 +57,6 @@ pub use self::observe::receive::{Failure, Receive};
 use self::observe::receives::Receives;
 use self::observe::strangers::Strangers;
 use self::observe::transfers::Transfers;
-pub use self::seat::Seat;
 pub use self::shelf::Shelf;
 use self::shelf::Shelves;
 use self::throttle::Throttle;
@@ -109,7 +107,6 @@ pub struct Server {
     shared: Arc<Shared>,
     stop: watch::Sender<bool>,
     ended: Mutex<Receiver<()>>,
-    seat: Mutex<Option<Seat>>,
 }
 
 #[derive(Debug)]
@@ -235,8 +232,7 @@ impl Server {
                 drop(done);
             });
         }
-        let seat = Mutex::new(config.seat.clone());
-        Ok(Self { handle: handle.clone(), shared, stop, ended: Mutex::new(ended), seat })
+        Ok(Self { handle: handle.clone(), shared, stop, ended: Mutex::new(ended) })
     }
 
     /// The address that the server listens on.
@@ -305,12 +301,11 @@ impl Server {
         Arc::new(relay::Host { shared: Arc::clone(&self.shared), handle: self.handle.clone() })
     }
 
-    /// Stops accepting, ends all transfers, gives up the seat at the network card and, for at most `patience`, waits
-    /// until the listening sockets are closed: [`Server::is_down_within`] tells whether they are.
+    /// Stops accepting, ends all transfers and, for at most `patience`, waits until the listening sockets
+    /// are closed: [`Server::is_down_within`] tells whether they are.
     pub fn shutdown(&self, patience: Duration) {
         self.stop.send_replace(true);
         self.shared.close_stores();
-        drop(self.seat.lock().unwrap_or_else(PoisonError::into_inner).take());
         self.is_down_within(patience);
     }
 

@@ -23,7 +23,6 @@ use self::readiness::PyReadiness;
 pub(crate) use self::receive::PyReceive;
 pub(crate) use self::shelf::PyShelf;
 use self::show::{GivenSeries, GivenTable, given};
-use crate::addresses::PySeat;
 use crate::certificate::PyCertificate;
 use crate::errors;
 use crate::memory::PyFilePages;
@@ -55,8 +54,7 @@ impl PyServer {
     /// waits for the gate, `max_bandwidth` the limit in bytes per second. `tls` encrypts, with `certificate` or else
     /// with one of its own. With `swarm`, receivers are told of one another, so that they send each other what is
     /// published. `rails` are the addresses that receivers may use besides the one in the URL, each with the speed of
-    /// its link in Mbit/s, 0 if not known; `card` is the one by which they begin, and `seat` says that it is used;
-    /// `zone` names the zone in which this process runs.
+    /// its link in Mbit/s, 0 if not known; `card` is the one by which they begin; `zone` names the zone in which this process runs.
     ///
     /// # Errors
     /// `InvalidArgument` for an address that cannot be parsed or a `patience` that is no length of time,
@@ -64,7 +62,7 @@ impl PyServer {
     #[new]
     #[pyo3(signature = (*, patience, bind = None, also = Vec::new(), ports = (0, 0), metrics_ports = None, same_host = true,
                         max_bandwidth = None, secret = None, tls = false, certificate = None,
-                        swarm = false, rails = Vec::new(), card = None, seat = None, zone = None))]
+                        swarm = false, rails = Vec::new(), card = None, zone = None))]
     #[allow(clippy::too_many_arguments, clippy::needless_pass_by_value, reason = "keywords in Python")]
     fn new(
         py: Python<'_>,
@@ -81,7 +79,6 @@ impl PyServer {
         swarm: bool,
         rails: Vec<(String, u32)>,
         card: Option<&str>,
-        seat: Option<&PySeat>,
         zone: Option<String>,
     ) -> PyResult<Self> {
         let address = |text: &str| -> PyResult<IpAddr> {
@@ -110,7 +107,6 @@ impl PyServer {
             swarm,
             rails,
             card,
-            seat: seat.map(|seat| seat.0.clone()),
             zone,
             frontend,
             ..ServerConfig::default()
