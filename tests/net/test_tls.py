@@ -13,7 +13,7 @@ import torch
 
 from equality import assert_same_state
 from secured import SECRET, TIMEOUT, send, state
-from tensorferry import SourceRefused, UnprovenSource, join_metadata
+from tensorferry import UnprovenSource, join_metadata
 
 pytestmark = pytest.mark.beyond_torchft
 
@@ -23,8 +23,6 @@ def counters(source):
         return answer.read().decode()
 
 
-def pin(metadata):
-    return urlsplit(metadata).username
 
 
 @pytest.mark.parametrize(("secret", "same_host"), [(None, False), (SECRET, True)])
@@ -50,13 +48,6 @@ def test_metadata_of_every_host_can_be_read(open_transport):
         assert_same_state(open_transport(same_host=False).recv_checkpoint(0, metadata, 3, TIMEOUT), state())
 
 
-def test_secured_and_plain_sources_are_joined(open_transport):
-    urls = [send(open_transport(tls=tls)) for tls in (True, False, True)]
-    joined = join_metadata(urls)
-    assert joined.split() == urls
-    mine = state(2)
-    receiver = open_transport(same_host=False, state_dict=lambda: mine, num_chunks=3)
-    assert_same_state(receiver.recv_checkpoint(0, joined, 3, TIMEOUT), state())
 
 
 def test_a_receiver_with_tls_fetches_from_no_plain_source(open_transport, open_stock):
@@ -81,10 +72,6 @@ def test_of_several_sources_only_those_that_encrypt_are_used(open_transport, cap
     assert "tensorferry_sent_bytes_total 0\n" in counters(plain)
 
 
-def test_the_secret_is_asked_for_inside(open_transport):
-    metadata = send(open_transport(tls=True, secret=SECRET))
-    with pytest.raises(SourceRefused, match="asks for a shared secret"):
-        open_transport(same_host=False).recv_checkpoint(0, metadata, 3, TIMEOUT)
 
 
 def test_another_implementation_agrees_on_version_and_certificate(open_transport):
