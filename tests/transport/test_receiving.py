@@ -260,10 +260,6 @@ def test_what_torchfts_demo_and_its_manager_hold_needs_no_flag(open_transport, o
     assert not logged(caplog, "receivers will refuse")
 
 
-
-
-
-
 def test_metadata_is_joined_only_where_that_makes_sense(open_transport):
     first, second = open_transport().metadata(), open_transport().metadata()
     assert join_metadata([first, second, first]) == f"{first} {second}"
