@@ -154,13 +154,12 @@ class Listener:
 
 
 class SlowRelay(Listener):
-    """Relays a source's responses: `budget` bytes at full speed, then one byte every 50 ms with `drip`, or none."""
+    """Relays a source's responses: `budget` bytes at full speed, then one byte every 50 ms."""
 
-    def __init__(self, metadata: str, budget: int, *, drip: bool) -> None:
+    def __init__(self, metadata: str, budget: int) -> None:
         parts = urllib.parse.urlsplit(metadata)
         self.source = ("127.0.0.1", parts.port)
         self.budget = budget
-        self.drip = drip
         super().__init__(self._relay)
         self.metadata = parts._replace(netloc=f"127.0.0.1:{self.port}").geturl()
 
@@ -184,8 +183,7 @@ class SlowRelay(Listener):
                 for byte in part[quick:]:
                     if self.closed.wait(0.05):
                         return
-                    if self.drip:
-                        client.sendall(bytes([byte]))
+                    client.sendall(bytes([byte]))
             client.shutdown(socket.SHUT_WR)
 
 

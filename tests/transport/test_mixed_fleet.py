@@ -97,28 +97,15 @@ def training_state() -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("num_chunks", mostly_at_night([0, 3]))
 @pytest.mark.waits
-def test_a_receiver_waits_for_the_first_send(num_chunks: int, open_pair: Callable[..., tuple[Any, Any]]) -> None:
-    source, target = open_pair(num_chunks)
+def test_a_receiver_waits_for_the_first_send(open_pair: Callable[..., tuple[Any, Any]]) -> None:
+    source, target = open_pair(3)
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         received = pool.submit(target.recv_checkpoint, 0, source.metadata(), 5, TIMEOUT)
         time.sleep(0.3)
         assert not received.done()
         source.send_checkpoint([1], 5, training_state(), TIMEOUT)
         assert_same_state(received.result(30), training_state())
-
-
-def test_many_rounds(open_pair: Callable[..., tuple[Any, Any]]) -> None:
-    source, target = open_pair()
-    for step in range(1, 10):
-        source.send_checkpoint([1], step, {"w": torch.full((9,), float(step))}, TIMEOUT)
-        received = target.recv_checkpoint(0, source.metadata(), step, TIMEOUT)
-        assert_same_state(received, {"w": torch.full((9,), float(step))})
-        # torchft's disallow waits for readers: a receiver must hold none of its locks once it has its state.
-        started = time.monotonic()
-        source.disallow_checkpoint()
-        assert time.monotonic() - started < 5
 
 
 @pytest.mark.parametrize(("there", "here"), [(0, 3), (3, 0), (2, 5)])
@@ -148,75 +135,46 @@ def test_tensors_from_a_stock_source_are_memory_of_their_own(
     assert received["empty"].resize_(4).fill_(1.0).sum() == 4
 
 
-class TestStockReceiver:
-    pytestmark = stock_receiver
-
-    @pytest.mark.parametrize("num_chunks", mostly_at_night([0, 1, 4]))
-    def test_several_at_once_beside_one_of_ours(
-        self, num_chunks: int, open_transport: Callable[..., Any], open_stock: Callable[..., Any]
-    ) -> None:
-        source = open_transport(num_chunks)
-        targets = [open_stock(num_chunks), open_stock(num_chunks), open_transport(num_chunks)]
-        source.send_checkpoint([1, 2, 3], 5, training_state(), TIMEOUT)
-        with concurrent.futures.ThreadPoolExecutor(3) as pool:
+@stock_receiver
+def test_several_stock_receivers_beside_one_of_ours(
+    open_transport: Callable[..., Any], open_stock: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The private copy is made into a state once for all chunks and receivers, also for one that wants the whole."""
+    rebuild, calls = StateSnapshot.rebuild, []
+    monkeypatch.setattr(StateSnapshot, "rebuild", lambda packed: calls.append(packed) or rebuild(packed))
+    source = open_transport(4, snapshot="copy")
+    targets = [open_stock(4), open_stock(4), open_transport(4), open_stock(0)]
+    for step in (5, 6):
+        state = training_state()
+        source.send_checkpoint([1, 2, 3], step, state, TIMEOUT)
+        state["big"][0].zero_()
+        state["torchft"]["step"] = 0
+        with concurrent.futures.ThreadPoolExecutor(4) as pool:
             metadata = source.metadata()
-            for one in [pool.submit(target.recv_checkpoint, 0, metadata, 5, TIMEOUT) for target in targets]:
+            for one in [pool.submit(target.recv_checkpoint, 0, metadata, step, TIMEOUT) for target in targets]:
                 assert_same_state(one.result(30), training_state())
+        # torchft's disallow waits for readers: a receiver must hold none of its locks once it has its state.
+        source.disallow_checkpoint()
+    assert len(calls) == 2
 
-    def test_a_state_is_rebuilt_once_for_all_chunks_and_receivers(
-        self,
-        open_transport: Callable[..., Any],
-        open_stock: Callable[..., Any],
-        monkeypatch: pytest.MonkeyPatch,
-    ) -> None:
-        rebuild, calls = StateSnapshot.rebuild, []
-        monkeypatch.setattr(StateSnapshot, "rebuild", lambda packed: calls.append(packed) or rebuild(packed))
-        source = open_transport(4, snapshot="copy")
-        for step in (5, 6):
-            source.send_checkpoint([1, 2], step, training_state(), TIMEOUT)
-            for _ in range(2):
-                assert_same_state(open_stock(4).recv_checkpoint(0, source.metadata(), step, TIMEOUT), training_state())
-            source.disallow_checkpoint()
-        assert len(calls) == 2
 
-    def test_whole_state_from_a_source_set_to_chunks(
-        self, open_transport: Callable[..., Any], open_stock: Callable[..., Any]
-    ) -> None:
-        source = open_transport(3)
-        source.send_checkpoint([1], 5, training_state(), TIMEOUT)
-        assert_same_state(open_stock(0).recv_checkpoint(0, source.metadata(), 5, TIMEOUT), training_state())
+def test_a_wrong_step(open_pair: Callable[..., tuple[Any, Any]]) -> None:
+    source, target = open_pair(3)
+    source.send_checkpoint([1], 2345, training_state(), TIMEOUT)
+    with pytest.raises(urllib.error.HTTPError, match=r"Error 400.*serving 2345 but got step=1234") as caught:
+        target.recv_checkpoint(0, source.metadata(), 1234, TIMEOUT)
+    caught.value.close()
 
-    @pytest.mark.parametrize("num_chunks", mostly_at_night([0, 3]))
-    def test_wrong_step(
-        self, num_chunks: int, open_transport: Callable[..., Any], open_stock: Callable[..., Any]
-    ) -> None:
-        source, target = open_transport(num_chunks), open_stock(num_chunks)
-        source.send_checkpoint([1], 2345, training_state(), TIMEOUT)
-        with pytest.raises(urllib.error.HTTPError, match=r"Error 400.*serving 2345 but got step=1234") as caught:
-            target.recv_checkpoint(0, source.metadata(), 1234, TIMEOUT)
-        caught.value.close()
 
-    def test_from_a_private_copy(self, open_transport: Callable[..., Any], open_stock: Callable[..., Any]) -> None:
-        source, target = open_transport(snapshot="copy"), open_stock()
-        state = {"w": torch.arange(100.0), "tail": torch.arange(50.0)[10::3]}
+def test_states_without_bytes(open_pair: Callable[..., tuple[Any, Any]]) -> None:
+    """torch 2.8 cannot read a storage without bytes, so there no torchft receiver heals from such a state."""
+    source, target = open_pair(2, snapshot="copy")
+    empty = {"shard": torch.empty(0, 5), "more": [torch.nn.Parameter(torch.empty(0)), 3]}
+    for tensors in ({}, empty) if STOCK_READS_EMPTY else ({},):
+        state = {"step": 5, "nested": {"lr": [0.1]}, **tensors}
         source.send_checkpoint([1], 1, state, TIMEOUT)
-        state["w"].zero_()
-        received = target.recv_checkpoint(0, source.metadata(), 1, TIMEOUT)
-        assert_same_state(received, {"w": torch.arange(100.0), "tail": torch.arange(50.0)[10::3]})
-
-    @pytest.mark.parametrize("num_chunks", mostly_at_night([0, 2]))
-    def test_from_a_private_copy_without_bytes(
-        self, num_chunks: int, open_transport: Callable[..., Any], open_stock: Callable[..., Any]
-    ) -> None:
-        source, target = open_transport(num_chunks, snapshot="copy"), open_stock(num_chunks)
-        empty = {"empty": torch.empty(0), "none": torch.empty(3, 0)}
-        for tensors in ({}, empty) if STOCK_READS_EMPTY else ({},):
-            state = {"step": 5, "nested": {"lr": [0.1]}, **tensors}
-            source.send_checkpoint([1], 1, state, TIMEOUT)
-            state["step"] = 6
-            state["nested"]["lr"].append(0.2)
-            received = target.recv_checkpoint(0, source.metadata(), 1, TIMEOUT)
-            assert_same_state(received, {"step": 5, "nested": {"lr": [0.1]}, **tensors})
+        assert_same_state(target.recv_checkpoint(0, source.metadata(), 1, TIMEOUT), state)
+        source.disallow_checkpoint()
 
 
 class TestStockSource:
@@ -235,15 +193,6 @@ class TestStockSource:
         with urllib.request.urlopen(target.metrics_url()) as answer:
             assert 'receives_total{end="healed"} 1' in answer.read().decode()
 
-    def test_wrong_step(self, open_transport: Callable[..., Any], open_stock: Callable[..., Any]) -> None:
-        import tensorferry
-
-        source, target = open_stock(), open_transport()
-        source.send_checkpoint([1], 2345, training_state(), TIMEOUT)
-        with pytest.raises(tensorferry.WrongStep, match=r"Error 400.*serving 2345 but got step=1234") as caught:
-            target.recv_checkpoint(0, source.metadata(), 1234, TIMEOUT)
-        caught.value.close()
-
     # The source still handles the request that the receiver gave up, and writes to a closed connection.
     @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
     @pytest.mark.waits
@@ -256,17 +205,6 @@ class TestStockSource:
             target.recv_checkpoint(0, source.metadata(), 1, timedelta(seconds=1))
         assert time.monotonic() - started < 2
 
-    def test_what_it_cannot_pickle_is_an_error_of_ours(
-        self, open_transport: Callable[..., Any], open_stock: Callable[..., Any]
-    ) -> None:
-        """torchft's source writes a second, failed answer into the body of the first."""
-        import tensorferry
-
-        source, target = open_stock(), open_transport()
-        source.send_checkpoint([1], 1, {"f": lambda: 0, "w": torch.ones(3)}, TIMEOUT)
-        with pytest.raises(tensorferry.TensorferryError):
-            target.recv_checkpoint(0, source.metadata(), 1, timedelta(seconds=5))
-
     def test_its_pickles_are_not_trusted(
         self, open_transport: Callable[..., Any], open_stock: Callable[..., Any]
     ) -> None:
@@ -277,16 +215,10 @@ class TestStockSource:
             source.send_checkpoint([1], 1, CATALOGUE[name].state(CATALOGUE[name].value()), TIMEOUT)
             with pytest.raises(tensorferry.UnsafePickle, match="pickled_classes"):
                 target.recv_checkpoint(0, source.metadata(), 1, TIMEOUT)
-
-    @pytest.mark.parametrize("num_chunks", mostly_at_night([0, 3]))
-    def test_tensors_without_elements(
-        self, num_chunks: int, open_transport: Callable[..., Any], open_stock: Callable[..., Any]
-    ) -> None:
-        """torch 2.8 cannot read a storage without bytes, so there no torchft receiver heals from such a state."""
-        state = {"w": torch.ones(3), "shard": torch.empty(0, 5), "more": [torch.nn.Parameter(torch.empty(0)), 3]}
-        source, target = open_stock(num_chunks), open_transport(num_chunks)
-        source.send_checkpoint([1], 1, state, TIMEOUT)
-        assert_same_state(target.recv_checkpoint(0, source.metadata(), 1, TIMEOUT), state)
+        # torchft's source writes a second, failed answer into the body of the first.
+        source.send_checkpoint([1], 1, {"f": lambda: 0, "w": torch.ones(3)}, TIMEOUT)
+        with pytest.raises(tensorferry.TensorferryError):
+            target.recv_checkpoint(0, source.metadata(), 1, timedelta(seconds=5))
 
     def test_in_place(self, open_transport: Callable[..., Any], open_stock: Callable[..., Any]) -> None:
         live = {"w": torch.zeros(64), "rows": torch.zeros(8, 4).t(), "step": 0}

@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from child import Child
-from tensorferry import InvalidArgument, TensorferryError, cli
+from tensorferry import cli
 from tensorferry._native import HttpAnswer
 
 if TYPE_CHECKING:
@@ -322,22 +322,6 @@ def test_a_receive_takes_part_unasked_where_the_source_is_slow_and_only_there(op
         source.send_checkpoint([1], 7, state(), TIMEOUT)
         healing.recv_checkpoint(0, source.metadata(), 7, TIMEOUT)
         assert max(seen) == expected
-
-
-def test_the_choice_is_checked(open_transport: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(InvalidArgument, match="relay"):
-        open_transport(relay="yes")
-    monkeypatch.setenv("TENSORFERRY_RELAY", "2")
-    with pytest.raises(InvalidArgument, match="TENSORFERRY_RELAY must be 0 or 1"):
-        open_transport()
-    assert issubclass(InvalidArgument, TensorferryError)
-
-
-@pytest.mark.parametrize("zone", ["a b", "a&leave=1", "a\n", "z" * 65, "é"])
-def test_the_zone_is_checked(zone: str, open_transport: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TENSORFERRY_ZONE", zone)
-    with pytest.raises(InvalidArgument, match="TENSORFERRY_ZONE must be a name of at most 64 letters"):
-        open_transport()
 
 
 @pytest.mark.process

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from exchange import TIMEOUT, receive, small_state
-from tensorferry import HTTPTransport, InvalidArgument, TransportClosed
+from tensorferry import HTTPTransport, TransportClosed
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -81,26 +81,6 @@ def test_the_end_of_a_with_block_shuts_it_down(transport_class: Any) -> None:
         1 / 0  # noqa: B018
     with pytest.raises(TransportClosed):
         transport.send_checkpoint([1], 1, small_state(), TIMEOUT)
-
-
-@pytest.mark.beyond_torchft
-def test_whole_numbers_may_be_written_as_floats(transport_class: Any) -> None:
-    transport_class(TIMEOUT, max_bandwidth=1e9, reuse_bytes=2e6).shutdown()
-    for wrong in (0.5, float("nan"), float("inf"), "1e9"):
-        with pytest.raises(InvalidArgument, match=r"max_bandwidth .* must be a whole number"):
-            transport_class(TIMEOUT, max_bandwidth=wrong)
-
-
-@pytest.mark.beyond_torchft
-def test_constructor(transport_class: Any) -> None:
-    for made in (transport_class(TIMEOUT), transport_class(TIMEOUT, 2), transport_class(timeout=TIMEOUT, num_chunks=2)):
-        made.shutdown()
-    with pytest.raises(TypeError):
-        transport_class(TIMEOUT, 2, None)
-    with pytest.raises(ValueError, match="snapshot"):
-        transport_class(TIMEOUT, snapshot="later")
-    with pytest.raises(ValueError, match="num_chunks"):
-        transport_class(TIMEOUT, num_chunks=-1)
 
 
 @pytest.mark.beyond_torchft
