@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
@@ -66,32 +64,27 @@ def test_a_half_received_state_is_not_trained_with(pair, caplog):
         pair.target.disallow_checkpoint()
 
 
-def test_it_is_not_sent_to_others(pair):
-    pair.fail()
-    with pytest.raises(HalfReceived):
-        pair.target.send_checkpoint([0], 1, pair.live, SECONDS)
-    assert pair.target._disallowed
-
-
-def test_what_was_published_before_is_withdrawn_all_the_same(pair):
+def test_it_is_not_sent_to_others_and_what_was_published_is_withdrawn(pair):
     pair.target.send_checkpoint([0], 0, pair.live, SECONDS)
-    pair.fail()
-    pair.target.disallow_checkpoint()
-    assert pair.target._disallowed
-
-
-def test_each_receive_that_fails_is_given_its_step(pair):
     for _ in range(3):
+        # Each receive that fails is given its step.
         pair.fail()
+        with pytest.raises(HalfReceived):
+            pair.target.send_checkpoint([0], 1, pair.live, SECONDS)
         pair.target.disallow_checkpoint()
+        assert pair.target._disallowed
 
 
-def test_a_complete_receive_mends_it(pair):
+@pytest.mark.parametrize("how", ["a complete receive", "who loads a checkpoint"])
+def test_what_mends_it(how, pair):
     pair.fail()
     pair.target.disallow_checkpoint()
-    pair.fails = False
-    pair.receive()
-    assert torch.equal(pair.live["w"], torch.ones(SIZE))
+    if how == "a complete receive":
+        pair.fails = False
+        pair.receive()
+        assert torch.equal(pair.live["w"], torch.ones(SIZE))
+    else:
+        pair.target.accept_live_state()
     pair.target.disallow_checkpoint()
     pair.target.disallow_checkpoint()
     pair.target.send_checkpoint([0], 1, pair.live, SECONDS)
@@ -141,14 +134,6 @@ def test_a_later_failure_keeps_what_an_earlier_one_has_left(pair):
         pair.target.disallow_checkpoint()
     pair.target.accept_live_state()
     pair.target.disallow_checkpoint()
-
-
-def test_so_does_who_loads_a_checkpoint(pair):
-    pair.fail()
-    pair.target.accept_live_state()
-    pair.target.disallow_checkpoint()
-    pair.target.disallow_checkpoint()
-    pair.target.send_checkpoint([0], 1, pair.live, SECONDS)
 
 
 def test_receives_that_write_nothing_change_nothing(pair):
@@ -202,42 +187,7 @@ def test_a_second_receive_into_it_is_refused_while_the_first_is_under_way(open_t
     pair.target.send_checkpoint([0], 1, pair.live, SECONDS)
 
 
-def test_receives_of_two_threads_leave_no_mixture(open_transport):
-    pair = Pair(open_transport, progress=None)
-    other = open_transport(interface="127.0.0.1")
-    other.send_checkpoint([1], 2, {"w": torch.full((SIZE,), 2.0)}, SECONDS)
-    pair.send()
-    barrier, ended = threading.Barrier(2), []
-
-    def receive(source, step):
-        barrier.wait(20)
-        try:
-            pair.target.recv_checkpoint(0, source.metadata(), step, SECONDS)
-            ended.append(step)
-        except InvalidArgument:
-            pass
-
-    for _ in range(10):
-        ended.clear()
-        threads = [threading.Thread(target=receive, args=one) for one in ((pair.source, 1), (other, 2))]
-        for one in threads:
-            one.start()
-        for one in threads:
-            one.join(30)
-        assert ended
-        assert pair.live["w"].eq(pair.live["w"][0]).all()
-
-
-def test_a_receiver_without_a_live_state_receives_several_at_once(open_transport):
-    pair = Pair(open_transport, state_dict=None, progress=None)
-    pair.send()
-    with ThreadPoolExecutor(4) as pool:
-        for received in pool.map(lambda _: pair.receive(), range(4)):
-            assert received["w"].eq(1).all()
-
-
-@pytest.mark.parametrize("raised", [Broken, KeyboardInterrupt])
-@pytest.mark.parametrize("stock", [False, True])
+@pytest.mark.parametrize(("stock", "raised"), [(False, KeyboardInterrupt), (True, Broken)])
 def test_a_log_filter_that_raises_at_the_end_of_a_receive_leaves_a_whole_state(
     stock, raised, open_transport, open_stock
 ):

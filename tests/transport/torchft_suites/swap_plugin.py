@@ -122,11 +122,3 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
     report = {"counts": counts, "replaced": REPLACED, "failures": failures(), "outcomes": outcomes, "failed": failed}
     Path(os.environ["SWAP_REPORT"]).write_text(json.dumps(report), encoding="utf-8")
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    terminalreporter.section("HTTPTransport swap")
-    for name, counted in counts.items():
-        terminalreporter.write_line(f"{name}: " + ", ".join(f"{n} {what}" for what, n in counted.items()))
-    for problem in failures():
-        terminalreporter.write_line(f"FAILED {problem}", red=True)
