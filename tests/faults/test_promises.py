@@ -35,7 +35,7 @@ CELLS += [("tensorferry-tls", row) for row in (*SECURED, "drip-head-all", "drip-
 
 #: What each change runs; the others are for the night.
 QUICK_CELLS = {
-    *(("tensorferry", row) for row in ("drip-all", "replace-data-local", "pickle-system", "source-sigkill-second")),
+    *(("tensorferry", row) for row in ("drip-all", "replace-data", "pickle-system", "source-sigkill-second")),
     *(
         ("tensorferry", row)
         for row in ("source-sigstop", "source-sigkill", "half-open-all", "truncate-all", "flip-all")
@@ -66,9 +66,7 @@ def test_promises_are_kept(cell: tuple[str, str], outcomes: dict[tuple[str, str]
     """No byte is wrong, no source is harmed, no receive exceeds its deadline by 1 s, and the end is as documented."""
     transport, row = cell
     outcome = outcomes[cell]
-    if outcome.outcome == "left out":
-        pytest.skip(outcome.message)
-    if (outcome.late or outcome.slow) and outcome.outcome != "hung":
+    if outcome.late and outcome.outcome != "hung":
         # Other cells may have kept the machine busy, so late cells run once more, alone. A second delay is a failure.
         (outcome,) = run_matrix([transport], [row], limits=LIMITS, jobs=1)
     assert not broken_promises(outcome, SCENARIOS[row].promised(transport)), outcome

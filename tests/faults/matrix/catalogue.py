@@ -4,21 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import signal
-import socket
 import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from ..proxy import faults
-from .attacks import ATTACKS
-from .idle_crowd import IdleCrowd
 from .processes import wait_until
-from .rails import rail_scenarios
-from .relays import relay_scenarios
 from .scenario import HEALED, Beside, Scenario
-from .tensor_memory import Replacing
-from .traps import Trap
 
 if TYPE_CHECKING:
     from .cell import Cell
@@ -27,9 +20,6 @@ GONE = frozenset({"ConnectError", "FetchTimeout"})
 """tensorferry's errors for a source that cannot be reached or stops sending."""
 ODD = GONE | {"ProtocolError"}
 """The same, and its error for responses that are not HTTP."""
-
-REFUSED_PICKLE = frozenset({"UnsafePickle", "ProtocolError"})
-"""Its errors for a pickle that names a forbidden global, or that no pickler writes."""
 
 DEEP = 300_000
 """An offset in the first body of most connections; responses with metadata are smaller."""
@@ -95,45 +85,14 @@ def _drain(cell: Cell) -> None:
     cell.source.receive_answer(2 * cell.timeout)
 
 
-def _replace(how: Replacing) -> Callable[[Cell], None]:
-    def during(cell: Cell) -> None:
-        cell.ask_source(("replace", how))
-
-    return during
-
-
-def _replace_target(cell: Cell) -> None:
-    """The receiver's trainer gives its live tensors other memory; the result of the receive says whether it did."""
-    cell.receiver.send(("data",))
-    wait_until(cell.receiver.has_answered, cell.timeout / 2)
+def _replace(cell: Cell) -> None:
+    cell.ask_source(("replace",))
 
 
 def _change(cell: Cell) -> None:
     """The source's trainer writes to the served tensors; a receive may return the old or the new state, whole."""
     cell.allow_newer()
     cell.ask_source(("change", cell.newer_seed))
-
-
-def _fail_to_send(cell: Cell) -> None:
-    """The source's trainer publishes a state that cannot be pickled; its transport may raise or not."""
-    cell.ask_source(("publish_unsendable", cell.step + 1))
-    cell.ask_source(("report",))
-
-
-def _kill_with_child(cell: Cell) -> None:
-    """The source forks a child, as a DataLoader does, and is killed; the child lives on."""
-    cell.adopt(cell.ask_source(("fork",)))
-    _sigkill(cell)
-    url = urlsplit(cell.metadata)
-    cell.port_open = not wait_until(lambda: not _accepts(url.hostname or "", url.port or 80), 1.0)
-
-
-def _accepts(host: str, port: int) -> bool:
-    try:
-        socket.create_connection((host, port), timeout=1).close()
-    except OSError:
-        return False
-    return True
 
 
 def _slow(cell: Cell) -> tuple[faults.Fault, ...]:
@@ -182,20 +141,6 @@ def _with_connections(
     return rows
 
 
-def _without_network(row: Scenario, what: str = "through shared memory") -> Scenario:
-    """The same scenario between processes on one machine that do without the network."""
-    return dataclasses.replace(row, name=f"{row.name}-local", about=f"{row.about}, {what}", local=True)
-
-
-def _trap(trap: Trap, about: str) -> list[Scenario]:
-    """A hostile source that sends its pickle in the transport's own format, and one that sends it in torchft's."""
-    row = Scenario(f"pickle-{trap}", f"a hostile source's pickle {about}", trap=trap, expected=REFUSED_PICKLE)
-    return [
-        row,
-        dataclasses.replace(row, name=f"{row.name}-stock", about=f"{row.about}, in torchft's format", stock=True),
-    ]
-
-
 def _forged_answers(name: str, about: str, expected: frozenset[str], **answer: object) -> list[Scenario]:
     """The proxy answers in place of the source: on one connection, and on every one."""
     make: Callable[..., faults.Fault] = faults.Answer
@@ -238,8 +183,6 @@ _ROWS = [
     *_with_connections("reset", "reset in the middle of a body", faults.Reset, GONE),
     *_with_connections("half-open", "silent from the middle of a body on", faults.HalfOpen, GONE, once=False),
     *_with_connections("drip", "one byte each 0.1 s from the middle of a body on", faults.Drip, GONE, once=False),
-    *_with_connections("duplicate", "64 bytes of a body come twice", faults.Duplicate,
-        ODD | {HEALED, "CorruptCheckpoint"}),
     *_with_connections("flip", "a byte of a body is changed", faults.FlipByte,
         frozenset({HEALED, "CorruptCheckpoint"})),
     Scenario("flip-start", "a byte at the start of the first body, once", (faults.FlipByte(connections=0, at=100),)),
@@ -275,10 +218,6 @@ _ROWS = [
         data=_OK + b"Content-Length: 9999999\r\n\r\n" + _NOISE),
     *_forged_answers("status-500", "500 for an answer", frozenset({"SourceRefused"}) | GONE,
         data=b"HTTP/1.1 500 No\r\nContent-Length: 0\r\n\r\n"),
-    Scenario("lying-length", "a Content-Length ten times as long, on one connection",
-        (faults.ReplaceHead(connections=1, old=b"content-length: ", new=b"content-length: 1"),)),
-    Scenario("lying-range", "a Content-Range of another place, on one connection",
-        (faults.ReplaceHead(connections=1, old=b"content-range: bytes ", new=b"content-range: bytes 1"),)),
     Scenario("wrong-step", "the source serves another step", wrong_step=True, expected=frozenset({"WrongStep"})),
     Scenario("wrong-generation", "later connections come to another process with other bytes as the same step",
         _other_generation, expected=frozenset({HEALED, "SourceChanged"}) | GONE),
@@ -299,71 +238,23 @@ _ROWS = [
         private=frozenset({HEALED})),
     Scenario("reader-slow", "the receiver reads slowly while the source withdraws the state and goes on", _slow,
         during=_move_on, part=0.06, nbytes=LARGE, expected=frozenset({HEALED, "SourceChanged", "WrongStep"}) | GONE),
-    *(Scenario(f"source-{name}", f"{attack.connections} connections of a hostile crowd at the source: {name}",
-        attack=attack) for name, attack in ATTACKS.items()),
 ]  # fmt: skip
-
-_DRAIN = Scenario(
-    "drain",
-    "the source withdraws mid-transfer, and writes over the state when it is allowed to",
-    during=_drain,
-    private=frozenset({HEALED}),
-)
-_REPLACED = Scenario(
-    "replace-data",
-    "the source's trainer assigns to tensor.data mid-transfer, and frees the memory",
-    during=_replace("data"),
-    private=frozenset({HEALED}),
-)
-_CHANGED = Scenario(
-    "change",
-    "the source's trainer writes to its tensors in place mid-transfer",
-    during=_change,
-    in_step=True,
-    expected=frozenset({HEALED, "TornCheckpoint", "CorruptCheckpoint", "SourceChanged"}),
-    private=frozenset({HEALED}),
-)
-_CROWD = Scenario(
-    "idle-crowd",
-    "700 silent connections to the source's port, opened again when it closes them",
-    attack=IdleCrowd(700),
-    timeout=8.0,
-    prompt=0.5,
-)
 
 _ROWS += [
     *_with_healthy_source(_ROWS),
     Scenario("other-state-first", "a second source holds another state as the same step", beside="behind",
         other_state=True),
     Scenario("other-state-second", "the same, and the metadata names it first", beside="in front", other_state=True),
-    _DRAIN,
-    _without_network(_DRAIN),
-    _REPLACED,
-    _without_network(_REPLACED),
-    dataclasses.replace(_REPLACED, name="replace-set", during=_replace("set"),
-        about="the source's trainer calls tensor.set_ mid-transfer, and new tensors reuse the old memory"),
-    dataclasses.replace(_REPLACED, name="replace-half", during=_replace("half"),
-        about="the same with another dtype, as module.half() does it"),
-    Scenario("replace-target", "the receiver's trainer assigns to tensor.data of the tensors that are being filled",
-        in_place=True, during=_replace_target, expected=frozenset({HEALED, "StateMismatch"})),
-    _CHANGED,
-    _without_network(_CHANGED),
-    _CROWD,
-    dataclasses.replace(_CROWD, name="idle-crowd-local", attack=IdleCrowd(1200, local=True), local=True,
-        about="half of 1200 of them to its socket for processes of the same machine, through shared memory"),
-    Scenario("silent-names", "the metadata has the source's host name, and the receiver's name server never answers",
-        silent_names=True, expected=frozenset({"FetchTimeout"}), timeout=3.0),
-    Scenario("send-fails", "the receive waits for a step that the source cannot send: it cannot be pickled",
-        during=_fail_to_send, waiting=True, expected=frozenset({"FetchTimeout"}), timeout=3.0),
-    Scenario("source-forked", "the source has forked a child and is killed mid-transfer; the child lives on",
-        during=_kill_with_child, expected=GONE, survives=False, timeout=10.0, prompt=0.5),
-    *_trap("system", "names os.system"),
-    *_trap("dotted", "names it through a trusted module"),
-    *_trap("pointer", "forges a pointer to an object"),
+    Scenario("drain", "the source withdraws mid-transfer, and writes over the state when it is allowed to",
+        during=_drain),
+    Scenario("replace-data", "the source's trainer assigns to tensor.data mid-transfer, and frees the memory",
+        during=_replace),
+    Scenario("change", "the source's trainer writes to its tensors in place mid-transfer", during=_change,
+        in_step=True, expected=frozenset({HEALED, "TornCheckpoint", "CorruptCheckpoint", "SourceChanged"}),
+        private=frozenset({HEALED})),
+    Scenario("pickle-system", "a hostile source's pickle names os.system", trap=True,
+        expected=frozenset({"UnsafePickle"})),
 ]  # fmt: skip
-
-_ROWS += relay_scenarios({row.name: row for row in _ROWS})
-_ROWS += rail_scenarios()
 
 SCENARIOS: Mapping[str, Scenario] = {row.name: row for row in _ROWS}
 """All scenarios by name, in the order of the table."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
-import select
 import signal
 import tempfile
 import threading
@@ -18,9 +17,7 @@ from types import TracebackType
 from typing import Any, TypeAlias
 
 from .candidates import Candidate
-from .scenario import LeftOut
-from .traps import Trap
-from .workers import NAMES_ASKED, REPLACED, Received, Setting, log_tail, receiver_main, source_main
+from .workers import Received, log_tail, receiver_main, source_main
 
 AllowedState: TypeAlias = tuple[int, int]
 """A state that a receive may return: the seed of its tensors, and the seed of its other objects."""
@@ -120,28 +117,6 @@ class Child:
         return f"process {self.pid} ended ({self.process.exitcode}): {self.printed()}"
 
 
-class Orphan:
-    """A process that a :class:`Child` has forked and that outlives it. A pidfd ends it, so no other process is hit.
-
-    Args:
-        pid: of the process, which must be alive, with a parent that does not wait for it
-    """
-
-    def __init__(self, pid: int) -> None:
-        self._descriptor = os.pidfd_open(pid)
-
-    def alive(self) -> bool:
-        """Whether the process runs."""
-        return not select.select([self._descriptor], [], [], 0)[0]
-
-    def end(self) -> None:
-        """Kills the process if it still runs, and waits for its end."""
-        with contextlib.suppress(ProcessLookupError):
-            signal.pidfd_send_signal(self._descriptor, signal.SIGKILL)
-        select.select([self._descriptor], [], [], 10)
-        os.close(self._descriptor)
-
-
 class Processes:
     """The processes of one cell. A context manager: all of them are ended when the block is left.
 
@@ -149,21 +124,16 @@ class Processes:
         nbytes: size of the state
         timeout: of the transports, seconds
         bound: seconds after which a process ends itself, in case the runner has died
-        setting: what the scenario requires of the processes
     """
 
-    def __init__(self, nbytes: int, timeout: float, bound: float, setting: Setting) -> None:
+    def __init__(self, nbytes: int, timeout: float, bound: float) -> None:
         self._nbytes = nbytes
         self._timeout = timeout
         self._bound = bound
-        self._setting = setting
         self._children: list[Child] = []
-        self._orphans: list[Orphan] = []
         self._files = tempfile.TemporaryDirectory(prefix="tensorferry-faults-")
         self.marker = Path(self._files.name) / "code-ran"
         """A file that exists if code of a hostile source ran."""
-        self.names_asked = self.marker.with_name(NAMES_ASKED)
-        """A file that exists if the silent name server was asked."""
 
     def __enter__(self) -> Processes:
         return self
@@ -171,24 +141,16 @@ class Processes:
     def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None) -> None:
         for child in self._children:
             child.end()
-        for orphan in self._orphans:
-            orphan.end()
         self._files.cleanup()
 
-    def adopt(self, pid: int) -> Orphan:
-        """Has a process that a child has forked ended together with the children."""
-        orphan = Orphan(pid)
-        self._orphans.append(orphan)
-        return orphan
-
-    def source(self, candidate: Candidate, step: int, seed: int, trap: Trap | None = None) -> tuple[Child, str]:
+    def source(self, candidate: Candidate, step: int, seed: int, trap: bool = False) -> tuple[Child, str]:
         """Starts a source, which publishes a state.
 
         Args:
             candidate: the transport of the source
             step: the published step
             seed: of the published state
-            trap: published in place of that state
+            trap: publish a state that attacks who unpickles it in place of that
 
         Returns:
             The source, and its metadata.
@@ -198,27 +160,23 @@ class Processes:
             ChildHung: it did not start in time
         """
         child = self._start(source_main, candidate)
-        metadata = child.ask(("publish_trap", step, trap, self.marker) if trap else ("publish", step, seed), _START)
+        metadata = child.ask(("publish_trap", step, self.marker) if trap else ("publish", step, seed), _START)
         if metadata is None:
             raise ChildGone(f"the source could not publish: {child.ask(('report',), _START)}")
         return child, str(metadata)
 
-    def receiver(self, candidate: Candidate, setting: Setting | None = None) -> Child:
+    def receiver(self, candidate: Candidate) -> Child:
         """Starts a receiver and waits until it is ready.
 
         Args:
             candidate: the transport of the receiver
-            setting: in place of what the scenario requires
 
         Raises:
             ChildGone: it ended
             ChildHung: it did not start in time
-            LeftOut: the system does not allow what the scenario requires
         """
-        child = self._start(receiver_main, candidate, setting)
-        answer = child.receive_answer(_START)
-        if isinstance(answer, LeftOut):
-            raise answer
+        child = self._start(receiver_main, candidate)
+        child.receive_answer(_START)
         return child
 
     def receive(
@@ -236,20 +194,15 @@ class Processes:
     def received(self, receiver: Child, within: float) -> Received:
         """Returns the result of the receive that was requested last; raises like :meth:`Child.ask`."""
         answer = receiver.receive_answer(within)
-        replaced = answer == REPLACED
-        if replaced:
-            answer = receiver.receive_answer(within)
         assert isinstance(answer, Received)
-        answer.replaced = replaced
         if not answer.error:
             answer.wrong_bytes, answer.newer = receiver.receive_answer(_COMPARE)
         return answer
 
-    def _start(self, main: Callable[..., None], candidate: Candidate, setting: Setting | None = None) -> Child:
+    def _start(self, main: Callable[..., None], candidate: Candidate) -> Child:
         ours, theirs = multiprocessing.Pipe()
         log = Path(self._files.name) / f"{len(self._children)}.log"
-        setting = setting or self._setting
-        arguments = (theirs, candidate, self._nbytes, self._timeout, setting, str(log), self._bound)
+        arguments = (theirs, candidate, self._nbytes, self._timeout, str(log), self._bound)
         with _starting:
             process = _context().Process(target=main, args=arguments, daemon=True)
             process.start()

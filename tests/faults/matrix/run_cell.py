@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import importlib.util
 import time
-from collections.abc import Iterator
 
 from ..proxy.proxy import FaultProxy
-from .attacks import attacking
 from .candidates import Candidate
-from .cell import LOCAL_SECONDS, PATIENCE, SHARE, STEP, Cell, Limits, Outcome
-from .idle_crowd import IdleCrowd, crowding
+from .cell import PATIENCE, SHARE, STEP, Cell, Limits, Outcome
 from .processes import Child, ChildGone, ChildHung, Processes, wait_until
-from .scenario import LeftOut, Scenario
-from .traps import missing
-from .workers import Received, Setting, SourceReport
+from .scenario import Scenario
+from .workers import Received, SourceReport
 
 
 def run_cell(candidate: Candidate, scenario: Scenario, limits: Limits, repeat: int = 0) -> Outcome:
@@ -31,21 +25,16 @@ def run_cell(candidate: Candidate, scenario: Scenario, limits: Limits, repeat: i
     Raises:
         ChildGone: a process ended before the scenario began
         ChildHung: a process did not start in time
-        LeftOut: this machine cannot have the scenario; the text says why
     """
     outcome = Outcome(scenario.name, candidate.name, repeat)
-    limits = dataclasses.replace(
-        limits, nbytes=max(limits.nbytes, scenario.nbytes), timeout=scenario.timeout or limits.timeout
-    )
+    limits = dataclasses.replace(limits, nbytes=max(limits.nbytes, scenario.nbytes))
     candidate = dataclasses.replace(candidate, lanes=candidate.lanes and (scenario.lanes or candidate.lanes))
     bound = 8 * limits.timeout + 10 * limits.stall + 300
-    _check_requirements(scenario)
-    with Processes(limits.nbytes, limits.timeout, bound, _setting(scenario, limits)) as processes:
+    with Processes(limits.nbytes, limits.timeout, bound) as processes:
         cell = Cell(processes, candidate, scenario, limits, seed=1000 + 2 * repeat)
         cell.proxy.close()
         script = scenario.faults(cell) if callable(scenario.faults) else scenario.faults
-        attack, rail = _attack(cell, scenario, outcome), cell.second_address(scenario)
-        with FaultProxy.before(cell.metadata, script) as cell.proxy, rail, attack:
+        with FaultProxy.before(cell.metadata, script) as cell.proxy:
             if script and not (scenario.during or scenario.beside):
                 cell.proxy.pace(SHARE, PATIENCE * limits.timeout)
             _receive(cell, scenario, limits, outcome)
@@ -59,58 +48,22 @@ def run_cell(candidate: Candidate, scenario: Scenario, limits: Limits, repeat: i
     return outcome
 
 
-def _check_requirements(scenario: Scenario) -> None:
-    if scenario.stock and importlib.util.find_spec("torchft") is None:
-        raise LeftOut("torchft is not installed")
-    if scenario.trap and (reason := missing(scenario.trap)):
-        raise LeftOut(reason)
-
-
-def _setting(scenario: Scenario, limits: Limits) -> Setting:
-    # Receivers take part in a swarm where the source is slow.
-    slow = (scenario.local and scenario.during) or scenario.relay
-    rate = int(limits.nbytes / min(LOCAL_SECONDS, limits.timeout / 2)) if slow else 0
-    return Setting(scenario.local, rate, scenario.in_place, scenario.silent_names, bool(scenario.rail))
-
-
-@contextlib.contextmanager
-def _attack(cell: Cell, scenario: Scenario, outcome: Outcome) -> Iterator[None]:
-    """While the block runs, has the scenario's hostile clients connect to the source; counts their connections."""
-    if scenario.attack is None:
-        yield
-        return
-    if isinstance(scenario.attack, IdleCrowd):
-        attack = crowding(cell.metadata, cell.source.pid, scenario.attack)
-    else:
-        attack = attacking(cell.metadata, scenario.attack)
-    with attack as opened:
-        yield
-        outcome.struck += opened()
-
-
 def _receive(cell: Cell, scenario: Scenario, limits: Limits, outcome: Outcome) -> None:
     """Runs the receive through the proxy, with what happens during it, and fills in ``outcome``."""
-    if scenario.during and not (scenario.local or scenario.waiting):
+    if scenario.during:
         cell.proxy.hold(int(limits.nbytes * scenario.part))
-    step = STEP + (5 if scenario.wrong_step else 1 if scenario.waiting else 0)
+    step = STEP + (5 if scenario.wrong_step else 0)
     receiver = cell.receiver
     if scenario.during:
         cell.ask_source(("prepare", cell.newer_seed))  # in advance, because it takes time
-    if scenario.waiting:
-        cell.withdraw()
     with cell.sources(scenario) as metadata:
         # The receiver may return either state; whether the newer one is allowed is known only at the end.
         cell.receive_started = time.monotonic()
-        cell.start_relay(scenario, metadata)
         receiver.send((metadata, step, cell.allowed, limits.timeout))
         try:
-            if scenario.during and scenario.local:
-                cell.happened = cell.wait_halfway(scenario.part)
-            elif scenario.waiting:
-                cell.happened = cell.wait_asked()
-            elif scenario.during:
+            if scenario.during:
                 cell.happened = cell.proxy.wait_held(limits.timeout, receiver.has_answered)
-            elif cell.beside or cell.rail:
+            elif cell.beside:
                 wait_until(lambda: cell.strikes(scenario) > 0 or receiver.has_answered(), limits.timeout)
             if cell.beside:
                 cell.beside.release()
@@ -118,14 +71,13 @@ def _receive(cell: Cell, scenario: Scenario, limits: Limits, outcome: Outcome) -
                 _strike_source(cell, scenario, outcome)
             cell.proxy.release()
             received = cell._processes.received(receiver, limits.timeout + limits.grace)
-            cell.happened = cell.happened and (received.replaced or not scenario.in_place)
         except ChildHung as hung:
             outcome.outcome, outcome.seconds, outcome.late = "hung", time.monotonic() - cell.receive_started, True
             outcome.message = str(hung)
         except ChildGone as gone:
             outcome.outcome, outcome.message = "crashed", str(gone)
         else:
-            _judge(received, cell, scenario, limits, outcome)
+            _judge(received, cell, limits, outcome)
 
 
 def _strike_source(cell: Cell, scenario: Scenario, outcome: Outcome) -> None:
@@ -138,9 +90,8 @@ def _strike_source(cell: Cell, scenario: Scenario, outcome: Outcome) -> None:
         outcome.notes.append(str(error))
 
 
-def _judge(received: Received, cell: Cell, scenario: Scenario, limits: Limits, outcome: Outcome) -> None:
+def _judge(received: Received, cell: Cell, limits: Limits, outcome: Outcome) -> None:
     outcome.seconds = received.seconds
-    outcome.slow = bool(scenario.prompt) and received.seconds > scenario.prompt * limits.timeout
     outcome.late = received.seconds > max(limits.timeout, cell.resumed - cell.receive_started) + 1
     outcome.error, outcome.error_classes = received.error, received.classes
     outcome.message = received.message
@@ -158,7 +109,7 @@ def _examine_source(
 ) -> None:
     """Checks that the source goes on: its trainer publishes the next step, and a good receiver heals from that."""
     if not scenario.survives:
-        outcome.source = "port open" if cell.port_open else "gone"
+        outcome.source = "gone"
         return
     if outcome.hurt:
         return
@@ -173,8 +124,8 @@ def _examine_source(
     _judge_report(report, scenario, limits, outcome)
     _look_for_panic(cell.source, outcome)
     try:
-        alike = outcome.outcome in ("healed", "error", "wrong bytes") and not (scenario.silent_names or scenario.stock)
-        fresh = cell.receiver if alike else processes.receiver(candidate, Setting())
+        alike = outcome.outcome in ("healed", "error", "wrong bytes")
+        fresh = cell.receiver if alike else processes.receiver(candidate)
         # Longer than the timeout: this checks whether the heal works, not how fast a busy machine is.
         within = limits.timeout + limits.stall
         newer = (cell.newer_seed, cell.newer_seed)

@@ -9,9 +9,8 @@ from .candidates import BUILTIN, Candidate
 from .catalogue import SCENARIOS
 from .cell import Limits, Outcome
 from .processes import ChildGone, ChildHung
-from .report import LEFT_OUT
 from .run_cell import run_cell
-from .scenario import LeftOut, Scenario
+from .scenario import Scenario
 
 
 def candidate(transport: str | Candidate) -> Candidate:
@@ -63,8 +62,7 @@ def run_matrix(
 
     Returns:
         The outcomes, in the order of faults, transports, repeats. There is none for a fault that a transport cannot
-        have; for one that this machine cannot have it is ``"left out"``, and where a process does not start ``"did not
-        start"``, each with the reason.
+        have; where a process does not start, it is ``"did not start"``, with the reason.
 
     Raises:
         ValueError: a name is not that of a transport or a fault
@@ -79,8 +77,6 @@ def run_matrix(
             outcome = run_cell(column, row, limits, repeat)
         except (ChildGone, ChildHung) as error:  # before the scenario began
             outcome = Outcome(row.name, column.name, repeat, outcome="did not start", message=str(error))
-        except LeftOut as reason:
-            outcome = Outcome(row.name, column.name, repeat, outcome=LEFT_OUT, message=str(reason))
         if progress:
             progress(outcome)
         return outcome

@@ -6,10 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from ..proxy.faults import Fault, ReplaceHead
-from .attacks import Attack
-from .idle_crowd import IdleCrowd
-from .traps import Trap
+from ..proxy.faults import Fault
 
 if TYPE_CHECKING:
     from .candidates import Candidate
@@ -18,17 +15,12 @@ if TYPE_CHECKING:
 HEALED = "healed"
 
 Beside: TypeAlias = Literal["", "in front", "behind"]
-Relay: TypeAlias = Literal["", "through the proxy", "around the proxy", "in place"]
 
 BROKEN = {
     "tensorferry-secret": frozenset({"UnprovenSource", "SourceRefused"}),
     "tensorferry-tls": frozenset({"UnprovenSource", "ConnectError", "FetchTimeout", "ProtocolError"}),
 }
 """Further ways in which a receive may fail, for transports that authenticate their peer."""
-
-
-class LeftOut(Exception):
-    """Raised for a scenario that this machine cannot have; the text says why."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +34,6 @@ class Scenario:
         during: called with the cell when a part of the state has gone through the proxy, which holds everything until
             the call returns or releases it (``cell.proxy.release()``)
         part: how much of the state has gone through by then
-        attack: runs against the source all the time
         wrong_step: whether the receiver asks for a step that the source does not serve
         expected: how tensorferry promises that the receive ends: ``"healed"``, or names of exception classes
         private: what it promises with ``snapshot="copy"``, if that is more
@@ -52,22 +43,8 @@ class Scenario:
         beside: whether the receive has a second, healthy source with the same state, and whether the metadata names it
             before (``"in front"``) or after (``"behind"``) the faulty one
         other_state: whether that source holds another state as the same step
-        timeout: deadline of the receive, seconds; 0: that of the run
-        prompt: the part of the deadline that the receive may take; 0: all of it
-        local: whether source and receiver do without the network. The proxy then sees little of the transfer and cannot
-            hold it when ``during`` is called: the source sends slowly instead.
-        in_place: whether the receiver has a live state to receive into
-        silent_names: whether the metadata names the source by a name that must be resolved, and the receiver's name
-            server never answers
-        trap: an attack on the receiver's unpickler, published as the state
-        stock: whether the source is torchft's own transport
-        waiting: whether the source serves nothing at first; ``during`` is then called when the receive waits for the
-            next step
+        trap: whether the state's pickle calls ``os.system``
         in_step: whether the newer state differs from the first one in its tensors only
-        relay: whether a second receiver takes the same state at the same time, so that each can pass on what it has:
-            through the same proxy, directly, or through the proxy and into a live state; the source is slow, if it can
-        relay_timeout: deadline of that second receive, seconds; 0: that of the run
-        rail: faults of the connections to a second address of the source, which it names besides the proxy's
     """
 
     name: str
@@ -75,7 +52,6 @@ class Scenario:
     faults: tuple[Fault, ...] | Callable[[Cell], tuple[Fault, ...]] = ()
     during: Callable[[Cell], None] | None = None
     part: float = 0.25
-    attack: Attack | IdleCrowd | None = None
     wrong_step: bool = False
     expected: frozenset[str] = field(default_factory=lambda: frozenset({HEALED}))
     private: frozenset[str] | None = None
@@ -84,30 +60,12 @@ class Scenario:
     lanes: int = 0
     beside: Beside = ""
     other_state: bool = False
-    timeout: float = 0.0
-    prompt: float = 0.0
-    local: bool = False
-    in_place: bool = False
-    silent_names: bool = False
-    trap: Trap | None = None
-    stock: bool = False
-    waiting: bool = False
+    trap: bool = False
     in_step: bool = False
-    relay: Relay = ""
-    relay_timeout: float = 0.0
-    rail: tuple[Fault, ...] = ()
 
     def concerns(self, candidate: Candidate) -> bool:
         """Whether the scenario is possible with a transport."""
-        reads_heads = not callable(self.faults) and any(isinstance(fault, ReplaceHead) for fault in self.faults)
-        lacks = (
-            (self.beside and not candidate.join)
-            or (self.local and not candidate.local)
-            or ((self.in_place or self.relay == "in place") and not candidate.in_place)
-            or (self.stock and not candidate.stock)
-            or (self.rail and not candidate.rails)
-        )
-        return not lacks and not (reads_heads and candidate.encrypts)
+        return not (self.beside and not candidate.join)
 
     def promised(self, transport: str) -> frozenset[str]:
         """How a receive of the transport with this name may end."""

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Callable
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import torch
 from torch.utils._pytree import tree_flatten
 
-Replacing: TypeAlias = Literal["data", "set", "half"]
-
 _MMAP_THRESHOLD = -3
 _FILLER = 0xA5
-_reusing: list[torch.Tensor] = []
 
 
 def free_at_once() -> None:
@@ -39,37 +35,12 @@ def change(state: Any, newer: Any) -> None:
             _bytes(tensor).copy_(_bytes(other))
 
 
-def replace(state: Any, how: Replacing) -> None:
-    """Gives every tensor other memory and frees its old memory.
-
-    Args:
-        state: the tree that holds the tensors
-        how: ``"data"`` assigns a copy to ``data``; the old memory is then unused. ``"set"`` puts a copy in place with
-            ``set_``, and ``"half"`` assigns a copy of another dtype to ``data``, as ``module.half()`` does; the old
-            memory is then likely to be reused by new tensors with other bytes.
-    """
+def replace(state: Any) -> None:
+    """Gives every tensor other memory, and frees its old memory, by an assignment to ``data``."""
     tensors = _tensors(state)
     # All copies are made first: otherwise each could get the old memory of the tensor before.
-    others = [_COPY[how](tensor) for tensor in tensors]
-    sizes = [tensor.nbytes for tensor in tensors]
-    for tensor, other in zip(tensors, others, strict=True):
-        if how == "set":
-            tensor.set_(other.untyped_storage(), 0, tensor.size(), tensor.stride())
-        else:
-            tensor.data = other
-    if how != "data":
-        _reusing.extend(torch.full((size,), _FILLER, dtype=torch.uint8) for size in sizes)
-
-
-def _halved(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to(torch.float16 if tensor.is_floating_point() else torch.int32)
-
-
-_COPY: dict[Replacing, Callable[[torch.Tensor], torch.Tensor]] = {
-    "data": torch.clone,
-    "set": torch.clone,
-    "half": _halved,
-}
+    for tensor, other in zip(tensors, [tensor.clone() for tensor in tensors], strict=True):
+        tensor.data = other
 
 
 def _tensors(state: Any) -> list[torch.Tensor]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
 import os
+import shlex
 import signal
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -20,31 +19,8 @@ from typing import Any
 import torch
 
 from .candidates import Candidate
-from .name_server import SilentNameServer
 from .sample import sample_state, wrong_bytes
-from .scenario import LeftOut
 from .tensor_memory import change, free_at_once, overwrite, replace
-from .traps import set_trap
-
-
-@dataclass(frozen=True)
-class Setting:
-    """What a scenario requires of the processes of its cell.
-
-    Args:
-        local: use no network between source and receiver
-        bytes_per_second: limit of a source that sends without the network, where the proxy cannot hold a receive up;
-            0: no limit
-        in_place: receive into a live state
-        silent_names: give the receiver a name server that never answers
-        rails: the source names a second address
-    """
-
-    local: bool = False
-    bytes_per_second: int = 0
-    in_place: bool = False
-    silent_names: bool = False
-    rails: bool = False
 
 
 @dataclass
@@ -70,8 +46,6 @@ class Received:
     message: str = ""
     newer: bool = False
     """Whether the state that arrived is the second of the two allowed ones."""
-    replaced: bool = False
-    """Whether the receiver's live tensors got other memory during the receive."""
 
 
 def _prepare_process(log: str, seconds: float) -> None:
@@ -91,20 +65,13 @@ def _prepare_process(log: str, seconds: float) -> None:
     torch.set_num_threads(1)
 
 
-def source_main(
-    pipe: Connection, candidate: Candidate, nbytes: int, timeout: float, setting: Setting, log: str, bound: float
-) -> None:
+def source_main(pipe: Connection, candidate: Candidate, nbytes: int, timeout: float, log: str, bound: float) -> None:
     """Runs a source: trains in a loop and carries out the requests from ``pipe`` between two iterations.
 
     It ends the process once the other end of the pipe is closed.
     """
     _prepare_process(log, bound)
-    more: dict[str, Any] = {"same_host": True} if setting.local else {}
-    if setting.bytes_per_second and candidate.local:
-        more["max_bandwidth"] = setting.bytes_per_second
-    if setting.rails:
-        more["advertise"] = "127.0.0.1,127.0.0.2"
-    trainer = _Trainer(pipe, candidate.build(timeout, **more), nbytes, bound)
+    trainer = _Trainer(pipe, candidate.build(timeout), nbytes)
     weight = torch.ones(64, 64)
     last = time.monotonic()
     while True:
@@ -123,15 +90,24 @@ def source_main(
     os._exit(0)
 
 
+class _Trap:
+    """Is pickled as a call of ``os.system``."""
+
+    def __init__(self, marker: Path) -> None:
+        self._command = f": > {shlex.quote(str(marker))}"
+
+    def __reduce__(self) -> Any:
+        return os.system, (self._command,)
+
+
 class _Trainer:
     """The trainer of a source; each public method is a request that the runner can send."""
 
-    def __init__(self, pipe: Connection, transport: Any, nbytes: int, bound: float) -> None:
+    def __init__(self, pipe: Connection, transport: Any, nbytes: int) -> None:
         self.measured = SourceReport()
         self._pipe = pipe
         self._transport = transport
         self._nbytes = nbytes
-        self._bound = bound
         self._state: Any = None
         self._prepared: dict[int, Any] = {}
 
@@ -143,13 +119,9 @@ class _Trainer:
         """Publishes the state of a seed; returns the metadata, or ``None`` if the transport raised."""
         return self._send(step, self._prepared.pop(seed, None) or sample_state(seed, self._nbytes))
 
-    def publish_unsendable(self, step: int) -> Any:
-        """Like :meth:`publish`, with a state that holds an object that cannot be pickled."""
-        return self._send(step, {"weight": torch.ones(64), "lock": threading.Lock()})
-
-    def publish_trap(self, step: int, trap: Any, marker: Path) -> Any:
-        """Like :meth:`publish`, with a state that attacks the process that unpickles it."""
-        return self._send(step, {"weight": torch.ones(64), "trap": set_trap(trap, marker)})
+    def publish_trap(self, step: int, marker: Path) -> Any:
+        """Like :meth:`publish`, with a state whose unpickling by a careless receiver writes a file."""
+        return self._send(step, {"weight": torch.ones(64), "trap": _Trap(marker)})
 
     def withdraw(self) -> bool:
         """Withdraws the state, and writes over it unless the transport raised; returns whether it did not raise."""
@@ -163,23 +135,13 @@ class _Trainer:
         self._pipe.send("draining")
         return self.withdraw()
 
-    def replace(self, how: Any) -> None:
+    def replace(self) -> None:
         """Gives the tensors of the published state other memory."""
-        replace(self._state, how)
+        replace(self._state)
 
     def change(self, seed: int) -> None:
         """Writes the prepared state of a seed into the tensors that are served."""
         change(self._state, self._prepared[seed])
-
-    def fork(self) -> int:
-        """Forks a child that only waits, like an idle DataLoader worker, and returns its pid."""
-        pid = os.fork()
-        if pid == 0:
-            self._pipe.close()  # otherwise the pipe stays open when the parent ends
-            signal.alarm(max(int(self._bound), 1))
-            while True:
-                signal.pause()
-        return pid
 
     def report(self) -> SourceReport:
         """Returns the measurements since the last report."""
@@ -207,28 +169,13 @@ def _timed_call(report: SourceReport, name: str, call: Callable[[], None]) -> Ba
     return raised
 
 
-def receiver_main(
-    pipe: Connection, candidate: Candidate, nbytes: int, timeout: float, setting: Setting, log: str, bound: float
-) -> None:
+def receiver_main(pipe: Connection, candidate: Candidate, nbytes: int, timeout: float, log: str, bound: float) -> None:
     """Runs a receiver: receives on request, and compares the result with the allowed states.
 
     It ends the process once the other end of the pipe is closed.
     """
     _prepare_process(log, bound)
-    if setting.silent_names:
-        # What is seen is how long the system waits by default.
-        os.environ.pop("RES_OPTIONS", None)
-        try:
-            # Before the transport starts threads. A receive that only the resolver's timeout ends is counted as late.
-            SilentNameServer(Path(log).with_name(NAMES_ASKED), timeout + 3)
-        except LeftOut as error:
-            pipe.send(error)
-            return
-    live = sample_state(0, nbytes) if setting.in_place else None
-    more: dict[str, Any] = {"same_host": True} if setting.local else {}
-    if setting.in_place:
-        more["state_dict"] = lambda: live
-    transport = candidate.build(timeout, **more)
+    transport = candidate.build(timeout)
     pipe.send("ready")
     while True:
         try:
@@ -237,8 +184,7 @@ def receiver_main(
             break
         started = time.monotonic()
         try:
-            with _replaced_on_request(pipe, live):
-                state = transport.recv_checkpoint(0, metadata, step, timedelta(seconds=within))
+            state = transport.recv_checkpoint(0, metadata, step, timedelta(seconds=within))
         except Exception as error:
             seconds = time.monotonic() - started
             classes = tuple(c.__name__ for c in type(error).__mro__)
@@ -254,50 +200,6 @@ def receiver_main(
         del state
     sys.stderr.flush()
     os._exit(0)
-
-
-@contextlib.contextmanager
-def _replaced_on_request(pipe: Connection, live: Any) -> Iterator[None]:
-    """While the block runs, does to the tensors of ``live`` what the pipe asks, and answers ``REPLACED``.
-
-    They get other memory or, after :data:`OVERWRITE`, other values, again and again until the block ends.
-    """
-    if live is None:
-        yield
-        return
-    over = threading.Event()
-
-    def await_request() -> None:
-        while not over.is_set():
-            if pipe.poll(0.01):
-                (how,) = pipe.recv()
-                if how != OVERWRITE:
-                    replace(live, how)
-                    pipe.send(REPLACED)
-                    return
-                overwrite(live)
-                pipe.send(REPLACED)
-                # What comes later is to be passed on wrong as well.
-                while not over.wait(0.002):
-                    overwrite(live)
-
-    waiting = threading.Thread(target=await_request, daemon=True)
-    waiting.start()
-    try:
-        yield
-    finally:
-        over.set()
-        waiting.join()
-
-
-NAMES_ASKED = "names-asked"
-"""Name of a file beside a receiver's log; it exists if the receiver's silent name server was asked."""
-
-REPLACED = "replaced"
-"""What a receiver sends after it has given its live tensors other memory."""
-
-OVERWRITE = "overwrite"
-"""Asks a receiver to write over its live tensors as long as they are being filled."""
 
 
 def log_tail(log: Path, lines: int = 12) -> str:

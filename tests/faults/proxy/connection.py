@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import re
 import socket
 import struct
 import time
@@ -138,9 +137,6 @@ class Connection:
     async def _pump_answers(self) -> None:
         assert self._source is not None
         flow = Flow(self, "response", self._source, self._client)
-        heads = [f for f in self.script.faults if isinstance(f, faults.ReplaceHead)]
-        if heads:
-            heads = self._striking(faults.ReplaceHead)
         splitter = ResponseSplitter()
         carried = 0
         while data := await self.loop.sock_recv(self._source, _READ):
@@ -149,17 +145,9 @@ class Connection:
                 length = len(part) if body else 0
                 carried += length
                 await self.script.pass_gate(length, carried)
-                await flow.forward(part if body else self._replace_in_head(part, heads), body)
+                await flow.forward(part, body)
         await flow.forward(splitter.rest(), body=False)
         raise _Ended
-
-    def _replace_in_head(self, head: bytes, replacements: list[faults.ReplaceHead]) -> bytes:
-        for fault in replacements:
-            new = fault.new.replace(b"\\", rb"\\")
-            head, count = re.subn(re.escape(fault.old), new, head, flags=re.IGNORECASE)
-            if count:
-                self.script.record(fault)
-        return head
 
 
 class Flow:
@@ -206,8 +194,6 @@ class Flow:
                 self._connection.open.clear()
             case faults.FlipByte():
                 return bytes([data[0] ^ fault.mask]) + data[1:]
-            case faults.Duplicate():
-                await self._write(data[: fault.count])
             case faults.Delay():
                 await asyncio.sleep(fault.seconds)
             case faults.Drip():

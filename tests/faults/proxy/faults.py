@@ -86,17 +86,6 @@ class FlipByte(OffsetFault):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Duplicate(OffsetFault):
-    """Sends bytes twice, beginning with byte ``at``.
-
-    Args:
-        count: how many at most; fewer if one read of the proxy brought fewer
-    """
-
-    count: int = 64
-
-
-@dataclass(frozen=True, kw_only=True)
 class Delay(OffsetFault):
     """Waits once before byte ``at``.
 
@@ -135,19 +124,6 @@ class Answer(Fault):
     repeat: bytes = b""
     interval: float = 0.0
     close: bool = True
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReplaceHead(Fault):
-    """Replaces bytes in the head of every response, so that it lies about its status, length or range.
-
-    Args:
-        old: bytes to look for, in upper or lower case
-        new: bytes to put in their place
-    """
-
-    old: bytes
-    new: bytes
 
 
 @dataclass(frozen=True, kw_only=True)
