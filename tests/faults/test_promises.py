@@ -89,12 +89,7 @@ def test_errors_are_what_callers_of_torchft_catch(
     outcome = outcomes[cell]
     assert outcome.error in tensorferry.__all__
     assert {"TensorferryError", *CATCHABLE[cell[1]]} <= set(outcome.error_classes)
-
-
-@pytest.mark.parametrize("cell", [("tensorferry", row) for row in ("source-sigstop", "source-restart", "republish")])
-def test_errors_name_their_source(cell: tuple[str, str], outcomes: dict[tuple[str, str], Outcome]) -> None:
-    assert outcomes[cell].error
-    assert "127.0.0.1:" in outcomes[cell].message
+    assert "127.0.0.1:" in outcome.message or cell[1] == "wrong-step"
 
 
 @pytest.mark.parametrize("cell", [("tensorferry", "reader-stall"), ("tensorferry-copy", "reader-stall")])

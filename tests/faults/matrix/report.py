@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from .cell import Outcome
 from .scenario import HEALED
@@ -60,6 +60,6 @@ def _ending_text(outcome: Outcome) -> str:
     return text + late + ("" if outcome.struck else " (never struck)")
 
 
-def _with_counts(texts: list[str]) -> str:
+def _with_counts(texts: Iterable[str]) -> str:
     """Returns each text once, behind how often it occurs, the most frequent first."""
     return ", ".join(f"{count} {text}" for text, count in Counter(texts).most_common())

@@ -44,7 +44,7 @@ def run_cell(candidate: Candidate, scenario: Scenario, limits: Limits, repeat: i
             outcome.outcome, outcome.error, outcome.wrong_bytes = "code ran", None, 0
         _examine_source(cell, processes, candidate, scenario, limits, outcome)
         for other in cell.others:
-            _examine_other(cell, other, scenario, limits, outcome)
+            _examine_other(cell, other, limits, outcome)
     return outcome
 
 
@@ -121,7 +121,7 @@ def _examine_source(
         outcome.source = "crashed" if isinstance(error, ChildGone) else "stalled"
         outcome.notes.append(str(error))
         return
-    _judge_report(report, scenario, limits, outcome)
+    _judge_report(report, limits, outcome)
     _look_for_panic(cell.source, outcome)
     try:
         alike = outcome.outcome in ("healed", "error", "wrong bytes")
@@ -139,7 +139,7 @@ def _examine_source(
         outcome.notes.append(f"the next heal: {failed}")
 
 
-def _examine_other(cell: Cell, other: Child, scenario: Scenario, limits: Limits, outcome: Outcome) -> None:
+def _examine_other(cell: Cell, other: Child, limits: Limits, outcome: Outcome) -> None:
     """Checks that a source beside the faulty one, or in its place, goes on: its trainer withdraws the state."""
     try:
         cell.ask(other, ("withdraw",))
@@ -148,7 +148,7 @@ def _examine_other(cell: Cell, other: Child, scenario: Scenario, limits: Limits,
         outcome.source = "crashed" if isinstance(error, ChildGone) else "stalled"
         outcome.notes.append(f"another source: {error}")
         return
-    _judge_report(report, scenario, limits, outcome)
+    _judge_report(report, limits, outcome)
     _look_for_panic(other, outcome)
 
 
@@ -158,10 +158,8 @@ def _look_for_panic(source: Child, outcome: Outcome) -> None:
         outcome.notes.append(source.printed())
 
 
-def _judge_report(report: SourceReport, scenario: Scenario, limits: Limits, outcome: Outcome) -> None:
-    # A source that was stopped on purpose has paused.
-    paused = report.longest_pause > limits.stall and scenario.name != "source-pause"
-    if paused:
+def _judge_report(report: SourceReport, limits: Limits, outcome: Outcome) -> None:
+    if report.longest_pause > limits.stall:
         outcome.source = "stalled"
         outcome.notes.append(f"the source's loop paused for {report.longest_pause:.1f} s")
     outcome.source_seconds = max(outcome.source_seconds, *(seconds for _, seconds, _ in report.calls))

@@ -91,20 +91,9 @@ class Connection:
         host, port = (diverts[0].host, diverts[0].port) if diverts else self.script.target
         for divert in diverts:
             self.script.record(divert)
-        error: OSError = ConnectionRefusedError()
-        for family, kind, protocol, _, address in await self.loop.getaddrinfo(host, port, type=socket.SOCK_STREAM):
-            source = socket.socket(family, kind, protocol)
-            source.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER)
-            _prepare(source)
-            self._source = source
-            try:
-                await self.loop.sock_connect(source, address)
-            except OSError as e:
-                source.close()
-                error = e
-                continue
-            return
-        raise error
+        self._source = await self.loop.run_in_executor(None, socket.create_connection, (host, port), 10)
+        self._source.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER)
+        _prepare(self._source)
 
     async def _answer(self, answer: faults.Answer) -> None:
         request = b""
@@ -118,9 +107,6 @@ class Connection:
         while answer.repeat:
             await asyncio.sleep(answer.interval)
             await self.loop.sock_sendall(self._client, answer.repeat)
-        if not answer.close:
-            while await self.loop.sock_recv(self._client, _READ):
-                pass
 
     async def _pump_requests(self, diverts: list[faults.Divert]) -> None:
         assert self._source is not None
@@ -194,8 +180,6 @@ class Flow:
                 self._connection.open.clear()
             case faults.FlipByte():
                 return bytes([data[0] ^ fault.mask]) + data[1:]
-            case faults.Delay():
-                await asyncio.sleep(fault.seconds)
             case faults.Drip():
                 self._drip, self._due = fault, time.monotonic()
         return data

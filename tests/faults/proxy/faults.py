@@ -86,17 +86,6 @@ class FlipByte(OffsetFault):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Delay(OffsetFault):
-    """Waits once before byte ``at``.
-
-    Args:
-        seconds: how long
-    """
-
-    seconds: float = 0.2
-
-
-@dataclass(frozen=True, kw_only=True)
 class Drip(OffsetFault):
     """Forwards ``size`` bytes every ``interval`` seconds from byte ``at`` on.
 
@@ -117,13 +106,11 @@ class Answer(Fault):
         data: sent at once
         repeat: sent over and over after ``data``, until the receiver closes the connection
         interval: seconds between two times
-        close: whether to close the connection after ``data``; otherwise it stays open
     """
 
     data: bytes = b""
     repeat: bytes = b""
     interval: float = 0.0
-    close: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
