@@ -6,7 +6,6 @@ import dataclasses
 import signal
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
 
 from ..proxy import faults
 from .processes import wait_until
@@ -93,14 +92,6 @@ def _slow(cell: Cell) -> tuple[faults.Fault, ...]:
     return (faults.Drip(size=int(cell.nbytes / 4 / (1.5 * cell.timeout) * interval), interval=interval),)
 
 
-def _other_generation(cell: Cell) -> tuple[faults.Fault, ...]:
-    """Later connections reach another process, which serves other bytes as the same step under the same path."""
-    host, port, metadata = cell.another_source(same_state=False)
-    cell.allow_newer()
-    old, new = urlsplit(cell.metadata).path.encode(), urlsplit(metadata).path.encode()
-    return (faults.Divert(connections=range(3, 1 << 30), host=host, port=port, old=old, new=new),)
-
-
 def _with_connections(
     name: str,
     about: str,
@@ -150,8 +141,7 @@ def _with_healthy_source(rows: list[Scenario]) -> list[Scenario]:
         if row.name.endswith("-all") or row.name in ("move-on", "source-sigkill", "source-sigstop")
     }
     sides: dict[str, Beside] = {"first": "behind", "second": "in front"}
-    for name in ("drip-request-all", "short-answer-all"):
-        chosen.pop(name)
+    chosen.pop("short-answer-all")
     return [
         dataclasses.replace(
             row,
@@ -188,14 +178,6 @@ _ROWS = [
     Scenario("stubborn", "each of the first five connections is closed in its first body",
         (faults.Truncate(connections=range(5), order="reaching", at=DEEP),), expected=GONE | {HEALED}),
     Scenario("drip-head-all", "one byte each 0.1 s from the first one on", (faults.Drip(of="stream"),), expected=GONE),
-    Scenario(
-        "drip-request-all",
-        "requests reach the source one byte each 0.1 s",
-        (faults.Drip(of="stream", direction="request"),),
-        expected=GONE,
-    ),
-    Scenario("reset-request", "the first connection is reset in the middle of its request",
-        (faults.Reset(of="stream", direction="request", at=10, connections=0),), expected=frozenset({HEALED}) | GONE),
     *_forged_answers("garbage-answer", "32 KiB of noise for an answer", ODD, data=_NOISE),
     *_forged_answers("empty-answer", "closed without an answer", GONE),
     *_forged_answers("endless-header-answer", "headers without end", ODD, data=_OK, repeat=b"X: a\r\n" * 500,
@@ -205,8 +187,6 @@ _ROWS = [
     *_forged_answers("status-500", "500 for an answer", frozenset({"SourceRefused"}) | GONE,
         data=b"HTTP/1.1 500 No\r\nContent-Length: 0\r\n\r\n"),
     Scenario("wrong-step", "the source serves another step", wrong_step=True, expected=frozenset({"WrongStep"})),
-    Scenario("wrong-generation", "later connections come to another process with other bytes as the same step",
-        _other_generation, expected=frozenset({HEALED, "SourceChanged"}) | GONE),
     Scenario("republish", "the source publishes other bytes as the same step, mid-transfer", during=_republish,
         expected=frozenset({HEALED, "SourceChanged"}), private=frozenset({HEALED})),
     Scenario("move-on", "the source withdraws, writes over the state and publishes the next step, mid-transfer",

@@ -115,7 +115,6 @@ class Cell:
             (seed, seed),
             (self.newer_seed, seed if scenario.in_step else self.newer_seed),
         ]
-        self.others: list[Child] = []
         self.receiver = processes.receiver(candidate)
         self.source, self.metadata = processes.source(candidate, STEP, seed, scenario.trap)
         self.proxy = FaultProxy.before(self.metadata)
@@ -128,8 +127,7 @@ class Cell:
 
     def another_source(self, same_state: bool) -> tuple[str, int, str]:
         """Starts another source with the same or the newer state; returns its host, port and metadata."""
-        source, metadata = self._processes.source(self._candidate, STEP, self._seed if same_state else self.newer_seed)
-        self.others.append(source)
+        _, metadata = self._processes.source(self._candidate, STEP, self._seed if same_state else self.newer_seed)
         url = urlsplit(metadata)
         return url.hostname or "", url.port or 80, metadata
 

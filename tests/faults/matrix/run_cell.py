@@ -43,8 +43,6 @@ def run_cell(candidate: Candidate, scenario: Scenario, limits: Limits, repeat: i
             outcome.notes.append(f"the receive ended with {outcome.ending}: {outcome.message}")
             outcome.outcome, outcome.error, outcome.wrong_bytes = "code ran", None, 0
         _examine_source(cell, processes, candidate, scenario, limits, outcome)
-        for other in cell.others:
-            _examine_other(cell, other, limits, outcome)
     return outcome
 
 
@@ -137,19 +135,6 @@ def _examine_source(
     if failed:
         outcome.source = outcome.source if outcome.hurt else "next heal failed"
         outcome.notes.append(f"the next heal: {failed}")
-
-
-def _examine_other(cell: Cell, other: Child, limits: Limits, outcome: Outcome) -> None:
-    """Checks that a source beside the faulty one, or in its place, goes on: its trainer withdraws the state."""
-    try:
-        cell.ask(other, ("withdraw",))
-        report = cell.ask(other, ("report",))
-    except (ChildGone, ChildHung) as error:
-        outcome.source = "crashed" if isinstance(error, ChildGone) else "stalled"
-        outcome.notes.append(f"another source: {error}")
-        return
-    _judge_report(report, limits, outcome)
-    _look_for_panic(other, outcome)
 
 
 def _look_for_panic(source: Child, outcome: Outcome) -> None:

@@ -62,10 +62,9 @@ class Connection:
             for answer in self._striking(faults.Answer):
                 await self._answer(answer)
                 return
-            diverts = self._striking(faults.Divert)
-            await self._connect(diverts)
+            await self._connect()
             pumps = [
-                self.loop.create_task(self._pump_requests(diverts)),
+                self.loop.create_task(self._pump_requests()),
                 self.loop.create_task(self._pump_answers()),
             ]
             try:
@@ -87,11 +86,8 @@ class Connection:
                             opened.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
                     opened.close()
 
-    async def _connect(self, diverts: list[faults.Divert]) -> None:
-        host, port = (diverts[0].host, diverts[0].port) if diverts else self.script.target
-        for divert in diverts:
-            self.script.record(divert)
-        self._source = await self.loop.run_in_executor(None, socket.create_connection, (host, port), 10)
+    async def _connect(self) -> None:
+        self._source = await self.loop.run_in_executor(None, socket.create_connection, self.script.target, 10)
         self._source.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER)
         _prepare(self._source)
 
@@ -108,21 +104,18 @@ class Connection:
             await asyncio.sleep(answer.interval)
             await self.loop.sock_sendall(self._client, answer.repeat)
 
-    async def _pump_requests(self, diverts: list[faults.Divert]) -> None:
+    async def _pump_requests(self) -> None:
         assert self._source is not None
-        flow = Flow(self, "request", self._client, self._source)
         while data := await self.loop.sock_recv(self._client, _READ):
             await self.open.wait()
             self.script.counters.request_bytes += len(data)
-            for divert in diverts:
-                data = data.replace(divert.old, divert.new) if divert.old else data
-            await flow.forward(data, body=False)
+            await self.loop.sock_sendall(self._source, data)
         await self.open.wait()
         self._source.shutdown(socket.SHUT_WR)
 
     async def _pump_answers(self) -> None:
         assert self._source is not None
-        flow = Flow(self, "response", self._source, self._client)
+        flow = Flow(self, self._client)
         splitter = ResponseSplitter()
         carried = 0
         while data := await self.loop.sock_recv(self._source, _READ):
@@ -137,15 +130,12 @@ class Connection:
 
 
 class Flow:
-    """One direction of a connection, with the faults whose offsets it has not reached yet."""
+    """The answers of a connection, with the faults whose offsets they have not reached yet."""
 
-    def __init__(self, connection: Connection, direction: str, source: socket.socket, sink: socket.socket) -> None:
+    def __init__(self, connection: Connection, sink: socket.socket) -> None:
         self._connection = connection
-        self._source = source
         self._sink = sink
-        self._ahead = [
-            f for f in connection.script.faults if isinstance(f, faults.OffsetFault) and f.direction == direction
-        ]
+        self._ahead = [f for f in connection.script.faults if isinstance(f, faults.OffsetFault)]
         self._position = {"stream": 0, "body": 0}
         self._drip: faults.Drip | None = None
         self._due = 0.0

@@ -37,26 +37,15 @@ class Fault:
 
 @dataclass(frozen=True, kw_only=True)
 class OffsetFault(Fault):
-    """A fault at an offset in one direction of a connection; it strikes each connection once at most.
+    """A fault at an offset of the answers of a connection; it strikes each connection once at most.
 
     Args:
         at: offset of the first byte it affects
         of: which bytes the offset counts
-        direction: ``"response"`` is from the source to the receiver; ``"request"`` needs ``of="stream"``
-
-    Raises:
-        ValueError: the offset is negative, or counts bodies of requests
     """
 
     at: int = 0
     of: Literal["body", "stream"] = "body"
-    direction: Literal["request", "response"] = "response"
-
-    def __post_init__(self) -> None:
-        if self.at < 0:
-            raise ValueError(f"an offset must be 0 or more, not {self.at}")
-        if self.direction == "request" and self.of == "body":
-            raise ValueError('offsets in requests need of="stream"')
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,20 +100,3 @@ class Answer(Fault):
     data: bytes = b""
     repeat: bytes = b""
     interval: float = 0.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Divert(Fault):
-    """Connects to another source than the proxy's.
-
-    Args:
-        host: the other source's host
-        port: the other source's port
-        old: bytes of requests to replace, such as the path in the first source's metadata
-        new: bytes to send to the other source in their place
-    """
-
-    host: str
-    port: int
-    old: bytes = b""
-    new: bytes = b""
