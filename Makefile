@@ -146,7 +146,6 @@ test-crates: $(VENV)/.under-test ## the tests of the crates
 OFTEN := --kills 50 --saver-kills 20 --saves 200 --keeper-kills 20 --pull-kills 20 --convert-kills 20 --object-kills 99 \
   --fault-schedules 50 --every-verb --fuzz-runs 1000 --pickle-seconds 60 --pickled-states 1000 --spread-states 200
 .PHONY: test-all
-test-all: export TENSORFERRY_ALL_FRAMEWORKS = 1
 test-all: export SWARM_SCHEDULES = 50
 test-all: build object-stores ## every test, as once a night and before a release: hours
 	$(BIN)/python $(PYTEST) $(OFTEN) --timeout 1800 $(PYTEST_ARGS)
@@ -288,7 +287,7 @@ bench-accelerator: build ## copies between an accelerator and the network, besid
 .PHONY: faults
 FAULTS_ARGS ?=
 faults: build ## the fault matrix, ours beside torchft's HTTPTransport; FAULTS_ARGS='--repeats 20'
-	PYTHONPATH=tests $(BIN)/python -m faults --transports tensorferry,torchft --json build/faults/results.json $(FAULTS_ARGS)
+	PYTHONPATH=tests $(BIN)/python -m faults --transports tensorferry,torchft $(FAULTS_ARGS)
 
 .PHONY: compat
 compat: ## every Python test on the oldest torch that is supported

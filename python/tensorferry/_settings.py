@@ -47,7 +47,7 @@ SETTINGS = (
 )
 
 #: What the project's own tests and benchmarks read.
-_OF_TESTS = ("TENSORFERRY_ALL_FRAMEWORKS", "TENSORFERRY_MEGATRON_RANKS", "TENSORFERRY_MEGATRON_RELEASES")
+_OF_TESTS = ("TENSORFERRY_MEGATRON_RANKS", "TENSORFERRY_MEGATRON_RELEASES")
 #: What Kubernetes sets in every container of a namespace with a service called tensorferry, or tensorferry-something.
 _OF_KUBERNETES = re.compile(r".*_SERVICE_(HOST|PORT)(_.*)?|.*_PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?")
 #: A name that is less similar than this to every setting is not taken for one of them.

@@ -62,10 +62,3 @@ def test_one_flipped_bit_is_a_failure(tmp_path: Path):
     outcome = play(tmp_path, "flipping:FlippingTransport", replicas=2, kill=0, kill_at_step=5, path=[here])
     assert [problem for problem in outcome.problems if "received other bytes at step 0" in problem]
     assert [problem for problem in outcome.problems if "ended with different states" in problem]
-
-
-@pytest.mark.nightly
-@pytest.mark.timeout(60)
-def test_a_job_that_cannot_start_is_a_failure(tmp_path: Path):
-    outcome = play(tmp_path, "no_such_module:Transport", replicas=2, kill=0)
-    assert [problem for problem in outcome.problems if "No module named 'no_such_module'" in problem]

@@ -24,19 +24,3 @@ def test_the_demo_ends_well():
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "the losses are the same" in done.stdout
-
-
-def test_other_losses_are_found():
-    found = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            f"import sys; sys.path.insert(0, {str(SCRIPT.parent)!r}); from layouts import same; "
-            "print(same([3.0, 2.0], [3.0, 2.0001]), same([3.0, 2.0], [3.0, 2.001]))",
-        ],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert found.stdout.split() == ["True", "False"], found.stderr

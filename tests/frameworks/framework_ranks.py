@@ -63,8 +63,7 @@ class Process:
         _STARTED.update(examples)
         asked = " ".join(command)
         forks = _WithFrameworks if "lightning_" in asked or "accelerate_" in asked else forked.Popen
-        # torchtitan's job changes torch before it imports what asks for devices.
-        self.process = (subprocess.Popen if examples or "titan_job" in asked else forks)(
+        self.process = (subprocess.Popen if examples else forks)(
             [sys.executable, "-W", "ignore", *command],
             cwd=folder,
             env=os.environ | {key: str(value) for key, value in added.items()},

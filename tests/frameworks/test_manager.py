@@ -1,8 +1,6 @@
-"""torchft's Manager under ``install``: a killed replica heals, with torchft's own transport and with tensorferry's."""
+"""tensorferry's Manager in a real job: every healthy replica sends to a killed one that heals."""
 
 from __future__ import annotations
-
-import os
 
 import pytest
 from framework_ranks import Process
@@ -11,47 +9,6 @@ pytestmark = pytest.mark.nightly
 
 
 torchft = pytest.importorskip("torchft")
-
-
-# DiLoCo heals in test_framework_examples.py as well.
-CASES = [("ddp", "1")]
-if os.environ.get("TENSORFERRY_ALL_FRAMEWORKS"):
-    CASES += [("diloco", "1"), ("local_sgd", "1"), ("ddp", ""), ("diloco", ""), ("local_sgd", "")]
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(270)
-@pytest.mark.parametrize(("method", "installed"), CASES)
-def test_a_killed_replica_heals(method, installed):
-    from torchft.coordination import LighthouseServer
-
-    lighthouse = LighthouseServer(bind="[::]:0", min_replicas=1, join_timeout_ms=500, heartbeat_timeout_ms=2000)
-    started = []
-
-    def start(name, seed):
-        about = (lighthouse.address(), method, name, seed)
-        started.append(Process("manager_replica.py", *about, TENSORFERRY=installed))
-        return started[-1]
-
-    try:
-        one, two = start("one", 1), start("two", 2)
-        door = "tensorferry.torchft.transport" if installed else "torchft.checkpointing.http_transport"
-        assert [each.wait_for("transport") for each in (one, two)] == [door] * 2
-        for each in (one, two):
-            each.wait_for("step")
-        two.kill()
-        again = start("two_again", 3)
-        again.wait_for("healed")
-        seen = dict(again.wait_for("step").split() for _ in range(5))
-        while one.wait_for("step").split()[0] != max(seen, key=int):
-            pass
-        of_one = dict(line.split()[1:] for line in one.output if line.startswith("step "))
-        assert seen.items() <= of_one.items()
-        assert any("log tensorferry received step" in line for line in again.output) is bool(installed)
-    finally:
-        for each in started:
-            each.kill()
-        lighthouse.shutdown()
 
 
 @pytest.mark.slow
@@ -63,7 +20,7 @@ def test_every_healthy_replica_sends_to_one_that_heals():
     started = []
 
     def start(name, seed):
-        started.append(Process("manager_replica.py", lighthouse.address(), "ddp", name, seed, EVERY_REPLICA=1))
+        started.append(Process("manager_replica.py", lighthouse.address(), name, seed))
         return started[-1]
 
     def sent(process):

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from stores import BUCKET, environment, moto, objects
-from tensorferry.dcp import PeerWriter, marker
+from tensorferry.dcp import marker
 from tensorferry.frameworks import installing
 
 pytestmark = [
@@ -162,16 +162,3 @@ def test_the_other_override_installs_for_managers_that_are_derived(tmp_path):
     finally:
         for one in list(installing._current):
             one.undo()
-
-
-def test_an_unmodified_job_begins_with_the_state_of_a_running_one(tmp_path):
-    model = torch.nn.Linear(8, 8)
-    torch.nn.init.constant_(model.weight, 7.0)
-    writer = PeerWriter(interface="127.0.0.1")
-    try:
-        dcp.save(model.state_dict(), storage_writer=writer, no_dist=True)
-        one = manager(tmp_path / "ck", 0, override=False, initial_load_path=writer.folder())
-        assert one.load()
-        assert one.states["model"].model[0].weight.unique().tolist() == [7]
-    finally:
-        writer.shutdown()
