@@ -100,33 +100,6 @@ settle(first, mib=64)
     )
 
 
-def test_a_source_without_descriptors_trains_on_and_serves_when_there_are_some(forked_child: Child) -> None:
-    """A lack of descriptors raises nothing into the trainer of the source."""
-    forked_child.run(
-        USED
-        + """
-import socket, urllib.parse
-source, target = open_pair()
-send_and_receive(source, target, 1)
-first, url = used(), urllib.parse.urlsplit(source.metadata())
-crowd = [socket.socket() for _ in range(12)]
-give_back = limit(4)
-for visitor in crowd:
-    visitor.connect(("127.0.0.1", url.port))
-time.sleep(1)
-for step in (2, 3, 4):
-    source.disallow_checkpoint()
-    source.send_checkpoint([1], step, STATE, LONG)
-give_back()
-# No connection of the crowd has made a request.
-assert target.recv_checkpoint(0, source.metadata(), 4, timedelta(seconds=20))["step"] == 3
-for visitor in crowd:
-    visitor.close()
-settle(first, mib=64)
-"""
-    )
-
-
 @pytest.mark.parametrize("left", [0, 1, 2])
 def test_a_receiver_without_free_descriptors_reports_that_and_leaks_none(left: int, child: Child) -> None:
     """Without descriptors the error names them; with one or two, fewer connections transfer everything."""

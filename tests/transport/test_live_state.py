@@ -120,22 +120,6 @@ def test_a_complete_receive_mends_what_it_overwrites_alone(stock, open_transport
     pair.target.send_checkpoint([0], 3, pair.live, SECONDS)
 
 
-def test_a_later_failure_keeps_what_an_earlier_one_has_left(pair):
-    pair.live = {"a": torch.zeros(SIZE), "b": torch.zeros(SIZE)}
-    for step, name in enumerate("ab"):
-        pair.send(step, **{name: torch.ones(SIZE)})
-        with pytest.raises(Broken):
-            pair.receive(step)
-    with pytest.raises(HalfReceived, match="so that a and 1 more may"):
-        pair.target.send_checkpoint([0], 2, pair.live, SECONDS)
-    pair.fails = False
-    pair.receive(1)
-    with pytest.raises(HalfReceived, match=r"step 0 failed.*so that a may"):
-        pair.target.disallow_checkpoint()
-    pair.target.accept_live_state()
-    pair.target.disallow_checkpoint()
-
-
 def test_receives_that_write_nothing_change_nothing(pair):
     pair.send(w=torch.ones(3))
     with pytest.raises(StateMismatch, match="nothing was overwritten"):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import concurrent.futures
 import gc
 import logging
-import time
 import urllib.error
 import urllib.request
 from datetime import timedelta
@@ -97,17 +96,6 @@ def training_state() -> dict[str, Any]:
     }
 
 
-@pytest.mark.waits
-def test_a_receiver_waits_for_the_first_send(open_pair: Callable[..., tuple[Any, Any]]) -> None:
-    source, target = open_pair(3)
-    with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        received = pool.submit(target.recv_checkpoint, 0, source.metadata(), 5, TIMEOUT)
-        time.sleep(0.3)
-        assert not received.done()
-        source.send_checkpoint([1], 5, training_state(), TIMEOUT)
-        assert_same_state(received.result(30), training_state())
-
-
 @pytest.mark.parametrize(("there", "here"), [(0, 3), (3, 0), (2, 5)])
 def test_our_receiver_does_not_care_how_a_stock_source_chunks(
     there: int, here: int, open_transport: Callable[..., Any], open_stock: Callable[..., Any]
@@ -192,18 +180,6 @@ class TestStockSource:
         assert target.last_report is None
         with urllib.request.urlopen(target.metrics_url()) as answer:
             assert 'receives_total{end="healed"} 1' in answer.read().decode()
-
-    # The source still handles the request that the receiver gave up, and writes to a closed connection.
-    @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-    @pytest.mark.waits
-    def test_timeout(self, open_transport: Callable[..., Any], open_stock: Callable[..., Any]) -> None:
-        import tensorferry
-
-        source, target = open_stock(), open_transport()
-        started = time.monotonic()
-        with pytest.raises(tensorferry.FetchTimeout):
-            target.recv_checkpoint(0, source.metadata(), 1, timedelta(seconds=1))
-        assert time.monotonic() - started < 2
 
     def test_its_pickles_are_not_trusted(
         self, open_transport: Callable[..., Any], open_stock: Callable[..., Any]

@@ -14,9 +14,8 @@ import pytest
 import torch
 
 import tensorferry
-from exchange import TIMEOUT
+from exchange import TIMEOUT, until
 from nights import mostly_at_night
-from tensorferry.dcp import PeerReader
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -99,12 +98,9 @@ def test_a_state_changed_in_the_middle_arrives_as_it_is_afterwards(
     assert 'snapshot="copy"' in caplog.text
 
 
-@pytest.mark.parametrize("nbytes", mostly_at_night([64 * MIB, MIB // 2]))
 @pytest.mark.waits
-def test_a_state_that_keeps_changing_is_an_error_that_says_what_to_do(
-    nbytes: int, open_transport: Callable[..., Any]
-) -> None:
-    state = {"w": torch.zeros(nbytes // 4)}
+def test_a_state_that_keeps_changing_is_an_error_that_says_what_to_do(open_transport: Callable[..., Any]) -> None:
+    state = {"w": torch.zeros(16 * MIB)}
     source, target = open_transport(), open_transport(2)
     over = threading.Event()
 
@@ -115,21 +111,18 @@ def test_a_state_that_keeps_changing_is_an_error_that_says_what_to_do(
     source.send_checkpoint([1], 1, state, TIMEOUT)
     training = threading.Thread(target=train)
     training.start()
-    torn = None
+    torn = ""
     try:
-        received = target.recv_checkpoint(0, source.metadata(), 1, TIMEOUT)
-    except tensorferry.CorruptCheckpoint as error:
-        torn = error
+        # On a busy machine, the trainer may stand still for the time of a receive.
+        while True:
+            received = target.recv_checkpoint(0, source.metadata(), 1, TIMEOUT)
+            assert len(received["w"].unique()) <= 2
+    except tensorferry.TornCheckpoint as error:
+        torn = str(error)
     finally:
         over.set()
         training.join()
-    if torn is None:
-        # A small state may be read between two changes, or in the middle of one.
-        assert nbytes < 64 * MIB
-        assert len(received["w"].unique()) <= 2
-    else:
-        assert type(torn) is tensorferry.TornCheckpoint
-        assert all(word in str(torn) for word in ("disallow_checkpoint()", 'snapshot="copy"', "w"))
+    assert all(word in torn for word in ("disallow_checkpoint()", 'snapshot="copy"', "w"))
     # Once the changes have stopped, the receive succeeds.
     assert torch.equal(target.recv_checkpoint(0, source.metadata(), 1, TIMEOUT)["w"], state["w"])
 
@@ -159,23 +152,11 @@ def connections(source: Any) -> int:
     return int(count) - 1
 
 
-@pytest.mark.parametrize("door", ["transport", "reader"])
-def test_a_failed_receive_keeps_no_connection_while_its_exception_is_kept(
-    door: str, open_transport: Callable[..., Any]
-) -> None:
+def test_a_failed_receive_keeps_no_connection_while_its_exception_is_kept(open_transport: Callable[..., Any]) -> None:
     source = open_transport(timeout=TIMEOUT)
     source.send_checkpoint([1], 1, {"w": torch.ones(3 * MIB)}, TIMEOUT)
-    # Each of them fails as soon as it has read the header.
-    if door == "transport":
-        target = open_transport(state_dict=lambda: {"w": torch.ones(7)}, strict=True)
-        with pytest.raises(tensorferry.StateMismatch) as kept:
-            target.recv_checkpoint(0, source.metadata(), 1, TIMEOUT)
-    else:
-        source.send_checkpoint([1], 1, [torch.ones(3 * MIB)], TIMEOUT)
-        reader = PeerReader(f"tensorferry-dcp/1 1 {source.metadata()}")
-        with pytest.raises(tensorferry.ProtocolError, match="is a list") as kept:
-            reader.read_metadata()
-    end = time.monotonic() + 10
-    while connections(source) and time.monotonic() < end:
-        time.sleep(0.05)
-    assert not connections(source), kept.value
+    # It fails as soon as it has read the header.
+    target = open_transport(state_dict=lambda: {"w": torch.ones(7)}, strict=True)
+    with pytest.raises(tensorferry.StateMismatch) as kept:
+        target.recv_checkpoint(0, source.metadata(), 1, TIMEOUT)
+    until(lambda: not connections(source), str(kept.value))

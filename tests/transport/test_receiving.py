@@ -3,9 +3,7 @@
 import gc
 import logging
 import threading
-import urllib.request
 import weakref
-from collections import OrderedDict
 from datetime import timedelta
 
 import pytest
@@ -64,16 +62,6 @@ def test_the_line_of_a_receive_says_what_protected_it(open_transport, caplog, tl
     (line,) = logged(caplog, "received step 3")
     assert f", {said}" in line.getMessage()
     assert "0123456789abcdef" not in line.getMessage()
-
-
-def test_a_receive_of_one_answer_reports_the_route_of_its_one_connection(open_transport, caplog):
-    source, receiver = open_transport(advertise="127.0.0.1"), open_transport(advertise="127.0.0.1")
-    with caplog.at_level(logging.INFO, "tensorferry"):
-        receiver.recv_checkpoint(0, send(source, {"w": torch.ones(9)}), 3, TIMEOUT)
-    (line,) = logged(caplog, "received step 3")
-    assert "1 lane over 127.0.0.1 <- 127.0.0.1," in line.getMessage()
-    with urllib.request.urlopen(receiver.metadata().replace("/checkpoint/", "/metrics")) as metrics:
-        assert b'\ntensorferry_last_receive_route{here="127.0.0.1",there="127.0.0.1"} 1\n' in metrics.read()
 
 
 def test_the_environment_decides_where_the_argument_does_not(open_transport, caplog, monkeypatch):
@@ -145,18 +133,6 @@ def test_progress_is_reported_up_to_the_end(open_transport):
     assert reported == sorted(reported)
 
 
-def test_a_progress_bar_that_raises_ends_the_receive_and_does_no_other_harm(open_transport):
-    def fail(done, total):
-        raise RuntimeError(f"no bar for {done} of {total}")
-
-    state = state_of(1)
-    source = open_transport()
-    metadata = send(source, state)
-    with pytest.raises(RuntimeError, match="no bar"):
-        open_transport(progress=fail).recv_checkpoint(0, metadata, 3, TIMEOUT)
-    assert_same_state(open_transport().recv_checkpoint(0, metadata, 3, TIMEOUT), state)
-
-
 def test_a_source_that_is_gone_or_serves_something_else_is_left_with_a_warning(open_transport, caplog):
     state = state_of(1, mib=24)
     good, other, dead = open_transport(), open_transport(), open_transport()
@@ -203,37 +179,3 @@ def test_a_refused_class_is_named_with_the_leaf_that_needs_it(open_transport, ca
         assert f"safe_globals=[{Unknown.__module__}.Unknown]" in reported
     received = open_transport(safe_globals=[Unknown]).recv_checkpoint(0, metadata, 3, TIMEOUT)
     assert isinstance(received["user"][1]["extra"], Unknown)
-
-
-@pytest.mark.parametrize("from_stock", [False, True])
-def test_what_torchfts_demo_and_its_manager_hold_needs_no_flag(open_transport, open_stock, caplog, from_stock):
-    """The state has a model, wrapped optimizers, schedulers and the values that the manager and DiLoCo add."""
-    model = torch.nn.Sequential(torch.nn.Conv2d(3, 6, 5), torch.nn.BatchNorm2d(6), torch.nn.Linear(4, 2))
-    inner, outer = torch.optim.AdamW(model.parameters()), torch.optim.SGD(model.parameters(), 0.7, 0.9, nesterov=True)
-    scheduler = torch.optim.lr_scheduler.SequentialLR(
-        inner,
-        [torch.optim.lr_scheduler.LinearLR(inner), torch.optim.lr_scheduler.CosineAnnealingLR(inner, 10)],
-        milestones=[3],
-    )
-    for parameter in model.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    for step in (inner, outer, scheduler):
-        step.step()
-    state = {
-        "user": {
-            # The expected state lacks the attribute that stock sources lose.
-            "default": {
-                "model": OrderedDict(model.state_dict()),
-                "optim": inner.state_dict(),
-                "scheduler": scheduler.state_dict(),
-            },
-            "StreamingDiLoCoFragment_0": {
-                "original_params": {name: p.detach().clone() for name, p in model.named_parameters()},
-                "outer_optimizer": outer.state_dict(),
-            },
-        },
-        "torchft": {"step": 3, "batches_committed": 6},
-    }
-    metadata = send(open_stock() if from_stock else open_transport(), state)
-    assert_same_state(open_transport().recv_checkpoint(0, metadata, 3, TIMEOUT), state)
-    assert not logged(caplog, "receivers will refuse")

@@ -46,7 +46,6 @@ def test_a_sharded_state_is_sent_and_received_in_the_middle_of_a_step(forked_chi
     source, target = open_pair()
     model, optimizer, weights = build(1)
     alike, its_optimizer, _ = build(1)
-    healing, healing_optimizer, healing_weights = build(2)
     seen = []
 
     def quorum():
@@ -54,7 +53,6 @@ def test_a_sharded_state_is_sent_and_received_in_the_middle_of_a_step(forked_chi
         source.send_checkpoint([1], 1, {"model": weights, "optimizer": optimizer.state_dict()}, LONG)
         got = target.recv_checkpoint(0, source.metadata(), 1, LONG)
         seen.append({name: bits(value) for name, value in got["model"].items()} == before)
-        seen.append(got)
 
     def interrupt(*_):
         thread = threading.Thread(target=quorum)
@@ -71,15 +69,7 @@ def test_a_sharded_state_is_sent_and_received_in_the_middle_of_a_step(forked_chi
         for handle in handles:
             handle.remove()
         source.disallow_checkpoint()
-    assert len(seen) == 4 and seen[0] and seen[2], seen[::2]
-
-    # The tensors that were taken once are those of the model after a heal, too.
-    got = seen[3]
-    healing.load_state_dict(got["model"])
-    healing_optimizer.load_state_dict(got["optimizer"])
-    train(healing, healing_optimizer, 2)
-    for name, value in model.state_dict().items():
-        assert bits(value) == bits(healing_weights[name]) == bits(healing.state_dict()[name]), name
+    assert seen == [True, True]
     print("the same")
     source.shutdown()
     target.shutdown()
