@@ -25,7 +25,7 @@ BESIDE = (
     "half-open-all-first", "drip-all-first", "flip-all-first", "drip-head-all-second", "move-on-second",
     "source-sigkill-second", "source-sigstop-first", "other-state-first", "other-state-second",
 )  # fmt: skip
-SECURED = ("none", "truncate-once", "half-open-lane", "flip-lane", "drip-start", "source-restart")
+SECURED = ("none", "truncate-once", "half-open-lane", "flip-lane", "source-restart")
 
 CELLS = [("tensorferry", row.name) for row in SCENARIOS.values() if not row.beside]
 CELLS += [("tensorferry", row) for row in BESIDE]

@@ -23,8 +23,6 @@ def counters(source):
         return answer.read().decode()
 
 
-
-
 @pytest.mark.parametrize(("secret", "same_host"), [(None, False), (SECRET, True)])
 def test_a_receiver_needs_the_metadata_alone(open_transport, caplog, secret, same_host):
     source = open_transport(tls=True, secret=secret, same_host=same_host)
@@ -48,8 +46,6 @@ def test_metadata_of_every_host_can_be_read(open_transport):
         assert_same_state(open_transport(same_host=False).recv_checkpoint(0, metadata, 3, TIMEOUT), state())
 
 
-
-
 def test_a_receiver_with_tls_fetches_from_no_plain_source(open_transport, open_stock):
     plain, receiver = open_transport(), open_transport(tls=True, same_host=True)
     stock = open_stock()
@@ -70,8 +66,6 @@ def test_of_several_sources_only_those_that_encrypt_are_used(open_transport, cap
     assert_same_state(received, state())
     assert f"{urlsplit(plain.metadata()).netloc} does not encrypt and is left out" in caplog.text
     assert "tensorferry_sent_bytes_total 0\n" in counters(plain)
-
-
 
 
 def test_another_implementation_agrees_on_version_and_certificate(open_transport):

@@ -20,7 +20,6 @@ pytestmark = [
 ]
 
 USED = """
-import errno
 import resource
 
 def used():
@@ -49,8 +48,8 @@ def limit(left):
     try:
         while True:
             probes.append(os.dup(0))
-    except OSError as error:
-        assert error.errno == errno.EMFILE
+    except OSError:
+        pass
     for probe in probes[:left]:
         os.close(probe)
     def give_back():
