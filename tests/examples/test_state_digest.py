@@ -13,7 +13,6 @@ def test_a_digest_is_that_of_the_values():
     quiet, nan = torch.tensor([0x7FC00000, 0x7FC00001], dtype=torch.int32).view(torch.float32).split(1)
     for change in (
         {"w": STATE["w"].reshape(3, 2)},
-        {"w": STATE["w"].double()},
         {"w": -STATE["w"].clone()},
         {"n": {"step": 3.0, "lr": [0.1, None]}},
         {"more": 1},

@@ -169,7 +169,7 @@ class Flow:
             case faults.HalfOpen():
                 self._connection.open.clear()
             case faults.FlipByte():
-                return bytes([data[0] ^ fault.mask]) + data[1:]
+                return bytes([data[0] ^ 1]) + data[1:]
             case faults.Drip():
                 self._drip, self._due = fault, time.monotonic()
         return data

@@ -65,13 +65,7 @@ class HalfOpen(OffsetFault):
 
 @dataclass(frozen=True, kw_only=True)
 class FlipByte(OffsetFault):
-    """Changes byte ``at``.
-
-    Args:
-        mask: the bits that are flipped
-    """
-
-    mask: int = 0x01
+    """Changes a bit of byte ``at``."""
 
 
 @dataclass(frozen=True, kw_only=True)
