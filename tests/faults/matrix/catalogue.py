@@ -168,8 +168,6 @@ _ROWS = [
     *_with_connections("flip", "a byte of a body is changed", faults.FlipByte,
         frozenset({HEALED, "CorruptCheckpoint"})),
     Scenario("mute-start", "the first connection never answers", (faults.HalfOpen(connections=0, of="stream"),)),
-    Scenario("half-open-start", "the first connection is silent from the middle of its first body on",
-        (faults.HalfOpen(connections=0, at=DEEP),)),
     Scenario("stubborn", "each of the first five connections is closed in its first body",
         (faults.Truncate(connections=range(5), order="reaching", at=DEEP),), expected=GONE | {HEALED}),
     Scenario("drip-head-all", "one byte each 0.1 s from the first one on", (faults.Drip(of="stream"),), expected=GONE),
