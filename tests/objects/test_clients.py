@@ -8,8 +8,9 @@ import sys
 import pytest
 
 from stores import environment, objects
-from tensorferry.storage.objects import client, place
+from tensorferry.storage.objects import bucket, client
 from tensorferry.storage.places import any_place
+from tensorferry.storage.stores import store_of
 
 OPTIONS = {"region": "us-east-1"}
 
@@ -65,14 +66,15 @@ def test_a_missing_object_of_a_batch_leaves_no_others(server, monkeypatch):
                     raise FileNotFoundError(key)
                 await real.delete_async(store, key)
 
-    monkeypatch.setattr(place.client, "obstore", Strict)
-    (folder / "a").remove(["a", "missing", "b", "c"])
+    monkeypatch.setattr(bucket.client, "obstore", Strict)
+    store_of(folder).remove(["a", "missing", "b", "c"])
     assert not objects(server.url, server.prefix)
 
 
 _EXITS = """
 import asyncio, gc, sys, threading, time
 from tensorferry.storage.places import any_place
+from tensorferry.storage.stores import store_of
 
 wake = asyncio.SelectorEventLoop._write_to_self
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from datetime import timedelta
 
 import pytest
@@ -18,7 +17,6 @@ from tensorferry.storage import commits
 from tensorferry.storage.container import Container
 from tensorferry.storage.folder import INDEX
 from tensorferry.storage.folder_save import FolderSave, SaveId
-from tensorferry.storage.objects.place import ObjectPlace
 from tensorferry.storage.places import any_place
 
 
@@ -126,18 +124,6 @@ def test_a_store_that_refuses_what_tools_look_for_is_told_as_it_is(gateway, serv
     gateway.act = lambda _, method, path: FORBIDDEN if method == "PUT" and path.endswith("/.metadata") else None
     with pytest.raises(StoreRefused, match=r"does not permit it.*The checkpoint is complete"), own_errors():
         dcp.save({"w": torch.ones(3)}, storage_writer=FileWriter(server.place), no_dist=True)
-
-
-def test_a_store_without_tags_is_told(server, monkeypatch, caplog):
-    place = place_of(server)
-    committed(place, 100)
-    assert "no conditional writes" not in caplog.text
-    real = ObjectPlace.stat
-    monkeypatch.setattr(ObjectPlace, "stat", lambda self: replace(real(self), tag=None, version=None))
-    for began in (200, 300):
-        committed(place, began)
-        assert caplog.text.count("this store has no conditional writes") == 1
-    assert commits.files_of(place / INDEX).began == 300
 
 
 @pytest.mark.parametrize("began", [100, 300])

@@ -32,9 +32,8 @@ from tensorferry.errors import (
     SystemRefused,
     TensorferryError,
 )
+from tensorferry.storage.objects import bucket, reader, upload
 from tensorferry.storage.objects import client as making
-from tensorferry.storage.objects import commit, reader, upload
-from tensorferry.storage.objects.place import ObjectPlace
 from tensorferry.storage.objects.requests import Calls, Deadline
 from tensorferry.storage.places import any_place
 
@@ -396,7 +395,7 @@ def test_an_index_that_the_store_has_not_kept_removes_no_checkpoint(gateway, ser
 
 
 @pytest.mark.parametrize("how", ["lost", "short"])
-@pytest.mark.parametrize("write", [ObjectPlace.write_bytes, commit.put_new, "file"])
+@pytest.mark.parametrize("write", [lambda place, data: place.put(data, "overwrite"), bucket.put_new, "file"])
 def test_what_one_request_writes_is_looked_at_once_more(gateway, server, tmp_path, write, how):
     place, data = any_place(f"{server.place}/x"), os.urandom(100)
     (tmp_path / "x").write_bytes(data)
@@ -502,7 +501,7 @@ def test_a_refusal_is_no_store_without_conditions(gateway, server, key, caplog):
 
 def test_a_store_without_conditions_is_told_and_used(gateway, server, caplog, monkeypatch):
     """The library makes a request again after 5xx, whatever it is; this one is asked once."""
-    monkeypatch.setattr(commit, "_warned", set())
+    monkeypatch.setattr(bucket, "_warned", set())
     refused = []
 
     def act(number, method, path):

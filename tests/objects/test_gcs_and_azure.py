@@ -14,7 +14,7 @@ from tensorferry.checkpointing import SyncCheckpointer
 from tensorferry.cli import main
 from tensorferry.dcp import FileReader, FileWriter, own_errors
 from tensorferry.errors import CorruptCheckpoint, IncompleteCheckpoint
-from tensorferry.storage import commits
+from tensorferry.storage.objects.bucket import BucketStore
 
 pytestmark = [pytest.mark.nightly, pytest.mark.filterwarnings("ignore::UserWarning")]
 
@@ -89,7 +89,7 @@ def test_a_save_that_commits_between_the_look_and_the_write_stays(store, monkeyp
 
     store.call_before(look)
     # In the middle of a commit of the same process, another one would wait.
-    monkeypatch.setattr(commits, "alone_in", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(BucketStore, "locked", lambda _: contextlib.nullcontext())
     with pytest.raises(IncompleteCheckpoint, match="began later has finished before"):
         save({"w": torch.ones(5)}, store.place)
     assert others

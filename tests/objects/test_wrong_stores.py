@@ -23,6 +23,7 @@ from tensorferry.storage.objects import client
 from tensorferry.storage.objects.answers import _why_unreachable
 from tensorferry.storage.objects.place import ObjectPlace
 from tensorferry.storage.places import any_place
+from tensorferry.storage.stores import store_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 HTML = b"<!DOCTYPE html><html><body>Sign in</body></html>"
@@ -270,7 +271,7 @@ def test_the_words_of_a_store_are_told_whole(at):
         at(url)
         for key in ("d", "bucket", "does"):
             place = any_place(f"s3://{BUCKET}/{key}")
-            for request in (place.entries, lambda place=place: place.write_bytes(b"x")):
+            for request in (store_of(place).entries, lambda place=place: place.write_bytes(b"x")):
                 with pytest.raises(StoreRefused, match=r"NoSuchBucket \(The specified bucket does not exist\)"):
                     request()
 

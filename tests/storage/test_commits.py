@@ -1,4 +1,4 @@
-"""Whoever replaces, changes or removes an index does it under the same lock, and nobody's committed save is lost."""
+"""Whoever replaces or removes an index does it under the same lock, and nobody's committed save is lost."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ from tensorferry.checkpointing import SyncCheckpointer, latest_checkpoint
 from tensorferry.dcp import FileReader, FileWriter, own_errors
 from tensorferry.errors import IncompleteCheckpoint, SystemRefused
 from tensorferry.memory.tensors import no_rows
-from tensorferry.storage import commits, folder, folder_lock, leftovers, lineage, names, reserved
+from tensorferry.storage import commits, folder, folder_store, leftovers, lineage, names, reserved
 from tensorferry.storage.container import Container
+from tensorferry.storage.folder_store import FolderStore
 
 pytestmark = [
     pytest.mark.timeout(180),
@@ -207,7 +208,6 @@ def test_without_locks_the_index_is_still_read_again(at, tmp_path, monkeypatch) 
         raise OSError(errno.ENOLCK, "no locks here")
 
     monkeypatch.setattr(fcntl, "flock", refuse)
-    save(tmp_path, 1)
     at("written", lambda: save(tmp_path, 4))
     with pytest.raises(dcp.CheckpointException, match="began later"):
         save(tmp_path, 3)
@@ -240,7 +240,7 @@ def test_a_commit_that_cannot_be_synced_is_whole_and_nobody_is_told_to_remove_it
 
     save_of(1.0)
     with monkeypatch.context() as broken:
-        broken.setattr(commits, "sync_folder", fails)
+        broken.setattr(FolderStore, "sync", fails)
         with pytest.raises(SystemRefused) as refused:
             save_of(2.0)
     assert refused.value.errno == errno.ENOSPC
@@ -281,7 +281,7 @@ def test_an_index_that_another_machine_removes_before_it_is_read_is_none(tmp_pat
         raise SystemRefused(f"{path}: cannot be read: No such file or directory (os error 2)")
 
     monkeypatch.setattr(commits, "_file_entries", removed)
-    assert commits.committed(tmp_path / INDEX) is None
+    assert commits.look(tmp_path / INDEX)[0] is None
 
 
 @pytest.mark.process
@@ -289,7 +289,7 @@ def test_a_folder_that_a_stopped_process_keeps_locked_fails_a_save_and_not_for_e
     save(tmp_path, 1)
     program = "import fcntl,os,sys; fcntl.flock(os.open(sys.argv[1], os.O_RDONLY), fcntl.LOCK_EX); print(1, flush=True)"
     command = [sys.executable, "-c", f"{program}; sys.stdin.read()", tmp_path]
-    monkeypatch.setattr(folder_lock, "_LOCK_S", 0.2)
+    monkeypatch.setattr(folder_store, "_LOCK_S", 0.2)
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         assert other.stdout.readline()
         os.kill(other.pid, signal.SIGSTOP)
@@ -311,7 +311,7 @@ def test_a_file_that_is_about_to_be_removed_is_held_only_if_it_stays(is_spared, 
     held = threading.Event()
 
     def hold() -> None:
-        with leftovers.holding(tmp_path, [name]):
+        with FolderStore(tmp_path).holding([name]):
             held.set()
 
     holder = Waiting(monkeypatch, hold)
@@ -329,14 +329,14 @@ def test_a_file_that_is_about_to_be_removed_is_held_only_if_it_stays(is_spared, 
 def test_a_file_that_cannot_be_locked_is_not_held(tmp_path, monkeypatch) -> None:
     name = f"rank00000-{names.new_id()}.safetensors"
     (tmp_path / name).write_bytes(b"x")
-    monkeypatch.setattr(folder_lock, "_LOCK_S", 0.1)
+    monkeypatch.setattr(folder_store, "_LOCK_S", 0.1)
     with (tmp_path / name).open() as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        with pytest.raises(SystemRefused, match="another process has kept"), leftovers.holding(tmp_path, [name]):
+        with pytest.raises(SystemRefused, match="another process has kept"), FolderStore(tmp_path).holding([name]):
             pass
     refusal = OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-    monkeypatch.setattr(leftovers.os, "open", mock.Mock(side_effect=refusal))
-    with pytest.raises(SystemRefused, match="Too many open files"), leftovers.holding(tmp_path, [name]):
+    monkeypatch.setattr(folder_store.os, "open", mock.Mock(side_effect=refusal))
+    with pytest.raises(SystemRefused, match="Too many open files"), FolderStore(tmp_path).holding([name]):
         pass
 
 

@@ -22,6 +22,7 @@ from ..storage.objects.place import ObjectPlace
 from ..storage.pending import pending
 from ..storage.places import AnyPlace
 from ..storage.settled import read_settled
+from ..storage.stores import store_of
 from ..storage.whole_files import is_file, listed, subfolders
 from .intact import require_undamaged
 from .places import CheckpointKind, Place
@@ -92,7 +93,7 @@ class _Files:
     """
 
     names: list[str]
-    headers: dict[str, int | None]
+    headers: dict[str, int]
     index: bytes | None
 
     def check(self, path: Path, name: AnyPlace) -> None:
@@ -158,7 +159,7 @@ def _download(place: Place, target: Path, *, verify: bool) -> int:
         return nbytes
 
     def downloaded(names: list[str], check: Check, index: bytes | None) -> int:
-        there = source.entries()
+        there = store_of(source).entries()
         _require_room(source, sum(there[name].st_size for name in names if name in there), target)
         return download_folder(source, target, names, check, index)
 

@@ -174,13 +174,14 @@ def write_index(
     except (KeyError, TypeError):
         raise ProtocolError("the index names a source that the metadata does not") from None
     check_entries(folder, fields, fields["sources"])
-    headers: dict[str, int | None] = {name: _file_header(folder / name) for name in files}
+    headers = {name: _file_header(folder / name) for name in files}
     index = folder / INDEX
-    commits.commit_index(
+    replaced = commits.commit_index(
         index,
         [(reserved.INDEX, json.dumps(fields, separators=(",", ":")).encode())],
         commits.Commit(headers, began),
         about=_ABOUT,
         check=check,
-        then=lambda: marker.leave(index, new_id()),
     )
+    marker.leave(index, new_id())
+    commits.remove_replaced(index, replaced, files)

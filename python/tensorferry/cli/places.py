@@ -20,7 +20,7 @@ from ..storage.objects.answers import is_forbidden
 from ..storage.objects.place import ObjectPlace
 from ..storage.places import AnyPlace, any_place, is_store_url
 from ..storage.settled import ATTEMPTS, read_settled
-from ..storage.whole_files import FEW, is_file, read_whole
+from ..storage.whole_files import FEW, is_file, read_whole, subfolders
 from .peers import is_metadata
 
 #: The files by which checkpoints of others are recognised.
@@ -208,7 +208,7 @@ def _is_of_megatron(path: AnyPlace) -> bool:
 def _checkpoints_in(folder: AnyPlace) -> list[str]:
     """Returns the names of the checkpoints in a folder; in a store, of all folders."""
     if isinstance(folder, ObjectPlace):
-        return sorted(folder.folders(), reverse=True)
+        return sorted(subfolders(folder), reverse=True)
     try:
         names = [name for name in os.listdir(folder) if not name.startswith(".")]
         return sorted((name for name in names if name.endswith(FILES) or has_signs(folder / name)), reverse=True)

@@ -235,7 +235,11 @@ class FileReader(InFolder, SliceReader):
 def _index_of_torch(folder: AnyPlace, rank: int | None) -> AnyPlace | None:
     """Returns the index that torch's own writer wrote, if it is what the folder holds; ``rank`` asks for a rank's."""
     path = folder / (TORCH_INDEX if rank is None else f"__{rank}{TORCH_INDEX}")
-    if not is_file(path) or marker.is_marker(path) or any(folder.glob("index-rank*.safetensors")):
+    if (
+        not is_file(path)
+        or marker.is_marker(path)
+        or any(name.startswith("index-rank") for name in listed(folder, "index-rank"))
+    ):
         return None
     return path
 

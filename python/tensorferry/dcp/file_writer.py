@@ -31,7 +31,7 @@ from ..storage.folder import INDEX
 from ..storage.names import new_id
 from ..storage.places import AnyPlace, begun
 from ..storage.source import Progress
-from ..storage.whole_files import create_folder, is_file, listed
+from ..storage.whole_files import create_folder, listed
 from . import index, marker
 from .failures import fail_without_numpy
 from .in_folder import TORCH_INDEX, InFolder, thread_count
@@ -253,7 +253,7 @@ class FileWriter(InFolder, StorageWriter):  # type: ignore[misc]  # mypy does no
         """
         save = self._running.ongoing()
         save.is_new_folder = create_folder(save.path)
-        names = _names_in(save.path)
+        names = set() if save.coordinated and self._overwrite else _names_in(save.path)
         if not save.coordinated and names & {INDEX, TORCH_INDEX}:
             raise InvalidArgument(
                 f"{save.path} holds a checkpoint with an index of all ranks, which would be loaded instead of this "
@@ -261,7 +261,7 @@ class FileWriter(InFolder, StorageWriter):  # type: ignore[misc]  # mypy does no
             )
         self._check_free(save, names)
         if save.writes_index:
-            save.begin(names)
+            save.begin()
         save.objects = objects_of(plan)
         return dataclasses.replace(plan, storage_data=save.mark)
 
@@ -365,15 +365,15 @@ class FileWriter(InFolder, StorageWriter):  # type: ignore[misc]  # mypy does no
                 self._check_free(save, _names_in(save.path))
 
         with save.undone():
-            commits.commit_index(
+            replaced = commits.commit_index(
                 save.index,
                 [(reserved.INDEX, index.encode(metadata, stored))],
                 Commit(files, save.began),
                 about=ABOUT,
-                rank=None if save.coordinated else save.rank,
                 check=check,
-                then=save.replace_others,
+                seen=save.seen,
             )
+            save.replace_others(replaced, files)
         save.is_over = True
 
     def storage_meta(self) -> StorageMeta:
@@ -383,9 +383,8 @@ class FileWriter(InFolder, StorageWriter):  # type: ignore[misc]  # mypy does no
 
 def _names_in(folder: AnyPlace) -> set[str]:
     """Returns the names of all files of a folder but the marker; in a store, of indexes and of torch's files."""
-    names = {name for name in listed(folder, "index", "__") if name != TORCH_INDEX}
-    of_torch = folder / TORCH_INDEX
-    return names | {TORCH_INDEX} if is_file(of_torch) and not marker.is_marker(of_torch) else names
+    names = set(listed(folder, "index", "__", TORCH_INDEX))
+    return names - {TORCH_INDEX} if TORCH_INDEX in names and marker.is_marker(folder / TORCH_INDEX) else names
 
 
 def _id_of(place: AnyPlace) -> Any:

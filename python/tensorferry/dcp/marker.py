@@ -15,6 +15,7 @@ import stat
 from ..errors import IncompleteCheckpoint, message_of, name_of, named
 from ..storage.objects.place import ObjectPlace
 from ..storage.places import AnyPlace
+from ..storage.stores import Stat
 from ..storage.whole_files import open_at_once, sync_folder, write_whole
 
 #: The name of torch's index of all ranks.
@@ -26,6 +27,11 @@ _TEXT = _BEGINS + b", not one of torch's: load it with tensorferry.dcp.FileReade
 #: Readers that do not know the marker refuse an index that is not newer than torch's; file systems have clocks of up
 #: to two seconds.
 _OLDER_NS = 4_000_000_000
+
+
+def may_be_marker(about: Stat) -> bool:
+    """Whether a file has the length of a marker, which an index of torch's has not."""
+    return about.st_size == len(_TEXT)
 
 
 def is_marker(path: AnyPlace) -> bool:

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from ..storage.container import Stored
 from ..storage.folder import INDEX
 from ..storage.names import new_id
 from ..storage.places import AnyPlace, begun
-from ..storage.whole_files import is_file
+from ..storage.whole_files import listed
 from . import marker
 from .in_folder import RANK_INDEX, TORCH_INDEX
 
@@ -117,24 +117,24 @@ class SaveRecord:
         self.written: Stored | None = None
         self.is_over = self.is_new_folder = False
         self.objects: set[MetadataIndex] = set()
-        self._of_torch: list[str] = []
+        self.seen: tuple[commits.Commit | None, Any] | None = None
 
-    def begin(self, names: set[str]) -> None:
-        """Records when the save begins, and which files of the folder the new index will replace.
-
-        A marker without the index to which it belongs is removed.
-
-        Args:
-            names: all files of the folder but the marker
+    def begin(self) -> None:
+        """Records when the save begins. A marker without the index to which it belongs is removed.
 
         Raises:
             TensorferryError: the system does not say what is in the folder, or the store does not answer
         """
-        self.began = commits.begin_after(commits.beginnings(self.index, *self._rank_indexes()))
-        if self.coordinated and not is_file(self.path / INDEX) and marker.is_marker(self.path / TORCH_INDEX):
-            # Somebody has removed the index; if this save were killed, tools would take the folder for a checkpoint.
-            leftovers.remove(self.path, [TORCH_INDEX])
-        self._of_torch = sorted(filter(self._is_replaced, names))
+        self.seen = commits.seen_at(self.index)
+        before = None if self.seen is None else self.seen[0]
+        known = [] if before is None else [before.began]
+        if self.coordinated and before is None:
+            names = listed(self.path, "index-rank", TORCH_INDEX)
+            known = commits.beginnings(*(self.path / name for name in filter(_is_rank_index, names)))
+            if TORCH_INDEX in names and self.seen is not None and marker.is_marker(self.path / TORCH_INDEX):
+                # Somebody has removed the index; if this save were killed, tools would take it for a checkpoint.
+                leftovers.remove(self.path, [TORCH_INDEX])
+        self.began = commits.begin_after(known)
 
     def go_on(self) -> None:
         """The save goes on now: in a store, what is left of it has a deadline of its own."""
@@ -161,31 +161,42 @@ class SaveRecord:
         """Whether a file of this name is the index of a checkpoint that this save would replace."""
         if name == self.index.name or (self._is_replaced(name) and name.endswith(".metadata")):
             return True
-        return self.coordinated and name.startswith("index-rank") and name.endswith(".safetensors")
+        return self.coordinated and _is_rank_index(name)
 
     def _is_replaced(self, name: str) -> bool:
         found = _TORCH_FILES.fullmatch(name)
         return found is not None and (self.coordinated or found["rank"] == str(self.rank))
 
-    def replace_others(self) -> None:
+    def replace_others(self, replaced: commits.Replaced, files: Collection[str]) -> None:
         """Leaves the file by which tools find the checkpoint, and removes other checkpoints that the new one replaces.
 
-        Those are torch's, whose index the file replaces, and those of ranks that were not coordinated.
+        Those are torch's that are older than the files of this save, whose index that file replaces, and those of ranks
+        that were not coordinated.
+
+        Args:
+            replaced: what the commit has found
+            files: the files of this save
 
         Raises:
             SystemRefused: the file cannot be written; nothing is removed then
             TensorferryError: the store does not answer, or refuses
         """
+        there = replaced.listed
+        wrote = min((there[name].st_mtime for name in files), default=replaced.now)
+        of_torch = {name for name, one in there.items() if self._is_replaced(name) and one.st_mtime <= wrote}
         # Tools do not look for checkpoints without an index of all ranks.
-        theirs = self.path / TORCH_INDEX
-        if self.coordinated and (TORCH_INDEX in self._of_torch or not theirs.exists()):
-            marker.leave(self.index, self.id)
-            self._of_torch = [name for name in self._of_torch if name != TORCH_INDEX]
+        if self.coordinated and (TORCH_INDEX in of_torch or TORCH_INDEX not in there):
+            if TORCH_INDEX not in there or not marker.may_be_marker(there[TORCH_INDEX]):
+                marker.leave(self.index, self.id)
+            of_torch.discard(TORCH_INDEX)
         # The other indexes go first: without its index a checkpoint cannot be loaded by mistake.
-        leftovers.remove(self.path, sorted(self._of_torch))
-        for rank_index in self._rank_indexes():
-            commits.remove_earlier(rank_index, self.began)
+        if of_torch:
+            leftovers.remove(self.path, sorted(of_torch))
+        for name in sorted(filter(_is_rank_index, there)) if self.coordinated else ():
+            commits.remove_earlier(self.path / name, self.began)
+        commits.remove_replaced(self.index, replaced, files, None if self.coordinated else self.rank)
 
-    def _rank_indexes(self) -> list[AnyPlace]:
-        """The indexes of ranks that were not coordinated, which this save replaces if it is coordinated itself."""
-        return sorted(self.path.glob("index-rank*.safetensors")) if self.coordinated else []
+
+def _is_rank_index(name: str) -> bool:
+    """Whether a file of this name is the index of a rank that was not coordinated."""
+    return name.startswith("index-rank") and name.endswith(".safetensors")

@@ -252,7 +252,7 @@ class _FerryOutput(_Output):
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         self._id = new_id()
-        self._commit: dict[str, int | None] = {}
+        self._commit: dict[str, int] = {}
 
     def _write(self, plan: SavePlan, data: SaveData) -> list[WriteResult]:
         path = self._folder / f"rank{len(self._plans):05d}-{self._id}.safetensors"

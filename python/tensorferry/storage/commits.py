@@ -1,4 +1,4 @@
-"""What makes a folder a checkpoint: its index, and the one way in which an index is replaced, changed or removed.
+"""What makes a folder a checkpoint: its index, and the one way in which an index is replaced or removed.
 
 A folder may have several writers: saves of one job that overlap, two jobs that were given the same path, a coordinator
 that was thought to be dead, somebody who removes old checkpoints. Five rules keep every committed checkpoint whole:
@@ -7,33 +7,30 @@ that was thought to be dead, somebody who removes old checkpoints. Five rules ke
 - Everybody who replaces an index calls :func:`commit_index`, :func:`remove_index` or :func:`remove_earlier`. They lock
   the folder (``flock``), read the index again, and only then rename or remove. In a store, which has no locks, writes
   are conditional instead; removals are not, and a window remains. A save neither replaces nor removes the index of one
-  that began later. A removal removes only the very index that it was told.
+  that began later. A removal removes only the very index that was looked at.
 - A save begins later than the one in its folder, whatever the clock says: :func:`begin_after`.
 - Whoever has replaced an index removes the files that only the old one had named. None of them belongs to a save that
   still runs.
 - Other files are removed only if their writer is dead (``leftovers.py``). Writers keep their files locked until their
   save is over. If the writer ran on this machine, a free lock proves that it is dead; file names therefore contain the
   machine's id. Other machines may not share locks with this one: their files are removed only after a day without a
-  write.
+  write, and so is everything in a store.
 
 The lock of a folder is shared by all processes of a machine, on every file system. Whether it is shared by several
 machines depends on the file system; NFS and Lustre do not lock folders for all of them. Then only the second reading
 protects an index from another machine, and a window remains, between that reading and the rename right behind it: if
 two machines commit into one folder within it, the later rename wins, even if its save began first. The folder holds a
 whole checkpoint then, too, but that of the other save is lost although it was committed, unless it was written last.
-Let only one job save into a folder.
+Let only one job save into a folder, and remove checkpoints on the machine that saves or while no save runs.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
-import os
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from .._native import Table, _file_entries
@@ -41,22 +38,23 @@ from ..errors import (
     CorruptCheckpoint,
     IncompleteCheckpoint,
     ProtocolError,
+    SourceChanged,
     SystemRefused,
     TensorferryError,
 )
 from . import leftovers
 from .container import Container
-from .folder_lock import alone_in
-from .names import checked_files, new_id
-from .objects.place import ObjectPlace
+from .names import checked_files
 from .places import AnyPlace
 from .reserved import INDEX, INDEX_FILES
-from .whole_files import is_file, sync_folder
+from .stores import Stat, store_of
 
 logger = logging.getLogger("tensorferry")
 
 #: The last time that counts as the beginning of a save, in nanoseconds since the epoch: in the year 2116.
 _LAST = 1 << 62
+#: How often a commit looks again at an index that others replace meanwhile.
+_ATTEMPTS = 20
 
 
 @dataclass(frozen=True)
@@ -64,21 +62,20 @@ class Commit:
     """What an index records about its files.
 
     Attributes:
-        files: the name of each file, mapped to the checksum of its header; ``None`` if the index was written by a
-            version that did not record checksums
+        files: the name of each file, mapped to the checksum of its header
         began: when the save began, in nanoseconds since the epoch: see :func:`begin_after`
         lineage: the id of the runs that go on from each other, of which one has saved it, see ``lineage.py``
         step: the number that the caller gave the state
     """
 
-    files: dict[str, int | None]
+    files: dict[str, int]
     began: int = 0
     lineage: str | None = None
     step: int | None = None
 
     def encode(self) -> bytes:
         """Returns the bytes of the index's entry ``INDEX_FILES``."""
-        files = {name: f"{header or 0:016x}" for name, header in self.files.items()}
+        files = {name: f"{header:016x}" for name, header in self.files.items()}
         fields: dict[str, Any] = {"began": self.began, "files": files}
         fields |= {name: value for name in ("lineage", "step") if (value := getattr(self, name)) is not None}
         return json.dumps(fields, separators=(",", ":")).encode()
@@ -106,14 +103,18 @@ def read(path: AnyPlace) -> tuple[bytes, Commit]:
     text, files = _file_entries(path, [INDEX, INDEX_FILES])
     if text is None:
         raise ProtocolError(f"{path} is not an index: it has no entry {INDEX!r}")
-    return text, _decode(path, text, files)
+    return text, decode(path, files)
 
 
-def _decode(path: AnyPlace, text: bytes, files: bytes | None) -> Commit:
-    """Returns the commit in an index ``text`` and its entry ``files``, which older versions did not write."""
+def decode(path: AnyPlace, files: bytes | None) -> Commit:
+    """Returns the commit in the entry ``INDEX_FILES`` of the index ``path``.
+
+    Raises:
+        ProtocolError: there is no such entry, or it is not valid
+    """
+    if files is None:
+        raise ProtocolError(f"{path}: its index cannot be read (it has no entry {INDEX_FILES!r})")
     try:
-        if files is None:
-            return Commit(dict.fromkeys(checked_files(json.loads(text)["sources"], path)))
         fields: Any = json.loads(files)
         began = fields["began"]
         if type(began) is not int or not 0 <= began <= _LAST:
@@ -136,26 +137,15 @@ def files_of(path: AnyPlace) -> Commit:
     """Returns the commit of the index ``path``.
 
     Raises:
+        IncompleteCheckpoint: there is none
         TensorferryError: the index cannot be read, or names other files than those of ranks
     """
     # In an index of many tensors, this entry is the small one.
-    (files,) = _file_entries(path, [INDEX_FILES])
-    return read(path)[1] if files is None else _decode(path, b"", files)
+    return decode(path, _file_entries(path, [INDEX_FILES])[0])
 
 
-def decode(path: AnyPlace, files: bytes | None) -> Commit:
-    """Returns the commit in the entry ``INDEX_FILES`` of the index ``path``, as :func:`files_of` does.
-
-    Raises:
-        ProtocolError: there is no such entry, or it is not valid
-    """
-    if files is None:
-        raise ProtocolError(f"{path}: its index cannot be read (it has no entry {INDEX_FILES!r})")
-    return _decode(path, b"", files)
-
-
-def committed(path: AnyPlace) -> Commit | None:
-    """Like :func:`files_of`, but returns ``None`` if there is no index, and no files if it is damaged.
+def look(path: AnyPlace) -> tuple[Commit | None, Any]:
+    """Returns the commit of an index, ``None`` without one, with no files if it is damaged; and its version.
 
     That it is damaged is logged.
 
@@ -163,20 +153,22 @@ def committed(path: AnyPlace) -> Commit | None:
         SystemRefused: the system does not say whether there is an index, or refuses to read it
         TensorferryError: see :func:`says_nothing`
     """
-    if not is_file(path):
-        return None
+    store = store_of(path.parent)
+    opened, version = store.open(path.name)
+    if opened is None:
+        return None, version
     try:
-        return files_of(path)
+        return decode(path, _file_entries(opened, [INDEX_FILES])[0]), version
     except TensorferryError as e:
         if says_nothing(e):
             # On another machine, somebody may have removed it just now.
-            if isinstance(e, SystemRefused) and not is_file(path):
-                return None
+            if isinstance(e, SystemRefused) and store.stat(path.name) is None:
+                return None, version
             raise
         logger.warning(
             "the index of the checkpoint that is replaced cannot be read, so its files are not removed: %s", e
         )
-        return Commit({})
+        return Commit({}), version
 
 
 def says_nothing(error: TensorferryError) -> bool:
@@ -188,6 +180,15 @@ def says_nothing(error: TensorferryError) -> bool:
     return not isinstance(error, (CorruptCheckpoint, ProtocolError, IncompleteCheckpoint))
 
 
+def seen_at(index: AnyPlace) -> tuple[Commit | None, Any] | None:
+    """Returns what :func:`look` shows; ``None`` if it raises, which the commit will do again."""
+    try:
+        return look(index)
+    except TensorferryError as e:
+        logger.debug("%s: it is not known when its save began: %s", index, e)
+        return None
+
+
 def beginnings(*indexes: AnyPlace) -> list[int]:
     """Returns when the saves that wrote ``indexes`` began, for :func:`begin_after`; skips files that are no index.
 
@@ -196,14 +197,26 @@ def beginnings(*indexes: AnyPlace) -> list[int]:
     """
     beginnings = []
     for path in indexes:
-        try:
-            if is_file(path):
-                beginnings.append(files_of(path).began)
-        except TensorferryError as e:
-            if says_nothing(e):
-                logger.debug("%s: it is not known when its save began: %s", path, e)
-                break
+        if (seen := seen_at(path)) is None:
+            break
+        if seen[0] is not None:
+            beginnings.append(seen[0].began)
     return beginnings
+
+
+@dataclass(frozen=True)
+class Replaced:
+    """What a commit has found, for those who remove what it replaces.
+
+    Attributes:
+        before: the commit of the old index, if there was one
+        listed: what was in the folder before the commit
+        now: when the index was written, by the clock of the file system or the store
+    """
+
+    before: Commit | None
+    listed: Mapping[str, Stat] = field(repr=False)
+    now: float
 
 
 def commit_index(
@@ -212,45 +225,120 @@ def commit_index(
     commit: Commit,
     *,
     about: Sequence[tuple[str, str]] = (),
-    rank: int | None = None,
     check: Callable[[], object] = lambda: None,
-    then: Callable[[], object] = lambda: None,
-) -> None:
-    """Commits a save: writes its index in place of the one that is there, and removes what only that one had named.
+    seen: tuple[Commit | None, Any] | None = None,
+) -> Replaced:
+    """Commits a save: writes its index in place of the one that is there.
 
-    What killed saves have left in the folder is removed as well. When it returns, the index is on the disk. In a
-    folder, it costs two syncs, of the index and of the folder.
+    When it returns, the index is on the disk, and the caller removes what it has replaced, with
+    :func:`remove_replaced`. In a folder, it costs two syncs, of the index and of the folder.
 
     Args:
         index: the path of the index
         entries: the entries of the index without ``INDEX_FILES``
         commit: its files, which are complete and which this save has written, and when the save began
         about: keys and values for the index's ``__metadata__``
-        rank: as for :func:`leftovers.remove_leftovers`
         check: called right before the index is replaced, in a folder while it is locked; if it raises, the save has
             failed, and its files are removed
-        then: called when the index is on the disk, before files are removed
+        seen: what :func:`look` has shown when the save began; a store is not asked again, if it has conditions
 
     Raises:
         IncompleteCheckpoint: a save that began later has finished before this one, whose files are removed then; or
             another process has removed one of its files
-        SystemRefused: the index cannot be written, and in a folder, the files of the save are removed then; it cannot
-            be put in its place; the checkpoint is committed, and the folder cannot be synced; or another process keeps
-            the folder locked
+        SystemRefused: the index cannot be written, and in a folder, the files of the save are removed then; the
+            checkpoint is committed, and the folder cannot be synced; or another process keeps the folder locked
         SourceChanged: other saves have replaced the index in a store again and again
         InvalidArgument: the calling thread is in the middle of a commit
         TensorferryError: a store does not answer, or refuses; the index may be there then
-        Exception: what ``check`` raises; or what ``then`` raises, when the save is committed
+        Exception: what ``check`` raises
     """
+    folder = index.parent
+    store = store_of(folder)
     content = Container(Table(), None, True, [*entries, (INDEX_FILES, commit.encode())], about)
-    with leftovers.holding(index.parent, commit.files):
-        if isinstance(index, ObjectPlace):
-            before = _put(index, content, commit, check)
-        else:
-            before = _rename(index, content, commit, check)
-        reached("renamed", index)
-        then()
-        remove_replaced(index, before, commit.files, rank)
+    with store.holding(commit.files) as listed:
+        if index.name not in listed:
+            seen = None, store.absent
+        try:
+            with store.new_index(index.name, content) as put:
+                reached("written", index)
+                with store.locked():
+                    before, now = _replace(index, commit, put, check, seen if store.may_be_late else None)
+        except SystemRefused:
+            if not store.may_be_late:
+                # The save has failed. On a full disk, its files would leave no room for the next one.
+                leftovers.remove(folder, commit.files)
+            raise
+    reached("renamed", index)
+    sync_committed(folder)
+    return Replaced(before, listed, now)
+
+
+def _replace(
+    index: AnyPlace,
+    commit: Commit,
+    put: Callable[[Any], float],
+    check: Callable[[], object],
+    seen: tuple[Commit | None, Any] | None,
+) -> tuple[Commit | None, float]:
+    """Puts an index in the place of an earlier one; returns the commit of that one, and when it did."""
+    for _ in range(_ATTEMPTS):
+        before, version = seen or look(index)
+        seen = None
+        try:
+            _refuse_if_newer(index, before, commit)
+            check()
+        except BaseException:
+            leftovers.remove(index.parent, commit.files)
+            raise
+        reached("checked", index)
+        try:
+            return before, put(version)
+        except SourceChanged:
+            continue
+    raise SourceChanged(f"{index}: other saves have replaced it again and again: let only one job save there")
+
+
+def _refuse_if_newer(index: AnyPlace, before: Commit | None, commit: Commit) -> None:
+    if before is not None and before.began > commit.began:
+        raise IncompleteCheckpoint(
+            f"{index.parent}: a save that began later has finished before this one; its checkpoint is in the "
+            "folder, and this one is discarded. Let only one job save into a folder, one save at a time"
+        )
+
+
+def sync_committed(folder: AnyPlace) -> None:
+    """Syncs a folder whose index is in its place.
+
+    Raises:
+        SystemRefused: the system refuses
+    """
+    try:
+        store_of(folder).sync()
+    except OSError as e:
+        raise SystemRefused(
+            e.errno,
+            f"{folder}: its checkpoint is committed, but not synchronised: {e.strerror}. It can be loaded, and may be "
+            "lost if the machine goes down before the file system has written it",
+        ) from e
+
+
+def remove_replaced(index: AnyPlace, replaced: Replaced, files: Collection[str], rank: int | None = None) -> None:
+    """Removes the files that a new index has replaced, and those that killed saves have left; logs failures.
+
+    Args:
+        index: the new index
+        replaced: what its commit has found
+        files: the files that the new index names
+        rank: as for :func:`leftovers.remove_leftovers`
+    """
+    before = {} if replaced.before is None else replaced.before.files
+    old = before.keys() - set(files)
+    if old:
+        leftovers.remove(index.parent, old)
+    kept = {*files, *old}
+    leftovers.remove_leftovers(
+        index.parent, replaced.now, rank, kept, lambda: set(files_of(index).files), replaced.listed
+    )
 
 
 def remove_index(index: AnyPlace, expected: Commit) -> bool:
@@ -261,16 +349,12 @@ def remove_index(index: AnyPlace, expected: Commit) -> bool:
     Raises:
         TensorferryError: it cannot be read or removed, or another process keeps the folder locked
     """
-    with alone_in(index.parent):
+    store = store_of(index.parent)
+    with store.locked():
         if files_of(index) != expected:
             return False
         reached("checked", index)
-        try:
-            index.unlink()
-        except TensorferryError:  # Some are an OSError as well, and are whole as they are.
-            raise
-        except OSError as e:
-            raise SystemRefused(e.errno, f"{index}: cannot be removed: {e.strerror}") from e
+        store.remove([index.name])
     return True
 
 
@@ -280,37 +364,19 @@ def remove_earlier(index: AnyPlace, began: int) -> None:
     Of a damaged index, the files are not known and stay. The function raises nothing, since the other checkpoint is
     complete: what cannot be removed is logged.
     """
+    store = store_of(index.parent)
     try:
-        with alone_in(index.parent):
+        with store.locked():
             # A link that leads nowhere has no files, and goes, too.
-            commit = committed(index) or Commit({})
+            commit = look(index)[0] or Commit({})
             if commit.began > began:
                 return
             reached("checked", index)
-            index.unlink(missing_ok=True)
-    except (TensorferryError, OSError) as e:
+            store.remove([index.name])
+    except TensorferryError as e:
         logger.warning("cannot remove %s, which another index replaces: %s", index, e)
         return
     leftovers.remove(index.parent, commit.files)
-
-
-def remove_replaced(index: AnyPlace, before: Commit | None, files: Collection[str], rank: int | None) -> None:
-    """Removes the files that a new index has replaced, and those that killed saves have left; logs failures.
-
-    Args:
-        index: the new index
-        before: the commit of the old index
-        files: the files that the new index names
-        rank: as for :func:`leftovers.remove_leftovers`
-    """
-    folder = index.parent
-    leftovers.remove(folder, [] if before is None else [name for name in before.files if name not in files])
-    try:
-        now = index.stat().st_mtime
-    except (OSError, TensorferryError) as e:
-        logger.debug("%s: what killed saves have left stays for now: %s", folder, e)
-        return
-    leftovers.remove_leftovers(folder, now, rank, set(files), lambda: set(files_of(index).files))
 
 
 def reached(moment: str, index: AnyPlace) -> None:
@@ -322,87 +388,3 @@ def reached(moment: str, index: AnyPlace) -> None:
             (the folder is not locked any more)
         index: the path of the index
     """
-
-
-def _put(index: ObjectPlace, content: Container, commit: Commit, check: Callable[[], object]) -> Commit | None:
-    """Writes an index into a store; returns the commit of the one whose place it has taken."""
-    from .objects.commit import put_index
-
-    def look() -> Commit | None:
-        before = _replaceable(index, commit)
-        _removed_if_raised(check, index, commit)
-        reached("checked", index)
-        return before
-
-    return put_index(index, content, look)
-
-
-def _rename(index: Path, content: Container, commit: Commit, check: Callable[[], object]) -> Commit | None:
-    """Writes an index into a folder; returns the commit of the one whose place it has taken."""
-    folder = index.parent
-    partial = folder / f"{index.name}.{new_id()}.partial"
-    try:
-        # While this object lives, the file is locked.
-        written = content.write(partial, partial=partial, threads=1)
-    except SystemRefused:
-        # The save has failed. On a full disk, its files would leave no room for the next one.
-        leftovers.remove(folder, commit.files)
-        raise
-    try:
-        reached("written", index)
-        with alone_in(folder):
-            before = _replaceable(index, commit)
-            _removed_if_raised(check, index, commit)
-            reached("checked", index)
-            os.rename(partial, index)
-    except BaseException as e:
-        with contextlib.suppress(OSError):
-            partial.unlink()
-        if isinstance(e, OSError) and not isinstance(e, TensorferryError):
-            raise SystemRefused(e.errno, f"{index}: cannot be put in its place: {e.strerror}") from e
-        raise
-    sync_committed(folder)
-    del written
-    return before
-
-
-def sync_committed(folder: AnyPlace) -> None:
-    """Syncs a folder whose index is in its place.
-
-    Raises:
-        SystemRefused: the system refuses
-    """
-    try:
-        sync_folder(folder)
-    except OSError as e:
-        raise SystemRefused(
-            e.errno,
-            f"{folder}: its checkpoint is committed, but not synchronised: {e.strerror}. It can be loaded, and may be "
-            "lost if the machine goes down before the file system has written it",
-        ) from e
-
-
-def _removed_if_raised(check: Callable[[], object], index: AnyPlace, commit: Commit) -> None:
-    """Calls ``check``; if it raises, the files of the save are removed."""
-    try:
-        check()
-    except BaseException:
-        leftovers.remove(index.parent, commit.files)
-        raise
-
-
-def _replaceable(index: AnyPlace, commit: Commit) -> Commit | None:
-    """Returns the commit of the index that may be replaced now, ``None`` if there is none.
-
-    Raises:
-        IncompleteCheckpoint: the index is that of a save which began after ``commit``, whose files are removed then
-        TensorferryError: as for :func:`committed`
-    """
-    before = committed(index)
-    if before is not None and before.began > commit.began:
-        leftovers.remove(index.parent, commit.files)
-        raise IncompleteCheckpoint(
-            f"{index.parent}: a save that began later has finished before this one; its checkpoint is in the "
-            "folder, and this one is discarded. Let only one job save into a folder, one save at a time"
-        )
-    return before

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from ..errors import InvalidArgument, SourceChanged, SystemRefused, TensorferryError
-from .objects.commit import put_new
+from .objects.bucket import put_new
 from .objects.download import download_file
 from .objects.place import ObjectPlace
 from .objects.upload import upload_file

@@ -29,7 +29,8 @@ from . import commits, reserved
 from .commits import Commit
 from .names import BEGINNINGS, is_ours
 from .places import AnyPlace
-from .whole_files import is_file, listed, missing
+from .stores import store_of
+from .whole_files import listed, missing
 
 #: The file that makes a folder a checkpoint.
 INDEX = "index.safetensors"
@@ -53,7 +54,7 @@ class Index:
     save_id: str
     commit: Commit
     world_size: int
-    files: dict[int, tuple[str, int | None]]
+    files: dict[int, tuple[str, int]]
     shards: dict[str, Any]
 
     @property
@@ -77,14 +78,15 @@ def read_index(folder: AnyPlace) -> Index:
         SystemRefused: it cannot be read
         TensorferryError: a store does not answer, or refuses
     """
-    path = folder / INDEX
-    if not is_file(path):
+    path, store = folder / INDEX, store_of(folder)
+    opened, _ = store.open(INDEX)
+    if opened is None:
         raise _no_index(folder)
     try:
         # From one file, which a save may be about to replace.
-        text, names_and_headers = _file_entries(path, [reserved.CHECKPOINT, reserved.INDEX_FILES])
+        text, names_and_headers = _file_entries(opened, [reserved.CHECKPOINT, reserved.INDEX_FILES])
     except SystemRefused as e:
-        if is_file(path):
+        if store.stat(INDEX) is not None:
             raise
         raise _no_index(folder) from e
     if text is None:
@@ -144,7 +146,7 @@ def unfinished(folder: AnyPlace) -> IncompleteCheckpoint | None:
     """
     try:
         left = sorted(name for name in listed(folder, *BEGINNINGS) if is_ours(name))
-    except (OSError, TensorferryError):
+    except TensorferryError:
         return None
     if not left or INDEX in left:
         return None
@@ -162,7 +164,7 @@ def _left_in(folder: AnyPlace) -> str:
     """Returns the end of a message that there is no checkpoint in ``folder``: what is there instead."""
     try:
         names = listed(folder, *BEGINNINGS)
-    except (OSError, TensorferryError) as e:
+    except TensorferryError as e:
         cause = e.__cause__
         return f" ({cause.strerror if isinstance(cause, OSError) and cause.strerror else e})"
     if INDEX in names:

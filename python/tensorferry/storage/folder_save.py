@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
 import re
 import secrets
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from .._native import Stored as StoredFile
 from .._native import _file_entries, _file_entry_digests, _file_header
@@ -29,15 +29,8 @@ from .names import BEGINNINGS, machine
 from .objects.place import ObjectPlace
 from .places import AnyPlace, begun
 from .spread import RankState, spread_tensors
-from .whole_files import (
-    FEW,
-    create_folder,
-    listed,
-    read_whole,
-    remove_empty,
-    version_of,
-    write_whole,
-)
+from .stores import Stat, store_of
+from .whole_files import FEW, create_folder, read_whole, remove_empty, version_of, write_whole
 
 #: The files of torch's own checkpointer, which a save into their folder replaces.
 _TORCH_FILE = "checkpoint_{}.pt"
@@ -45,9 +38,6 @@ _TORCH_FILE = "checkpoint_{}.pt"
 _LONGEST_REASON = 2000
 #: After which errors it is not known whether a save is committed: the system or a store did not let its index be read.
 _UNKNOWN = (FetchTimeout, ConnectError, StoreRefused, SystemRefused)
-#: Seconds between two looks into the folder, at first and at most; and into a store, which bills them.
-_SOON, _LATE = 0.005, 0.25
-_SOON_IN_STORE, _LATE_IN_STORE = 0.1, 2.0
 #: How many signs of life a rank that uploads gives in the time in which another one waits for one.
 _SIGNS = 4
 
@@ -112,8 +102,6 @@ class FolderSave:
         self.folder, self.save = begun(folder), save
         self._patience = patience
         self._name = _file_of(save)
-        in_store = isinstance(folder, ObjectPlace)
-        self._soon, self._late = (_SOON_IN_STORE, _LATE_IN_STORE) if in_store else (_SOON, _LATE)
         self._written: Stored | None = None
         self._is_new = create_folder(self.folder)
 
@@ -221,7 +209,7 @@ class FolderSave:
         """Waits until the files of all ranks are in the folder; returns their names, by rank."""
         files: dict[int, str] = {}
 
-        def complete(names: list[str]) -> bool:
+        def complete(names: Mapping[str, Stat]) -> bool:
             for name in names:
                 if (match := self._of_this_save(name)) and match["suffix"] == "":
                     files.setdefault(int(match["rank"]), name)
@@ -234,18 +222,15 @@ class FolderSave:
         """Waits until the index of this save, which rank 0 writes, is in the folder, and syncs the folder."""
         seen: tuple[object, ...] | None = None
 
-        def is_committed(names: list[str]) -> bool:
+        def is_committed(names: Mapping[str, Stat]) -> bool:
             nonlocal seen
             if INDEX not in names:
                 return False
-            folder = begun(self.folder)
-            if (version := version_of(folder / INDEX)) is None:
-                return False
             # Each index is read once: it may be long, and that of an earlier save may stay for minutes.
-            if version == seen:
+            if (version := version_of(names[INDEX])) == seen:
                 return False
             with contextlib.suppress(*_UNKNOWN):
-                found = committed_save(folder)
+                found = committed_save(begun(self.folder))
                 seen = version
                 return found == self.save.save
             # It is read again at the next look.
@@ -256,7 +241,10 @@ class FolderSave:
         commits.sync_committed(self.folder)
 
     def _wait(
-        self, complete: Callable[[list[str]], bool], check: Callable[[], None], missing: Callable[[], list[int]]
+        self,
+        complete: Callable[[Mapping[str, Stat]], bool],
+        check: Callable[[], None],
+        missing: Callable[[], list[int]],
     ) -> None:
         """Looks into the folder until it is ``complete``, a rank has failed, or nothing changes for too long.
 
@@ -265,20 +253,23 @@ class FolderSave:
             TensorferryError: as for :func:`listed`
             Exception: what ``check`` raises
         """
-        pause, last, seen = self._soon, time.monotonic(), None
+        soon, late = store_of(self.folder).pauses
+        pause, last, seen = soon, time.monotonic(), None
         while True:
-            signs = self._signs_of_life()
-            if complete([name for name, *_ in signs]):
+            names = store_of(begun(self.folder)).entries(*BEGINNINGS)
+            if complete(names):
                 return
-            for name, *_ in signs:
+            for name in names:
                 if (match := self._of_this_save(name)) and match["suffix"] == ".failed":
                     raise IncompleteCheckpoint(
                         f"{self.folder}: rank {int(match['rank'])} has failed, and the save with it: "
                         f"{_reason(begun(self.folder) / name)}"
                     )
-            now, signs = time.monotonic(), [sign for sign in signs if self._of_this_save(sign[0])]
+            now = time.monotonic()
+            # Files of saves change while ranks write them.
+            signs = {name: (one.st_size, one.st_mtime_ns) for name, one in names.items() if self._of_this_save(name)}
             if signs != seen:
-                last, seen, pause = now, signs, self._soon
+                last, seen, pause = now, signs, soon
             elif now - last > self._patience:
                 raise IncompleteCheckpoint(
                     f"{self.folder}: rank {missing()[0]} has shown no sign of life for {self._patience:g} s. All ranks "
@@ -286,23 +277,7 @@ class FolderSave:
                 )
             check()
             time.sleep(pause)
-            pause = min(pause * 1.5, self._late)
-
-    def _signs_of_life(self) -> list[tuple[str, int, int]]:
-        """Returns name, size and time of modification of the files of saves, which change while ranks write them."""
-        folder = begun(self.folder)
-        if isinstance(folder, ObjectPlace):
-            beginnings = BEGINNINGS if self.save.rank else BEGINNINGS[1:]
-            return [(name, one.st_size, one.st_mtime_ns) for name, one in sorted(folder.entries(*beginnings).items())]
-        signs = []
-        for name in sorted(listed(folder)):
-            size = modified = 0
-            if self._of_this_save(name):
-                with contextlib.suppress(OSError):
-                    about = os.stat(folder / name)
-                    size, modified = about.st_blocks, about.st_mtime_ns
-            signs.append((name, size, modified))
-        return signs
+            pause = min(pause * 1.5, late)
 
     def _of_this_save(self, name: str) -> re.Match[str] | None:
         if self.save.save not in name:
@@ -315,25 +290,27 @@ class FolderSave:
 
         Then removes the files that only the earlier save needed, and torch's own ``checkpoint_<rank>.pt``.
         """
-        paths = [folder / name for name in names]
-        headers: dict[str, int | None] = {name: _file_header(path) for name, path in zip(names, paths, strict=True)}
+        # Of an object, what is opened once has all that is read of it here.
+        files = [store_of(folder).open(name)[0] or folder / name for name in names]
+        headers = {name: _file_header(file) for name, file in zip(names, files, strict=True)}
         # A rank of a job may save its own parts alone, and load them.
-        parts = spread_tensors([_saved(path) for path in paths], whole=len(paths) > 1)
+        parts = spread_tensors([_saved(file) for file in files], whole=len(files) > 1)
         commit = Commit(headers, self.save.began, self.save.lineage, self.save.step)
-        torchs = [_TORCH_FILE.format(rank) for rank in range(self.save.world_size)]
-        commits.commit_index(
+        torchs = {_TORCH_FILE.format(rank) for rank in range(self.save.world_size)}
+        replaced = commits.commit_index(
             folder / INDEX,
             [(reserved.CHECKPOINT, encode_index(self.save.save, names, parts))],
             commit,
             about=ABOUT,
             check=check,
-            then=lambda: leftovers.remove(folder, torchs),
         )
+        leftovers.remove(folder, replaced.listed.keys() & torchs)
+        commits.remove_replaced(folder / INDEX, replaced, names)
         return commit
 
 
-def _saved(path: AnyPlace) -> RankState:
-    """Returns what a rank has saved in the file or object ``path``."""
+def _saved(path: Any) -> RankState:
+    """Returns what a rank has saved in a file or object."""
     return RankState(
         lambda: _file_entries(path, [reserved.MANIFEST])[0],
         lambda: StoredFile.open(path, checksums=False),

@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import re
 import secrets
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -27,7 +25,7 @@ from .names import BEGINNINGS, is_ours
 from .objects.place import ObjectPlace
 from .places import AnyPlace, begun
 from .series import at_once, index_versions, read_indexes
-from .whole_files import is_file, listed, remove_empty
+from .whole_files import is_file, listed, remove_empty, subfolders
 
 logger = logging.getLogger("tensorferry")
 
@@ -49,7 +47,7 @@ class Lineage:
         self._is_warned = False
 
     def begin(self, folder: AnyPlace, save: SaveId, keep_last: int | None) -> SaveId:
-        """Returns ``save``, which rank 0 is about to begin, as the newest of its lineage; raises nothing.
+        """Returns ``save``, which rank 0 is about to begin, as one of its lineage; raises nothing.
 
         Args:
             folder: the folder of the checkpoint
@@ -66,8 +64,7 @@ class Lineage:
             self._last = folder
             self._saves.setdefault(folder, None)
         self._id = self._id or secrets.token_hex(6)
-        known = [found.began for found in self._saves.values() if found is not None]
-        return replace(save, lineage=self._id, began=max([save.began, *(began + 1 for began in known)]))
+        return replace(save, lineage=self._id)
 
     def keep_last(self, count: int, newest: AnyPlace, commit: Commit) -> None:
         """Removes the oldest checkpoints but the last ``count``, and what saves have left that were not committed.
@@ -176,13 +173,12 @@ def _is_link(folder: AnyPlace) -> bool:
     return isinstance(folder, Path) and folder.is_symlink()
 
 
-def _folders_beside(folder: AnyPlace) -> Iterator[AnyPlace]:
-    """Yields the folders beside ``folder``, and it as well; no links."""
-    if isinstance(folder, ObjectPlace):
-        yield from (folder.parent / name for name in folder.parent.folders())
-        return
-    with contextlib.suppress(FileNotFoundError), os.scandir(folder.parent) as entries:
-        yield from (Path(entry.path) for entry in entries if entry.is_dir(follow_symlinks=False))
+def _folders_beside(folder: AnyPlace) -> list[AnyPlace]:
+    """Returns the folders beside ``folder``, and it as well; no links."""
+    parent = folder.parent
+    if isinstance(parent, Path) and not parent.exists():
+        return []
+    return [parent / name for name in subfolders(parent) if not _is_link(parent / name)]
 
 
 def remove_checkpoint(folder: AnyPlace, commit: Commit) -> bool:

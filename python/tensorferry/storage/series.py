@@ -7,15 +7,15 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
-from ..errors import TensorferryError
+from ..errors import SystemRefused, TensorferryError
 from . import commits
 from .folder import INDEX, Index, read_index
-from .objects.place import ObjectPlace
 from .places import AnyPlace
-from .whole_files import subfolders, versions_of
+from .stores import store_of
+from .whole_files import subfolders, version_of
 
 #: How many requests are made to a store at a time, by threads.
-_AT_ONCE = 16
+_AT_ONCE = 32
 
 _T = TypeVar("_T")
 
@@ -34,7 +34,16 @@ def index_versions(folders: Sequence[AnyPlace]) -> dict[AnyPlace, tuple[object, 
     Raises:
         TensorferryError: a store does not answer, or refuses
     """
-    return {path.parent: version for path, version in versions_of([folder / INDEX for folder in folders]).items()}
+
+    def version(folder: AnyPlace) -> tuple[object, ...] | None:
+        try:
+            about = store_of(folder).stat(INDEX)
+        except SystemRefused:  # It may not be entered.
+            return None
+        return None if about is None else version_of(about)
+
+    versions = zip(folders, at_once(folders, version), strict=True)
+    return {folder: found for folder, found in versions if found is not None}
 
 
 def read_indexes(folders: Iterable[AnyPlace], read: Callable[[AnyPlace], _T]) -> list[tuple[AnyPlace, _T]]:
@@ -48,7 +57,7 @@ def read_indexes(folders: Iterable[AnyPlace], read: Callable[[AnyPlace], _T]) ->
         try:
             return [(folder, read(folder))]
         except TensorferryError as e:
-            if isinstance(folder, ObjectPlace) and commits.says_nothing(e):
+            if store_of(folder).may_be_late and commits.says_nothing(e):
                 raise
             return []
 

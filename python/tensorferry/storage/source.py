@@ -93,7 +93,7 @@ class FolderSource:
     def __init__(self, index: AnyPlace, threads: int | None) -> None:
         self._index = index
         self._threads = threads
-        self._headers: dict[str, int | None] = {}
+        self._headers: dict[str, int] = {}
         self.digest = ""
 
     def read_index(self) -> bytes:

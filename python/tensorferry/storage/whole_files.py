@@ -1,20 +1,13 @@
-"""Small files that are written and read whole; what is at a place; folders that are made and synced."""
+"""Small files that are written and read whole, and what is at a place: in folders and in stores alike."""
 
 from __future__ import annotations
 
-import contextlib
-import errno
-import os
 import re
-import stat
 from collections.abc import Sequence
-from pathlib import Path
-from typing import IO
 
-from .._native import _check_machine_has
-from ..errors import ProtocolError, SystemRefused, TensorferryError
-from .objects.place import ObjectPlace, ObjectStat
+from .folder_store import open_at_once as open_at_once
 from .places import AnyPlace
+from .stores import Stat, store_of
 
 #: The most bytes of a file that says a few things about a checkpoint.
 FEW = 1 << 20
@@ -31,14 +24,7 @@ def is_file(path: AnyPlace) -> bool:
         SystemRefused: the system does not say, for example because a folder above it may not be entered
         TensorferryError: the store does not answer, or refuses
     """
-    if isinstance(path, ObjectPlace):
-        return path.is_file()
-    try:
-        return stat.S_ISREG(path.stat().st_mode)
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    except OSError as e:
-        raise SystemRefused(e.errno, f"{path} cannot be examined: {e.strerror}") from e
+    return store_of(path.parent).stat(path.name) is not None
 
 
 def system_code(error: BaseException) -> int | None:
@@ -52,15 +38,6 @@ def system_code(error: BaseException) -> int | None:
     return None if found is None else int(found[1])
 
 
-def open_at_once(path: str | os.PathLike[str], buffering: int = -1) -> IO[bytes]:
-    """Opens a file to be read, as ``open`` does, without waiting for the other end of a pipe in its place.
-
-    Raises:
-        OSError: it cannot be opened, or is a folder
-    """
-    return open(path, "rb", buffering, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
-
-
 def read_whole(path: AnyPlace, most: int | None) -> bytes:
     """Returns the content of a file that has at most ``most`` bytes; with ``None``, as many as there is memory for.
 
@@ -72,22 +49,7 @@ def read_whole(path: AnyPlace, most: int | None) -> bytes:
         SystemRefused: it is longer than the memory that this process can have
         TensorferryError: an object cannot be read
     """
-    if isinstance(path, ObjectPlace):
-        opened = path.opened()
-        _check_machine_has(opened.nbytes, str(path))
-        return opened.whole(opened.nbytes if most is None else most)
-    with open_at_once(path) as file:
-        about = os.fstat(file.fileno())
-        if not stat.S_ISREG(about.st_mode):
-            raise ProtocolError(f"{path} is not a regular file")
-        if most is None or about.st_size <= most:
-            _check_machine_has(about.st_size, str(path))
-            # One more, should it grow meanwhile.
-            data = file.read(about.st_size + 1)
-            if len(data) == about.st_size:
-                return data
-            raise ProtocolError(f"{path} {'grew' if len(data) > about.st_size else 'was cut off'} while it was read")
-    raise ProtocolError(f"{path} has {about.st_size} bytes, and such a file has at most {most}: it is damaged")
+    return store_of(path.parent).read(path.name, most)
 
 
 def write_whole(
@@ -108,25 +70,7 @@ def write_whole(
         OSError: it cannot be written; what ``path`` was is still there, and ``partial`` is removed
         TensorferryError: a store does not answer, or refuses; the object may be written then
     """
-    if isinstance(path, ObjectPlace):
-        path.write_bytes(data)
-        return
-    assert isinstance(partial, Path)
-    partial.unlink(missing_ok=True)
-    try:
-        # Exclusively: what a link of that name leads to is not written.
-        with partial.open("xb") as file:
-            file.write(data)
-            file.flush()
-            if modified_ns is not None:
-                os.utime(partial, ns=(modified_ns, modified_ns))
-            if synced:
-                os.fsync(file.fileno())
-        partial.replace(path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            partial.unlink()
-        raise
+    store_of(path.parent).write(path.name, data, partial.name, synced=synced, modified_ns=modified_ns)
 
 
 def listed(folder: AnyPlace, *beginnings: str) -> list[str]:
@@ -136,56 +80,23 @@ def listed(folder: AnyPlace, *beginnings: str) -> list[str]:
         SystemRefused: it cannot be listed
         TensorferryError: the store does not answer, or refuses
     """
-    if isinstance(folder, ObjectPlace):
-        return sorted(folder.entries(*beginnings))
-    try:
-        return os.listdir(folder)
-    except OSError as e:
-        raise SystemRefused(e.errno, f"the folder {folder} cannot be listed: {e.strerror}") from e
+    return sorted(store_of(folder).entries(*beginnings))
 
 
 def missing(folder: AnyPlace, names: Sequence[str]) -> list[str]:
     """Returns which of the files ``names`` are not in ``folder``.
 
-    A store is asked for each of them: what it lists may be some seconds behind.
-
     Raises:
-        SystemRefused: the system does not say whether one is
+        SystemRefused: the system does not say what is
         TensorferryError: a store does not answer, or refuses
     """
-    if isinstance(folder, ObjectPlace):
-        there = ObjectPlace.stats([folder / name for name in names])
-        return [name for name in names if folder / name not in there]
-    return [name for name in names if not is_file(folder / name)]
+    there = store_of(folder).entries("rank")
+    return [name for name in names if name not in there]
 
 
-def version_of(path: AnyPlace) -> tuple[object, ...] | None:
-    """Returns what differs once a file or object has been replaced; ``None`` if there is none, or it cannot be seen."""
-    try:
-        about = path.stat()
-    except (OSError, TensorferryError):
-        return None
-    return _version(about)
-
-
-def versions_of(paths: Sequence[AnyPlace]) -> dict[AnyPlace, tuple[object, ...]]:
-    """Returns :func:`version_of` of those of ``paths`` that are there; a store is asked for several at once.
-
-    Places in stores are of one bucket.
-
-    Raises:
-        TensorferryError: a store does not answer, or refuses
-    """
-    stored = ObjectPlace.stats([path for path in paths if isinstance(path, ObjectPlace)])
-    found: dict[AnyPlace, tuple[object, ...]] = {path: _version(about) for path, about in stored.items()}
-    for path in paths:
-        if isinstance(path, Path) and (version := version_of(path)) is not None:
-            found[path] = version
-    return found
-
-
-def _version(about: os.stat_result | ObjectStat) -> tuple[object, ...]:
-    return (about.tag, about.st_mtime_ns) if isinstance(about, ObjectStat) else (about.st_ino, about.st_mtime_ns)
+def version_of(about: Stat) -> tuple[object, ...]:
+    """Returns what differs once a file or object has been replaced."""
+    return getattr(about, "tag", None), getattr(about, "st_ino", None), about.st_mtime_ns
 
 
 def subfolders(folder: AnyPlace) -> list[str]:
@@ -195,16 +106,12 @@ def subfolders(folder: AnyPlace) -> list[str]:
         SystemRefused: it cannot be listed
         TensorferryError: the store does not answer, or refuses
     """
-    if isinstance(folder, ObjectPlace):
-        return sorted(folder.folders())
-    return [name for name in listed(folder) if os.path.isdir(folder / name)]
+    return store_of(folder).subfolders()
 
 
 def remove_empty(folder: AnyPlace) -> None:
     """Removes a folder if nothing is in it; a store has no folders."""
-    if isinstance(folder, Path):
-        with contextlib.suppress(OSError):
-            folder.rmdir()
+    store_of(folder).remove_if_empty()
 
 
 def sync_folder(folder: AnyPlace) -> None:
@@ -215,17 +122,7 @@ def sync_folder(folder: AnyPlace) -> None:
     Raises:
         OSError: the system refuses
     """
-    if isinstance(folder, ObjectPlace):
-        return
-    opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(opened)
-    except OSError as e:
-        # Some file systems of FUSE and of other machines have no such thing.
-        if e.errno != errno.EINVAL:
-            raise
-    finally:
-        os.close(opened)
+    store_of(folder).sync()
 
 
 def create_folder(folder: AnyPlace) -> bool:
@@ -239,19 +136,4 @@ def create_folder(folder: AnyPlace) -> bool:
     Raises:
         SystemRefused: it cannot be created or synchronised
     """
-    if isinstance(folder, ObjectPlace):
-        return False
-    missing = []
-    what = "created"
-    try:
-        for level in (folder, *folder.parents):
-            if level.is_dir():
-                break
-            missing.append(level)
-        folder.mkdir(parents=True, exist_ok=True)
-        what = "synchronised"
-        for level in reversed(missing):
-            sync_folder(level.parent)
-    except OSError as e:
-        raise SystemRefused(e.errno, f"the folder {folder} cannot be {what}: {e.strerror}") from e
-    return bool(missing)
+    return store_of(folder).create()

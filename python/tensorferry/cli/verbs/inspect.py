@@ -15,7 +15,8 @@ from ...storage import commits
 from ...storage.folder import INDEX, missing_files, read_index, unfinished
 from ...storage.objects.place import ObjectPlace
 from ...storage.places import AnyPlace, any_place, is_store_url
-from ...storage.whole_files import is_file
+from ...storage.stores import store_of
+from ...storage.whole_files import is_file, subfolders
 from .. import console, exits, peers, places
 from ..listing import Listing, listings, of_all_ranks
 from ..places import CheckpointKind
@@ -152,7 +153,7 @@ def _checkpoints_below(text: str) -> list[_Below]:
             return []
     found = []
     if isinstance(folder, ObjectPlace):
-        found = [_below(folder / name, [*(folder / name).entries().values()]) for name in folder.folders()]
+        found = [_below(folder / name, [*store_of(folder / name).entries().values()]) for name in subfolders(folder)]
     else:
         with contextlib.suppress(OSError):
             for entry in sorted(os.listdir(folder)):

@@ -6,11 +6,8 @@ store has no folders: every prefix of a key counts as one in which something is.
 
 from __future__ import annotations
 
-import contextlib
-import fnmatch
 import os
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
@@ -18,7 +15,7 @@ from typing import Any
 from ... import _validate
 from ...errors import IncompleteCheckpoint, InvalidArgument, ProtocolError, SourceChanged, StoreRefused
 from . import client
-from .answers import DEBUG, NOT_IMPLEMENTED, is_missing, is_not_found, kind_of, status_of
+from .answers import NOT_IMPLEMENTED, is_missing, kind_of, status_of
 from .reader import RangeReader
 from .requests import Calls, Deadline
 from .url import StoreUrl, parsed
@@ -26,12 +23,6 @@ from .url import StoreUrl, parsed
 #: Seconds that a save or a load may take, unless the caller says how many.
 TIMEOUT_S = 600.0
 _NEVER_S = 1e9
-#: How many objects are removed at a time.
-_BATCH = 500
-#: How many objects are asked for at once.
-_ASKED_AT_ONCE = 64
-#: How the names of buckets end that do not list keys in their order.
-_UNSORTED = "--x-s3"
 
 
 @dataclass(frozen=True)
@@ -154,14 +145,6 @@ class ObjectPlace:
         """The folder in which it is."""
         return self._at(self.key.rpartition("/")[0])
 
-    @property
-    def parents(self) -> list[ObjectPlace]:
-        """The folders above."""
-        found = [self.parent]
-        while found[-1].key:
-            found.append(found[-1].parent)
-        return found
-
     def _at(self, key: str) -> ObjectPlace:
         return ObjectPlace(StoreUrl(self.url.root, key), self.options, self.timeout, self._deadline, self._by)
 
@@ -221,44 +204,7 @@ class ObjectPlace:
         store, key = self.store, self.key
         if not key:
             raise IncompleteCheckpoint(f"{self}: there is no such object")
-        return _stat(self.calls().call(lambda: client.obstore().head_async(store, key), str(self), "asking for it"))
-
-    lstat = stat
-
-    @staticmethod
-    def stats(places: Sequence[ObjectPlace]) -> dict[ObjectPlace, ObjectStat]:
-        """Returns what the store tells of those of ``places`` that are there; asks for several at once.
-
-        All of them are in the bucket of the first one, by whose options and deadline the store is asked.
-
-        Raises:
-            TensorferryError: the store does not answer, or refuses
-        """
-        if not places:
-            return {}
-        import asyncio
-
-        store, library, few = places[0].store, client.obstore(), asyncio.Semaphore(_ASKED_AT_ONCE)
-
-        async def asked(place: ObjectPlace) -> ObjectStat | None:
-            async with few:
-                try:
-                    return _stat(await library.head_async(store, place.key))
-                except Exception as e:
-                    if is_not_found(e):
-                        return None
-                    raise
-
-        async def all_asked() -> list[ObjectStat | None]:
-            tasks = [asyncio.ensure_future(asked(place)) for place in places]
-            try:
-                return await asyncio.gather(*tasks)
-            finally:
-                for task in tasks:
-                    task.cancel()
-
-        found = places[0].calls().call(all_asked, str(places[0].parent), f"asking for {len(places)} objects")
-        return {place: about for place, about in zip(places, found, strict=True) if about is not None}
+        return stat_of(self.calls().call(lambda: client.obstore().head_async(store, key), str(self), "asking for it"))
 
     def is_file(self) -> bool:
         """Whether there is such an object.
@@ -274,15 +220,13 @@ class ObjectPlace:
             raise
         return True
 
-    exists = is_file
-
     @property
     def may_be_file(self) -> bool:
         """Whether its name is one that files of states have: not every store answers well to other questions."""
         return self.suffix in (".safetensors", ".pt", ".pth", ".bin", ".json")
 
     def is_dir(self) -> bool:
-        """Whether there is an object whose key begins with this one and a slash; raises as :meth:`entries`."""
+        """Whether there is an object whose key begins with this one and a slash; raises as :meth:`stat`."""
         store, prefix = self.store, self.key or None
 
         async def is_any() -> bool:
@@ -292,77 +236,19 @@ class ObjectPlace:
 
         return self.calls().call(is_any, str(self), "listing it")
 
-    def entries(self, *beginnings: str) -> dict[str, ObjectStat]:
-        """Returns the objects directly in this folder, by their names.
-
-        Args:
-            beginnings: with what the names begin; of what else is in the folder, at most a page is listed. Without any,
-                all are
-
-        Raises:
-            TensorferryError: the store does not answer, or refuses
-        """
-        return self._listing(beginnings)[0]
-
-    def folders(self) -> list[str]:
-        """Returns the names of the folders directly in this one; raises as :meth:`entries`."""
-        return self._listing()[1]
-
-    def _listing(self, beginnings: tuple[str, ...] = ()) -> tuple[dict[str, ObjectStat], list[str]]:
-        """Returns the objects directly in this folder, and unless ``beginnings`` are given the names of its folders."""
-        store, prefix, library = self.store, f"{self.key}/" if self.key else "", client.obstore()
-
-        async def listed() -> tuple[dict[str, ObjectStat], list[str]]:
-            if beginnings and not self.url.root.endswith(_UNSORTED):
-                import asyncio
-
-                with contextlib.suppress(library.exceptions.InvalidPathError):
-                    found = await asyncio.gather(*map(beginning_with, beginnings))
-                    return {name: about for part in found for name, about in part.items()}, []
-            try:
-                answer = await library.list_with_delimiter_async(store, prefix=prefix or None)
-            except library.exceptions.InvalidPathError as e:
-                raise StoreRefused(
-                    f"{self}: the client for stores cannot list it, because of one object there: "
-                    f"{str(e).partition(DEBUG)[0]}. Remove that object, or give it another key"
-                ) from None
-            below = [folder.removeprefix(prefix).rstrip("/") for folder in answer["common_prefixes"]]
-            return {
-                name: about for name, about in named(answer["objects"]) if not beginnings or name.startswith(beginnings)
-            }, below
-
-        async def beginning_with(beginning: str) -> dict[str, ObjectStat]:
-            found: dict[str, ObjectStat] = {}
-            async for objects in library.list(store, prefix=prefix or None, offset=prefix + beginning, chunk_size=1000):
-                for name, about in named(objects):
-                    if not name.startswith(beginning):
-                        return found
-                    found[name] = about
-            return found
-
-        def named(objects: Any) -> Iterator[tuple[str, ObjectStat]]:
-            for meta in objects:
-                name = meta["path"].removeprefix(prefix)
-                if name and "/" not in name:
-                    yield name, _stat(meta)
-
-        return self.calls().call(listed, str(self), "listing it")
-
-    def glob(self, pattern: str) -> Iterator[ObjectPlace]:
-        """Yields the objects directly in this folder whose names match ``pattern``; raises as :meth:`entries`."""
-        beginnings = filter(None, re.split(r"[*?[]", pattern)[:1])
-        yield from (self / name for name in self.entries(*beginnings) if fnmatch.fnmatchcase(name, pattern))
-
     def write_bytes(self, data: bytes) -> None:
         """Puts ``data`` in the place of what is there, in one step; raises as :meth:`put`."""
         self.put(data, "overwrite")
 
-    def put(self, data: bytes, mode: Any) -> None:
+    def put(self, data: bytes, mode: Any) -> float:
         """Puts ``data`` there in one step, and looks whether the store has kept it.
 
         Args:
             data: the content
             mode: as for obstore: ``"overwrite"``, ``"create"``, or the tag and version of what is to be replaced
+
+        Returns:
+            When it was written, in seconds since the epoch, by the clock of the store.
 
         Raises:
             SourceChanged: something is there already, or something else than what was to be replaced or was written
@@ -383,11 +269,13 @@ class ObjectPlace:
 
         told = self.calls().call(put, str(self), "writing it")
         old = mode.get("e_tag") if isinstance(mode, dict) else None
-        if not self.check_kept(len(data), told.get("e_tag"), old) and self.read_bytes() != data:
+        kept = self.check_kept(len(data), told.get("e_tag"), old)
+        if kept is None and self.read_bytes() != data:
             raise SourceChanged(f"{self}: writing it: another writer has replaced it, or the store has not kept it")
+        return (kept or self.stat()).st_mtime
 
-    def check_kept(self, nbytes: int, tag: str | None = None, old: str | None = None) -> bool:
-        """Looks at an object that was written; returns whether its tag tells that it is what was written.
+    def check_kept(self, nbytes: int, tag: str | None = None, old: str | None = None) -> ObjectStat | None:
+        """Looks at an object that was written; returns what the store says of it if its tag tells that it is that.
 
         Args:
             nbytes: how many bytes were written
@@ -409,33 +297,13 @@ class ObjectPlace:
             if not is_known or about.tag == tag:
                 kept = about.st_size
                 if kept == nbytes:
-                    return is_known
+                    return about if is_known else None
             elif about.tag != old:
-                return False
+                return None
         raise StoreRefused(
             f"{self}: writing it: the store has kept {kept} bytes of {nbytes}, and has said that all is well: do not "
             "trust it with checkpoints"
         )
-
-    def unlink(self, missing_ok: bool = False) -> None:
-        """Removes the object; raises as :meth:`remove`. A store does not say whether there was one."""
-        del missing_ok
-        self.remove([self.name])
-
-    def remove(self, names: list[str]) -> None:
-        """Removes objects of the folder above, this one's siblings; those that are not there count as removed.
-
-        Raises:
-            TensorferryError: the store does not answer, or refuses; some may be removed then
-        """
-        store, calls = self.store, self.calls()
-        for first in range(0, len(names), _BATCH):
-            keys = [(self.parent / name).key for name in names[first : first + _BATCH]]
-            calls.call(lambda keys=keys: _deleted(store, keys), str(self.parent), "removing objects")  # type: ignore[misc]
-
-    def as_posix(self) -> str:
-        """Returns the URL."""
-        return str(self)
 
 
 def _seconds(timeout: timedelta) -> float:
@@ -444,23 +312,12 @@ def _seconds(timeout: timedelta) -> float:
     return seconds
 
 
-async def _deleted(store: Any, keys: list[str]) -> None:
-    try:
-        await client.obstore().delete_async(store, keys if len(keys) > 1 else keys[0])
-    except Exception as e:
-        if not is_not_found(e):
-            raise
-        if len(keys) > 1:
-            # It does not say which one was missing, and may have left those behind it.
-            for key in keys:
-                await _deleted(store, [key])
-
-
 def _unpickled(url: str, options: dict[str, Any], timeout: float) -> ObjectPlace:
     return ObjectPlace(url, options, timeout)
 
 
-def _stat(meta: Any) -> ObjectStat:
+def stat_of(meta: Any) -> ObjectStat:
+    """Returns what the library tells of an object."""
     written: datetime = meta["last_modified"]
     size = int(meta["size"])
     if size < 0:

@@ -56,8 +56,19 @@ class RangeReader:
         self._store, self._key, self._name, self._calls = store, key, name, calls
         self.nbytes = 0
         self._tag: str | None = None
+        self._version: str | None = None
         self._head = b""
         self._head = self._repeated(self._open, "opening it")
+
+    @property
+    def version(self) -> dict[str, str]:
+        """The tag and the version of the object, as conditions name them; empty without either."""
+        known = {"e_tag": self._tag, "version": self._version}
+        return {name: value for name, value in known.items() if value is not None}
+
+    def _ranges(self) -> tuple[str, int, RangeReader]:
+        """What the engine reads: the name, the length, and what reads."""
+        return self._name, self.nbytes, self
 
     def cancel(self) -> None:
         """Ends all reads."""
@@ -175,7 +186,8 @@ class RangeReader:
             if status_of(e) != 416:
                 raise
             answer = await library.get_async(self._store, self._key)
-        self.nbytes, self._tag = int(answer.meta["size"]), answer.meta.get("e_tag")
+        self.nbytes = int(answer.meta["size"])
+        self._tag, self._version = answer.meta.get("e_tag"), answer.meta.get("version")
         return bytes(await self._received(answer, min(self.nbytes, _HEAD)))
 
     async def _get(self, at: int, nbytes: int) -> memoryview:

@@ -30,7 +30,7 @@ from ..container import Container
 from ..source import Progress
 from ..threads import uninterrupted
 from . import client
-from .commit import put_new
+from .bucket import put_new
 from .place import ObjectPlace
 from .requests import ending
 

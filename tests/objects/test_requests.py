@@ -1,0 +1,43 @@
+"""How many requests a save makes besides those of its data, whatever else is in the bucket."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from stores import BUCKET, client, objects
+from tensorferry.checkpointing import SyncCheckpointer, latest_checkpoint
+from tensorferry.dcp import FileReader, FileWriter
+
+pytestmark = [pytest.mark.process, pytest.mark.filterwarnings("ignore::UserWarning")]
+MOST = 6
+
+
+def besides_data(gateway):
+    return [one for one in gateway.seen if not (one[0] in ("PUT", "POST") and "/rank" in one[1])]
+
+
+@pytest.mark.parametrize("others", [0, 1500])
+def test_a_steady_save_of_one_rank(gateway, server, others):
+    s3 = client(server.url)
+    for n in range(others):
+        s3.put_object(Bucket=BUCKET, Key=f"{server.prefix}/zz-{n}", Body=b"")
+    s3.close()
+    for value in (1.0, 2.0, 3.0):
+        gateway.seen.clear()
+        dcp.save({"w": torch.full((30,), value)}, storage_writer=FileWriter(server.place), no_dist=True)
+    assert len(besides_data(gateway)) <= MOST, besides_data(gateway)
+    found = {"w": torch.zeros(30)}
+    dcp.load(found, storage_reader=FileReader(server.place), no_dist=True)
+    assert found["w"].unique().item() == 3.0
+    assert sum("/rank" in f"/{key}" for key in objects(server.url, f"{server.prefix}/rank")) == 1
+
+
+def test_a_save_of_a_checkpointer_into_a_new_folder(gateway, server):
+    run = SyncCheckpointer()
+    for step in (1, 2, 3):
+        gateway.seen.clear()
+        run.save(f"{server.place}/step-{step}", {"w": torch.full((30,), float(step))}, step=step)
+    assert len(besides_data(gateway)) <= MOST, besides_data(gateway)
+    assert latest_checkpoint(server.place) == f"{server.place}/step-3"
