@@ -11,6 +11,7 @@ from stores import BUCKET, Gateway, environment, moto, s3s, s3s_binary
 from tensorferry.storage import leftovers
 
 _numbers = itertools.count()
+NIGHTLY = (pytest.mark.process, pytest.mark.nightly)
 
 
 @pytest.fixture
@@ -62,7 +63,7 @@ def gateway(server, monkeypatch):
 
 
 # They are asked for by name, where nobody sees that they start a process.
-@pytest.fixture(params=[pytest.param(name, marks=pytest.mark.process) for name in ("moto", "s3s-fs")])
+@pytest.fixture(params=[pytest.param("moto", marks=pytest.mark.process), pytest.param("s3s-fs", marks=NIGHTLY)])
 def any_server(request, monkeypatch):
     url = request.getfixturevalue("moto_url" if request.param == "moto" else "s3s_url")
     for name, value in environment(url).items():

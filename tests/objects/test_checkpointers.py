@@ -10,11 +10,10 @@ from datetime import timedelta
 import pytest
 import torch
 
-from checkpoint_loads import save_states
 from child import Child
 from stores import objects
 from tensorferry.checkpointing import AsyncCheckpointer, SyncCheckpointer, latest_checkpoint, ranks
-from tensorferry.errors import ConnectError, FetchTimeout, IncompleteCheckpoint
+from tensorferry.errors import ConnectError, FetchTimeout
 from tensorferry.storage.objects import upload
 
 pytestmark = pytest.mark.process
@@ -130,20 +129,6 @@ def test_no_search_waits_longer_than_it_may(gateway, server, search):
     assert time.monotonic() - began < 20
 
 
-def test_loads_with_an_asynchronous_checkpointer_have_its_patience():
-    checkpointer = AsyncCheckpointer(patience=1)
-    try:
-        assert checkpointer._timeout == timedelta(seconds=1)
-    finally:
-        checkpointer.close()
-
-
-def test_nothing_there(server):
-    assert latest_checkpoint(server.place) is None
-    with pytest.raises(IncompleteCheckpoint, match="holds no complete checkpoint"):
-        SyncCheckpointer().load(server.place)
-
-
 RANK = """
 import warnings
 warnings.simplefilter("ignore")
@@ -185,12 +170,3 @@ def test_a_rank_that_fails_ends_the_save_of_all(server, tmp_path):
     first, second = two_ranks(server, tmp_path, fails=True)
     assert "rank 1 has failed" in first, first
     assert "lambda" in second or "bad" in second, second
-
-
-def test_the_keys_of_all_ranks_are_loaded_from_a_bucket(server):
-    save_states(server.place, [{"model": {f"layers.{rank}.w": torch.full((4,), float(rank))}} for rank in range(2)])
-    found = SyncCheckpointer().load(server.place)["model"]
-    assert {name: value.tolist() for name, value in found.items()} == {
-        "layers.0.w": [0.0] * 4,
-        "layers.1.w": [1.0] * 4,
-    }

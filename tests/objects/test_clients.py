@@ -33,17 +33,6 @@ def test_the_client_that_was_used_last_stays(made):
     assert made == list(range(30))
 
 
-def test_options_that_differ_make_clients_of_their_own(made):
-    def of(value):
-        return client.client_of("s3://a", {"some": value}, 1)
-
-    assert of([1, [2]]) is of([1, [2]])
-    assert of([1, [2]]) is not of([1, [3]])
-    # Each object takes the place of the one before, unless that is kept.
-    assert len({id(of(object())) for _ in range(client._KEPT)}) == client._KEPT
-    assert len(made) == 2 + client._KEPT
-
-
 @pytest.mark.waits
 def test_a_missing_object_of_a_batch_leaves_no_others(server, monkeypatch):
     for name, value in environment(server.url).items():

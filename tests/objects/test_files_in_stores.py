@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import io
-from datetime import timedelta
 
 import pytest
 import torch
-from safetensors.torch import save
 
-from stores import BUCKET, FORBIDDEN, client, environment, objects
+from stores import BUCKET, client, objects
 from tensorferry.checkpointing import SyncCheckpointer, load_file
 from tensorferry.errors import (
-    CorruptCheckpoint,
     IncompleteCheckpoint,
-    InvalidArgument,
     ProtocolError,
     StateMismatch,
-    StoreRefused,
     UnsafePickle,
 )
 
@@ -56,22 +51,6 @@ def test_a_rank_s_file(saved):
     assert into["w"].data_ptr() == at
 
 
-def test_damage_is_found(server, saved):
-    key = saved.removeprefix(f"s3://{BUCKET}/")
-    data = bytearray(objects(server.url, key)[key])
-    data[data.index(state()["w"].numpy().tobytes()[:64]) + 5000] ^= 1
-    client(server.url).put_object(Bucket=BUCKET, Key=key, Body=bytes(data))
-    with pytest.raises(CorruptCheckpoint):
-        load_file(saved)
-
-
-def test_a_file_of_another_program(server):
-    """It has no whole state, as in a folder."""
-    url = put(server, "model.safetensors", save({"w": torch.arange(12.0)}))
-    with pytest.raises(ProtocolError, match=f"{url} does not hold a whole state"):
-        load_file(url)
-
-
 def test_what_torch_save_wrote(server, tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     url = put(server, "a.pt", archive(state(2)))
@@ -100,21 +79,3 @@ def test_messages_name_the_url(server):
             load_file(put(server, name, data))
     with pytest.raises(IncompleteCheckpoint, match=f"{server.place}/nothing"):
         load_file(f"{server.place}/nothing")
-
-
-@pytest.mark.waits
-def test_a_refusal_is_told(gateway, saved):
-    gateway.act = lambda _, __, path: FORBIDDEN if "/rank" in path else None
-    with pytest.raises(StoreRefused, match="does not permit"):
-        load_file(saved)
-
-
-def test_options_of_the_store(server, saved, monkeypatch):
-    options = {"endpoint": server.url}
-    for name, value in environment(server.url).items():
-        monkeypatch.delenv(name)
-        if name.startswith("AWS_") and "ENDPOINT" not in name:
-            options[name.lower()] = value
-    assert load_file(saved, store_options=options, timeout=timedelta(seconds=60))["step"] == 1
-    with pytest.raises(InvalidArgument):
-        load_file(saved, store_options={"endpoint": 3, "no_such_option": 1})

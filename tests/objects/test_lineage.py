@@ -51,8 +51,6 @@ def save(checkpointer: SyncCheckpointer, path: str, value: float, step: int | No
     "names",
     [
         ("replica-0", "replica-1"),
-        ("llama-7b", "llama-13b"),
-        ("step-100-rank0", "step-100-rank1"),
         ("rank0-step-0", "rank1-step-0"),
     ],
 )
@@ -67,19 +65,6 @@ def test_jobs_side_by_side_remove_nothing_of_each_other(root, names, with_steps)
     # Nor does one that begins anew.
     save(SyncCheckpointer(keep_last=1), root / last[0], 5, first + 1 if with_steps else None)
     assert root.checkpoints() == sorted(last)
-
-
-@pytest.mark.process
-@pytest.mark.parametrize("with_steps", [True, False])
-def test_replicas_that_resume_from_one_checkpoint_remove_nothing_of_each_other(root, with_steps) -> None:
-    save(SyncCheckpointer(), root / "step-1-replica-0", 1, 1)
-    jobs = [SyncCheckpointer(keep_last=1) for _ in range(2)]
-    for job in jobs:
-        job.load(root / "step-1-replica-0")
-    for step in (2, 3):
-        for replica, job in enumerate(jobs):
-            save(job, root / f"step-{step}-replica-{replica}", step, step if with_steps else None)
-    assert root.checkpoints() == ["step-3-replica-0", "step-3-replica-1"]
 
 
 @pytest.mark.process
@@ -122,19 +107,6 @@ def test_a_run_that_goes_on_removes_what_it_goes_on_from(root, loads) -> None:
 
 
 @pytest.mark.process
-def test_without_steps_a_run_removes_what_it_goes_on_from_once_its_names_tell_the_number(root) -> None:
-    first = SyncCheckpointer(keep_last=2)
-    for step in (1, 2):
-        save(first, root / f"step-{step}", step, None)
-    second = SyncCheckpointer(keep_last=1)
-    second.load(root / "step-2")
-    save(second, root / "step-3", 3, None)
-    assert root.checkpoints() == ["step-1", "step-2", "step-3"]
-    save(second, root / "step-4", 4, None)
-    assert root.checkpoints() == ["step-4"]
-
-
-@pytest.mark.process
 def test_a_process_that_writes_does_so_as_well(root) -> None:
     save(SyncCheckpointer(), root / "step-1", 1, 1)
     save(SyncCheckpointer(), root / "other-1", 1, 1)
@@ -146,15 +118,6 @@ def test_a_process_that_writes_does_so_as_well(root) -> None:
         assert root.checkpoints() == ["other-1", "step-2", "step-3"]
     finally:
         run.close()
-
-
-@pytest.mark.process
-def test_two_runs_that_save_under_the_same_names_keep_what_each_has_saved_last(root) -> None:
-    runs = [SyncCheckpointer(keep_last=1) for _ in range(2)]
-    for step in (10, 20):
-        for n, run in enumerate(runs):
-            save(run, root / f"step-{step + n}", step, step + n)
-    assert root.checkpoints() == ["step-20", "step-21"]
 
 
 @pytest.mark.process

@@ -40,34 +40,11 @@ DOORS = pytest.mark.parametrize(
 )
 
 
-def is_list(method, path):
-    return method == "GET" and ("list-type=2" in path or "delimiter" in path)
-
-
 def put(server, *keys):
     s3 = client(server.url)
     for key in keys:
         s3.put_object(Bucket=BUCKET, Key=f"{server.prefix}/{key}", Body=b"x")
     s3.close()
-
-
-@DOORS
-def test_many_keys_of_others_beside_the_files_cost_no_more_lists(gateway, server, save, load):
-    counts = []
-    for prefix in ("empty", "full"):
-        if prefix == "full":
-            put(server, *(f"full/{letter}{n}" for letter in "ax" for n in range(600)))
-        for value in (1.0, 2.0):
-            save(f"{server.place}/{prefix}", value)
-        gateway.seen.clear()
-        save(f"{server.place}/{prefix}", 3.0)
-        counts.append(sum(is_list(*request) for request in gateway.seen))
-        assert load(f"{server.place}/{prefix}") == 3.0
-    assert counts[0] == counts[1]
-    gateway.seen.clear()
-    assert any_place(f"{server.place}/full").is_dir()
-    assert not any_place(f"{server.place}/ful").is_dir()
-    assert len(gateway.seen) == 2
 
 
 @DOORS

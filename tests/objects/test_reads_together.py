@@ -18,7 +18,6 @@ from tensorferry.storage import reserved
 from tensorferry.storage.commits import Commit, commit_index
 from tensorferry.storage.container import Container
 from tensorferry.storage.objects.reader import RangeReader
-from tensorferry.storage.objects.requests import Calls, Deadline
 from tensorferry.storage.places import any_place, begun
 from tensorferry.storage.source import FolderSource
 
@@ -98,13 +97,6 @@ def test_ctrl_c_ends_requests_in_other_threads(gateway, server):
     gateway.act = act
     with pytest.raises(KeyboardInterrupt):
         reading.source.read(reading.slices)
-
-
-def test_an_operation_that_was_ended_begins_no_request():
-    deadline = Deadline(PATIENCE)
-    deadline.end()
-    with pytest.raises(TransferCancelled):
-        Calls(deadline).begin(lambda: pytest.fail("it has begun"))
 
 
 @pytest.mark.parametrize("ends", ["by an error", "by its caller"])

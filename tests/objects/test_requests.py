@@ -9,6 +9,7 @@ import torch.distributed.checkpoint as dcp
 from stores import BUCKET, client, objects
 from tensorferry.checkpointing import SyncCheckpointer, latest_checkpoint
 from tensorferry.dcp import FileReader, FileWriter
+from tensorferry.storage.places import any_place
 
 pytestmark = [pytest.mark.process, pytest.mark.filterwarnings("ignore::UserWarning")]
 MOST = 6
@@ -18,11 +19,11 @@ def besides_data(gateway):
     return [one for one in gateway.seen if not (one[0] in ("PUT", "POST") and "/rank" in one[1])]
 
 
-@pytest.mark.parametrize("others", [0, 1500])
-def test_a_steady_save_of_one_rank(gateway, server, others):
+def test_a_steady_save_of_one_rank(gateway, server):
     s3 = client(server.url)
-    for n in range(others):
-        s3.put_object(Bucket=BUCKET, Key=f"{server.prefix}/zz-{n}", Body=b"")
+    # As many before the names of a save as a page has, and behind them.
+    for n in range(1000):
+        s3.put_object(Bucket=BUCKET, Key=f"{server.prefix}/{'az'[n % 2]}-{n}", Body=b"")
     s3.close()
     for value in (1.0, 2.0, 3.0):
         gateway.seen.clear()
@@ -40,4 +41,8 @@ def test_a_save_of_a_checkpointer_into_a_new_folder(gateway, server):
         gateway.seen.clear()
         run.save(f"{server.place}/step-{step}", {"w": torch.full((30,), float(step))}, step=step)
     assert len(besides_data(gateway)) <= MOST, besides_data(gateway)
+    gateway.seen.clear()
+    assert any_place(server.place).is_dir()
+    assert not any_place(server.place[:-1]).is_dir()
+    assert len(gateway.seen) == 2
     assert latest_checkpoint(server.place) == f"{server.place}/step-3"

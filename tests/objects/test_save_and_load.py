@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 
 import pytest
@@ -77,37 +76,6 @@ def test_a_large_state_goes_in_parts(any_server, monkeypatch):
 
 
 @pytest.mark.waits
-def test_parts_are_copies_in_memory_that_is_used_again(server, monkeypatch):
-    monkeypatch.setattr(upload, "PART", 5 << 20)
-    made, sent = [], []
-
-    class Memory(upload._Memory):
-        def __init__(self, nbytes):
-            made.append(nbytes)
-            super().__init__(nbytes)
-
-    class Source(upload._PartSource):
-        def __next__(self):
-            sent.append(address_of(part := super().__next__()))
-            return part
-
-    monkeypatch.setattr(upload, "_Memory", Memory)
-    monkeypatch.setattr(upload, "_PartSource", Source)
-    state = {"large": torch.randn(20, 1 << 20), "odd": torch.randn((3 << 18) + 1), **some_state(3)}
-    save(state, server.place, threads=2)
-    assert len(sent) > 15
-    assert len(made) <= 4
-    for tensor in (state["large"], state["odd"]):
-        first = tensor.data_ptr()
-        assert not [at for at in sent if first <= at < first + tensor.nbytes], "the client may read it after the save"
-    assert_same(load(state, server.place)[0], state)
-
-
-def address_of(part):
-    return ctypes.addressof(ctypes.c_char.from_buffer(part))
-
-
-@pytest.mark.waits
 @pytest.mark.parametrize("back", [False, True], ids=["changed", "changed and changed back"])
 def test_a_tensor_that_changes_while_it_is_sent_does_no_harm(gateway, server, back, monkeypatch):
     monkeypatch.setattr(upload, "PART", 5 << 20)
@@ -138,30 +106,6 @@ def test_a_save_replaces_the_last_one_and_removes_its_objects(any_server):
         save(some_state(seed), any_server.place)
         assert len(objects(any_server.url, any_server.prefix)) == 3
     assert_same(load(some_state(3), any_server.place)[0], some_state(3))
-
-
-@pytest.mark.process
-def test_a_folder_that_was_copied_to_the_bucket_loads_and_back(any_server, tmp_path):
-    state = some_state(4)
-    save(state, tmp_path / "there")
-    put_folder(any_server.url, tmp_path / "there", any_server.prefix)
-    assert_same(load(state, any_server.place)[0], state)
-    save(some_state(5), any_server.place)
-    (tmp_path / "back").mkdir()
-    for key, data in objects(any_server.url, any_server.prefix).items():
-        (tmp_path / "back" / key.rpartition("/")[2]).write_bytes(data)
-    assert_same(load(some_state(5), tmp_path / "back")[0], some_state(5))
-
-
-def test_the_bytes_are_those_of_a_folder(server, tmp_path, monkeypatch):
-    monkeypatch.setattr("secrets.token_hex", lambda n: "ab" * n)
-    state = some_state(6)
-    save(state, tmp_path / "there")
-    save(state, server.place)
-    in_bucket = {key.rpartition("/")[2]: data for key, data in objects(server.url, server.prefix).items()}
-    in_folder = {path.name: path.read_bytes() for path in (tmp_path / "there").iterdir()}
-    rank_file = next(name for name in in_folder if name.startswith("rank"))
-    assert in_bucket[next(name for name in in_bucket if name.startswith("rank"))] == in_folder[rank_file]
 
 
 def test_an_eighth_of_a_checkpoint_moves_little_more_than_its_bytes(server):
@@ -208,11 +152,6 @@ def test_a_damaged_block_is_named(server):
     with pytest.raises(CorruptCheckpoint, match="does not match its checksum") as raised:
         load(state, server.place)
     assert key.rpartition("/")[2] in str(raised.value)
-
-
-def test_nothing_there_is_told(server):
-    with pytest.raises(IncompleteCheckpoint, match="there is no checkpoint"):
-        FileReader(server.place).read_metadata()
 
 
 def test_an_object_that_is_missing_is_named(server):

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import threading
-import time
-from datetime import timedelta
 
 import pytest
 import torch
 
 from stores import BUCKET, FORBIDDEN, client, objects
 from tensorferry.checkpointing import SyncCheckpointer, latest_checkpoint
-from tensorferry.checkpointing.latest import find_latest, newest_complete
+from tensorferry.checkpointing.latest import find_latest
 from tensorferry.checkpointing.ranks import Ranks
-from tensorferry.errors import FetchTimeout, StoreRefused, TensorferryError
+from tensorferry.errors import StoreRefused, TensorferryError
 from tensorferry.storage.places import any_place
 from tensorferry.storage.series import checkpoints
 
@@ -49,29 +47,6 @@ def test_a_save_waits_once_for_indexes_that_stall(gateway, series, caplog):
     assert "does not remove what earlier runs have saved" in caplog.text
     gateway.act = lambda *_: None
     assert len(checkpoints(any_place(series.place))) == BESIDE + 1
-
-
-@pytest.mark.waits
-def test_a_search_waits_once_for_indexes_that_stall(gateway, series):
-    gateway.act = lambda _, method, path: "stall" if is_index_beside(path) and method == "GET" else None
-    with pytest.raises(FetchTimeout):
-        newest_complete(any_place(series.place, timeout=timedelta(seconds=PATIENCE)))
-
-
-@pytest.mark.nightly
-def test_a_search_among_many_foreign_folders_asks_for_many_at_a_time(gateway, server):
-    """One after the other, the answers would take longer than the search may."""
-    foreign, answer_s, within_s = 300, 0.2, 30
-    s3 = client(server.url)
-    for n in range(foreign):
-        s3.put_object(Bucket=BUCKET, Key=f"{server.prefix}/step-{n}/model.bin", Body=b"x")
-    s3.close()
-    SyncCheckpointer().save(f"{server.place}/step-7", state(7))
-    gateway.seen.clear()
-    gateway.act = lambda _, method, __: time.sleep(answer_s) if method == "HEAD" else None
-    assert latest_checkpoint(server.place, timeout=timedelta(seconds=within_s)) == f"{server.place}/step-7"
-    assert 2 * foreign * answer_s > 3 * within_s
-    assert len(gateway.seen) < 2 * foreign + 20
 
 
 def test_a_refusal_is_not_taken_for_no_checkpoint(gateway, series):

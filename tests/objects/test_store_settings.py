@@ -68,19 +68,6 @@ def test_bodies_are_signed_as_the_environment_says_and_else_without_tls(said, mo
         assert made.config.get("unsigned_payload") == (by_default if said is None else None)
 
 
-def test_the_environment_may_ask_for_unsigned_bodies(server, monkeypatch):
-    monkeypatch.setenv("AWS_UNSIGNED_PAYLOAD", "true")
-    with Gateway(server.url) as there:
-        writer = FileWriter(server.place, store_options=options(there.url))
-        dcp.save({"w": torch.ones(3)}, storage_writer=writer, no_dist=True)
-        bodies = [
-            headers["x-amz-content-sha256"]
-            for (method, _), headers in zip(there.seen, there.headers, strict=True)
-            if method == "PUT"
-        ]
-    assert set(bodies) == {"UNSIGNED-PAYLOAD"}
-
-
 def test_an_endpoint_that_the_library_would_not_take_is_refused(server, monkeypatch):
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://127.0.0.1:9")
     with pytest.raises(InvalidArgument, match="AWS_ENDPOINT_URL_S3 another one"), own_errors():
@@ -95,27 +82,6 @@ def test_options_come_before_the_environment(monkeypatch):
     assert of_s3(options_of({"config": {"endpoint": "http://here"}}))["endpoint"] == "http://here"
 
 
-def test_no_is_said_as_well(monkeypatch):
-    monkeypatch.setenv("AWS_UNSIGNED_PAYLOAD", "true")
-    monkeypatch.setenv("AWS_CHECKSUM_ALGORITHM", "")
-    assert of_s3({"unsigned_payload": False, "endpoint": ""}) == {"unsigned_payload": "False"}
-
-
-@pytest.mark.parametrize("said", [False, True])
-def test_what_options_say_of_signed_bodies_is_taken(said):
-    options = {"endpoint": "https://127.0.0.1:9", "region": "x", "unsigned_payload": said}
-    made = client.client_of("s3://bucket", options, 5.0).store
-    assert made.config["unsigned_payload"] == str(said).lower()
-
-
-@pytest.mark.parametrize("name", ["allow_http", "aws_allow_http", "timeout", "Proxy_Url"])
-def test_an_option_of_the_client_is_refused_by_its_name(name, capfd):
-    with pytest.raises(InvalidArgument, match=r"none of a store: give it as .*client_options"):
-        FileWriter("s3://bucket/x", store_options={name: "true"})
-    assert "panicked" not in capfd.readouterr().err
-
-
-def test_a_panic_of_the_library_is_an_error_of_ours(monkeypatch):
-    monkeypatch.setattr("tensorferry.storage.objects.settings._OF_CLIENT", frozenset())
+def test_a_panic_of_the_library_is_an_error_of_ours():
     with pytest.raises(InvalidArgument, match="cannot be opened"):
         FileWriter("s3://bucket/x", store_options={"allow_http": "true"})

@@ -9,7 +9,6 @@ import pytest
 from tensorferry.checkpointing import load_file
 from tensorferry.errors import InvalidArgument
 from tensorferry.storage.objects.answers import what_was_said
-from tensorferry.storage.objects.place import ObjectPlace
 from tensorferry.storage.objects.url import parsed, without_secrets
 from tensorferry.storage.places import any_place, place_of
 
@@ -78,16 +77,3 @@ def test_a_missing_package_is_named(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "obstore", None)
     with pytest.raises(InvalidArgument, match=r"pip install 'tensorferry\[objects\]'"):
         any_place("s3://bucket/x")
-
-
-def test_paths_are_what_they_were(tmp_path):
-    assert any_place(tmp_path) == place_of(tmp_path) == tmp_path
-    assert any_place(str(tmp_path / "s3:")) == tmp_path / "s3:"
-
-
-def test_the_client_of_another_timeout_is_another_one(monkeypatch):
-    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
-    place = ObjectPlace("s3://bucket/x", None, 5.0)
-    assert place.store is ObjectPlace("s3://bucket/y", None, 5.0).store
-    assert place.store is not ObjectPlace("s3://bucket/x", None, 6.0).store
-    assert place.store is not ObjectPlace("s3://bucket/x", {"region": "eu-west-1"}, 5.0).store

@@ -234,33 +234,6 @@ def test_progress_is_told_by_one_thread_and_grows_and_its_error_ends_the_read(re
     assert readers[1].is_right()
 
 
-@pytest.mark.waits
-def test_progress_is_told_while_only_others_read(readers, monkeypatch):
-    told, half = [], threading.Event()
-    total = sum(map(len, readers[0].entries.values()))
-    monkeypatch.setattr(divided, "_BATCH", MIB)
-
-    def slowly():
-        if len(readers[1].source.read_bytes) and readers[1].source.read_bytes.total() > 6 * MIB:
-            assert half.wait(20)
-
-    readers[1].source.before = slowly
-
-    def progress(done, of):
-        told.append(done)
-        # What this rank reads is less than this.
-        if 15 * MIB < done < of:
-            half.set()
-
-    with ThreadPoolExecutor(2) as pool:
-        other = pool.submit(readers[1].read)
-        readers[0].read(progress)
-        other.result(30)
-    assert half.is_set()
-    assert told == sorted(set(told))
-    assert told[-1] == total
-
-
 @pytest.mark.parametrize("when", ["start", "join"])
 def test_nothing_is_fetched_any_more_after_an_interruption(readers, monkeypatch, when):
     begun = []
@@ -301,37 +274,6 @@ def test_a_panic_of_the_fetch_is_not_taken_for_bytes(readers, monkeypatch):
     monkeypatch.setattr(divided, "_fetch_slices", panics)
     with pytest.raises(Panic):
         readers[0].read()
-
-
-@pytest.mark.waits
-def test_the_store_has_time_left_when_others_stand_still(readers, monkeypatch):
-    monkeypatch.setattr(divided, "_QUIET_S", 0.1)
-    end = time.monotonic() + 6
-    readers[0].divided._seconds_left = lambda: max(end - time.monotonic(), 0.0)
-    left = []
-    readers[0].source.before = lambda: left.append(readers[0].divided._seconds_left())
-    assert readers[0].read()["relayed"] == 0
-    assert readers[0].is_right()
-    assert left[-1] > 0
-
-
-@pytest.mark.nightly
-def test_the_work_does_not_grow_with_the_square_of_the_pieces(readers, monkeypatch):
-    (entry, dtype, nbytes, _, _, address, _) = readers[0].slices["one"][0]
-    pieces = [(entry, dtype, nbytes, at, 1024, address + at, []) for at in range(0, nbytes, 1024)]
-    counted = []
-
-    def counting(slices):
-        slices = list(slices)
-        counted.append(len(slices))
-        return nbytes_of(slices)
-
-    monkeypatch.setattr(divided, "nbytes_of", counting)
-    told = divided._Told(lambda *_: None, nbytes)
-    own = {"one": pieces}
-    readers[0].divided._fill(own, readers[0].divided._publish(own), told)
-    assert readers[0].source.read_bytes["one"] == nbytes
-    assert sum(counted) <= 2 * len(pieces)
 
 
 def test_the_parts_are_the_same_wherever_they_go():

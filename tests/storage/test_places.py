@@ -77,7 +77,7 @@ def test_a_relative_path_in_a_folder_that_is_gone_is_an_error_of_the_system(tmp_
         place_of("a")
 
 
-@pytest.mark.parametrize("path", ["run/../ckpt/step-1", "ckpt/step-1/", "run/../../elsewhere/run/step-1"])
+@pytest.mark.parametrize("path", ["run/../ckpt/step-1", "ckpt/step-1/"])
 @pytest.mark.parametrize("kind", [SyncCheckpointer, AsyncCheckpointer])
 @pytest.mark.process
 def test_what_is_saved_to_a_path_is_what_every_reader_of_it_loads(kind, path, here) -> None:
@@ -100,19 +100,6 @@ def test_what_is_saved_to_a_path_is_what_every_reader_of_it_loads(kind, path, he
         assert main(verb) == 0
     assert float(torch.load(here / "out.pt")["w"][0]) == 1
     one.close()
-
-
-@pytest.mark.parametrize("path", ["run/../ckpt/step-1", "ckpt/step-1/"])
-@pytest.mark.usefixtures("here")
-def test_a_distributed_checkpoint_is_read_where_it_was_written(path) -> None:
-    dcp.save(state_of(1), storage_writer=FileWriter(path), no_dist=True)
-    dcp.save(state_of(2), storage_writer=FileWriter("other"), checkpoint_id=f"{path}/x", no_dist=True)
-    for asked, value in ((path, 1), (f"{path}/x", 2)):
-        state = state_of(0)
-        dcp.load(state, storage_reader=FileReader(asked), no_dist=True)
-        assert float(state["w"][0]) == value
-    assert (place_of(path) / "index.safetensors").exists()
-    assert main(["verify", path]) == 0
 
 
 @pytest.mark.process

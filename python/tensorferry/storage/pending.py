@@ -3,11 +3,10 @@
 Every verb that writes a new file or folder goes through this module; ``pull`` has its own name for what is incomplete
 (``download.py``) and shares the last step. Four rules keep what belongs to others:
 
-- Until it is complete, an output lies in a folder of its own, ``.NAME.<id>.partial`` beside its final name, which only
-  ``mkdir`` makes. ``<id>`` is that of ``names.new_id``: the machine's 8 hexadecimal digits and 12 random ones.
-- The process that made the folder keeps it locked (``flock``) for as long as it lives.
-- What a killed process has left is removed only if its name has this machine's id, it is a folder of this user, and its
-  lock is free. Nothing else is ever removed.
+- Until it is complete, an output lies in a folder of its own, ``.NAME.<machine>.partial`` beside its final name.
+- The process that writes keeps that folder locked (``flock``) for as long as it lives.
+- What a killed process of this machine has left there is removed by the next one that writes the same output, if it is
+  this user's and its lock is free. Nothing else is ever removed.
 - The last step is a rename that replaces nothing. What has appeared under the final name meanwhile stays.
 """
 
@@ -18,25 +17,20 @@ import errno
 import fcntl
 import hashlib
 import os
-import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 from .._native import _rename_new
 from ..errors import InvalidArgument, SystemRefused, TensorferryError
-from .names import machine, new_id
+from .names import machine
 from .places import refuse_url
 from .whole_files import sync_folder
 
 #: The longest name of an output that its pending folder's name repeats, in bytes; of longer ones it has a digest.
 _LONGEST_NAME = 200
-_ID = r"(?P<id>[0-9a-f]{20})"
-#: How often another name is tried when a process that looks for leftovers has taken the new folder.
-_ATTEMPTS = 16
-#: What the system says where the file system has no rename that replaces nothing, or no links.
+#: What the system says where the file system has no rename that replaces nothing.
 _NO_SUCH_RENAME = frozenset({errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP})
-_NO_LINKS = frozenset({errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP})
 
 
 @contextlib.contextmanager
@@ -59,11 +53,11 @@ def pending(output: Path, *, folder: bool) -> Iterator[Path]:
     output = output if output.name not in ("", "..") else Path(os.path.realpath(output))
     with _typed_errors(output):
         empty = _check_free(output, folder)
-        _remove_leftovers(output)
-        held = _Held(output)
+        place = output.with_name(f".{stem(output)}.{machine()}.partial")
+        fd = _claim(place, output)
         try:
             # A folder within the locked one: what commits into it locks it itself.
-            content = held.path / output.name
+            content = place / output.name
             if folder:
                 content.mkdir()
             yield content
@@ -72,14 +66,16 @@ def pending(output: Path, *, folder: bool) -> Iterator[Path]:
             _rename_to_final(content, output, empty)
             sync_folder(output.parent)
         finally:
-            held.close()
+            if _is_at(fd, place):
+                shutil.rmtree(place, ignore_errors=True)
+            os.close(fd)
 
 
 def rename_new(path: Path, target: Path) -> None:
     """Renames a file or folder to ``target``, where nothing may be: whatever is there stays.
 
-    Where the file system has no such rename, a file gets its name by a link or, without links, takes the place of an
-    empty one that this process has made; and a folder takes the place of an empty one that ``mkdir`` has made.
+    Where the file system has no such rename, what is renamed takes the place of an empty file or folder that only this
+    process has made.
 
     Raises:
         FileExistsError: something is there
@@ -92,63 +88,43 @@ def rename_new(path: Path, target: Path) -> None:
         raise OSError(number, os.strerror(number), os.fspath(target))
     if path.is_dir() and not path.is_symlink():
         target.mkdir()
-        try:
-            path.rename(target)
-        except OSError as e:
-            with contextlib.suppress(OSError):
-                target.rmdir()
-            if e.errno in (errno.ENOTEMPTY, errno.EEXIST):
-                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), os.fspath(target)) from e
-            raise
-        return
-    try:
-        os.link(path, target, follow_symlinks=False)
-    except OSError as e:
-        if e.errno not in _NO_LINKS:
-            raise
-        # Only this process makes the file that is replaced then.
+    else:
         os.close(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
-        path.replace(target)
-        return
-    path.unlink()
+    path.replace(target)
 
 
-class _Held:
-    """A new folder beside ``output`` with a name of its own, locked until it is closed; then it is removed.
+def _claim(place: Path, output: Path) -> int:
+    """Makes the folder in which an output is written, or takes over that of a dead process; returns its descriptor.
 
     Raises:
+        InvalidArgument: another process is writing, or may be
         OSError: it cannot be made
     """
-
-    def __init__(self, output: Path) -> None:
-        for _ in range(_ATTEMPTS):
-            self.path = output.with_name(f".{stem(output)}.{new_id()}.partial")
-            self.path.mkdir()
-            try:
-                self._fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-            except FileNotFoundError:
-                continue
-            if self._lock():
-                return
-            os.close(self._fd)
-        raise OSError(errno.EAGAIN, "another process removes what this one makes")
-
-    def _lock(self) -> bool:
-        """Whether the folder is this process's: one that looks for leftovers may have taken it first."""
+    is_new = True
+    try:
+        place.mkdir()
+    except FileExistsError:
+        is_new = False
+    fd = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        is_locked = True
         try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            return False
+            raise InvalidArgument(f"another process is writing {output}: wait for it, or choose another name") from None
         except OSError:
-            # A file system without locks, on which nothing that is left is ever removed.
-            return True
-        return _is_at(self._fd, self.path)
-
-    def close(self) -> None:
-        """Removes what is left under the name, and gives the lock back."""
-        if _is_at(self._fd, self.path):
-            shutil.rmtree(self.path, ignore_errors=True)
-        os.close(self._fd)
+            is_locked = False  # by a file system without locks
+        if not _is_at(fd, place):
+            raise InvalidArgument(f"another process has just been writing {output}: look for it, or try again")
+        if not is_new:
+            if not is_locked or os.fstat(fd).st_uid != os.geteuid():
+                raise InvalidArgument(f"{place} is another process's: remove it if none is writing {output}")
+            for left in place.iterdir():
+                shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
+        return fd
+    except BaseException:
+        os.close(fd)
+        raise
 
 
 def stem(output: Path) -> str:
@@ -209,40 +185,3 @@ def _is_same(path: Path, about: os.stat_result) -> bool:
 
 def _is_at(fd: int, path: Path) -> bool:
     return _is_same(path, os.fstat(fd))
-
-
-def _remove_leftovers(output: Path) -> None:
-    """Removes what killed processes have left of ``output``.
-
-    Raises:
-        InvalidArgument: a process is writing it
-    """
-    ours = re.compile(re.escape(f".{stem(output)}.") + _ID + r"\.partial")
-    try:
-        names = os.listdir(output.parent)
-    except PermissionError:
-        # A folder that may be written to and not be listed.
-        return
-    for name in names:
-        found = ours.fullmatch(name)
-        if found is not None and found["id"].startswith(machine()):
-            _remove_if_dead(output.parent / name, output)
-
-
-def _remove_if_dead(left: Path, output: Path) -> None:
-    """Removes the pending folder ``left`` of ``output`` if the process that made it is dead, or raises if it lives."""
-    try:
-        fd = os.open(left, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError:
-        return
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.fstat(fd).st_uid == os.geteuid() and _is_at(fd, left):
-            shutil.rmtree(left, ignore_errors=True)
-    except BlockingIOError:
-        raise InvalidArgument(f"another process is writing {output}: wait for it, or choose another name") from None
-    except OSError:
-        # A file system without locks: nobody knows whether its writer is at work.
-        return
-    finally:
-        os.close(fd)

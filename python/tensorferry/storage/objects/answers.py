@@ -44,7 +44,6 @@ _PART = re.compile(r"[?&](?:partNumber|partnumber)=(\d{1,6})|[?&]blockid=")
 _STATUS = re.compile(r"\b(?:status|status code|Server returned [a-z -]*error[a-z ]*)\W{1,3}(\d{3})\b")
 _CODE = re.compile(r"<Code>([A-Za-z0-9._-]{1,80})</Code>")
 _SAID = re.compile(r"<Message>([^<]{1,300})</Message>")
-_REDIRECT = "Received redirect without LOCATION"
 _LOST = re.compile(
     r"error sending request|HTTP error: (?:connection|request) error|connection (?:refused|reset|closed)"
     r"|client error \(Connect\)|response body error|error decoding response body|unexpected eof|dns error"
@@ -52,28 +51,19 @@ _LOST = re.compile(
     re.IGNORECASE,
 )
 _SLOW = re.compile(r"operation timed out|HTTP error: timeout|\btimed out\b", re.I)
-#: The address in a message of the library.
+#: The address in a message of the library, which may be that of a server for credentials.
 _ADDRESS = re.compile(r"Error performing [A-Z]+ ([a-z]+://[^/\s?#]+)")
-#: The innermost words of a cause, which are the last ones.
+#: The innermost words of a cause, which are the last ones; and how the dump tells of a certificate, and of no TLS.
 _CAUSE = re.compile(r'(?:message|error): "([^"]{1,200})"')
-#: How the dump tells of TLS, and a word for what is wrong with a certificate.
-_CERTIFICATE = re.compile(r"InvalidCertificate\(\s*(?:Other\(\s*OtherError\(\s*)?([A-Za-z]{1,40})")
-_NO_TLS = re.compile(r"InvalidMessage\(|received corrupt message")
-#: How the dump tells of a connection on which something came, or its end, that is no answer of HTTP.
-_NO_HTTP = re.compile(r"SendRequest,\s+hyper::Error\(")
-#: The servers that give a machine its credentials.
-_OF_MACHINE = re.compile(r"://(?:169\.254\.\d+\.\d+|metadata\.google\.internal|metadata)(?::|/|$)")
-#: Answers to requests for a bucket of another region.
-_OF_REGION = frozenset({"AuthorizationHeaderMalformed", "PermanentRedirect", "IllegalLocationConstraintException"})
-_REGION = re.compile(r"<Region>([a-z0-9-]{1,40})</Region>")
+_TLS = re.compile(r"InvalidCertificate\(\s*(?:Other\(\s*OtherError\(\s*)?([A-Za-z]{1,40})|(InvalidMessage)\(")
+_CHECK = (
+    "Check the endpoint (AWS_ENDPOINT_URL: https:// or http://), the credentials (AWS_ACCESS_KEY_ID), and the "
+    "authority of its certificate (AWS_CA_BUNDLE), or store_options"
+)
 
 
 class Unsupported(StoreRefused):
     """The store says that it does not have what a request asks for, such as conditional writes."""
-
-
-class NoStore(Exception):
-    """What answers at an address is no object store."""
 
 
 def kind_of(error: BaseException) -> str | None:
@@ -87,16 +77,6 @@ def status_of(error: BaseException) -> int | None:
     # Behind them comes what the store has sent.
     found = _STATUS.search(_without_urls(str(error).partition(DEBUG)[0]))
     return None if found is None else int(found[1])
-
-
-def is_unreachable(error: BaseException) -> bool:
-    """Whether nothing has answered a request."""
-    return kind_of(error) == "GenericError" and status_of(error) is None and _is_lost(what_was_said(str(error)))
-
-
-def is_hopeless(error: BaseException) -> bool:
-    """Whether no later request can be answered either, since both sides do not agree on TLS."""
-    return _CERTIFICATE.search(str(error)) is not None or _NO_TLS.search(str(error)) is not None
 
 
 def is_missing(error: Exception) -> bool:
@@ -131,8 +111,6 @@ def translated(
     """
     at = client.endpoint if client is not None and client.endpoint else "its address"
     late = f"was not over within {seconds:g} s"
-    if isinstance(error, NoStore):
-        return StoreRefused(f"{name}: {what}: what answers at {at} is no object store: check the endpoint and its port")
     if isinstance(error, TimeoutError):
         return FetchTimeout(
             f"{name}: {what}: the store at {at} has sent nothing for too long"
@@ -143,14 +121,8 @@ def translated(
         return SystemRefused(f"{name}: {what}: {error or 'there is no memory'}")
     if (kind := kind_of(error)) is None:
         return None
-    # Some messages name the key, whose words say nothing.
-    key = name.partition("://")[2].partition("/")[2]
-    text = re.sub(rf"\b(location|path) {re.escape(key)}(?=[ :])", r"\1", str(error), count=1) if key else str(error)
+    text = str(error)
     where, said = f"{name}{part_of(text)}", what_was_said(text)
-    if (region := _other_region(text, client)) is not None:
-        return StoreRefused(
-            f"{where}: {what}: the bucket is in the region {region}: set AWS_REGION, or region in store_options, to it"
-        )
     match kind:
         case "NotFoundError":
             if _NO_BUCKET.search(said):
@@ -165,8 +137,9 @@ def translated(
             return SourceChanged(f"{where}: {what}: another writer has changed it meanwhile")
         case "RustPanic" | "PanicException":
             return StoreRefused(f"{where}: {what}: the client has failed, as it does for options that it cannot use")
-    if status_of(error) is None and _is_lost(said):
-        reason = _why_unreachable(text, at, client)
+    asked = at if (address := _ADDRESS.search(text)) is None else without_secrets(address[1])
+    if status_of(error) is None and (_LOST.search(said) or _SLOW.search(said)):
+        reason = f"the store cannot be reached at {asked}: {_cause_of(text)}. {_CHECK}"
         if left <= 0:
             return FetchTimeout(f"{where}: {what} {late}; {reason}")
         return (FetchTimeout if _SLOW.search(said) else ConnectError)(f"{where}: {what}: {reason}")
@@ -174,55 +147,15 @@ def translated(
         return FetchTimeout(f"{where}: {what} {late}; the store said last: {said}")
     # The library has no class for what a store does not have.
     is_unsupported = kind in ("NotSupportedError", "NotImplementedError") or status_of(error) == NOT_IMPLEMENTED
-    return (Unsupported if is_unsupported else StoreRefused)(
-        f"{where}: {what}: the store at {_asked(text, at)} refuses: {said}"
-    )
+    return (Unsupported if is_unsupported else StoreRefused)(f"{where}: {what}: the store at {asked} refuses: {said}")
 
 
-def _is_lost(text: str) -> bool:
-    return _LOST.search(text) is not None or _SLOW.search(text) is not None
-
-
-def _asked(text: str, at: str) -> str:
-    """Returns the address of the server that was asked, which may be one for credentials; ``at`` if none is named."""
-    return at if (address := _ADDRESS.search(text)) is None else without_secrets(address[1])
-
-
-def _why_unreachable(text: str, at: str, client: Client | None) -> str:
-    """Returns which server does not answer, why, and what helps."""
-    at = _asked(text, at)
-    if _OF_MACHINE.search(at):
-        return (
-            f"there are no credentials: none are set, and {at}, which may have those of this machine, does not answer. "
-            "Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or give store_options"
-        )
+def _cause_of(text: str) -> str:
+    """Returns why a server does not answer."""
+    if tls := _TLS.search(text):
+        return f"its certificate is not accepted ({tls[1]})" if tls[1] else "it does not speak TLS"
     causes = _CAUSE.findall(text)
-    cause, helps = causes[-1] if causes else "it does not answer" if "TimedOut" in text else what_was_said(text), ""
-    if (certificate := _CERTIFICATE.search(text)) is not None:
-        cause = f"its certificate is not accepted ({certificate[1]})"
-        helps = (
-            "If it is of an authority of your own, name the file with that one's certificate in AWS_CA_BUNDLE or "
-            "SSL_CERT_FILE, or give it as store_options={'client_options': {'root_certificate': ...}}"
-        )
-    elif _NO_TLS.search(text) is not None:
-        cause, helps = "it does not speak TLS", "The address of such a server begins with http://"
-    elif at.startswith("http://") and _NO_HTTP.search(text) is not None:
-        helps = "The address of a server that speaks TLS begins with https://"
-    elif client is not None and client.is_default:
-        helps = "No endpoint is set, so that of AWS was asked: set AWS_ENDPOINT_URL, or endpoint in store_options"
-    return f"the store cannot be reached at {at}: {cause}{f'. {helps}' if helps else ''}"
-
-
-def _other_region(text: str, client: Client | None) -> str | None:
-    """Returns the region that the store names for the bucket, if a request has failed because of it."""
-    if client is None or client.region is None:
-        return None
-    code = _CODE.search(text)
-    if not (_REDIRECT in text or (code is not None and code[1] in _OF_REGION) or "code: 400 Bad Request: \n" in text):
-        return None
-    found = _REGION.search(text)
-    region = client.named_region() if found is None else found[1]
-    return region if region != client.region else None
+    return causes[-1] if causes else "it does not answer" if "TimedOut" in text else what_was_said(text)
 
 
 def part_of(text: str) -> str:

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import importlib.util
 import os
-import re
-import secrets
 import threading
-import time
 from collections.abc import Mapping
 from datetime import timedelta
 from functools import cached_property
@@ -19,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ..._fork import ForkSafeLock
 from ...errors import ForkedProcess, InvalidArgument, SystemRefused
 from . import settings
-from .answers import DEBUG, NoStore, is_hopeless, is_unreachable, status_of
+from .answers import DEBUG
 from .url import without_secrets
 
 if TYPE_CHECKING:
@@ -41,12 +37,6 @@ _KEPT = 8
 #: Keys of ``store_options`` that are not those of a store.
 _OF_CLIENT = frozenset({"client_options", "retry_config", "credential_provider"})
 _MISSING = "checkpoints in object stores need the package obstore: pip install 'tensorferry[objects]'"
-#: Seconds in which something has to answer at an address that has not answered before, and those of one attempt.
-_MEET_S, _ATTEMPT_S, _PAUSE_S = 10.0, 5.0, 0.5
-#: The status with which a server says that it knows no question for what is there.
-_NOT_ALLOWED = 405
-#: Seconds in which a store names the region of a bucket.
-_REGION_S = 5.0
 #: How the names of the variables begin that a client reads.
 _VARIABLES = ("AWS_", "GOOGLE_", "AZURE_", "SSL_CERT_")
 #: Variables that name the address of a store that is not S3, by which a client tells whether it is encrypted.
@@ -54,8 +44,6 @@ _ENDPOINTS = ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT", "GOOGLE_BASE_URL")
 
 _lock = ForkSafeLock()
 _clients: dict[tuple[Any, ...], Client] = {}
-#: Until when something has to answer, by process, bucket and address; ``None`` once it has.
-_to_meet: dict[tuple[int, str, str], float | None] = {}
 _loop: tuple[int, Loop] | None = None
 
 
@@ -89,7 +77,7 @@ def options_of(options: Mapping[str, Any] | None) -> Mapping[str, Any]:
     """Returns the options of a store, checked and frozen.
 
     Raises:
-        InvalidArgument: they are not a mapping with names as keys, or have options of the client among them
+        InvalidArgument: they are not a mapping with names as keys
     """
     if options is None:
         return MappingProxyType({})
@@ -100,7 +88,6 @@ def options_of(options: Mapping[str, Any] | None) -> Mapping[str, Any]:
     options = {**within, **options} if isinstance(within, Mapping) else dict(options)
     if within is None or isinstance(within, Mapping):
         options.pop("config", None)
-    settings.refuse_client_options(options)
     return MappingProxyType(options)
 
 
@@ -115,24 +102,18 @@ class Client:
     Attributes:
         store: obstore's store
         endpoint: the address of the server, for messages; empty where that is not known
-        is_default: whether nobody has named that address
-        region: that of a store of S3; ``None`` for others
     """
 
     def __init__(self, root: str, options: Mapping[str, Any], timeout: float) -> None:
         # Its options stay, so that no other object gets the id of one while this is kept.
         self._root, self._options = root, options
-        self.region: str | None = None
-        self.is_default = False
         if root.partition("://")[0] in settings.SCHEMES:
             known = settings.of_s3(options)
-            self.region = known.get("region", "us-east-1")
-            self.is_default = "endpoint" not in known
-            self.endpoint = known.get("endpoint", f"https://s3.{self.region}.amazonaws.com")
+            region = known.get("region", "us-east-1")
+            endpoint = known.get("endpoint", f"https://s3.{region}.amazonaws.com")
         else:
-            self.endpoint = next(filter(None, _endpoints(options)), "")
-        self.endpoint = without_secrets(self.endpoint).rstrip("/")
-        self._address = os.getpid(), root, self.endpoint
+            endpoint = next(filter(None, _endpoints(options)), "")
+        self.endpoint = without_secrets(endpoint).rstrip("/")
         self._timeout = timeout
         self.store = _make(root, options, timeout, _RETRIES)
 
@@ -140,63 +121,6 @@ class Client:
     def store_once(self) -> Any:
         """The same store, for requests that are not made again."""
         return _make(self._root, self._options, self._timeout, 0)
-
-    async def meet(self) -> None:
-        """Makes sure that something answers, and as a store does; it is asked until it has done so once.
-
-        The client's own patience is for a store that is busy. Of one that nobody has reached so far, the address is
-        mostly wrong: it is waited for a short time, once in a process.
-
-        Raises:
-            NoStore: what answers has an object that nobody has made, or does not know the question
-            TimeoutError: nothing has answered in time
-            Exception: the library's error for the last attempt
-        """
-        if (until := _to_meet.setdefault(self._address, time.monotonic() + _MEET_S)) is None:
-            return
-        import asyncio
-
-        hasty = _make(self._root, self._options, _ATTEMPT_S, 0)
-        failed: Exception | None = None
-        try:
-            async with asyncio.timeout(max(until - time.monotonic(), _ATTEMPT_S)):
-                while True:
-                    try:
-                        await obstore().head_async(hasty, f"tensorferry-{secrets.token_hex(8)}")
-                    except Exception as e:
-                        if status_of(e) == _NOT_ALLOWED:
-                            raise NoStore from None
-                        if not is_unreachable(e):
-                            break
-                        if is_hopeless(e) or time.monotonic() > until:
-                            raise
-                        failed = e
-                    else:
-                        raise NoStore
-                    await asyncio.sleep(_PAUSE_S)
-        except TimeoutError:
-            raise failed or TimeoutError() from None
-        _to_meet[self._address] = None
-
-    def named_region(self) -> str | None:
-        """Returns the region that the store names for the bucket; ``None`` if it names none.
-
-        The library passes on no headers of an answer that is an error.
-        """
-        import http.client
-        import urllib.error
-        import urllib.request
-
-        headers: Any = {}
-        with contextlib.suppress(OSError, http.client.HTTPException):
-            request = urllib.request.Request(f"{self.endpoint}/{self._root.partition('://')[2]}", method="HEAD")
-            try:
-                with urllib.request.urlopen(request, timeout=_REGION_S) as answer:
-                    headers = answer.headers
-            except urllib.error.HTTPError as e:
-                headers = e.headers
-        region = headers.get("x-amz-bucket-region", "")
-        return region if re.fullmatch(r"[a-z0-9-]{1,40}", region) else None
 
 
 def client_of(root: str, options: Mapping[str, Any], timeout: float) -> Client:

@@ -100,8 +100,6 @@ class Calls:
             assert task is not None
             task.add_done_callback(_take_exception)
             async with asyncio.timeout(left):
-                if self._client is not None:
-                    await self._client.meet()
                 return await make()
 
         with self._lock:
