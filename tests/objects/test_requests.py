@@ -43,6 +43,6 @@ def test_a_save_of_a_checkpointer_into_a_new_folder(gateway, server):
     assert len(besides_data(gateway)) <= MOST, besides_data(gateway)
     gateway.seen.clear()
     assert any_place(server.place).is_dir()
-    assert not any_place(server.place[:-1]).is_dir()
+    assert not any_place(f"{server.place}/st").is_dir()
     assert len(gateway.seen) == 2
     assert latest_checkpoint(server.place) == f"{server.place}/step-3"

@@ -250,3 +250,33 @@ def moments(seen: list[tuple[str, str]], kills: int) -> list[int]:
 def environment(url: str) -> dict[str, str]:
     """Returns the variables by which clients find the server at ``url``."""
     return {**KEYS, "AWS_ENDPOINT_URL": url}
+
+
+class LyingStore:
+    """Decides for a :class:`Gateway`: says of PUTs of some objects that all is well, and keeps nothing, or a part.
+
+    Args:
+        url: the server
+        name: how their keys end
+        how: ``"lost"`` keeps what was there before; ``"short"`` keeps fewer bytes
+    """
+
+    def __init__(self, url: str, name: str, how: str) -> None:
+        self._url, self._name, self._how = url, name, how
+
+    def __call__(self, _: int, method: str, path: str) -> Action:
+        key = path.removeprefix(f"/{BUCKET}/")
+        if method != "PUT" or not key.endswith(self._name):
+            return None
+        before = objects(self._url, key).get(key)
+
+        def forget(answer: bytes) -> bytes:
+            s3 = client(self._url)
+            if self._how == "lost" and before is None:
+                s3.delete_object(Bucket=BUCKET, Key=key)
+            else:
+                kept = objects(self._url, key)[key][:-10] if self._how == "short" else before
+                s3.put_object(Bucket=BUCKET, Key=key, Body=kept)
+            return answer
+
+        return forget

@@ -14,7 +14,7 @@ from .._native import Readiness, Secret, Server, Table, _fetch_slices
 from ..errors import TensorferryError
 from .container import Container
 from .slices import AHEAD, SliceTuple, nbytes_of
-from .source import Progress, Source
+from .source import Parts, Progress, Source
 from .threads import uninterrupted
 
 logger = logging.getLogger("tensorferry")
@@ -114,12 +114,12 @@ class DividedSource:
             read = self._fill(own, filling, told)
             filling = None
             took = time.monotonic() - began
-            read = _sum(read, self._source.read(alone, told.next(alone)) if alone else {})
+            read = _sum(read, self._source.read(alone, told.of(alone)) if alone else {})
             # Half of what is left stays for the store.
             relayed = fetching.result(min(max(_PATIENCE_S, _TIMES * took), self._seconds_left() / 2))
             if relayed is None:
                 rest = _by_container(others)
-                read = _sum(read, self._source.read(rest, told.next(rest)))
+                read = _sum(read, self._source.read(rest, told.of(rest)))
             # What was divided has as many ranks, since all of them need it.
             times = {name: len(self._partners[name].urls) - 1 for name in own}
             self._await_others(given + sum(times[name] * nbytes_of(part) for name, part in own.items()))
@@ -184,7 +184,7 @@ class DividedSource:
             batch[container].append(piece)
             waiting += piece[4]
             if waiting >= _BATCH or number + 1 == len(ordered):
-                read = _sum(read, self._source.read(batch, told.next(batch)))
+                read = _sum(read, self._source.read(batch, told.of(batch)))
                 readiness.ready(start + piece[4])
                 batch, waiting = defaultdict(list), 0
         readiness.finish()
@@ -202,43 +202,36 @@ class DividedSource:
             time.sleep(_LOOK_S)
 
 
-class _Told:
-    """What a read reports, part of which comes in a thread beside: never fewer bytes than before.
+class _Told(Parts):
+    """The progress of a read, part of which comes in a thread beside: never fewer bytes than before.
 
     Attributes:
         beside: how many bytes have come from others
     """
 
     def __init__(self, progress: Progress | None, total: int) -> None:
-        self._progress, self._total = progress, total
-        self.beside = self._scheduled = self._done = self._reported = 0
+        super().__init__(progress or (lambda *_: None), total)
+        self.beside = self._done = 0
+        self._reported = 0
 
-    def next(self, slices: Mapping[str, list[SliceTuple]]) -> Progress | None:
+    def of(self, slices: Mapping[str, list[SliceTuple]]) -> Progress:
         """Returns what reports the progress of the next read."""
-        if self._progress is None:
-            return None
-        before, nbytes = self._scheduled, sum(map(nbytes_of, slices.values()))
-        self._scheduled += nbytes
-        return lambda done, total: self._note(before + (nbytes * done // total if total else nbytes))
+        return self.next(sum(map(nbytes_of, slices.values())))
 
     def now(self) -> None:
         """Reports what has come meanwhile."""
-        self._note(self._done)
+        self._report(self._done)
 
     def end(self) -> None:
         """All bytes are there."""
-        if self._progress is not None:
-            self._progress(self._total, self._total)
+        self._progress(self._total, self._total)
 
-    def _note(self, done: int) -> None:
-        if self._progress is None:
-            return
+    def _report(self, done: int) -> None:
         self._done = done
         # All of them are reported once, at the end.
         now = min(done + self.beside, self._total - 1)
-        if now > self._reported:
-            self._reported = now
-            self._progress(now, self._total)
+        if now > (self._reported or 0):
+            super()._report(now)
 
 
 class _Fetching:

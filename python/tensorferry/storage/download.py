@@ -23,7 +23,7 @@ from .._native import FilePages, Remote, Report, Stored, _seal_file
 from ..errors import InvalidArgument, ProtocolError, SystemRefused, TensorferryError
 from .pending import rename_new, stem
 from .reserved import DIGESTS
-from .whole_files import sync_folder
+from .whole_files import open_at_once, sync_folder
 
 #: The payload of a file begins at a multiple of this.
 _PAGE = 4096
@@ -37,8 +37,6 @@ _UNIQUE = re.compile(rb'"tensorferry\.file":"([0-9a-f]{32})"')
 _DIGITS = r"[0-9a-f]{16}"
 #: No header is longer.
 _LONGEST_HEADER = 100_000_000
-#: Bytes at the beginning of a file in which its ``__metadata__`` is looked for.
-_HEAD = 1 << 16
 
 
 def partial_of(path: Path, remote: Remote, step: int) -> Path:
@@ -262,27 +260,16 @@ class Download:
 def remove_others(path: Path) -> None:
     """Removes what interrupted downloads of other steps into ``path`` have left, now that it is complete.
 
-    Files that another process has locked, and files of other users, with a second name or without the mark of a
-    download, stay, as does what cannot be removed.
+    Files that another process has locked, and files of other users, stay, as does what cannot be removed.
     """
     ours = re.compile(re.escape(f".{stem(path)}.pull-") + _DIGITS + r"\.partial")
     with contextlib.suppress(OSError):
         for left in [path.with_name(name) for name in os.listdir(path.parent) if ours.fullmatch(name)]:
-            with contextlib.suppress(OSError):
-                _remove_other(left)
-
-
-def _remove_other(left: Path) -> None:
-    """Removes the file of an interrupted download, if it is this user's and no process has it locked."""
-    file = os.open(left, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        about = os.fstat(file)
-        is_plain = stat.S_ISREG(about.st_mode) and about.st_nlink == 1 and about.st_uid == os.geteuid()
-        if is_plain and f'"{PULLED}"'.encode() in os.pread(file, _HEAD, 0) and os.path.samestat(about, os.lstat(left)):
-            left.unlink()
-    finally:
-        os.close(file)
+            with contextlib.suppress(OSError), open_at_once(left) as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                about = left.lstat()
+                if about.st_uid == os.geteuid() and os.path.samestat(about, os.fstat(file.fileno())):
+                    left.unlink()
 
 
 def _is_as(path: Path, before: os.stat_result) -> bool:

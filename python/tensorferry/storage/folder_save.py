@@ -13,7 +13,7 @@ import dataclasses
 import re
 import secrets
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -208,57 +208,44 @@ class FolderSave:
     def _wait_for_files(self, check: Callable[[], None]) -> list[str]:
         """Waits until the files of all ranks are in the folder; returns their names, by rank."""
         files: dict[int, str] = {}
-
-        def complete(names: Mapping[str, Stat]) -> bool:
+        ranks = range(self.save.world_size)
+        for names in self._listings(check, lambda: next(rank for rank in ranks if rank not in files)):
             for name in names:
                 if (match := self._of_this_save(name)) and match["suffix"] == "":
                     files.setdefault(int(match["rank"]), name)
-            return all(rank in files for rank in range(self.save.world_size))
-
-        self._wait(complete, check, lambda: sorted(set(range(self.save.world_size)) - set(files)))
-        return [files[rank] for rank in range(self.save.world_size)]
+            if len(files) == len(ranks):
+                break
+        return [files[rank] for rank in ranks]
 
     def _wait_for_index(self, check: Callable[[], None]) -> None:
         """Waits until the index of this save, which rank 0 writes, is in the folder, and syncs the folder."""
         seen: tuple[object, ...] | None = None
-
-        def is_committed(names: Mapping[str, Stat]) -> bool:
-            nonlocal seen
-            if INDEX not in names:
-                return False
+        for names in self._listings(check, lambda: 0):
             # Each index is read once: it may be long, and that of an earlier save may stay for minutes.
-            if (version := version_of(names[INDEX])) == seen:
-                return False
+            if INDEX not in names or (version := version_of(names[INDEX])) == seen:
+                continue
+            # If it cannot be read, it is at the next look.
             with contextlib.suppress(*_UNKNOWN):
                 found = committed_save(begun(self.folder))
                 seen = version
-                return found == self.save.save
-            # It is read again at the next look.
-            return False
-
-        self._wait(is_committed, check, lambda: [0])
+                if found == self.save.save:
+                    break
         # Rank 0 may be about to sync it; this rank must not say that it is done before.
         commits.sync_committed(self.folder)
 
-    def _wait(
-        self,
-        complete: Callable[[Mapping[str, Stat]], bool],
-        check: Callable[[], None],
-        missing: Callable[[], list[int]],
-    ) -> None:
-        """Looks into the folder until it is ``complete``, a rank has failed, or nothing changes for too long.
+    def _listings(self, check: Callable[[], None], missing: Callable[[], int]) -> Iterator[Mapping[str, Stat]]:
+        """Yields what is in the folder, again and again, until a rank has failed or nothing changes for too long.
 
         Raises:
-            IncompleteCheckpoint: it is not complete
-            TensorferryError: as for :func:`listed`
+            IncompleteCheckpoint: that is so
+            TensorferryError: the folder cannot be listed
             Exception: what ``check`` raises
         """
         soon, late = store_of(self.folder).pauses
         pause, last, seen = soon, time.monotonic(), None
         while True:
             names = store_of(begun(self.folder)).entries(*BEGINNINGS)
-            if complete(names):
-                return
+            yield names
             for name in names:
                 if (match := self._of_this_save(name)) and match["suffix"] == ".failed":
                     raise IncompleteCheckpoint(
@@ -272,7 +259,7 @@ class FolderSave:
                 last, seen, pause = now, signs, soon
             elif now - last > self._patience:
                 raise IncompleteCheckpoint(
-                    f"{self.folder}: rank {missing()[0]} has shown no sign of life for {self._patience:g} s. All ranks "
+                    f"{self.folder}: rank {missing()} has shown no sign of life for {self._patience:g} s. All ranks "
                     "must save together, into a folder that all of them see"
                 )
             check()
