@@ -78,6 +78,7 @@ SAVES = {
     "a part is kept in part": ("PUT", "partNumber=3", "halve", 30, r"rank00000.*: the store has kept \d+ bytes of \d+"),
     "an upload is forgotten": ("POST", "uploadId=", NO_UPLOAD, 30, "there is no such object"),
     "all is refused": ("", "", EXPIRED, 30, r"ExpiredToken \(The token has expired"),
+    # Whatever words are in the key and in the answer.
     "the index is refused": ("PUT", "/index.safe", EXPIRED, 30, "does not permit it: status 403, ExpiredToken"),
 }
 
@@ -86,6 +87,7 @@ SAVES = {
 @pytest.mark.parametrize("fault", SAVES)
 def test_a_save_that_fails_says_why_and_leaves_the_last_checkpoint(gateway, server, fault, caplog):
     method, path, answer, seconds, match = SAVES[fault]
+    server.prefix += "/status 501"
     save(state(1), server.place)
     gateway.act = lambda _, m, p: answer if m.startswith(method) and path in p else None
     with pytest.raises(TensorferryError, match=match) as raised:

@@ -121,7 +121,9 @@ def translated(
         return SystemRefused(f"{name}: {what}: {error or 'there is no memory'}")
     if (kind := kind_of(error)) is None:
         return None
-    text = str(error)
+    # Some messages name the key, whose words say nothing.
+    key = name.partition("://")[2].partition("/")[2]
+    text = re.sub(rf"\b(location|path) {re.escape(key)}(?=[ :])", r"\1", str(error), count=1) if key else str(error)
     where, said = f"{name}{part_of(text)}", what_was_said(text)
     match kind:
         case "NotFoundError":
