@@ -134,39 +134,26 @@ import warnings
 warnings.simplefilter("ignore")
 import torch.distributed as dist
 from tensorferry.checkpointing import SyncCheckpointer
-rank, store, place, fails = {rank}, {store!r}, {place!r}, {fails}
+rank, store, place = {rank}, {store!r}, {place!r}
 dist.init_process_group("gloo", init_method=f"file://{{store}}", rank=rank, world_size=2)
 checkpointer = SyncCheckpointer(patience=30)
-value = {{"w": torch.full((64,), float(rank)), "bad": (lambda: 0) if fails and rank == 1 else 1}}
-try:
-    checkpointer.save(place, value, step=1)
-    print("saved", checkpointer.load(place)["w"][0].item())
-except Exception as e:
-    print(type(e).__name__, e)
+value = {{"w": torch.full((64,), float(rank))}}
+checkpointer.save(place, value, step=1)
+print("saved", checkpointer.load(place)["w"][0].item())
 dist.destroy_process_group()
 """
 
 
-def two_ranks(server, tmp_path, fails):
+@pytest.mark.slow
+def test_two_ranks(server, tmp_path):
     ranks = [Child(forks=True) for _ in range(2)]
     try:
         for rank, child in enumerate(ranks):
-            child.start(RANK.format(rank=rank, store=str(tmp_path / "store"), place=server.place, fails=fails))
+            child.start(RANK.format(rank=rank, store=str(tmp_path / "store"), place=server.place))
         # Gloo of torch 2.8 writes to stdout too.
-        return [child.finish(90).splitlines()[-1] for child in ranks]
+        assert [child.finish(90).splitlines()[-1] for child in ranks] == ["saved 0.0", "saved 1.0"]
     finally:
         for child in ranks:
             child.end()
 
-
-@pytest.mark.slow
-def test_two_ranks(server, tmp_path):
-    assert two_ranks(server, tmp_path, fails=False) == ["saved 0.0", "saved 1.0"]
     assert len(objects(server.url, server.prefix)) == 3
-
-
-@pytest.mark.slow
-def test_a_rank_that_fails_ends_the_save_of_all(server, tmp_path):
-    first, second = two_ranks(server, tmp_path, fails=True)
-    assert "rank 1 has failed" in first, first
-    assert "lambda" in second or "bad" in second, second

@@ -101,14 +101,6 @@ def test_the_store_sends_once_what_all_need(counted, server, world):
         assert report["bytes"] < 1.1 * (24 << 20) / world
 
 
-def test_a_variable_that_is_wrong_costs_only_the_help_of_others(counted, server):
-    gateway, _ = counted
-    variables = environment(gateway.url) | {"TENSORFERRY_INTERFACE": "nosuch0"}
-    with job_of(2) as job:
-        results = job("load", variables, server.place, {})
-    assert [(equal, report["relayed"]) for equal, report in results] == [(True, 0)] * 2
-
-
 def test_of_a_load_that_failed_elsewhere_no_server_stays(counted, server):
     gateway, _ = counted
     with job_of(2) as job:

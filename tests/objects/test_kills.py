@@ -6,15 +6,14 @@
 from __future__ import annotations
 
 import contextlib
-import os
+import queue
 import signal
-import threading
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from stores import FORBIDDEN, Gateway, environment, moments, objects
+from stores import FORBIDDEN, Gateway, environment, objects, survive_kills
 from tensorferry.checkpointing import AsyncCheckpointer, SyncCheckpointer
 from tensorferry.dcp import FileReader, FileWriter, own_errors
 from tensorferry.errors import IncompleteCheckpoint, StoreRefused, WriterLost
@@ -58,46 +57,21 @@ def test_kill_9_at_the_requests_of_a_save(server, pytestconfig, forked_child, mo
             for name, value in environment(between.url).items():
                 around.setenv(name, value)
             saver = forked_child.start(SAVER.format(place=server.place), listens=True)
-        assert saver.stdin is not None
-        assert saver.stdout is not None
-        lines = saver.stdout
+        pids: queue.SimpleQueue[int] = queue.SimpleQueue()
 
-        def save(number, kill_at=None):
-            """Saves; returns how many requests that took, and whether it was killed."""
-            between.seen.clear()
-            told = threading.Event()
-            pid = []
-
-            def act(request, *_):
-                if request == kill_at:
-                    told.wait(30)
-                    os.kill(pid[0], signal.SIGKILL)
-                    return "break"
-                return None
-
-            between.act = act
+        def save(number):
             saver.stdin.write(f"{number}\n")
             saver.stdin.flush()
-            pid.append(int(lines.readline()))
-            told.set()
-            status = int(lines.readline())
+            pids.put(int(saver.stdout.readline()))
+            status = int(saver.stdout.readline())
             assert status in (0, signal.SIGKILL)
-            return len(between.seen), status != 0
+            while not (status or pids.empty()):
+                pids.get()
+            return status != 0
 
         try:
-            save(1)
-            requests, _ = save(2)
-            assert requests > 6
-            last = 2
-            for at in moments(list(between.seen), pytestconfig.getoption("--object-kills")):
-                number = 100 + at
-                _, was_killed = save(number, at)
-                assert was_killed, f"request {at} was not made"
-                there = held(server.place)
-                assert there in (last, number), f"killed at request {at} of {requests}"
-                last = 1000 + at
-                save(last)
-                assert held(server.place) == last
+            kills = pytestconfig.getoption("--object-kills")
+            assert survive_kills(between, kills, save, lambda: pids.get(timeout=30), lambda: held(server.place))
             days_later()
             dcp.save({"v": torch.ones(3)}, storage_writer=FileWriter(server.place), no_dist=True)
             assert len(objects(server.url, server.prefix)) == 3
@@ -107,50 +81,26 @@ def test_kill_9_at_the_requests_of_a_save(server, pytestconfig, forked_child, mo
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_kill_9_of_the_process_that_writes(gateway, server, pytestconfig):
     checkpointer = AsyncCheckpointer()
 
-    def save(number, kill_at=None):
-        """Saves; returns at which process a kill was aimed, and whether the save has failed of it."""
-        gateway.seen.clear()
-        killed = []
-
-        def act(request, *_):
-            if request != kill_at:
-                return None
-            # Some requests are the trainer's own, before the process that writes has anything to do.
-            if (pid := checkpointer._saver.writer.pid) is not None:
-                os.kill(pid, signal.SIGKILL)
-                killed.append(pid)
-            return "break"
-
-        gateway.act = act
+    def save(number):
         try:
             checkpointer.save(server.place, {"w": torch.full((3 << 20,), float(number))}, step=number)[1].result(60)
         except WriterLost:
-            return killed, True
-        return killed, False
+            return True
+        return False
 
-    def held():
+    def there():
         found = SyncCheckpointer().load(server.place)["w"]
         assert bool((found == found[0]).all())
         return int(found[0])
 
     try:
-        for last in (1, 2):
-            assert save(last) == ([], False)
-        requests, failed = len(gateway.seen), 0
-        for at in moments(list(gateway.seen), pytestconfig.getoption("--object-kills")):
-            number = 100 + at
-            killed, has_failed = save(number, at)
-            assert killed, f"request {at} was not made"
-            failed += has_failed
-            assert held() in ((last, number) if has_failed else (number,)), f"killed at request {at} of {requests}"
-            last = 1000 + at
-            assert save(last) == ([], False)
-            assert held() == last
-        assert failed
+        kills = pytestconfig.getoption("--object-kills")
+        assert survive_kills(gateway, kills, save, lambda: checkpointer._saver.writer.pid, there)
     finally:
         checkpointer.close()
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from stores import BUCKET, client, objects
-from tensorferry.checkpointing import AsyncCheckpointer, SyncCheckpointer, latest_checkpoint
+from tensorferry.checkpointing import SyncCheckpointer, latest_checkpoint
 from tensorferry.storage.folder import INDEX
 
 pytestmark = pytest.mark.timeout(120)
@@ -104,20 +104,6 @@ def test_a_run_that_goes_on_removes_what_it_goes_on_from(root, loads) -> None:
     assert root.checkpoints() == ["step-3", "step-4"]
     save(second, root / "step-5", 5, 5)
     assert root.checkpoints() == ["step-4", "step-5"]
-
-
-@pytest.mark.process
-def test_a_process_that_writes_does_so_as_well(root) -> None:
-    save(SyncCheckpointer(), root / "step-1", 1, 1)
-    save(SyncCheckpointer(), root / "other-1", 1, 1)
-    run = AsyncCheckpointer(keep_last=2)
-    try:
-        run.load(root / "step-1")
-        for step in (2, 3):
-            run.save(root / f"step-{step}", {"w": torch.ones(3)}, step=step)[1].result(60)
-        assert root.checkpoints() == ["other-1", "step-2", "step-3"]
-    finally:
-        run.close()
 
 
 @pytest.mark.process

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -12,7 +10,6 @@ from torch.distributed.checkpoint import DefaultSavePlanner
 from stores import client, objects, put_folder
 from tensorferry.dcp import FileReader, FileWriter, own_errors
 from tensorferry.errors import (
-    CorruptCheckpoint,
     IncompleteCheckpoint,
     InvalidArgument,
     TransferCancelled,
@@ -101,57 +98,11 @@ def test_a_tensor_that_changes_while_it_is_sent_does_no_harm(gateway, server, ba
 
 
 @pytest.mark.process
-def test_a_save_replaces_the_last_one_and_removes_its_objects(any_server):
-    for seed in (1, 2, 3):
-        save(some_state(seed), any_server.place)
-        assert len(objects(any_server.url, any_server.prefix)) == 3
-    assert_same(load(some_state(3), any_server.place)[0], some_state(3))
-
-
-def test_an_eighth_of_a_checkpoint_moves_little_more_than_its_bytes(server):
-    state = {"w": torch.randn(4096, 1024)}
-    save(state, server.place)
-    into = {"w": torch.zeros(512, 1024)}
-
-    class Part(dcp.DefaultLoadPlanner):
-        def create_local_plan(self):
-            plan = super().create_local_plan()
-            item = plan.items[0]
-            import dataclasses
-
-            part = dataclasses.replace(item, storage_offsets=torch.Size([1024, 0]), lengths=torch.Size([512, 1024]))
-            return dataclasses.replace(plan, items=[part])
-
-        def lookup_tensor(self, _):
-            return into["w"]
-
-        def resolve_tensor(self, _):
-            return into["w"]
-
-    reader = FileReader(server.place)
-    dcp.load({"w": torch.zeros(4096, 1024)}, storage_reader=reader, planner=Part(), no_dist=True)
-    assert torch.equal(into["w"], state["w"][1024:1536])
-    assert reader.report["bytes"] <= 1.05 * reader.report["wanted"] + (64 << 10)
-
-
-@pytest.mark.process
 def test_a_checkpoint_of_torch_is_read(any_server, tmp_path):
     state = some_state(7)
     dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path / "theirs"), no_dist=True)
     put_folder(any_server.url, tmp_path / "theirs", any_server.prefix)
     assert_same(load(state, any_server.place)[0], state)
-
-
-def test_a_damaged_block_is_named(server):
-    state = some_state(8)
-    save(state, server.place)
-    key, data = next((k, d) for k, d in objects(server.url, server.prefix).items() if "/rank" in k)
-    changed = bytearray(data)
-    changed[4096 + 700] ^= 1
-    client(server.url).put_object(Bucket="bucket", Key=key, Body=bytes(changed))
-    with pytest.raises(CorruptCheckpoint, match="does not match its checksum") as raised:
-        load(state, server.place)
-    assert key.rpartition("/")[2] in str(raised.value)
 
 
 def test_an_object_that_is_missing_is_named(server):
@@ -167,22 +118,6 @@ def test_a_folder_with_a_checkpoint_can_be_protected(server):
     save(some_state(1), server.place)
     with pytest.raises(InvalidArgument, match="Checkpoint already exists"):
         save(some_state(2), server.place, overwrite=False)
-
-
-def test_options_are_those_of_the_library(moto_url, monkeypatch):
-    for name in [name for name in os.environ if name.startswith("AWS_")]:
-        monkeypatch.delenv(name)
-    options = {
-        "endpoint": moto_url,
-        "access_key_id": "a",
-        "secret_access_key": "b",
-        "region": "us-east-1",
-    }
-    state = some_state(10)
-    save(state, "s3://bucket/options", store_options=options)
-    assert_same(load(state, "s3://bucket/options", store_options=options)[0], state)
-    with pytest.raises(InvalidArgument, match="cannot be opened"):
-        save(state, "s3://bucket/options", store_options={**options, "no_such_option": "1"})
 
 
 def test_a_save_that_goes_on_has_a_deadline_of_its_own(server):

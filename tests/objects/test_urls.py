@@ -10,7 +10,7 @@ from tensorferry.checkpointing import load_file
 from tensorferry.errors import InvalidArgument
 from tensorferry.storage.objects.answers import what_was_said
 from tensorferry.storage.objects.url import parsed, without_secrets
-from tensorferry.storage.places import any_place, place_of
+from tensorferry.storage.places import any_place
 
 
 @pytest.mark.parametrize(
@@ -60,11 +60,6 @@ def test_what_a_store_said_is_told_without_the_url():
         "\n\nDebug source:\nxyz"
     )
     assert what_was_said(text) == "status 400, Bad (no)"
-
-
-def test_what_takes_no_url_says_so():
-    with pytest.raises(InvalidArgument, match="object store"):
-        place_of("s3://bucket/x")
 
 
 def test_a_url_that_was_a_path_object_says_so():

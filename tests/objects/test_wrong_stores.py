@@ -21,8 +21,6 @@ from tensorferry.dcp import FileReader, FileWriter, own_errors
 from tensorferry.errors import ConnectError, IncompleteCheckpoint, InvalidArgument, StoreRefused, TensorferryError
 from tensorferry.storage.objects import client
 from tensorferry.storage.objects.place import ObjectPlace
-from tensorferry.storage.places import any_place
-from tensorferry.storage.stores import store_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 HTML = b"<!DOCTYPE html><html><body>Sign in</body></html>"
@@ -161,25 +159,6 @@ def test_a_bundle_that_cannot_be_read_is_named(at, monkeypatch):
     monkeypatch.setenv("AWS_CA_BUNDLE", "/there/is/none.pem")
     with pytest.raises(InvalidArgument, match=r"AWS_CA_BUNDLE=/there/is/none\.pem"):
         load()
-
-
-def test_a_server_without_tls_is_told_at_once(at):
-    with answering(404) as url:
-        at(url.replace("http", "https"))
-        with pytest.raises(ConnectError, match="does not speak TLS"):
-            load()
-
-
-def test_the_words_of_a_store_are_told_whole(at):
-    """The key stands in some messages of the library, and its words say nothing."""
-    answer = b"<Error><Code>NoSuchBucket</Code><Message>The specified bucket does not exist</Message></Error>"
-    with answering(404, answer) as url:
-        at(url)
-        for key in ("d", "bucket", "does"):
-            place = any_place(f"s3://{BUCKET}/{key}")
-            for request in (store_of(place).entries, lambda place=place: place.write_bytes(b"x")):
-                with pytest.raises(StoreRefused, match=r"NoSuchBucket \(The specified bucket does not exist\)"):
-                    request()
 
 
 def test_a_store_that_is_ill_is_asked_for_one_name(at, monkeypatch):

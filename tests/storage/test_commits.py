@@ -159,40 +159,6 @@ def test_ranks_that_save_without_a_coordinator_in_the_middle_of_a_coordinated_sa
 
 
 @uncoordinated
-def test_an_index_of_a_rank_that_is_replaced_while_it_is_to_be_removed_stays(at, tmp_path, monkeypatch) -> None:
-    save_uncoordinated(tmp_path, 1)
-    begun, go = threading.Event(), threading.Event()
-
-    class Late(FileWriter):
-        def finish(self, metadata, results):
-            begun.set()
-            assert go.wait(WAIT_S)
-            super().finish(metadata, results)
-
-    class Coordinated(FileWriter):
-        def finish(self, metadata, results):
-            # A save without a coordinator is refused once there is an index of all ranks: it begins before.
-            late.start()
-            assert begun.wait(WAIT_S)
-            super().finish(metadata, results)
-
-    late = Waiting(monkeypatch, lambda: save_uncoordinated(tmp_path, 2, Late(tmp_path)))
-    real = commits.remove_earlier
-
-    def remove_earlier(index: Path, began: int) -> None:
-        at("checked", lambda: (go.set(), late.has_come()))
-        real(index, began)
-
-    monkeypatch.setattr(commits, "remove_earlier", remove_earlier)
-    save(tmp_path, 3, Coordinated(tmp_path))
-    late.end()
-    assert held(tmp_path) == all_of(3)
-    (of_rank,) = commits.files_of(tmp_path / RANK_INDEX).files
-    assert (tmp_path / of_rank).is_file()
-    assert len(files(tmp_path)) == 4
-
-
-@uncoordinated
 def test_a_coordinated_save_begins_after_those_of_ranks_whatever_the_clock_says(tmp_path, monkeypatch) -> None:
     with monkeypatch.context() as ahead:
         later = time.time_ns() + 10**9
@@ -338,31 +304,6 @@ def test_a_file_that_cannot_be_locked_is_not_held(tmp_path, monkeypatch) -> None
     monkeypatch.setattr(folder_store.os, "open", mock.Mock(side_effect=refusal))
     with pytest.raises(SystemRefused, match="Too many open files"), FolderStore(tmp_path).holding([name]):
         pass
-
-
-@pytest.mark.process
-def test_a_child_that_is_forked_in_the_middle_of_a_commit_does_not_keep_the_folder_locked(at, tmp_path) -> None:
-    children = []
-    ends, end = os.pipe()
-
-    def fork() -> None:
-        child = os.fork()
-        if not child:
-            os.close(end)
-            os.read(ends, 1)
-            os._exit(0)
-        children.append(child)
-
-    at("checked", fork)
-    save(tmp_path, 1)
-    try:
-        save(tmp_path, 2)
-        assert held(tmp_path) == all_of(2)
-    finally:
-        os.close(end)
-        os.close(ends)
-        for child in children:
-            os.waitpid(child, 0)
 
 
 def test_an_old_checkpoint_that_is_saved_anew_while_it_is_to_be_removed_stays(at, tmp_path, monkeypatch) -> None:

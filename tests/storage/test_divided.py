@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import random
 import threading
-import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -13,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from tensorferry._native import Arena, Remote
-from tensorferry.errors import CorruptCheckpoint, TensorferryError
+from tensorferry.errors import TensorferryError
 from tensorferry.net.options import ServerOptions
 from tensorferry.net.serve import start
 from tensorferry.storage import divided
@@ -118,17 +117,6 @@ def test_each_reads_a_half_of_what_both_need_and_all_of_the_rest(readers, entrie
 
 
 @pytest.mark.waits
-def test_ranks_meet_whatever_else_one_of_them_has_read(readers):
-    """As when the targets of one of them take more reads."""
-    small = {"small": readers[0].slices["small"]}
-    for _ in range(2):
-        assert readers[0].divided.read(small)["relayed"] == 0
-    for report in both(readers):
-        assert report["relayed"] > 0
-    assert [reader.is_right() for reader in readers] == [True, True]
-
-
-@pytest.mark.waits
 def test_each_container_may_have_other_partners():
     """Three ranks, of which each shares another container with each other one."""
     names = ["one", "two", "three"]
@@ -186,23 +174,6 @@ def test_others_that_are_gone_or_need_something_else_are_done_without(readers, m
     assert readers[0].is_right()
     assert report["relayed"] == 0
     assert "is read from the store" in caplog.text
-
-
-@pytest.mark.waits
-def test_one_that_fails_holds_up_nobody(readers, monkeypatch):
-    monkeypatch.setattr(divided, "_QUIET_S", 0.1)
-
-    def fails():
-        time.sleep(0.2)
-        raise CorruptCheckpoint("a block")
-
-    readers[1].source.before = fails
-    with ThreadPoolExecutor(2) as pool:
-        good, bad = pool.submit(readers[0].read), pool.submit(readers[1].read)
-        with pytest.raises(CorruptCheckpoint):
-            bad.result(30)
-        assert good.result(30)["relayed"] == 0
-    assert readers[0].is_right()
 
 
 @pytest.mark.waits

@@ -9,7 +9,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from tensorferry._native import _read_file
-from tensorferry.dcp import FileReader, FileWriter
+from tensorferry.dcp import FileWriter
 from tensorferry.storage import slices
 
 SHAPES = [(5, 4, 6, 130), (3, 2, 2, 2, 70), (700,), (40, 33), (1, 9, 1, 300), (2, 3, 257, 1)]
@@ -50,49 +50,3 @@ def test_a_box_arrives_in_a_target_of_any_strides(saved, data):
     assert torch.equal(target, expected)
     part.fill_(-1)
     assert (room == -1).all(), "something was written beside the target"
-
-
-def test_parts_of_every_length_are_loaded_into_shards(saved):
-    """Shards are loaded through the planner, as scattered runs and as runs that torch selects."""
-    folder, _, tensors = saved
-    for name, whole in tensors.items():
-        for dim in range(whole.dim()):
-            for length in {1, whole.shape[dim] // 2, whole.shape[dim]} - {0}:
-                for turned in (False, True):
-                    expected = whole.narrow(dim, whole.shape[dim] - length, length)
-                    shard = Shard(torch.zeros_like(expected))
-                    if turned:
-                        shard = Shard(torch.zeros(expected.shape[::-1]).permute(*range(whole.dim())[::-1]))
-                    plan = dcp.LoadPlan([item(name, whole, dim, length)])
-                    reader = FileReader(folder)
-                    reader.set_up_storage_reader(reader.read_metadata(), is_coordinator=True)
-                    reader.read_data(plan, shard)
-                    assert torch.equal(shard.tensor, expected), (name, dim, length, turned)
-
-
-def item(name, whole, dim, length):
-    offsets = [0] * whole.dim()
-    offsets[dim] = whole.shape[dim] - length
-    lengths = list(whole.shape)
-    lengths[dim] = length
-    index = dcp.metadata.MetadataIndex(name, [0] * whole.dim())
-    return dcp.planner.ReadItem(
-        type=dcp.planner.LoadItemType.TENSOR,
-        dest_index=index,
-        dest_offsets=torch.Size([0] * whole.dim()),
-        storage_index=index,
-        storage_offsets=torch.Size(offsets),
-        lengths=torch.Size(lengths),
-    )
-
-
-class Shard(dcp.DefaultLoadPlanner):
-    """A planner with one tensor."""
-
-    def __init__(self, tensor):
-        super().__init__()
-        self.tensor = tensor
-
-    def resolve_tensor(self, read_item):
-        del read_item
-        return self.tensor

@@ -24,16 +24,6 @@ def test_a_file_is_replaced_and_nothing_else_is_left(tmp_path) -> None:
         assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_failure_leaves_what_was_there(tmp_path) -> None:
-    path = tmp_path / "file"
-    (path / "inside").mkdir(parents=True)
-    with pytest.raises(OSError, match="file"):
-        write_whole(path, b"data", tmp_path / "file.partial")
-    assert list(tmp_path.iterdir()) == [path]
-    with pytest.raises(FileNotFoundError):
-        write_whole(tmp_path / "gone" / "file", b"data", tmp_path / "gone" / "file.partial")
-
-
 def test_a_file_is_read_up_to_a_length_and_not_one_byte_of_a_longer_one(tmp_path) -> None:
     path = tmp_path / "metadata.json"
     path.write_bytes(b"{}")

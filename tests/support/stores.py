@@ -6,7 +6,9 @@ import contextlib
 import http.client
 import http.server
 import logging
+import os
 import shutil
+import signal
 import socket
 import subprocess
 import threading
@@ -245,6 +247,55 @@ def moments(seen: list[tuple[str, str]], kills: int) -> list[int]:
     spread = [at * len(seen) // max(kills, 1) for at in range(kills)]
     chosen = list(dict.fromkeys([commit, upload, commit + 1, *spread, *range(len(seen))]))
     return sorted(chosen[: min(kills, len(seen))])
+
+
+def survive_kills(
+    gateway: Gateway,
+    kills: int,
+    save: Callable[[int], bool],
+    pid: Callable[[], int | None],
+    held: Callable[[], int],
+) -> int:
+    """Kills saves (-9), each at another request: what is there then is the last one or that one, and the next works.
+
+    Args:
+        gateway: that of the process that is killed
+        kills: how many
+        save: saves a number; returns whether it has failed
+        pid: returns whom to kill; ``None`` while nobody is there
+        held: returns the number that is there
+
+    Returns:
+        How many of the saves have failed.
+    """
+    failed = 0
+
+    def saved(number: int, at: int | None = None) -> bool:
+        killed: list[int] = []
+
+        def act(request: int, *_: str) -> Action:
+            if request != at or (victim := pid()) is None:
+                return None
+            os.kill(victim, signal.SIGKILL)
+            killed.append(victim)
+            return "break"
+
+        gateway.seen.clear()
+        gateway.act = act
+        has_failed = save(number)
+        assert bool(killed) == (at is not None), f"request {at} was not made"
+        return has_failed
+
+    for last in (1, 2):
+        assert not saved(last)
+    for at in moments(list(gateway.seen), kills):
+        has_failed = saved(100 + at, at)
+        failed += has_failed
+        assert held() in ((last, 100 + at) if has_failed else (100 + at,)), f"killed at request {at}"
+        last = 1000 + at
+        assert not saved(last)
+        assert held() == last
+    return failed
 
 
 def environment(url: str) -> dict[str, str]:
