@@ -252,15 +252,6 @@ def without_files_entry(folder):
     Container(no_rows(), None, True, [(reserved.INDEX, text)], ABOUT).write(path, partial=folder / "p")
 
 
-def test_checkpoints_of_older_versions_load_and_are_replaced(tmp_path):
-    save(tmp_path, 1)
-    without_files_entry(tmp_path)
-    assert loaded(tmp_path) == [1]
-    save(tmp_path, 2)
-    assert loaded(tmp_path) == [2]
-    assert len(names(tmp_path)) == 2
-
-
 @pytest.mark.parametrize(
     "entry",
     [b"", b"[]", b"{}", b'{"began":0,"files":{}}', b'{"began":0,"files":[1]}', b'{"began":"x","files":{"a":"0"}}',

@@ -120,15 +120,13 @@ class Download:
             if e.errno not in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
                 raise
         status = os.fstat(self._fd)
-        if not stat.S_ISREG(status.st_mode):
-            raise InvalidArgument(f"{path} is a pipe or a device: remove it, or choose another name")
-        if status.st_nlink > 1:
-            raise InvalidArgument(
-                f"{path} has another name, under which its content would change as well: remove it, or choose "
-                "another name"
-            )
         if not os.path.samestat(status, os.lstat(path)):
             raise InvalidArgument(f"another process has just completed {path}: download again")
+        if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
+            raise InvalidArgument(
+                f"{path} is no plain file, or has another name, under which its content would change as well: "
+                "remove it, or choose another name"
+            )
 
     def _token(self) -> str:
         """Returns the random entry of the header: that of the file, if it is one that was begun."""

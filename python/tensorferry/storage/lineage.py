@@ -47,7 +47,7 @@ class Lineage:
         self._is_warned = False
 
     def begin(self, folder: AnyPlace, save: SaveId, keep_last: int | None) -> SaveId:
-        """Returns ``save``, which rank 0 is about to begin, as one of its lineage; raises nothing.
+        """Returns ``save``, which rank 0 is about to begin, as the newest of its lineage; raises nothing.
 
         Args:
             folder: the folder of the checkpoint
@@ -64,7 +64,8 @@ class Lineage:
             self._last = folder
             self._saves.setdefault(folder, None)
         self._id = self._id or secrets.token_hex(6)
-        return replace(save, lineage=self._id)
+        known = [found.began for found in self._saves.values() if found is not None]
+        return replace(save, lineage=self._id, began=max([save.began, *(began + 1 for began in known)]))
 
     def keep_last(self, count: int, newest: AnyPlace, commit: Commit) -> None:
         """Removes the oldest checkpoints but the last ``count``, and what saves have left that were not committed.
