@@ -18,7 +18,7 @@ from tensorferry.checkpointing import AsyncCheckpointer, SyncCheckpointer
 from tensorferry.dcp import FileReader, FileWriter, own_errors
 from tensorferry.errors import IncompleteCheckpoint, StoreRefused, WriterLost
 from tensorferry.storage import commits
-from tensorferry.storage.objects.bucket import BucketStore
+from tensorferry.storage.objects import bucket
 
 pytestmark = [pytest.mark.filterwarnings("ignore::UserWarning"), pytest.mark.process]
 
@@ -105,8 +105,11 @@ def test_kill_9_of_the_process_that_writes(gateway, server, pytestconfig):
         checkpointer.close()
 
 
-def test_what_a_living_save_has_written_stays(server):
-    """Another save commits while an upload is under way: it removes nothing of that."""
+@pytest.mark.parametrize("has_conditions", [True, False])
+def test_what_a_living_save_has_written_stays(server, monkeypatch, has_conditions):
+    """Another save commits while an upload is under way: it removes nothing of that, and stays."""
+    monkeypatch.setattr(bucket, "_warned", set() if has_conditions else {"s3://bucket"})
+    dcp.save({"u": torch.ones(2)}, storage_writer=FileWriter(server.place), no_dist=True)
     began = []
 
     def progress(done, _):
@@ -154,7 +157,7 @@ def test_a_save_that_commits_between_the_look_and_the_write_stays(server, monkey
 
     monkeypatch.setattr(commits, "reached", reached)
     # In the middle of a commit of the same thread, another one would be refused.
-    monkeypatch.setattr(BucketStore, "locked", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(bucket.BucketStore, "locked", lambda _: contextlib.nullcontext())
     with pytest.raises(IncompleteCheckpoint, match="began later has finished before"), own_errors():
         dcp.save({"w": torch.ones(5)}, storage_writer=FileWriter(server.place), no_dist=True)
     into = {"v": torch.zeros(3)}

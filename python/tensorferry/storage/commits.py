@@ -256,13 +256,15 @@ def commit_index(
     store = store_of(folder)
     content = Container(Table(), None, True, [*entries, (INDEX_FILES, commit.encode())], about)
     with store.holding(commit.files) as listed:
-        if index.name not in listed:
+        if not store.compares or (seen is not None and seen[1] is None):
+            seen = None
+        elif index.name not in listed:
             seen = None, store.absent
         try:
             with store.new_index(index.name, content) as put:
                 reached("written", index)
                 with store.locked():
-                    before, now = _replace(index, commit, put, check, seen if store.may_be_late else None)
+                    before, now = _replace(index, commit, put, check, seen)
         except SystemRefused:
             if not store.may_be_late:
                 # The save has failed. On a full disk, its files would leave no room for the next one.

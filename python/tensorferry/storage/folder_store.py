@@ -42,6 +42,8 @@ class FolderStore:
 
     #: Whether a write may be made although it has failed.
     may_be_late = False
+    #: Whether an index is replaced on a condition, instead of under a lock.
+    compares = False
     absent = None
     #: Seconds between two looks into it, at first and at most.
     pauses = 0.005, 0.25
@@ -181,10 +183,11 @@ class FolderStore:
         def put(version: object) -> float:
             del version
             try:
+                now = partial.stat().st_mtime
                 os.rename(partial, index)
             except OSError as e:
                 raise SystemRefused(e.errno, f"{index}: cannot be put in its place: {e.strerror}") from e
-            return index.stat().st_mtime
+            return now
 
         try:
             yield put

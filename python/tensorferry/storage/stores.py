@@ -46,6 +46,11 @@ class Store(Protocol):
 
     may_be_late: bool
     absent: Any
+
+    @property
+    def compares(self) -> bool:
+        """Whether an index is replaced on a condition, instead of under a lock."""
+
     pauses: tuple[float, float]
 
     def entries(self, *beginnings: str) -> Mapping[str, Stat]:

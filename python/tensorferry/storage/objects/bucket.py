@@ -119,7 +119,7 @@ class BucketStore:
             if is_missing(e):
                 return None, self.absent
             raise
-        return opened, opened.version or "overwrite"
+        return opened, opened.version or None
 
     def read(self, name: str, most: int | None) -> bytes:
         """Returns the content of an object."""
@@ -147,6 +147,11 @@ class BucketStore:
                 f"{self.place}: {gone[0]}, which this save has written, was removed by another process"
             )
         yield listed
+
+    @property
+    def compares(self) -> bool:
+        """Whether an index is replaced on a condition."""
+        return self.place.url.root not in _warned
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
@@ -220,21 +225,24 @@ def _encoded(container: Container) -> bytes:
 def _put(place: ObjectPlace, data: bytes, mode: Any) -> float:
     """Writes on a condition, where the store has conditions; returns when it was written, by the store's clock."""
     root = place.url.root
-    if mode != "overwrite" and root not in _warned:
+    if root not in _warned:
         try:
-            return place.put(data, mode)
+            if mode is not None:
+                return place.put(data, mode)
         except Unsupported:
             pass
-    # It is not asked again: the client takes half a minute to believe it.
-    if root not in _warned:
+        # It is not asked again: the client takes half a minute to believe it.
         _warned.add(root)
         logger.warning(
             "%s: this store has no conditional writes: if two jobs save into one place, a checkpoint may be lost "
             "that was committed. Let only one job save there",
             root,
         )
+        if isinstance(mode, dict):
+            # What was seen may be of long ago.
+            raise SourceChanged(f"{place}: writing it: another writer may have changed it meanwhile")
     if mode == "create" and place.is_file():
-        raise SourceChanged(f"{place}: writing it: something is there already") from None
+        raise SourceChanged(f"{place}: writing it: something is there already")
     return place.put(data, "overwrite")
 
 
