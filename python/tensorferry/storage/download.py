@@ -35,6 +35,8 @@ _FILE = "tensorferry.file"
 PULLED = "tensorferry.pulled"
 _UNIQUE = re.compile(rb'"tensorferry\.file":"([0-9a-f]{32})"')
 _DIGITS = r"[0-9a-f]{16}"
+#: Bytes at the beginning of a file in which its ``__metadata__`` is looked for.
+_HEAD = 1 << 16
 #: No header is longer.
 _LONGEST_HEADER = 100_000_000
 
@@ -258,7 +260,7 @@ class Download:
 def remove_others(path: Path) -> None:
     """Removes what interrupted downloads of other steps into ``path`` have left, now that it is complete.
 
-    Files that another process has locked, and files of other users, stay, as does what cannot be removed.
+    Files that another process has locked, of other users or without the mark of a download stay.
     """
     ours = re.compile(re.escape(f".{stem(path)}.pull-") + _DIGITS + r"\.partial")
     with contextlib.suppress(OSError):
@@ -266,7 +268,8 @@ def remove_others(path: Path) -> None:
             with contextlib.suppress(OSError), open_at_once(left) as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 about = left.lstat()
-                if about.st_uid == os.geteuid() and os.path.samestat(about, os.fstat(file.fileno())):
+                is_mine = about.st_uid == os.geteuid() and os.path.samestat(about, os.fstat(file.fileno()))
+                if is_mine and f'"{PULLED}"'.encode() in file.read(_HEAD):
                     left.unlink()
 
 
