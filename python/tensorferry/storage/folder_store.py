@@ -13,9 +13,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from .._fork import ForkSafeLock
 from .._native import _check_machine_has
-from .._reentry import CallMark
+from .._reentry import ForkSafeCallLock
 from ..errors import IncompleteCheckpoint, ProtocolError, SystemRefused
 from .container import Container
 from .names import machine, new_id, parts_of_name, writer_of
@@ -31,10 +30,9 @@ _GRACE_S = 60.0
 #: How many files are locked at a time.
 _BATCH = 64
 
-#: Held between the second reading of an index and the rename: there may be file systems without any locks.
-_committing = ForkSafeLock()
-#: A signal handler that commits in the middle of a commit would wait for the lock of its own thread.
-in_commit = CallMark("the commit of a checkpoint")
+#: Held between the second reading of an index and the rename: there may be file systems without any locks. A signal
+#: handler that commits in the middle of a commit is refused.
+_committing = ForkSafeCallLock("the commit of a checkpoint")
 
 
 class FolderStore:
@@ -153,7 +151,8 @@ class FolderStore:
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
         """Locks the folder (``flock``); where the file system has no locks, threads of this process are kept out."""
-        with in_commit.held(), self._locked(), _committing.held():
+        _committing.check()
+        with self._locked(), _committing.held():
             yield
 
     @contextlib.contextmanager

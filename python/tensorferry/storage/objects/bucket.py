@@ -18,7 +18,6 @@ from ...errors import (
     TensorferryError,
 )
 from ..container import Container
-from ..folder_store import in_commit
 from ..names import BEGINNINGS
 from . import client
 from .answers import DEBUG, Unsupported, is_missing, is_not_found
@@ -156,8 +155,7 @@ class BucketStore:
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
         """Nothing is locked: writes are conditional instead."""
-        with in_commit.held():
-            yield
+        yield
 
     @contextlib.contextmanager
     def new_index(self, name: str, content: Container) -> Iterator[Callable[[Any], float]]:
