@@ -11,7 +11,6 @@ from stores import client, objects, put_folder
 from tensorferry.dcp import FileReader, FileWriter, own_errors
 from tensorferry.errors import (
     IncompleteCheckpoint,
-    InvalidArgument,
     TransferCancelled,
 )
 from tensorferry.storage.objects import upload
@@ -112,12 +111,6 @@ def test_an_object_that_is_missing_is_named(server):
     client(server.url).delete_object(Bucket="bucket", Key=key)
     with pytest.raises(IncompleteCheckpoint, match="its index names rank00000"):
         load(state, server.place)
-
-
-def test_a_folder_with_a_checkpoint_can_be_protected(server):
-    save(some_state(1), server.place)
-    with pytest.raises(InvalidArgument, match="Checkpoint already exists"):
-        save(some_state(2), server.place, overwrite=False)
 
 
 def test_a_save_that_goes_on_has_a_deadline_of_its_own(server):

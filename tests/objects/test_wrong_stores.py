@@ -16,11 +16,9 @@ import torch.distributed.checkpoint as dcp
 
 from stores import BUCKET, environment
 from tensorferry.checkpointing import SyncCheckpointer, latest_checkpoint, load_file
-from tensorferry.cli import places
 from tensorferry.dcp import FileReader, FileWriter, own_errors
-from tensorferry.errors import ConnectError, IncompleteCheckpoint, InvalidArgument, StoreRefused, TensorferryError
+from tensorferry.errors import ConnectError, IncompleteCheckpoint, InvalidArgument, TensorferryError
 from tensorferry.storage.objects import client
-from tensorferry.storage.objects.place import ObjectPlace
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 HTML = b"<!DOCTYPE html><html><body>Sign in</body></html>"
@@ -159,16 +157,3 @@ def test_a_bundle_that_cannot_be_read_is_named(at, monkeypatch):
     monkeypatch.setenv("AWS_CA_BUNDLE", "/there/is/none.pem")
     with pytest.raises(InvalidArgument, match=r"AWS_CA_BUNDLE=/there/is/none\.pem"):
         load()
-
-
-def test_a_store_that_is_ill_is_asked_for_one_name(at, monkeypatch):
-    """For each further one, all requests would be made again and again."""
-    with answering(500) as url:
-        at(url)
-        asked, real, head = [], client._make, ObjectPlace.stat
-        monkeypatch.setattr(client, "_make", lambda *how: real(*how[:3], 0))
-        monkeypatch.setattr(ObjectPlace, "stat", lambda place: asked.append(place.name) or head(place))
-        for find in (places.find, lambda text: places.settled(lambda: places.find(text), text)):
-            with pytest.raises(StoreRefused, match=f"the store at {url} refuses: .*500"):
-                find(PLACE)
-        assert asked == ["index.safetensors"] * 2

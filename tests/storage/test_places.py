@@ -10,8 +10,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from tensorferry.checkpointing import AsyncCheckpointer, SyncCheckpointer, latest_checkpoint
-from tensorferry.cli import main
+from tensorferry.checkpointing import AsyncCheckpointer, SyncCheckpointer
 from tensorferry.dcp import FileReader, FileWriter
 from tensorferry.errors import InvalidArgument
 from tensorferry.storage.places import place_of
@@ -67,31 +66,6 @@ def test_a_path_is_the_place_that_the_system_would_find(path, place, here) -> No
 def test_what_names_no_place_is_refused(path) -> None:
     with pytest.raises(InvalidArgument):
         place_of(path)
-
-
-@pytest.mark.parametrize("path", ["run/../ckpt/step-1", "ckpt/step-1/"])
-@pytest.mark.parametrize("kind", [SyncCheckpointer, AsyncCheckpointer])
-@pytest.mark.process
-def test_what_is_saved_to_a_path_is_what_every_reader_of_it_loads(kind, path, here) -> None:
-    # What is at the place that the text would name without the link.
-    decoy = Path(os.path.abspath(path))
-    with_decoy = decoy != place_of(path)
-    one = kind()
-    if with_decoy:
-        one.save(decoy, state_of(66))
-    saved = one.save(path, state_of(1), step=1)
-    if saved is not None:
-        saved[1].result(60)
-    if with_decoy and kind is AsyncCheckpointer:
-        one.save(decoy, state_of(66))[1].result(60)
-    assert float(one.load(path)["w"][0]) == 1
-    found = latest_checkpoint(os.path.dirname(path.rstrip("/")))
-    assert float(one.load(found)["w"][0]) == 1
-    assert float(one.load(one.latest(os.path.dirname(path.rstrip("/"))))["w"][0]) == 1
-    for verb in (["verify", path], ["convert", path, str(here / "out.pt")]):
-        assert main(verb) == 0
-    assert float(torch.load(here / "out.pt")["w"][0]) == 1
-    one.close()
 
 
 @pytest.mark.process
