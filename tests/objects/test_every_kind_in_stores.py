@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -54,22 +53,3 @@ def test_verbs(name, server, command, tmp_path):
     assert command("diff", tmp_path / f"copy-{kind.name}", same).status == 0
     assert command("copy", path, f"{server.place}/copy-{kind.name}").status == 0
     assert command("diff", f"{server.place}/copy-{kind.name}", same).status == 0
-
-
-@pytest.mark.parametrize("name", ["torch.save", "container", "model", "checkpointer's"])
-def test_a_copy_for_which_there_is_no_room_is_refused_at_once(name, server, command, tmp_path, monkeypatch):
-    kind = KINDS[name]
-    path, place = written(kind, tmp_path / "here", with_notes=False), f"{server.place}/{kind.name}"
-    assert command("copy", path, place).status == 0
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=10))
-    lines = [["convert", place, tmp_path / "out.pt"], ["copy", place, tmp_path / "copied"]]
-    lines += [["serve", place]] if name in ("container", "checkpointer's") else []
-    if name == "torch.save":
-        lines += [["inspect", place], ["verify", place], ["diff", place, place]]
-    for line in lines:
-        done = command(*line)
-        assert done.status == 9, (line, done)
-        assert "has room for 10: " in done.err
-        assert "TMPDIR" in done.err
-    assert [one.name for one in tmp_path.iterdir()] == ["here"]

@@ -76,9 +76,9 @@ FORKS = {
     "while another thread of the parent pickles, with the collector paused, and holds locks": """
         from tensorferry import _gc
         from tensorferry.memory import host_pool
-        from tensorferry.storage import folder_lock
+        from tensorferry.storage import folder_store
         inside, go_on = threading.Event(), threading.Event()
-        locks = [folder_lock._committing, host_pool._warning, _gc._lock]
+        locks = [folder_store._committing, host_pool._warning, _gc._lock]
 
         class Slow:
             def __reduce__(self):
@@ -94,9 +94,10 @@ FORKS = {
 
         def use_both():
             signal.alarm(30)
-            assert all(lock._lock.acquire(timeout=5) for lock in locks)
-            for lock in locks:
-                lock._lock.release()
+            inner = [locks[0].reentrant, *(lock._lock for lock in locks[1:])]
+            assert all(lock.acquire(timeout=5) for lock in inner)
+            for lock in inner:
+                lock.release()
             assert gc.isenabled()
             with _gc.gc_paused():
                 assert not gc.isenabled()
