@@ -322,3 +322,15 @@ def test_an_old_checkpoint_that_is_saved_anew_while_it_is_to_be_removed_stays(at
     assert float(saver.load(tmp_path / "step-2")["w"][0]) == 4
     assert latest_checkpoint(tmp_path) == str(tmp_path / "step-2")
     saver.close()
+
+
+def test_commits_leave_no_descriptor_open(tmp_path) -> None:
+    save(tmp_path, 1)
+    before = len(os.listdir("/proc/self/fd"))
+    for value in (2, 3):
+        left = tmp_path / f"rank00001-{names.new_id()}.safetensors"
+        left.write_bytes(b"of a killed save")
+        os.utime(left, (time.time() - 3600,) * 2)
+        save(tmp_path, value)
+        assert not left.exists()
+    assert len(os.listdir("/proc/self/fd")) == before
