@@ -1,7 +1,7 @@
 """The functions of this package that pickles on the network refer to.
 
 A receiver, which may run another version, looks them up by module and function name. So the name of this module, the
-names of its functions and their parameters must never change. :data:`FORMER` has the names that earlier versions wrote.
+names of its functions and their parameters must never change.
 """
 
 from __future__ import annotations
@@ -22,10 +22,3 @@ def rebuild_dtensor(local: Tensor, spec: Any, requires_grad: bool) -> Tensor:
     from torch.distributed.tensor import DTensor
 
     return DTensor(local, spec, requires_grad=requires_grad)
-
-
-#: ``(module, name)`` as earlier versions wrote it, mapped to the current one.
-FORMER: dict[tuple[str, str], tuple[str, str]] = {
-    ("tensorferry.tensors", function.__name__): (__name__, function.__name__)
-    for function in (with_grad, rebuild_dtensor)
-}

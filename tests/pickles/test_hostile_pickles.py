@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import base64
 import collections
+import datetime
 import decimal
 import fractions
 import io
@@ -15,6 +16,8 @@ import subprocess
 import sys
 import time
 import types
+import uuid
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +31,7 @@ from pickled_classes import Colour, Holder, a_function
 from tensorferry.pickles.allowlist import Allowed
 from tensorferry.pickles.globals import kinds
 from tensorferry.pickles.globals import table as reviewed
+from tensorferry.pickles.torch_archives import unpickled
 
 pytestmark = [pytest.mark.timeout(100), pytest.mark.beyond_torchft]
 
@@ -76,66 +80,31 @@ def quantised(dtype: str, **metadata: bool) -> Raw:
 
 
 REMOTE = record("torch.distributed.remote_device", "_remote_device", _worker_name=deep(), _device=1, _rank=1)
-MESH = record(
-    "torch.distributed.device_mesh", "DeviceMesh", _flatten_rank_map=deep(), _layout=1, _device_type=1,
-    _mesh_dim_names=1, _thread_id=1, _preserve_rank_order=1,
-)  # fmt: skip
-SPEC = record(
-    "torch.distributed.tensor._dtensor_spec", "DTensorSpec", mesh=deep(), placements=1, tensor_meta=None,
-    shard_order=(), _hash=None,
-)  # fmt: skip
 SPARSE = global_("torch._utils", "_rebuild_sparse_tensor")
-NESTED = global_("torch._utils", "_rebuild_nested_tensor")
-JAGGED = global_("torch.nested._internal.nested_tensor", "_rebuild_njt")
-ON_DEVICE = global_("torch._utils", "_rebuild_device_tensor_from_cpu_tensor")
 VOID = call(global_("numpy", "dtype"), "V4", False, True)
 
 ATTACKS: dict[str, Any] = {
     "a record of a deep tuple, as a key": {REMOTE: None},
-    "a mesh of a deep tuple, as a key": {MESH: None},
-    "a spec of a deep tuple, as a key": {SPEC: None},
     "a record of a deep tuple, in a tuple, as a key": {(REMOTE,): None},
     "a record of a deep tuple, as an element": call(global_("builtins", "frozenset"), [REMOTE]),
     "a record of a deep tuple, if it is a key": REMOTE,
     "a record that takes for ever, if it is a key": record("torch.distributed.remote_device", "_remote_device", _worker_name=bomb(60), _device=1, _rank=1),
     "records in records, as a key": {Raw(b"".join([new(global_("torch.distributed.remote_device", "_remote_device")) + b"}" + say("_worker_name")] * 2000) + b"N" + b"sb" * 2000): None},
-    "a tuple in tuples of tuples of return_types": Raw(global_("torch.return_types", "max") * 2000 + b"N" + b"N\x86}\x86R" * 2000),
-    "a field of a return_type": call(global_("torch.return_types", "max"), ([1], None), {}),
     "an array of objects in an array of objects": build(ARRAY, (1, (1,), OBJECTS, False, [build(ARRAY, (1, (1,), OBJECTS, False, [1]))])),
     "dtypes in dtypes": Raw((VOID + b"(K\x03" + say("|") + b"N" + say(("a",)) + b"}" + say("a")) * 2000 + F4 + b"K\x00\x86sK\x04K\x01K\x00tb" * 2000),
     "a dtype that takes for ever to hash": Raw(F4 + b"\x94" + (b"0" + VOID + b"(K\x03" + say("|") + b"N" + say(("a", "b")) + b"}(" + say("a") + b"h\x00K\x00\x86" + say("b") + b"h\x00K\x00\x86uK\x04K\x01K\x00tbq\x00") * 31),
-    **{f"{dtype} without its scales": quantised(dtype) for dtype in ("qint8", "quint8", "qint32", "quint4x2", "quint2x4")},
-    **{f"{dtype} without its scales, negated": quantised(dtype, neg=True) for dtype in ("qint8", "quint4x2")},
+    **{f"{dtype} without its scales": quantised(dtype) for dtype in ("qint8", "quint4x2")},
     "quantised by v3": call(global_("torch._utils", "_rebuild_tensor_v3"), persistent("typed", 0, "uint8"), 0, (4,), (1,), False, HOOKS, global_("torch", "qint8")),
     "quantised without memory": call(global_("torch._utils", "_rebuild_meta_tensor_no_storage"), global_("torch", "qint8"), (4,), (1,), False),
     "conj of what is not complex": quantised("float32", conj=True),
-    "a copy larger than its storage": call(ON_DEVICE, tensor("uint8", 1 << 29, stride=(0,)), global_("torch", "float64"), "cpu", False),
-    "many copies of one storage": [call(ON_DEVICE, tensor("uint8", 64), global_("torch", "float64"), "cpu", False)] * 1000,
-    "scales that share memory": call(
-        global_("torch._utils", "_rebuild_qtensor"), persistent("typed", 0, "qint8"), 0, (0, 1 << 27), (1 << 27, 1),
-        (global_("torch", "per_channel_affine"), tensor("float32", 1 << 27, stride=(0,)), tensor("int32", 1 << 27, stride=(0,)), 1), False, HOOKS,
-    ),
-    "nested tensors without dimensions": call(
-        NESTED, tensor("float32", 4), tensor("int64", 1 << 26, 0, stride=(1, 1)), tensor("int64", 1 << 26, 0, stride=(1, 1)), tensor("int64", 1 << 26, stride=(0,)),
-    ),
-    "nested tensors that share their sizes": call(
-        NESTED, tensor("float32", 4), tensor("int64", 1000, 100, stride=(0, 0)), tensor("int64", 1000, 100, stride=(0, 0)), tensor("int64", 1000, stride=(0,)),
-    ),
-    "jagged rows that share memory": call(JAGGED, {"values": tensor("float32", 4), "offsets": tensor("int64", 1 << 25, stride=(0,)), "lengths": None}),
     "sparse indices that share memory": call(SPARSE, layout("torch.sparse_coo"), (tensor("int64", 1, 1 << 25, stride=(0, 0)), tensor("float32", 1 << 25, stride=(0,)), (5,), False)),
     "a reference of tuples": Raw(say(("storage", (1, 2), "0", "cpu", 4)) + b"Q"),
     "a reference that takes for ever to print": Raw(b"(" + bomb(60) + say(1) + b"tQ"),
     "a reference of a long text": persistent("typed", 0, "x" * 100_000),
     "a reference of a huge number": persistent("typed", 1 << 80, "float32"),
-    "a reference of many parts": persistent(*range(100)),
     "a reference that is not a tuple": Raw(say("leaf") + b"Q"),
-    "a dtype twice, one with its state": Raw(DTYPE + b"2" + say((3, "<", None, None, None, -1, -1, 0)) + b"b\x86"),
-    "a dtype given two states": Raw(DTYPE + b"q\x102" + say((3, "<", None, None, None, -1, -1, 0)) + b"b\x86h\x10" + say((3, "<", None, None, None, -1, -1, 0)) + b"b\x86"),
-    "one pending built twice": Raw(DTYPE + b"2" + say((3, "<", None, None, None, -1, -1, 0)) + b"b0" + say((3, "<", None, None, None, -1, -1, 0)) + b"b"),
     "one pending built twice for another": Raw(DTYPE + b"2" + say((3, "<", None, None, None, -1, -1, 0)) + b"b0" + say((3, "<", None, None, None, -1, -1, 0)) + b"b" + DTYPE + b"\x86"),
     "an array in itself": Raw(ARRAY + b"q\x20" + b"(K\x01K\x01\x85" + OBJECTS + b"\x89]h\x20atb"),
-    "torch.os.system": call(global_("torch.return_types", "torch.os.system"), "true"),
-    "return_types' inspect": global_("torch.return_types", "inspect.sys"),
     "dots": call(global_("collections", "abc.sys.exit"), 3),
     "a module": global_("torch", "os"),
     "a loader": call(global_("torch.storage", "_load_from_bytes"), b"N."),
@@ -155,7 +124,6 @@ ATTACKS: dict[str, Any] = {
     "scalar of an object": call(global_("numpy._core.multiarray", "scalar"), OBJECTS, b"\x41" * 8),
     "scalar too short": call(global_("numpy._core.multiarray", "scalar"), F4, b"\x41"),
     "_set_obj_state on a class": call(global_("torch._utils", "_set_obj_state"), global_("torch", "Tensor"), {"size": 3}),
-    "a class's state": build(global_("fractions", "Fraction"), (None, {"__add__": 3})),
     "a function's state": build(V2, (None, {"__defaults__": (1,)})),
     "a leaf's state": build(persistent("leaf", 0), (FLOATS, 0, (10**12,), (1,))),
     "a method hidden": build(persistent("leaf", 0), {"size": 3}),
@@ -181,14 +149,6 @@ ATTACKS: dict[str, Any] = {
     "tensor of negative stride": tensor("float32", 2, stride=(-1,)),
     "v3 beyond its storage": call(global_("torch._utils", "_rebuild_tensor_v3"), FLOATS, 0, (64,), (1,), False, HOOKS, global_("torch", "complex64")),
     "hooks": call(V2, FLOATS, 0, (2,), (1,), True, {1: global_("builtins", "dict")}),
-    "quantised, a bomb": call(
-        global_("torch._utils", "_rebuild_qtensor"), persistent("typed", 0, "quint8"), 0, (1 << 36,), (0,),
-        (global_("torch", "per_tensor_affine"), 0.5, 0), False, HOOKS,
-    ),
-    "quantised, few scales": call(
-        global_("torch._utils", "_rebuild_qtensor"), persistent("typed", 0, "qint8"), 0, (8, 2), (2, 1),
-        (global_("torch", "per_channel_affine"), tensor("float64", 1), tensor("int64", 1), 0), False, HOOKS,
-    ),
     "sparse, indices outside": call(
         global_("torch._utils", "_rebuild_sparse_tensor"), layout("torch.sparse_coo"),
         (tensor("int64", 1, 2, stride=(2, 1)), tensor("float32", 2), (1,), True),
@@ -197,15 +157,6 @@ ATTACKS: dict[str, Any] = {
         global_("torch._utils", "_rebuild_sparse_tensor"), layout("torch.sparse_csr"),
         (tensor("int64", 2), tensor("int64", 2), tensor("float32", 2), (1, 1)),
     ),
-    "nested beyond its buffer": call(
-        global_("torch._utils", "_rebuild_nested_tensor"), tensor("float32", 4), tensor("int64", 1, 1, stride=(1, 1)),
-        tensor("int64", 1, 1, stride=(1, 1)), tensor("int64", 1),
-    ),
-    "jagged beyond its values": call(
-        global_("torch.nested._internal.nested_tensor", "_rebuild_njt"),
-        {"values": tensor("float32", 4), "offsets": tensor("int64", 3), "lengths": None},
-    ),
-    "TypedStorage called": call(global_("torch.storage", "TypedStorage"), 10**13),
     "UntypedStorage called": call(global_("torch.storage", "UntypedStorage"), 10**13),
     "Generator of a bad state": build(
         call(global_("torch", "Generator"), call(global_("torch", "device"), "cpu")), (1, None, tensor("uint8", 64))
@@ -219,45 +170,29 @@ ATTACKS: dict[str, Any] = {
     "DeviceMesh called": call(global_("torch.distributed.device_mesh", "DeviceMesh"), "cpu", [0, 1]),
     "a placement half made": new(global_("torch.distributed.tensor.placement_types", "Shard")),
     "a placement of any field": build(new(global_("torch.distributed.tensor.placement_types", "Shard")), {"dim": "x"}),
-    "MT19937 out of its array": build(
-        call(global_("numpy.random._pickle", "__bit_generator_ctor"), "MT19937"),
-        {"bit_generator": "MT19937", "state": {"key": build(ARRAY, (1, (624,), build(call(global_("numpy", "dtype"), "u4", False, True), (3, "<", None, None, None, -1, -1, 0)), False, bytes(2496))), "pos": -(10**9)}},
-    ),
-    "a SeedSequence without a pool": build(
-        call(global_("numpy.random.bit_generator", "__pyx_unpickle_SeedSequence"), global_("numpy.random.bit_generator", "SeedSequence"), 1, None),
-        (1, 0, 3, 10**9, ()),
-    ),
     "bytearray(10**12)": call(global_("builtins", "bytearray"), 10**12),
     "bytearray8 of 2**60": Raw(b"\x96" + (1 << 60).to_bytes(8, "little")),
     "memo at 2**32": Raw(b"Nr\xff\xff\xff\xff" * 2 + b"0" + b"j\xfe\xff\xff\xff"),
     "list(range(10**12))": call(global_("builtins", "list"), call(global_("builtins", "range"), 10**12)),
-    "set(range(10**12))": call(global_("builtins", "set"), call(global_("builtins", "range"), 10**12)),
     "deque(range(10**12))": call(global_("collections", "deque"), call(global_("builtins", "range"), 10**12)),
-    "Counter(range(10**12))": call(global_("collections", "Counter"), call(global_("builtins", "range"), 10**12)),
     "Size(range(10**12))": call(global_("torch", "Size"), call(global_("builtins", "range"), 10**12)),
     "BytesIO called": call(global_("_io", "BytesIO"), b"x" * 10),
     "BytesIO beyond its end": build(new(global_("_io", "BytesIO")), (b"", 1 << 60, None)),
     "a codec": call(global_("_codecs", "encode"), "x", "bz2_codec"),
-    "Decimal": call(global_("decimal", "Decimal"), "1e999999999"),
-    "Fraction": call(global_("fractions", "Fraction"), "1e999999999"),
     "an integer as text": Raw(b"I" + b"9" * 100_000 + b"\n"),
     "a new Enum": call(global_("enum", "Enum"), "X", "a b"),
-    "__newobj_ex__": call(global_("copyreg", "__newobj_ex__"), global_("builtins", "bytearray"), (10**12,), {}),
-    "__newobj__": call(global_("copyreg", "__newobj__"), global_("torch.storage", "UntypedStorage"), 10**13),
     "_reconstructor": call(global_("copyreg", "_reconstructor"), global_("builtins", "bytearray"), global_("builtins", "object"), None),
     "__reduce_ex__": call(global_("builtins", "object.__reduce_ex__"), 3, 4),
     "partial": call(global_("functools", "partial"), global_("builtins", "print")),
     "a factory": call(global_("collections", "defaultdict"), global_("torch.storage", "UntypedStorage")),
     "a namespace as a namedtuple's class": build(call(global_("types", "SimpleNamespace")), {"_make": global_("builtins", "list")}),
     "a day that is none": call(global_("datetime", "datetime"), b"\x07\xea\x01\xff\xff\xff\xff\xff\xff\xff"),
-    "slices of slices": call(global_("builtins", "slice"), call(global_("builtins", "slice"), 1, 2, 3), None, None),
     "a key that takes for ever to hash": Raw(b"}" + bomb(60) + b"Ns"),
     "an element that takes for ever": Raw(b"\x8f(" + bomb(60) + b"\x90"),
     "a frozenset that takes for ever": Raw(b"(" + bomb(60) + b"\x91"),
     "an object that takes for ever, if it is a key": bomb(60),
     "a key deeper than the stack": Raw(b"}" + again((1,), 200_000, b"\x85") + b"Ns"),
     "a set deeper than the stack": call(global_("builtins", "frozenset"), [again((1,), 200_000, b"\x85")]),
-    "keys of one hash": {(((1 << 61) - 1) * i): None for i in range(1, 2000)},
     "copies of copies": Raw(say(b"x" * 4000) + b"\x94(" + b"".join(say(global_("builtins", "bytearray")) + b"h\x00\x85R" for _ in range(400)) + b"t"),
     "extension codes": Raw(b"\x82\x01"),
     "an old class": Raw(b"(cbuiltins\nlist\no"),
@@ -267,8 +202,8 @@ ATTACKS: dict[str, Any] = {
     "a list as a function": Raw(say([]) + b")R"),
     "items of a number": Raw(say(3) + say(4) + b"a"),
     "items of a class": Raw(global_("builtins", "list") + say(4) + b"a"),
-    "elements of a tensor": Raw(persistent("leaf", 0) + say(0) + say(4.0) + b"s"),
-    "a reference": persistent("leaf", bomb(60)),
+    "os.system": call(global_("os", "system"), "true"),
+    "a class's state": build(global_("pathlib", "Path"), (None, {"__add__": 3})),
 }  # fmt: skip
 
 
@@ -283,7 +218,6 @@ def test_an_attack_is_an_error_of_ours_and_changes_nothing(name: str, monkeypatc
     assert not ran
     assert len(str(caught.value)) < 2000
     assert torch.arange(3.0).size() == torch.Size([3])
-    assert fractions.Fraction(1, 2) + fractions.Fraction(1, 2) == 1
 
 
 def test_a_dtypes_flags_are_numpys_own() -> None:
@@ -307,7 +241,7 @@ def test_the_planners_data_goes_through_the_same_machine(monkeypatch: pytest.Mon
     ran: list[Any] = []
     monkeypatch.setattr("os.system", ran.append)
     for hostile, error in (
-        (whole(ATTACKS["torch.os.system"]), tensorferry.UnsafePickle),
+        (whole(ATTACKS["os.system"]), tensorferry.UnsafePickle),
         (b"", tensorferry.ProtocolError),
     ):
         planner = {"pickle": base64.b64encode(hostile).decode()}
@@ -335,7 +269,7 @@ def test_objects_in_files_go_through_the_same_machine_and_are_written_again(monk
     ran: list[Any] = []
     monkeypatch.setattr("os.system", ran.append)
     with pytest.raises(tensorferry.UnsafePickle, match=r"'?opt\.lr"):
-        planner_objects.rewritten(hostile_save(whole(ATTACKS["torch.os.system"])), "opt.lr", Allowed())
+        planner_objects.rewritten(hostile_save(whole(ATTACKS["os.system"])), "opt.lr", Allowed())
     assert not ran
     good = io.BytesIO()
     torch.save({"lr": 0.1, "w": torch.ones(3)}, good)
@@ -370,42 +304,69 @@ def test_every_pickle_from_elsewhere_is_read_by_the_one_machine() -> None:
 # Pickles of honest senders are accepted. -----------------------------------------------------------------------------
 
 HONEST: list[Any] = [
-    np.random.default_rng(3), np.random.RandomState(3), np.random.Generator(np.random.Philox(5)),
-    np.random.Generator(np.random.MT19937(7)), np.random.Generator(np.random.SFC64(7)), np.random.PCG64DXSM(3),
     np.array(["a", "bc"]), np.array([b"a"]), np.array([1, None, "x"], dtype=object), np.datetime64("2026-01-02T03"),
     np.array(["2026-01-02"], dtype="M8[ns]"), np.timedelta64(5, "m"), np.zeros(2, dtype=[("a", "<i4"), ("b", ">f8", (2,))]),
     np.zeros(2, dtype=np.dtype([("a", "i1"), ("b", "f8")], align=True)), np.zeros((0, 3)), np.float64(0.5), np.str_("x"),
     np.array([True, False]), np.asfortranarray(np.arange(6.0).reshape(2, 3)), np.zeros(2, ">c16")[0],
-    decimal.Decimal("-1.50"), decimal.Decimal("NaN"), fractions.Fraction(-2, 3), 1 << 200, -(1 << 70), bytearray(b"abc"),
+    np.random.RandomState(3).get_state()[1], 1 << 200, -(1 << 70), bytearray(b"abc"), [np.random.default_rng(3).bit_generator.state],
     collections.Counter("abca"), collections.deque([1, 2], maxlen=3), collections.defaultdict(list, a=[1]),
-    frozenset({1, (2, 3)}), {(1, 2): 3, 1.5: 2}, range(3, 9, 2), slice(1, None, 2), complex(1, -2), types.SimpleNamespace(a=1),
-    Path("/a/b"), __import__("uuid").UUID(int=5), io.StringIO("text"), object, [list, dict, torch.nn.Parameter],
-    torch.float8_e4m3fn, torch.Size([2, 3]), torch.device("cuda", 1), __import__("datetime").time(1, 2, 3), "é\ud800",
+    frozenset({1, (2, 3)}), {1, "a"}, {(1, 2): 3, 1.5: 2}, range(3, 9, 2), complex(1, -2), types.SimpleNamespace(a=1),
+    Path("/a/b"), object, [list, dict, torch.nn.Parameter], torch.float8_e4m3fn, torch.Size([2, 3]), torch.device("cuda", 1),
+    datetime.time(1, 2, 3), datetime.datetime(2026, 1, 2, tzinfo=datetime.timezone(datetime.timedelta(hours=1))), "é\ud800",
+    [collections.deque([n]) for n in range(9)], collections.defaultdict(list, {n: collections.deque([n]) for n in range(9_000)}),
 ]  # fmt: skip
 
 
 def same(a: Any, b: Any) -> bool:
-    if isinstance(a, np.random.Generator | np.random.RandomState):
-        return bool((a.bytes(20) == b.bytes(20)) and type(a) is type(b))
-    if isinstance(a, np.random.BitGenerator):
-        return bool(a.random_raw() == b.random_raw())
     if isinstance(a, np.ndarray):
         return a.dtype == b.dtype and a.shape == b.shape and a.strides == b.strides and bool((a == b).all())
-    if isinstance(a, io.StringIO):
-        return a.getvalue() == b.getvalue()
-    return type(a) is type(b) and (a == b or a != a)
+    return type(a) is type(b) and a == b
 
 
-def name_of(value: Any) -> str:
-    """Returns type and text without addresses: workers must agree on the name of a test."""
-    return f"{type(value).__name__} {re.sub(r'( object)? at 0x[0-9A-Fa-f]+', '', repr(value)):.30}"
+@pytest.mark.parametrize("protocol", [2, 4])
+def test_what_python_writes_comes_back(protocol: int) -> None:
+    for value in HONEST:
+        (found,) = read(pickle.dumps([value], protocol))
+        assert same(found, pickle.loads(pickle.dumps(value))), value
 
 
-@pytest.mark.parametrize("protocol", [2, 3, 4])
-@pytest.mark.parametrize("value", HONEST, ids=name_of)
-def test_what_python_writes_comes_back(value: Any, protocol: int) -> None:
-    (found,) = read(pickle.dumps([value], protocol))
-    assert same(found, pickle.loads(pickle.dumps(value)))
+#: What hardly any state has: the reader has not reviewed it, and says what to do.
+RARE: dict[str, tuple[Callable[[], Any], list[Any]]] = {
+    "numpy.random._pickle.__generator_ctor": (lambda: np.random.default_rng(3), []),
+    "numpy.random._pickle.__randomstate_ctor": (lambda: np.random.RandomState(3), []),
+    "decimal.Decimal": (lambda: decimal.Decimal("-1.50"), [decimal.Decimal]),
+    "fractions.Fraction": (lambda: fractions.Fraction(-2, 3), [fractions.Fraction]),
+    "uuid.UUID": (lambda: uuid.UUID(int=5), [uuid.UUID, uuid.SafeUUID]),
+    "builtins.slice": (lambda: slice(1, None, 2), [slice]),
+    "_io.StringIO": (lambda: io.StringIO("text"), [io.StringIO]),
+    "torch._utils._rebuild_qtensor": (
+        lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 3, torch.quint8), [torch._utils._rebuild_qtensor],
+    ),
+    "torch._utils._rebuild_nested_tensor": (
+        lambda: torch.nested.nested_tensor([torch.ones(2)]), [torch._utils._rebuild_nested_tensor],
+    ),
+    "torch.nested._internal.nested_tensor._rebuild_njt": (
+        lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged), [],
+    ),
+    "torch.masked.maskedtensor.core.MaskedTensor": (
+        lambda: torch.masked.masked_tensor(torch.ones(2), torch.tensor([True, False])), [],
+    ),
+    "torch.return_types.max": (lambda: torch.ones(2, 2).max(0), [torch.return_types.max]),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("name", RARE)
+def test_what_is_not_reviewed_is_refused_with_its_name_and_what_to_do(name: str) -> None:
+    make, allowed = RARE[name]
+    file = io.BytesIO()
+    torch.save(Holder(a=make()), file)
+    with pytest.raises(
+        tensorferry.UnsafePickle, match=rf"{re.escape(name)}.*for 'user'.*pass safe_globals=\[.*{re.escape(name)}"
+    ):
+        unpickled(file.getvalue(), "user", Allowed([Holder]))
+    if allowed:
+        assert type(unpickled(file.getvalue(), "user", Allowed([Holder, *allowed])).a) is type(make())
 
 
 def test_classes_of_the_users_own_are_read_as_python_reads_them() -> None:
@@ -481,7 +442,10 @@ def test_what_torch_allows_and_we_have_not_reviewed_is_known() -> None:
     ours = {f"{module}.{name}" for module, name in reviewed.names()}
     legacy = {f"{c.__module__}.{c.__name__}" for c in (*torch._tensor_classes, *torch._storage_classes)}
     left_out = set(_get_allowed_globals()) - ours - legacy
-    assert left_out == {"torch._utils._rebuild_device_tensor_from_numpy"}
+    assert left_out == {
+        f"torch._utils._rebuild_{what}"
+        for what in ("device_tensor_from_numpy", "device_tensor_from_cpu_tensor", "qtensor")
+    }
 
 
 def test_the_object_found_is_the_one_meant() -> None:
@@ -511,7 +475,6 @@ def test_the_object_found_is_the_one_meant() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support:UserWarning")
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 def test_indices_have_memory_that_no_other_tensor_of_the_state_writes_to() -> None:
     def row(at: int, *size: int) -> Raw:
         return call(V2, persistent("typed", 0, "int64"), at, size, (1,) * len(size), False, HOOKS)
@@ -524,13 +487,9 @@ def test_indices_have_memory_that_no_other_tensor_of_the_state_writes_to() -> No
 
     coo, everything = made(call(SPARSE, layout("torch.sparse_coo"), (row(0, 1, 1), row(0, 1), (4,), True)))
     csr, _ = made(call(SPARSE, layout("torch.sparse_csr"), (row(0, 2), row(2, 1), row(2, 1), (1, 4))))
-    jagged, _ = made(call(JAGGED, {"values": row(0, 6), "offsets": row(0, 2), "lengths": row(1, 1)}))
-    nested, _ = made(call(NESTED, row(0, 6), row(3, 1, 1), row(1, 1, 1), row(0, 1)))
     everything.fill_(1 << 40)
     assert coo._indices().tolist() == [[0]]
     assert (csr.crow_indices().tolist(), csr.col_indices().tolist()) == ([0, 1], [0])
-    assert (jagged._offsets.tolist(), jagged._lengths.tolist()) == ([0, 1], [1])
-    assert nested._nested_tensor_size().tolist() == [[3]]
     assert coo.to_dense().shape == (4,)
 
 
@@ -569,7 +528,6 @@ for name, value in {
     "array and deque that is there": within(array + deque + GET + b"a"),
     "array and defaultdict": within(array + global_("collections", "defaultdict") + b")RK\\x01" + GET + b"s"),
     "array, list and deque": within(array + b"]" + GET + b"a" + PUT + deque + GET + b"a"),
-    "array and deque, just short enough": within(array + deque[:-2] + b"]" + GET + b"a\\x85R", 124),
 }.items():
     try:
         found = read(whole(value))
@@ -581,8 +539,7 @@ for name, value in {
     root = Path(__file__).parents[2]
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=90, cwd=root)
     assert done.returncode == 0, done.stderr[-2000:] + done.stdout
-    assert done.stdout.count("ended") == 15
-    assert "short enough UnsafePickle" not in done.stdout
+    assert done.stdout.count("ended") == 14
 
 
 @pytest.mark.process

@@ -108,7 +108,7 @@ def _audit(event: str, args: tuple[Any, ...]) -> None:
 HOSTILE: list[Any] = [
     None, True, False, 0, 1, -1, 2, 3, 624, 1 << 31, 1 << 40, 1 << 62, (1 << 63) - 1, 1 << 64, -(1 << 70), 10**4000,
     0.0, 1.5, float("inf"), float("nan"), "", "a", "cpu", "meta", "cuda:0", "torch.strided", "torch.sparse_coo",
-    "latin1", "zlib_codec", "O", "f4", "V16", "U999999999", "M8", "<", "MT19937", "PCG64", "__class__", "__dict__",
+    "latin1", "zlib_codec", "O", "f4", "V16", "U999999999", "M8", "<", "__class__", "__dict__",
     "_local_tensor", "size", "data", "1e999999999", "9" * 5000, "../../etc", b"", b"b", b"\x00" * 8, b"\xff" * 100,
 ]  # fmt: skip
 
@@ -132,7 +132,7 @@ class Maker:
         if kind < 0.56:
             return [self.value(depth - 1) for _ in range(chance.randrange(4))]
         if kind < 0.62:
-            keys = chance.sample(["state", "key", "pos", "dim", "int", "values", "offsets", "_spec", "a", "_make"], 3)
+            keys = chance.sample(["state", "key", "dim", "reduce_op", "values", "_spec", "a", "_make"], 3)
             return {key: self.value(depth - 1) for key in keys}
         if kind < 0.66:
             return Raw(global_(*chance.choice(self.names)))
@@ -198,16 +198,10 @@ class Maker:
             "_rebuild_tensor": [storage, number(), shape(), shape()],
             "_rebuild_tensor_v2": [storage, number(), shape(), shape(), chance.random() < 0.3, hooks],
             "_rebuild_tensor_v3": [storage, number(), shape(), shape(), False, hooks, dtype],
-            "_rebuild_qtensor": [
-                storage, number(), shape(), shape(), (global_("torch", "per_tensor_affine"), 0.5, number()), False,
-                hooks,
-            ],
             "_rebuild_parameter": [tensor, False, hooks],
             "_rebuild_parameter_with_state": [tensor, False, hooks, {chance.choice(["size", "note"]): self.value(1)}],
             "_rebuild_sparse_tensor": [layout, (tensor, tensor, shape(), True)],
-            "_rebuild_nested_tensor": [tensor, tensor, tensor, tensor],
             "_rebuild_meta_tensor_no_storage": [dtype, shape(), shape(), False],
-            "_rebuild_njt": [{"values": tensor, "offsets": tensor, "lengths": None}],
             "_rebuild_wrapper_subclass": [
                 global_(*chance.choice(self.names)), dtype, shape(), shape(), number(), layout, "cpu", False,
             ],
@@ -221,8 +215,6 @@ class Maker:
                 build(call(global_("numpy", "dtype"), "f4", False, True), (3, "<", None, None, None, -1, -1, 0)),
                 b"\0" * chance.choice([0, 4, 8]),
             ],
-            "__pyx_unpickle_SeedSequence": [global_("numpy.random.bit_generator", "SeedSequence"), 1, None],
-            "__generator_ctor": [call(global_("numpy.random._pickle", "__bit_generator_ctor"), "PCG64")],
             "Generator": [call(global_("torch", "device"), chance.choice(["cpu", "meta"]))],
             "defaultdict": [global_(*chance.choice(self.names))],
         }  # fmt: skip

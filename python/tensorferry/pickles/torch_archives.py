@@ -18,7 +18,6 @@ import torch
 from .._native import _check_machine_has
 from ..errors import FetchTimeout, ProtocolError, SystemRefused, UnsafePickle
 from .allowlist import Allowed, in_python_3
-from .sharing import check_sharing
 from .unpickler import pickle_module
 
 #: Takes the name of a storage's record and its length in bytes; returns a tensor that stands in for the storage, or
@@ -278,8 +277,7 @@ def load_file(
 
     Raises:
         UnsafePickle: the pickle asks for something that is not allowed
-        ProtocolError: the file is damaged, ``torch.save`` did not write it, or its containers hold one another so often
-            that the state cannot be walked
+        ProtocolError: the file is damaged, or ``torch.save`` did not write it
         SystemRefused: the file cannot be opened, or this process cannot have memory for what is in it
     """
     try:
@@ -290,9 +288,7 @@ def load_file(
     archive = _opened(str(path), stand_in, mapped)
     if archive is None or not archive.is_object:
         raise ProtocolError(f"{name or path} {_UNREADABLE}")
-    state = _load(archive, name or str(path), allowed, map_location)
-    check_sharing(state, name or str(path))
-    return state
+    return _load(archive, name or str(path), allowed, map_location)
 
 
 def _opened(source: io.BytesIO | str, stand_in: StandIn | None = None, mapped: Mapped | None = None) -> _Archive | None:

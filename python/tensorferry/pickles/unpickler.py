@@ -19,11 +19,10 @@ from typing import Any, BinaryIO
 
 from torch.serialization import StorageType
 
-from .._rebuild import FORMER
 from ..errors import ProtocolError, TensorferryError, UnsafePickle
 from .allowlist import Allowed, refusal, refuse_unlisted
 from .globals.kinds import Function, Pending, Refused, Unlisted, kind_of, require, unlisted_in
-from .limits import OWN_HASH, Limits
+from .limits import KEYS, OWN_HASH, Limits
 
 #: How many parts a reference to something outside of the pickle may have, and how many characters each of them: torch
 #: prints references in its messages.
@@ -33,8 +32,6 @@ _DICTS = (dict, OrderedDict, defaultdict, Counter)
 _CUT_OFF = "an instruction that is cut off"
 #: A pickle can have an instruction in each of these bytes, which then take a few hundredths of a second.
 _TURN = 1 << 16
-#: After so many keys of one instruction the time is looked at, too.
-_KEYS = 256
 
 
 class Unpickler(Limits):
@@ -46,8 +43,6 @@ class Unpickler(Limits):
 
     #: Takes a global as ``"module.name"``; returns the path of a leaf that needs it, for messages.
     needs: Callable[[str], Any] = staticmethod(lambda _: None)
-    #: Called every :data:`_TURN` bytes of the pickle and :data:`_KEYS` keys; raises when the time for it is over.
-    check_time: Callable[[], None] | None = None
 
     def __init__(self, file: BinaryIO, **_: Any) -> None:
         """Reads ``file`` to its end. Other arguments that torch passes concern pickles of Python 2 and are ignored."""
@@ -280,9 +275,11 @@ class Unpickler(Limits):
                 items = stack
                 stack = below.pop()
                 if op == 0x91:
-                    for item in items:
-                        self.check_key(item)
-                stack.append(tuple(items) if op == 0x74 else items if op == 0x6C else frozenset(items))
+                    elements: set[Any] = set()
+                    self.add_keys(elements, items)
+                    stack.append(frozenset(elements))
+                else:
+                    stack.append(tuple(items) if op == 0x74 else items)
             elif op == 0x29:  # EMPTY_TUPLE
                 stack.append(())
             elif op == 0x5D:  # EMPTY_LIST
@@ -335,9 +332,9 @@ class Unpickler(Limits):
             elif op == 0x62:  # BUILD
                 last = stack.pop()
                 before = stack[-1]
-                stack[-1] = self._build(before, last)
-                if type(before) is Pending:
-                    self._replace(memo, before, stack[-1])
+                stack[-1] = made = self._build(before, last)
+                if type(before) is Pending and memo.get(before.memo_number) is before:
+                    memo[before.memo_number] = made
             elif op == 0x93:  # STACK_GLOBAL
                 last = stack.pop()
                 stack[-1] = self._global(stack[-1], last)
@@ -380,10 +377,6 @@ class Unpickler(Limits):
             raise ProtocolError("the pickle has a reference that is not a short tuple of names and numbers")
         return self.persistent_load(pid)
 
-    def _replace(self, memo: dict[int, Any], pending: Pending, made: Any) -> None:
-        if memo.get(pending.memo_number) is pending:
-            memo[pending.memo_number] = made
-
     def _memo_number(self, at: int, memo: dict[int, Any]) -> int:
         """Returns the number under which the instruction at ``at`` memoizes the object just made; -1 if it does not."""
         match self._data[at]:
@@ -419,50 +412,34 @@ class Unpickler(Limits):
     def _set_items(self, value: Any, items: list[Any]) -> None:
         """Sets items of a dict, whose keys and values take turns in ``items``, after checking the keys."""
         require(len(items) % 2 == 0, "a key without its value")
-        keys = items[::2]
-        check_key = self.check_key
-        for key in keys:
-            if type(key) is not str:
-                check_key(key)
-        if type(value) is Unlisted:
-            return
-        if type(value) not in _DICTS:
+        keys, values = items[::2], items[1::2]
+        if type(value) is not Unlisted and type(value) not in _DICTS:
             self._require_user_listed(value, "items", items)
         if type(value) is defaultdict:
-            self.check_nesting(value, items[1::2])
-        # Keys can be chosen so that each one takes the longer, the more there are.
-        for start in range(0, len(keys), _KEYS):
-            if self.check_time is not None:
-                self.check_time()
-            for key, item in zip(keys[start : start + _KEYS], items[2 * start + 1 :: 2], strict=False):
-                value[key] = item
+            self.check_nesting(value, values)
+        check_key, check_time = self.check_key, self.check_time
+        for start in range(0, len(keys), KEYS):
+            if check_time is not None:
+                check_time()
+            end = start + KEYS
+            for key, item in zip(keys[start:end], values[start:end], strict=True):
+                if type(key) is not str:
+                    check_key(key)
+                if type(value) is not Unlisted:
+                    value[key] = item
 
     def _add_elements(self, value: Any, items: list[Any]) -> None:
-        """Adds elements to a set, or by ``add`` to an instance of a class that the user has allowed.
-
-        Elements that cannot be hashed, or only at a high cost, are refused before the first one is added.
-        """
-        for item in items:
-            self.check_key(item)
+        """Adds elements to a set, or by ``add`` to an instance of a class that the user has allowed."""
         if type(value) is Unlisted:
             return
         if type(value) is not set:
             self._require_user_listed(value, "elements", items)
-        for item in items:
-            value.add(item)
+        self.add_keys(value, items)
 
     def _require_user_listed(self, value: Any, what: str, items: list[Any]) -> None:
         if isinstance(value, type) or not self.is_user_listed(type(value)):
             raise self._refusal(f"adds {what} to an instance of", type(value))
         self._refuse_unlisted(items)
-
-
-class _Trusting(pickle.Unpickler):
-    """Python's unpickler, for ``trust_pickle=True``."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        """Returns the object of a global; maps names of earlier versions of this package to the current ones."""
-        return super().find_class(*FORMER.get((module, name), (module, name)))
 
 
 def unpickler_class(allowed: Allowed, needs: Callable[[str], Any] | None = None) -> type[Any]:
@@ -473,7 +450,7 @@ def unpickler_class(allowed: Allowed, needs: Callable[[str], Any] | None = None)
         needs: takes a global as ``"module.name"``, and returns the path of a leaf that needs it, for messages
     """
     if allowed.trusts:
-        return _Trusting
+        return pickle.Unpickler
     found = {"allowed": allowed, "needs": staticmethod(needs or (lambda _: None))}
     if allowed.check_time is not None:
         found["check_time"] = staticmethod(allowed.check_time)

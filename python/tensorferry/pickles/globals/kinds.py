@@ -7,6 +7,7 @@ import inspect
 import sys
 import types
 import weakref
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -62,7 +63,7 @@ def unlisted_in(values: Iterable[Any]) -> list[Unlisted]:
     todo = list(values) if _unlisted else []
     while todo:
         value = todo.pop()
-        if id(value) in seen or isinstance(value, _CODE):
+        if id(value) in seen or isinstance(value, CODE):
             continue
         seen.add(id(value))
         if type(value) is Unlisted:
@@ -132,7 +133,7 @@ Globals: TypeAlias = dict[str, dict[str, Callable[..., Any]]]
 _kinds: dict[int, Kind] = {}
 _unlisted: weakref.WeakSet[Unlisted] = weakref.WeakSet()
 #: What belongs to the process, and not to a state.
-_CODE = (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType)
+CODE = (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType)
 
 
 def register(cls: Any, kind: Callable[[Any], Kind]) -> None:
@@ -228,10 +229,9 @@ def as_value(cls: Any) -> Kind:
     return Kind(cls)
 
 
-def is_numpy_scalar(value: Any) -> bool:
-    """Whether a value is a scalar of numpy; does not import numpy."""
-    numpy = sys.modules.get("numpy")
-    return numpy is not None and isinstance(value, numpy.generic)
+def is_freed_recursively(value: Any) -> bool:
+    """Whether freeing a value frees what it holds by recursion, which nothing limits."""
+    return type(value) in (deque, defaultdict) or is_object_array(value)
 
 
 def is_object_array(value: Any) -> bool:

@@ -6,7 +6,17 @@ import math
 import re
 from typing import TYPE_CHECKING, Any
 
-from .kinds import Globals, Kind, Pending, Refused, all_are, as_value, checked_sizes, is_object_array, require
+from .kinds import (
+    Globals,
+    Kind,
+    Pending,
+    Refused,
+    all_are,
+    as_value,
+    checked_sizes,
+    is_freed_recursively,
+    require,
+)
 
 if TYPE_CHECKING:
     from ..unpickler import Unpickler
@@ -35,7 +45,7 @@ def _shallow(unpickler: Unpickler, dtype: Any) -> None:
     while todo:
         item, depth = todo.pop()
         require(depth < _DEEPEST_DTYPE, "a dtype that is nested too deep")
-        unpickler.count_checks(1)
+        unpickler.count_parts(1)
         parts = [item.base] if item.subdtype else [part[0] for part in (item.fields or {}).values()]
         todo += [(part, depth + 1) for part in parts]
 
@@ -60,7 +70,7 @@ def _make_dtype(unpickler: Unpickler, text: str, state: Any) -> Any:
         require(type(names) is tuple and all_are(str, *names) and type(fields) is dict, "a dtype with invalid fields")
         parts = [fields.get(name) for name in names]
         for part in parts:
-            whole = type(part) is tuple and len(part) in (2, 3)
+            whole = type(part) is tuple and len(part) == 2
             require(whole and isinstance(part[0], np.dtype) and type(part[1]) is int, "a dtype with invalid fields")
         for part in parts:
             _shallow(unpickler, part[0])
@@ -69,12 +79,6 @@ def _make_dtype(unpickler: Unpickler, text: str, state: Any) -> Any:
             "formats": [p[0] for p in parts],
             "offsets": [p[1] for p in parts],
         }
-        if any(len(part) == 3 for part in parts):
-            spec["titles"] = [part[2] if len(part) == 3 else None for part in parts]
-            require(
-                all([t is None or type(t) is str for t in spec["titles"]]),
-                "a dtype whose titles are not strings",
-            )
         require(0 < itemsize < 1 << 31, "a dtype with an invalid size")
         aligned = alignment > 1
         of: Any = np.dtype
@@ -127,7 +131,11 @@ def _make_array(unpickler: Unpickler, state: Any) -> Any:
             "an array of objects that are not in a list of the right length",
         )
         unpickler.count_copy(count)
-        require(not any([is_object_array(item) for item in data]), "an array of objects in an array of objects")
+        # numpy frees the objects recursively.
+        require(
+            not any([is_freed_recursively(item) for item in data]),
+            "an array of objects with deques, defaultdicts or arrays of objects in it",
+        )
     else:
         require(
             type(data) is bytes and len(data) == count * dtype.itemsize,
@@ -137,8 +145,6 @@ def _make_array(unpickler: Unpickler, state: Any) -> Any:
         unpickler.count_copy(len(data))
     of: Any = made
     of.__setstate__((1, sizes, dtype, bool(fortran), data))
-    if dtype.hasobject:
-        unpickler.check_nesting(made, data)
     return made
 
 

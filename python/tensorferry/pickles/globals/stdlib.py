@@ -7,10 +7,7 @@ from __future__ import annotations
 
 import collections
 import datetime
-import decimal
-import fractions
 import io
-import re
 import types
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +19,6 @@ from .kinds import (
     as_value,
     attributes_of,
     build_attributes,
-    is_numpy_scalar,
     require,
     set_attributes,
 )
@@ -43,9 +39,10 @@ def _of_items(cls: Any) -> Kind:
                 f"a {cls.__name__} that is not made from one list, tuple or set",
             )
             unpickler.count_copy(len(values))
-            for value in values:
-                unpickler.check_key(value)
-        return cls(*items)
+            found: set[Any] = set()
+            unpickler.add_keys(found, values)
+            return cls(found)
+        return cls()
 
     return Kind(cls, call=make_of_items)
 
@@ -86,19 +83,6 @@ def _range(cls: Any) -> Kind:
         return range(*args)
 
     return Kind(cls, call=make_range)
-
-
-def _slice(cls: Any) -> Kind:
-    def make_slice(_: Unpickler, start: Any, stop: Any, step: Any) -> slice:
-        # Not nested slices: Python runs out of stack when it frees them.
-        plain = (types.NoneType, bool, int, float, str)
-        require(
-            all([type(end) in plain or is_numpy_scalar(end) for end in (start, stop, step)]),
-            "a slice whose bounds are not plain values",
-        )
-        return slice(start, stop, step)
-
-    return Kind(cls, call=make_slice)
 
 
 def _counter(cls: Any) -> Kind:
@@ -189,50 +173,12 @@ def _timezone(cls: Any) -> Kind:
     return Kind(cls, call=make_timezone)
 
 
-_DECIMAL = re.compile(r"-?(\d{1,4300}(\.\d{0,4300})?(E[+-]?\d{1,4})?|Infinity|s?NaN\d{0,100})", re.ASCII)
-_FRACTION = re.compile(r"-?\d{1,4300}(/\d{1,4300})?", re.ASCII)
-
-
-def _decimal(cls: Any) -> Kind:
-    def make_decimal(_: Unpickler, text: Any) -> Any:
-        # Refuses 1e999999999, which a conversion to int would write out in full.
-        require(type(text) is str and _DECIMAL.fullmatch(text), "a Decimal that is not a number of moderate size")
-        return decimal.Decimal(text)
-
-    return Kind(cls, call=make_decimal)
-
-
-def _fraction(cls: Any) -> Kind:
-    def make_fraction(_: Unpickler, *args: Any) -> Any:
-        match args:
-            case (str(text),) if type(text) is str and _FRACTION.fullmatch(text):
-                return fractions.Fraction(text)
-            case (int(), int()) if all_are(int, *args) and max(abs(args[0]), abs(args[1])).bit_length() < 1 << 14:
-                return fractions.Fraction(*args)
-        raise Refused("a Fraction that is not a quotient of integers of moderate size")
-
-    return Kind(cls, call=make_fraction)
-
-
 def _path(cls: Any) -> Kind:
     def make_path(_: Unpickler, *parts: Any) -> Any:
         require(all_are(str, *parts), "a path whose parts are not strings")
         return cls(*parts)
 
     return Kind(cls, call=make_path)
-
-
-def _uuid(cls: Any) -> Kind:
-    def restore_uuid(_: Unpickler, instance: Any, state: Any) -> Any:
-        # A UUID's attributes cannot be set one by one.
-        named = attributes_of(state)
-        number, safe = named.get("int"), named.get("is_safe")
-        require(type(number) is int and 0 <= number < 1 << 128, "a UUID that is not a number of 128 bits")
-        require(type(safe) in (int, types.NoneType), "a UUID with an invalid is_safe")
-        instance.__setstate__({"int": number} | ({} if safe is None else {"is_safe": safe}))
-        return instance
-
-    return Kind(cls, new=lambda _: cls.__new__(cls), build=restore_uuid)
 
 
 def _bytes_io(cls: Any) -> Kind:
@@ -250,32 +196,6 @@ def _bytes_io(cls: Any) -> Kind:
     return Kind(cls, new=lambda _: io.BytesIO(), build=restore_bytes_io)
 
 
-def _string_io(cls: Any) -> Kind:
-    def restore_string_io(unpickler: Unpickler, instance: Any, state: Any) -> Any:
-        require(type(state) is tuple and len(state) == 4, "a StringIO that is not text and a position")
-        text, newline, position, attributes = state
-        require(type(text) is str and type(position) is int and not attributes, "a StringIO whose content is not text")
-        # Further behind, the first write would fill what is between: any amount of memory.
-        require(
-            newline in (None, "", "\n", "\r", "\r\n") and 0 <= position <= len(text),
-            "a StringIO with an invalid newline or position",
-        )
-        unpickler.count_copy(len(text))
-        instance.__setstate__((text, newline, position, None))
-        return instance
-
-    return Kind(cls, new=lambda _: io.StringIO(), build=restore_string_io)
-
-
-def _newobj(unpickler: Unpickler, cls: Any, *args: Any) -> Any:
-    return unpickler.instance(cls, args, {})
-
-
-def _newobj_ex(unpickler: Unpickler, cls: Any, args: Any, named: Any) -> Any:
-    require(type(args) is tuple and type(named) is dict, "arguments that are not a tuple and a dict")
-    return unpickler.instance(cls, args, named)
-
-
 #: The classes: module, name, and the function that creates the ``Kind`` of the class.
 CLASSES: Globals = {
     "builtins": {
@@ -285,7 +205,6 @@ CLASSES: Globals = {
         "bytearray": _bytearray,
         "complex": _complex,
         "range": _range,
-        "slice": _slice,
     },
     "collections": {
         "Counter": _counter,
@@ -300,16 +219,12 @@ CLASSES: Globals = {
         "timedelta": _timedelta,
         "timezone": _timezone,
     },
-    "decimal": {"Decimal": _decimal},
-    "fractions": {"Fraction": _fraction},
     "pathlib": dict.fromkeys(("Path", "PosixPath", "PurePath", "PurePosixPath"), _path),
     "types": {"SimpleNamespace": _namespace},
-    "uuid": {"UUID": _uuid},
-    "_io": {"BytesIO": _bytes_io, "StringIO": _string_io},
+    "_io": {"BytesIO": _bytes_io},
 }
 
 #: The functions: module, name, and the checked function that runs in place of the named one.
 FUNCTIONS: Globals = {
     "_codecs": {"encode": _encode},
-    "copyreg": {"__newobj__": _newobj, "__newobj_ex__": _newobj_ex},
 }

@@ -12,18 +12,16 @@ that a receiver imports only what it needs. A peer's text selects a row and noth
 from __future__ import annotations
 
 import importlib
-import sys
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from ... import _rebuild
-from . import numpy_arrays, numpy_random, stdlib, torch_classes, torch_tensors, torch_wrappers
+from . import numpy_arrays, stdlib, torch_classes, torch_tensors, torch_wrappers
 from .kinds import Function, Globals, register
 
 #: One module for each kind of globals, with the checks and the rows of its own.
-_PARTS: tuple[Any, ...] = (stdlib, numpy_arrays, numpy_random, torch_classes, torch_tensors, torch_wrappers)
+_PARTS: tuple[Any, ...] = (stdlib, numpy_arrays, torch_classes, torch_tensors, torch_wrappers)
 
 
 def _merged(parts: Iterator[Globals]) -> Globals:
@@ -40,15 +38,10 @@ _CLASSES = _merged(part.CLASSES for part in _PARTS)
 #: The functions: module, name, and the checked function that runs in place of the named one.
 _FUNCTIONS = _merged(part.FUNCTIONS for part in _PARTS)
 
-#: Other names of rows, as older and newer versions of Python, numpy, torch and this package write them.
+#: Other names of rows, as older and newer versions of Python, numpy and torch write them.
 _ALIASES: dict[tuple[str, str], tuple[str, str]] = {
-    **_rebuild.FORMER,
     ("numpy.core.multiarray", "_reconstruct"): ("numpy._core.multiarray", "_reconstruct"),
     ("numpy.core.multiarray", "scalar"): ("numpy._core.multiarray", "scalar"),
-    **{(f"numpy.random.{module}", name): ("numpy.random", name) for module, names in {
-        "_mt19937": ("MT19937",), "_pcg64": ("PCG64", "PCG64DXSM"), "_philox": ("Philox",), "_sfc64": ("SFC64",),
-        "bit_generator": ("SeedSequence",), "_generator": ("Generator",), "mtrand": ("RandomState",),
-    }.items() for name in names},
     **{("pathlib._local", name): ("pathlib", name) for name in _CLASSES["pathlib"]},
     ("torch", "UntypedStorage"): ("torch.storage", "UntypedStorage"),
     ("torch._C", "Generator"): ("torch", "Generator"),
@@ -66,23 +59,18 @@ _VALUES: dict[tuple[str, str], Any] = {
     **{("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype | torch.qscheme)},
 }
 
-#: Modules that are not imported for a pickle: their rows exist only if this process has imported them already.
-_NOT_FOR_A_PEER = ("torch._dynamo.decorators", "torch._dynamo")
-
 _objects: dict[tuple[str, str], Any] = {}
 
 
 def names() -> list[tuple[str, str]]:
     """Returns module and name of every row of the table, aliases included."""
     own = [(module, name) for table in (_CLASSES, _FUNCTIONS) for module, rows in table.items() for name in rows]
-    return [*own, *_ALIASES, *_VALUES, *(("torch.return_types", name) for name in torch_classes.structseqs())]
+    return [*own, *_ALIASES, *_VALUES]
 
 
 def has(module: str, name: str) -> bool:
     """Whether the table has a row with this name."""
     module, name = _ALIASES.get((module, name), (module, name))
-    if module == "torch.return_types":
-        return name in torch_classes.structseqs()
     return name in _CLASSES.get(module, ()) or name in _FUNCTIONS.get(module, ()) or (module, name) in _VALUES
 
 
@@ -97,26 +85,18 @@ def find(module: str, name: str) -> Any:
         return _objects[key]
     if key in _VALUES:
         return _VALUES[key]
-    _objects[key] = made = _new_object(*key)
-    return made
-
-
-def _new_object(module: str, name: str) -> Any:
-    if module == "torch.return_types":
-        cls: Any = torch_classes.structseqs()[name]
-        register(cls, torch_classes.structseq)
-        return cls
+    module, name = key
     if (run := _FUNCTIONS.get(module, {}).get(name)) is not None:
-        return Function(f"{module}.{name}", run)
+        return _objects.setdefault(key, Function(f"{module}.{name}", run))
     kind = _CLASSES[module][name]
     try:
-        cls = sys.modules[module] if module in _NOT_FOR_A_PEER else importlib.import_module(module)
+        cls: Any = importlib.import_module(module)
         for part in name.split("."):
             cls = getattr(cls, part)
     except (ImportError, AttributeError) as e:
         raise LookupError(f"{module}.{name} does not exist in this process") from e
     register(cls, kind)
-    return cls
+    return _objects.setdefault(key, cls)
 
 
 # A pickle can have leaves of these classes, as references, without naming the classes.

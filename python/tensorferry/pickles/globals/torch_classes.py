@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import importlib
-import types
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from .kinds import (
     Globals,
@@ -50,7 +45,7 @@ def _generator(cls: Any) -> Kind:
         require(type(device) is torch.device, "a Generator without a device")
         return torch.Generator(device)
 
-    def restore_generator(unpickler: Unpickler, instance: Any, state: Any) -> Any:
+    def restore_generator(_: Unpickler, instance: Any, state: Any) -> Any:
         require(
             type(state) is tuple and len(state) == 3, "a Generator whose state is not a seed, an offset and a tensor"
         )
@@ -59,7 +54,6 @@ def _generator(cls: Any) -> Kind:
             type(seed) is int and (offset is None or type(offset) is int), "a Generator whose seed is not an integer"
         )
         require(is_plain(tensor) and tensor.dtype is torch.uint8, "a Generator whose state is not a tensor of bytes")
-        unpickler.count_tensor(tensor, 1)
         instance.__setstate__(state)
         return instance
 
@@ -69,22 +63,6 @@ def _generator(cls: Any) -> Kind:
 def _layout(_: Unpickler, name: Any) -> Any:
     require(type(name) is str, "a layout whose name is not a string")
     return torch.serialization._get_layout(name)
-
-
-def structseq(cls: Any) -> Kind:
-    """For one of the classes of :func:`structseqs`."""
-
-    def make_structseq(_: Unpickler, fields: Any, named: Any) -> Any:
-        require(type(fields) is tuple and type(named) is dict and not named, f"a {cls.__name__} with unexpected fields")
-        # Not nested in one another: Python frees such tuples recursively.
-        plain = (types.NoneType, bool, int, float, complex)
-        require(
-            all([type(f) in plain or isinstance(f, Tensor) for f in fields]),
-            f"a {cls.__name__} whose fields are neither tensors nor numbers",
-        )
-        return cls(fields)
-
-    return Kind(cls, call=make_structseq)
 
 
 def _placement(cls: Any) -> Kind:
@@ -149,20 +127,6 @@ def _properties(cls: Any) -> Kind:
     return Kind(cls, new=lambda _: cls.__new__(cls), build=restore_properties)
 
 
-@cache
-def structseqs() -> dict[str, Any]:
-    """Returns by name the tuple classes with named fields that torch's functions return."""
-    with contextlib.suppress(ImportError):
-        module = importlib.import_module("torch.return_types")
-        return {
-            name: cls
-            for name, cls in vars(module).items()
-            if isinstance(cls, type) and cls.__bases__ == (tuple,) and hasattr(cls, "n_sequence_fields")
-            and (cls.__module__, cls.__qualname__) == ("torch.return_types", name)
-        }  # fmt: skip
-    return {}
-
-
 #: The classes: module, name, and the function that creates the ``Kind`` of the class.
 CLASSES: Globals = {
     "torch": {"Size": _size, "device": _device, "Generator": _generator},
@@ -191,7 +155,6 @@ CLASSES: Globals = {
     "torch.distributed._shard.sharding_spec.chunk_sharding_spec": {"ChunkShardingSpec": record},
     "torch.distributed._shard.sharding_spec.api": {"EnumerableShardingSpec": record},
     "torch.distributed.remote_device": {"_remote_device": record},
-    "torch._dynamo.decorators": {"_DimRange": record},
 }
 
 #: The functions: module, name, and the checked function that runs in place of the named one.

@@ -11,7 +11,7 @@ from torch.nn import Parameter
 from ... import _rebuild
 from . import torch_tensors
 from .kinds import Function, Globals, as_value, attributes_of, checked_sizes, kind_of, require, set_attributes
-from .torch_tensors import JAGGED, is_dense, rebuild_jagged, rebuild_parameter_with_state
+from .torch_tensors import is_dense, rebuild_parameter_with_state
 
 if TYPE_CHECKING:
     from ..unpickler import Unpickler
@@ -53,7 +53,6 @@ def _is_wrapper(cls: Any) -> bool:
 #: The parts of each tensor class without memory of its own: names of attributes, and the name of the class of each.
 _WRAPPED: dict[str, dict[str, str]] = {
     "DTensor": {"_local_tensor": "Tensor", "_spec": "DTensorSpec"},
-    "MaskedTensor": {"_masked_data": "Tensor", "_masked_mask": "Tensor"},
     "ShardedTensor": {},
 }
 
@@ -91,11 +90,6 @@ def _rebuild_from_type(unpickler: Unpickler, rebuild: Any, cls: Any, args: Any, 
         for name, kind in _WRAPPED[cls.__name__].items():
             require(_is_a(named.get(name), kind), f"a {cls.__name__} without its {name}")
         set_attributes(made, state)
-        return made
-    if rebuild.run is rebuild_jagged:
-        require(type(made) is cls, "a jagged tensor rebuilt as another class")
-        # The constructor has set and checked these.
-        set_attributes(made, {name: value for name, value in attributes_of(state).items() if name not in JAGGED})
         return made
     require(type(made) is cls, "a class other than that of the rebuilt tensor")
     set_attributes(made, state)
@@ -147,7 +141,6 @@ def _rebuild_dtensor(_: Unpickler, local: Any, spec: Any, grad: Any) -> Tensor:
 CLASSES: Globals = {
     "torch.distributed.tensor": {"DTensor": as_value},
     "torch.distributed._shard.sharded_tensor.api": {"ShardedTensor": as_value},
-    "torch.masked.maskedtensor.core": {"MaskedTensor": as_value},
 }
 
 #: The functions: module, name, and the checked function that runs in place of the named one.
@@ -158,7 +151,4 @@ FUNCTIONS: Globals = {
 }
 
 #: The functions that a pickle may pass to ``_rebuild_from_type_v2``.
-_REBUILDING = frozenset(torch_tensors.FUNCTIONS["torch._utils"].values()) - {rebuild_parameter_with_state} | {
-    rebuild_jagged,
-    _rebuild_wrapper,
-}
+_REBUILDING = {*torch_tensors.FUNCTIONS["torch._utils"].values(), _rebuild_wrapper} - {rebuild_parameter_with_state}
