@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from typing import NamedTuple, TypeAlias
 
@@ -68,7 +67,7 @@ class LeafMemory:
             self._storages.append(storage)
             self._starts[number] = start
             spans.append((number, spaces.setdefault(str(storage.device), len(spaces)), start, end))
-            if _may_overlap_itself(value):
+            if _extent(value)[1]:
                 self_overlapping.append(number)
         groups = flat.rows.overlapping(spans, flat.accelerated)
         shared = {number for group in groups for number in group}
@@ -91,86 +90,89 @@ class LeafMemory:
         strides = tuple(step * size if dim > 1 else 0 for step, dim in zip(value.stride(), value.shape, strict=True))
         return Layout(number, self.start(number) - origin, strides, value.is_conj() + 2 * value.is_neg())
 
+    def extent(self, number: int) -> tuple[int, bool]:
+        """Returns how many bytes a leaf reaches over, and whether its elements may share memory."""
+        return _extent(self._flat.leaf(number))
+
     def _group(self, numbers: list[int]) -> list[Layout]:
         origin = min(self.start(number) for number in numbers)
         return [self.layout(number, origin) for number in numbers]
 
 
 #: The number of a receiver's leaf, and of the source's leaf whose values it gets.
-Landed: TypeAlias = tuple[int, int]
+Assignment: TypeAlias = tuple[int, int]
 
 
 def clashes(
-    flat: Flat, memory: LeafMemory, theirs: Groups, landed: dict[int, int], twice: list[tuple[Landed, Landed]]
-) -> Iterator[tuple[Landed, Landed]]:
+    memory: LeafMemory,
+    source_groups: Groups,
+    assigned: dict[int, int],
+    twice: list[tuple[Assignment, Assignment]],
+) -> Iterator[tuple[Assignment, Assignment]]:
     """Finds leaves of the receiver that would lose their values, because another leaf that is written shares memory.
 
     Two of the receiver's leaves may share memory if the source's leaves share theirs in the same way: the shared
     elements then get the same values from both. If only the source's leaves share memory, there is no clash: the values
-    are written to both places.
+    are written to both places. Leaves whose spans overlap count as sharing memory, although they may have no byte in
+    common, as the columns of a matrix.
 
     Args:
-        flat: the receiver's state
         memory: the memory of the receiver's leaves
-        theirs: which leaves of the source share memory
-        landed: for each leaf of the receiver that is written, the leaf of the source whose values it gets
+        source_groups: which leaves of the source share memory
+        assigned: for each leaf of the receiver that is written, the leaf of the source whose values it gets
         twice: leaves of the receiver that would get the values of two leaves of the source
 
     Yields:
         Two leaves that clash; the same leaf twice if its own elements share memory
     """
-    there = {layout.leaf: (number, layout) for number, group in enumerate(theirs) for layout in group}
+    layouts = {layout.leaf: (number, layout) for number, group in enumerate(source_groups) for layout in group}
     for one, two in twice:
         layout = memory.layout(one[0], 0)
-        if not _get_same_values((layout, one[1]), (layout, two[1]), there):
+        if not _get_same_values((layout, one[1]), (layout, two[1]), layouts):
             yield one, two
     for group in memory.groups:
-        members = [(layout, landed[layout.leaf]) for layout in group if layout.leaf in landed]
-        shift = {_shift(layout, leaf, there) for layout, leaf in members}
-        if len(shift) > 1 or None in shift:
-            yield from _clashes_within(flat, sorted(members, key=lambda member: member[0].offset), there)
+        members = [(layout, assigned[layout.leaf]) for layout in group if layout.leaf in assigned]
+        shifts = {_shift(layout, leaf, layouts) for layout, leaf in members}
+        if len(shifts) < 2 and None not in shifts:
+            continue
+        # The members whose spans may reach the next one, each with the end of its span.
+        active: list[tuple[int, tuple[Layout, int]]] = []
+        for member in sorted(members, key=lambda member: member[0].offset):
+            layout, leaf = member
+            extent, overlaps_itself = memory.extent(layout.leaf)
+            if overlaps_itself and _shift(layout, leaf, layouts) is None:
+                yield (layout.leaf, leaf), (layout.leaf, leaf)
+            active = [other for other in active if other[0] > layout.offset]
+            for _, other in active:
+                if not _get_same_values(member, other, layouts):
+                    yield (other[0].leaf, other[1]), (layout.leaf, leaf)
+            active.append((layout.offset + extent, member))
 
 
 #: For each leaf of the source that shares memory: the number of its group, and its layout.
-_There: TypeAlias = dict[int, tuple[int, Layout]]
+_Layouts: TypeAlias = dict[int, tuple[int, Layout]]
 
 
-def _shift(here: Layout, leaf: int, there: _There) -> tuple[int, int] | None:
+def _shift(here: Layout, leaf: int, layouts: _Layouts) -> tuple[int, int] | None:
     """Returns the source leaf's group, and its offset minus ours.
 
     ``None`` if it shares no memory, or has other strides or bits.
     """
-    number, layout = there.get(leaf, (0, None))
+    number, layout = layouts.get(leaf, (0, None))
     return (number, layout.offset - here.offset) if layout is not None and layout.looks_like(here) else None
 
 
-def _get_same_values(one: tuple[Layout, int], two: tuple[Layout, int], there: _There) -> bool:
+def _get_same_values(one: tuple[Layout, int], two: tuple[Layout, int], layouts: _Layouts) -> bool:
     """Whether two leaves of the receiver that share memory get the same values there."""
     (here, leaf), (other_here, other_leaf) = one, two
     if here.is_at(other_here):
         if leaf == other_leaf:
             return True
-        known, other_known = there.get(leaf), there.get(other_leaf)
+        known, other_known = layouts.get(leaf), layouts.get(other_leaf)
         if known and other_known and known[0] == other_known[0] and known[1].is_at(other_known[1]):
             return True
-    shift = _shift(here, leaf, there)
-    return shift is not None and shift == _shift(other_here, other_leaf, there)
-
-
-def _clashes_within(flat: Flat, members: list[tuple[Layout, int]], there: _There) -> Iterator[tuple[Landed, Landed]]:
-    """Yields the clashes within a group, whose members are sorted by offset."""
-    active: list[tuple[int, tuple[Layout, int]]] = []
-    for member in members:
-        layout, leaf = member
-        value = flat.leaf(layout.leaf)
-        if _may_overlap_itself(value) and _shift(layout, leaf, there) is None:
-            yield (layout.leaf, leaf), (layout.leaf, leaf)
-        active = [other for other in active if other[0] > layout.offset]
-        for _, other in active:
-            before, at = other[0], layout.offset - other[0].offset
-            if not _get_same_values(member, other, there) and _overlap(flat.leaf(before.leaf), value, at):
-                yield (before.leaf, other[1]), (layout.leaf, leaf)
-        active.append((layout.offset + _extent(value), member))
+    shift = _shift(here, leaf, layouts)
+    return shift is not None and shift == _shift(other_here, other_leaf, layouts)
 
 
 def _local(value: torch.Tensor) -> torch.Tensor:
@@ -195,56 +197,16 @@ def _reach(value: torch.Tensor) -> tuple[torch.UntypedStorage, int, int] | None:
     return (storage, start + span[0], start + span[1]) if start and span[1] <= storage.nbytes() else None
 
 
-def _steps(value: torch.Tensor) -> list[tuple[int, int]]:
-    """Returns the stride in bytes and the size of each dimension with more than one element."""
+def _extent(value: torch.Tensor) -> tuple[int, bool]:
+    """Returns how many bytes ``value`` reaches over, and whether its elements may share memory.
+
+    The latter is true in some cases where they do not.
+    """
     local = _local(value)
-    size = local.element_size()
-    return [(step * size, dim) for step, dim in zip(local.stride(), local.shape, strict=True) if dim > 1]
-
-
-def _extent(value: torch.Tensor) -> int:
-    """Returns the number of bytes from the start of the first element to the end of the last."""
-    return sum([(dim - 1) * step for step, dim in _steps(value)], int(_local(value).element_size()))
-
-
-def _may_overlap_itself(value: torch.Tensor) -> bool:
-    """Whether elements of ``value`` may share memory; true in some cases where they do not."""
-    end = _local(value).element_size()
-    for step, dim in sorted(_steps(value)):
-        if step < end:
-            return True
-        end = step * dim
-    return False
-
-
-def _overlap(first: torch.Tensor, second: torch.Tensor, at: int) -> bool:
-    """Whether two tensors, of which the second begins ``at`` bytes behind the first, have a byte in common.
-
-    The answer is exact if both are boxes in one grid, as the columns of a matrix are, or every other element of a
-    vector. Otherwise it is true if the second begins before the first ends.
-    """
-    grid = sorted({1, *(step for value in (first, second) for step, _ in _steps(value))}, reverse=True)
-    if grid[-1] == 0 or any(outer % inner for outer, inner in itertools.pairwise(grid)):
-        return True
-    one, two = _coordinates(first, 0, grid), _coordinates(second, at, grid)
-    for box in (one, two):
-        sizes = zip(grid, grid[1:], box[1:], strict=False)
-        if any(end * inner > outer for outer, inner, (_, end) in sizes):
-            return True
-    return all(a < d and c < b for (a, b), (c, d) in zip(one, two, strict=True))
-
-
-def _coordinates(value: torch.Tensor, at: int, grid: list[int]) -> list[tuple[int, int]]:
-    """Returns the first and last coordinate (exclusive) of a tensor in each dimension of a grid.
-
-    ``at`` is the byte at which the tensor begins; ``grid`` has the grid's strides in bytes, the last of which is 1.
-    """
-    lengths = dict.fromkeys(grid, 1)
-    lengths[1] = _local(value).element_size()
-    for step, dim in _steps(value):
-        lengths[step] += dim - 1
-    box = []
-    for step in grid:
-        place, at = divmod(at, step)
-        box.append((place, place + lengths[step]))
-    return box
+    end = size = int(local.element_size())
+    may_overlap = False
+    for step, dim in sorted(zip(local.stride(), local.shape, strict=True)):
+        if dim > 1:
+            may_overlap |= step * size < end
+            end += (dim - 1) * step * size
+    return end, may_overlap

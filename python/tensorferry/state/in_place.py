@@ -263,15 +263,15 @@ class InPlaceTargets:
         if objects is not None and self._is_part:
             refuse_unlisted([objects[place] for place in match.objects])
         wrong = match.wrong
-        landed: dict[int, int] = {}
+        assigned: dict[int, int] = {}
         twice = []
         for (number, live, path), here in zip(match.pairs, self._here, strict=True):
             if (why := self._why_not(number, live, here)) is not None:
                 wrong.append(f"{path or 'the state itself'}: {why}")
-            elif landed.setdefault(here, number) != number:
-                twice.append(((here, landed[here]), (here, number)))
+            elif assigned.setdefault(here, number) != number:
+                twice.append(((here, assigned[here]), (here, number)))
         if not wrong:
-            clashing = aliases.clashes(flat, self._memory, source.groups, landed, twice)
+            clashing = aliases.clashes(self._memory, source.groups, assigned, twice)
             wrong = [self._clash(one, two) for one, two in itertools.islice(clashing, _LISTED)]
         self.missing = [path for path, _ in match.alone]
         numbers = [*range(source.count), *source.tensors]
@@ -317,12 +317,12 @@ class InPlaceTargets:
             return f"cannot be written to here: {why}"
         return None
 
-    def _clash(self, *landed: aliases.Landed) -> str:
+    def _clash(self, *clashing: aliases.Assignment) -> str:
         """Returns the message about two leaves that share memory, or about one whose own elements do."""
         # The first place of each of the two leaves, in the order of the source's tree.
-        found: dict[aliases.Landed, str] = {}
+        found: dict[aliases.Assignment, str] = {}
         for (number, _, path), here in zip(self.match.pairs, self._here, strict=True):
-            if (here, number) in landed:
+            if (here, number) in clashing:
                 found.setdefault((here, number), path)
         paths = list(found.values())
         if len(paths) == 1:
