@@ -16,8 +16,7 @@ from torch import nn
 
 from checkpoint_loads import load_state, rank_file, save_state
 from equality import assert_same_state
-from leaf import Leaf
-from leaves import CATALOGUE
+from leaves import CATALOGUE, Leaf
 from tensorferry import HTTPTransport
 from tensorferry._native import Stored
 from tensorferry.checkpointing import SyncCheckpointer, latest_checkpoint, load_file, loading

@@ -16,8 +16,7 @@ import torch
 from torch import nn
 
 from equality import raw_bytes
-from leaf import Leaf
-from leaves import ALONE, CATALOGUE, cases
+from leaves import ALONE, CATALOGUE, Leaf, cases
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -23,49 +23,22 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-class OtherShard(Shard):
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Shard)
-
-    def __hash__(self) -> int:
-        return hash(Shard(0))
-
-
 @pytest.mark.skipif(
     not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"), reason="this torch's tensors are read in Python"
 )
 def test_dtensors_that_differ_in_nothing_share_one_spec(meshes: Meshes) -> None:
-    def made(rows: int, *placements: Any) -> DTensor:
-        return DTensor.from_local(torch.zeros(rows, 4), meshes.all[0], placements, run_check=False)
+    def made(rows: int, *placements: Any, mesh: int = 0) -> DTensor:
+        return DTensor.from_local(torch.zeros(rows, 4), meshes.all[mesh], placements, run_check=False)
 
     data = dump([made(2, Shard(0)) for _ in range(9)] + [made(2, Shard(1)), made(3, Shard(0)), made(2, Replicate())])
     assert data.count(b"_rebuild_tensor_v2") <= 1
-    specs = [op for op, argument, _ in pickletools.genops(data) if argument == "tensor_meta"]
-    assert len(specs) == 1
-    flat = tree.flatten([made(2, Shard(0)), made(2, Shard(0)), made(2, Shard(1))])
-    assert len(flat.rows.first_specs) == 2
+    assert [argument for _, argument, _ in pickletools.genops(data)].count("tensor_meta") == 1
+    flat = tree.flatten([made(2, Shard(0)), made(2, Shard(0)), made(2, Shard(1)), made(2, Shard(0), Shard(0), mesh=1)])
+    assert len(flat.rows.first_specs) == 3
     assert flat.unread == []
     # More than are compared first, each by turns with the others.
     kinds = [(rows, placement) for rows in (1, 2, 3, 4) for placement in (Shard(0), Shard(1))]
     assert len(tree.flatten([made(*kind) for _ in range(3) for kind in kinds]).rows.first_specs) == len(kinds)
-    others = [
-        DTensor.from_local(torch.zeros(2, 4), mesh, [Shard(0)] * mesh.ndim, run_check=False) for mesh in meshes.all
-    ]
-    assert len(tree.flatten([made(2, Shard(0)), *others]).rows.first_specs) == 2, "each mesh has specs of its own"
-    # Equal, and of another class.
-    assert OtherShard(0) == Shard(0)
-    other = made(2, Shard(0))
-    # torch's caches may hand out the equal placement of the first class.
-    other._spec = DTensorSpec(meshes.all[0], (OtherShard(0),), tensor_meta=other._spec.tensor_meta)
-    assert len(tree.flatten([made(2, Shard(0)), other]).rows.first_specs) == 2
-    # Names of fields that are not interned, as those of specs that were unpickled may be.
-    pair = [made(2, Shard(0)), other]
-    names = {name: "".join(iter(name)) for name in vars(other._spec)}
-    for one in pair:
-        fields = {names.get(name, name): value for name, value in vars(one._spec).items()}
-        one._spec = object.__new__(DTensorSpec)
-        object.__setattr__(one._spec, "__dict__", fields)
-    assert len(tree.flatten(pair).rows.first_specs) == 2
 
 
 @pytest.mark.skipif(
@@ -134,12 +107,6 @@ def test_the_local_part_of_a_dtensor_that_is_a_leaf_stays_one_object(
     received = send_and_receive(open_transport(), open_transport(), [one, local, two])
     assert received[0]._local_tensor is received[1] is received[2]._local_tensor
     assert torch.equal(received[1], local)
-
-
-def test_a_dtensor_that_its_spec_describes_wrongly_is_left_to_python(meshes: Meshes) -> None:
-    made = DTensor.from_local(torch.zeros(2, 4), meshes.all[0], [Shard(0)], run_check=False)
-    made._local_tensor = made._local_tensor.double()
-    assert tree.flatten([made]).unread == [-1]
 
 
 @pytest.mark.parametrize("failing", [False, True])

@@ -14,12 +14,9 @@ from torch import nn
 
 from equality import assert_same_state
 from exchange import TIMEOUT, send_and_receive
-from leaf import Leaf
-from leaves import CARRIED, CATALOGUE, cases
+from leaves import CARRIED, CATALOGUE, Leaf, adam, all_scalars, cases, model, nan_payloads, with_attribute
 from nights import mostly_at_night
-from object_leaves import adam, all_scalars, model
 from pickled_classes import Box, Holder, PlainSubclass, Point, Slotted
-from tensor_leaves import nan_payloads, with_attribute
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -93,39 +90,33 @@ def test_the_comparison_sees_the_difference(actual: Any, expected: Any) -> None:
     assert_same_state(expected, expected)
 
 
+def versions(state: Any) -> list[int]:
+    leaves = torch.utils._pytree.tree_leaves(state)
+    return [one._version for one in leaves if type(one) in (torch.Tensor, nn.Parameter)]
+
+
 @pytest.mark.parametrize("num_chunks", mostly_at_night([0, 3]))
 @pytest.mark.parametrize("leaf", cases(CARRIED))
 @pytest.mark.usefixtures("group_if_needed")
 def test_leaf_comes_back_as_it_was(leaf: Leaf, num_chunks: int, open_transport: Callable[..., Any], ours: bool) -> None:
     value = leaf.value()
-    sender, receiver = (open_transport(num_chunks, trust_pickle=leaf.trust) for _ in range(2))
-    with contextlib.nullcontext() if ours or num_chunks in leaf.torchft else pytest.raises(Exception):  # noqa: PT011
-        received = send_and_receive(sender, receiver, leaf.state(value))
-        assert_same_state(received, leaf.state(leaf.expect(value)))
-
-
-@pytest.mark.beyond_torchft
-@pytest.mark.parametrize("leaf", cases(CARRIED))
-@pytest.mark.usefixtures("group_if_needed")
-def test_sending_leaves_the_senders_state_alone(leaf: Leaf, open_transport: Callable[..., Any]) -> None:
-    value = leaf.value()
     state = leaf.state(value)
-    versions = [t._version for t in torch.utils._pytree.tree_leaves(state) if type(t) in (torch.Tensor, nn.Parameter)]
-    transport = open_transport(trust_pickle=leaf.trust)
-    transport.send_checkpoint([1], 1, state, TIMEOUT)
-    transport.disallow_checkpoint()
-    assert versions == [
-        t._version for t in torch.utils._pytree.tree_leaves(state) if type(t) in (torch.Tensor, nn.Parameter)
-    ]
+    before = versions(state)
+    # Chunk counts are torchft's, and need not agree.
+    sender, receiver = (open_transport(num_chunks + extra * ours, trust_pickle=leaf.trust) for extra in (0, 2))
+    with contextlib.nullcontext() if ours or num_chunks in leaf.torchft else pytest.raises(Exception):  # noqa: PT011
+        received = send_and_receive(sender, receiver, state)
+        assert_same_state(received, leaf.state(leaf.expect(value)))
+    sender.disallow_checkpoint()
+    assert versions(state) == before, "sending has written to the sender's state"
 
 
-@pytest.mark.parametrize("name", ["dtype float32", "Parameter", "transposed", "DTensor shard(0)", "sparse COO"])
-@pytest.mark.parametrize("num_chunks", mostly_at_night([0, 3]))
+@pytest.mark.parametrize("name", ["dtype float32", "transposed", "DTensor shard(0)", "sparse COO"])
 @pytest.mark.usefixtures("process_group")
-def test_received_memory_is_the_receivers_own(name: str, num_chunks: int, open_transport: Callable[..., Any]) -> None:
+def test_received_memory_is_the_receivers_own(name: str, open_transport: Callable[..., Any]) -> None:
     """A received tensor is writable and shares memory with no other receive."""
     state = CATALOGUE[name].state(CATALOGUE[name].value())
-    sender, receiver = open_transport(num_chunks), open_transport(num_chunks)
+    sender, receiver = open_transport(), open_transport()
     first = send_and_receive(sender, receiver, state)
     second = receiver.recv_checkpoint(0, sender.metadata(), 1, TIMEOUT)
     with torch.no_grad():
@@ -156,33 +147,3 @@ def _get(url: str) -> Any:
     import urllib.request
 
     return urllib.request.urlopen(url, timeout=30)
-
-
-@pytest.mark.beyond_torchft
-@pytest.mark.parametrize("num_chunks", mostly_at_night([0, 3]))
-def test_bytes_of_shared_storages_travel_once(num_chunks: int, open_transport: Callable[..., Any]) -> None:
-    base = torch.arange(1 << 16, dtype=torch.float32)
-    state = {
-        "views": [base[i:] for i in range(64)],
-        "dtype": base.view(torch.int16),
-        "again": base,
-        "rows": base.view(256, 256),
-    }
-    transport = open_transport(num_chunks)
-    assert_same_state(send_and_receive(transport, transport, state), state)
-    with contextlib.closing(_get(f"{transport.metadata()}1.safetensors")) as response:
-        assert int(response.headers["Content-Length"]) < base.nbytes + (64 << 10)
-
-
-@pytest.mark.parametrize("num_chunks", mostly_at_night([0, 1, 2, 8]))
-def test_fewer_leaves_than_chunks(num_chunks: int, open_transport: Callable[..., Any]) -> None:
-    transport = open_transport(num_chunks)
-    for step, state in enumerate([{}, {"a": torch.ones(3)}, [torch.ones(1), 2]], start=1):
-        assert_same_state(send_and_receive(transport, transport, state, step), state)
-
-
-@pytest.mark.parametrize(("there", "here"), [(0, 3), (3, 0), (3, 5), (5, 3)])
-@pytest.mark.beyond_torchft
-def test_chunk_counts_need_not_agree(there: int, here: int, open_transport: Callable[..., Any]) -> None:
-    state = {"model": CATALOGUE["tied weights state_dict"].value(), "optim": CATALOGUE["Adam.state_dict()"].value()}
-    assert_same_state(send_and_receive(open_transport(there), open_transport(here), state), state)

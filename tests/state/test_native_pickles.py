@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import copyreg
 import gc
-import io
-import pickle
-import pickletools
 import random
 import sys
 from typing import TYPE_CHECKING, Any
@@ -19,14 +15,14 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from equality import assert_same_state
-from exchange import TIMEOUT, send_and_receive
-from pickled_classes import FailsToPickle, Holder
-from pickled_states import dump, in_python
+from exchange import send_and_receive
+from pickled_classes import Holder
+from pickled_states import in_python
 from random_states import Meshes, state_of
 from tensorferry import TensorferryError, UnsupportedLeaf
 from tensorferry.memory.accelerator import ACCELERATOR
 from tensorferry.memory.staging import HostStager
-from tensorferry.state import pickling, snapshot, tree
+from tensorferry.state import pickling
 from tensorferry.state.snapshot import StateSnapshot
 
 if TYPE_CHECKING:
@@ -85,17 +81,10 @@ def test_a_receiver_gets_the_same_from_both(
             assert received[0] is received[1], seed
             continue
         assert_same_state(*received)
-        assert layouts(received[0]) == layouts(received[1]), seed
         if seed % 2:
             assert_same_state(received[0], state)
     assert pickled > len(seeds) // 4
     assert refused < len(seeds) // 4
-
-
-def layouts(state: Any) -> list[Any]:
-    """Returns what `assert_same_state` does not compare of the arrays in a state's containers."""
-    leaves = torch.utils._pytree.tree_leaves(state)
-    return [(a.strides, str(a.flags), a.dtype.str) for a in leaves if isinstance(a, np.ndarray)]
 
 
 def test_thousands_of_objects_keep_their_order_and_identity(open_transport: Callable[..., Any]) -> None:
@@ -122,56 +111,6 @@ def test_an_object_in_another_one_and_in_the_tree_stays_one(inside: str, open_tr
     for state in ({"o": Holder(one=one), "one": one}, {"one": one, "o": Holder(one=one)}):
         received = send_and_receive(open_transport(), open_transport(trust_pickle=True), state)
         assert received["o"].one is received["one"]
-
-
-def test_a_class_that_copyreg_knows_is_pickled_by_python(monkeypatch: pytest.MonkeyPatch) -> None:
-    state = {"a": np.arange(3)}
-    assert pickle.loads(dump(state))[0].tolist() == [0, 1, 2]
-    monkeypatch.setitem(copyreg.dispatch_table, np.ndarray, lambda array: (list, (array.tolist()[::-1],)))
-    assert pickle.loads(dump(state)) == [[2, 1, 0]]
-
-
-NATIVE = [
-    (tree, "no_rows"),
-    (pickling, "_pickle_plain"),
-    (pickling, "_pickle_objects"),
-    (snapshot, "_add_pieces"),
-]
-
-
-@pytest.mark.parametrize(("module", "name"), NATIVE)
-def test_a_mistake_of_the_native_code_is_not_hidden(module: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = 0
-
-    def fails(*_: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        raise ZeroDivisionError("a mistake of ours")
-
-    monkeypatch.setattr(module, name, fails)
-    whole = torch.arange(9.0)
-    with pytest.raises(ZeroDivisionError, match="a mistake of ours"):
-        StateSnapshot({"a": 1.5, "v": whole[2:4], "whole": whole, "n": np.arange(3)}, HostStager(ACCELERATOR), "borrow")
-    assert calls == 1
-
-
-def test_an_interrupt_ends_a_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(*_: Any) -> Any:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(pickling, "_pickle_plain", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        StateSnapshot({"a": 1.5}, HostStager(ACCELERATOR), "borrow")
-
-
-@pytest.mark.beyond_torchft
-def test_a_state_that_cannot_be_pickled_raises_its_own_error(open_transport: Callable[..., Any]) -> None:
-    class Mapping(dict):
-        def __reduce_ex__(self, protocol: Any) -> Any:
-            raise ArithmeticError("no")
-
-    with pytest.raises(UnsupportedLeaf, match="ArithmeticError"):
-        open_transport().send_checkpoint([1], 1, {"a": 1.5, "b": Mapping()}, TIMEOUT)
 
 
 @pytest.mark.beyond_torchft
@@ -221,13 +160,10 @@ HOW = ["clear", "grow", "drop views", "memory", "attributes", "spec", "collect",
 
 @pytest.mark.beyond_torchft
 @pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize("native", [True, False])
 def test_a_state_that_changes_while_it_is_pickled_does_no_harm(
-    how: str, native: bool, meshes: Meshes, open_transport: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    how: str, meshes: Meshes, open_transport: Callable[..., Any]
 ) -> None:
     """It is received somehow, or refused with an error of ours; the process goes on, and so does the transport."""
-    if not native:
-        in_python(monkeypatch)
     sender, receiver = open_transport(), open_transport(trust_pickle=True)
     whole = torch.arange(90.0)
     sharded = [DTensor.from_local(whole[n : n + 2], meshes.all[0], [Shard(0)], run_check=False) for n in range(4)]
@@ -257,7 +193,7 @@ class Lies:
 
 
 @pytest.mark.beyond_torchft
-@pytest.mark.parametrize("answer", [torch.Tensor, dict, list, np.ndarray, float, DTensor, RuntimeError("no")])
+@pytest.mark.parametrize("answer", [torch.Tensor, dict, np.ndarray, RuntimeError("no")])
 def test_an_object_that_lies_about_its_class_is_an_object(answer: Any, open_transport: Callable[..., Any]) -> None:
     state = {"o": Lies(answer), "n": 1.5, "v": torch.arange(9)[1:3]}
     sender, receiver = open_transport(), open_transport(trust_pickle=True)
@@ -286,16 +222,3 @@ def test_sending_again_and_again_leaves_nothing_behind(meshes: Meshes) -> None:
 
     # Caches of torch and Python fill up meanwhile, one block at a time.
     assert min(left(100) for _ in range(4)) < 100
-
-
-def test_what_cannot_be_pickled_is_named_among_what_is_pickled_natively() -> None:
-    with pytest.raises(UnsupportedLeaf, match=r"b\.c .*no pickle of this one"):
-        dump({"a": 1.5, "b": {"c": FailsToPickle()}, "d": np.arange(2)})
-
-
-def test_pickles_are_those_of_pythons_opcodes() -> None:
-    """A pickle can be read with Python's own tools, and has one frame after the other."""
-    data = dump({str(n): np.zeros(n) if n % 2 else Holder(n="y" * n) for n in range(600)})
-    out = io.StringIO()
-    pickletools.dis(data, out)
-    assert out.getvalue().count("FRAME") > 1

@@ -12,15 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from torch import nn
 
 from pickled_classes import DictSubclass, ListSubclass, StrSubclass
-from pickled_states import dump
 from random_states import EDGES, TEXTS
-from tensorferry.memory.accelerator import ACCELERATOR
-from tensorferry.memory.staging import HostStager
 from tensorferry.state import pickling, tree
-from tensorferry.state.snapshot import StateSnapshot
 
 if TYPE_CHECKING:
     pass
@@ -90,63 +85,25 @@ def test_plain_containers_are_what_pythons_pickler_makes_of_them() -> None:
     assert native > 80
 
 
-@pytest.mark.parametrize("count", [999, 1000, 1001, 2000, 3500])
+@pytest.mark.parametrize("count", [999, 1000, 1001, 3500])
 def test_long_plain_containers_come_in_batches(count: int) -> None:
     values = [list(range(count)), {str(n): n for n in range(count)}, tuple(range(count))]
     values.append(collections.OrderedDict.fromkeys(range(count)))
     pickled = pickling.plain(objects_of(values))
     assert pickled is not None
     assert pickle.loads(pickled[0]) == values
-    batches = [op.name for op, _, _ in pickletools.genops(pickled[0]) if op.name in ("APPENDS", "SETITEMS")]
-    assert batches == ["APPENDS"] * -(-count // 1000) + ["SETITEMS"] * (2 * -(-count // 1000)) + ["APPENDS"]
 
 
-def in_lists(levels: int) -> list[Any]:
-    value: list[Any] = []
-    for _ in range(levels):
-        value = [value]
-    return value
-
-
-def in_itself() -> tuple[Any, ...]:
-    value: tuple[Any, ...] = ([],)
-    value[0].append(value)
-    return value
-
-
-def with_attribute() -> collections.OrderedDict[str, Any]:
-    value = collections.OrderedDict(a=1)
-    value.note = "kept"  # type: ignore[attr-defined]
-    return value
-
-
-@pytest.mark.parametrize(
-    "value",
-    [
-        {"a": b"bytes"}, [1, {2}], in_lists(80), in_itself(), with_attribute(), {"\ud800": 1}, DictSubclass(a=1),
-        ListSubclass([1]), {"a": 2**70}, collections.defaultdict(int), {StrSubclass("s"): 1}, [torch.float32],
-    ],
-)  # fmt: skip
-def test_what_is_more_than_a_plain_container_is_left_to_python(value: Any) -> None:
-    assert pickling.plain(objects_of([1.5, value])) is None
-
-
-def test_an_ordered_dict_that_copyreg_knows_is_left_to_python(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_more_than_a_plain_container_is_left_to_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    itself: tuple[Any, ...] = ([],)
+    itself[0].append(itself)
+    marked = collections.OrderedDict(a=1)
+    marked.note = "kept"  # type: ignore[attr-defined]
+    others = [b"bytes", {2}, itself, marked, {"\ud800": 1}, DictSubclass(a=1), ListSubclass([1]), 2**70, torch.float32]
+    for value in [*others, collections.defaultdict(int), {StrSubclass("s"): 1}]:
+        assert pickling.plain(objects_of([1.5, [value]])) is None, value
+    # Nor what copyreg was told about.
     flat = objects_of([collections.OrderedDict(a=1)])
     assert pickling.plain(flat) is not None
     monkeypatch.setitem(copyreg.dispatch_table, collections.OrderedDict, lambda value: (list, (list(value),)))
     assert pickling.plain(flat) is None
-
-
-def test_the_states_of_modules_and_optimizers_are_pickled_natively(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-    optimizer = torch.optim.AdamW(module.parameters())
-    module(torch.ones(4, 2)).sum().backward()
-    optimizer.step()
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 9)
-    state = {"m": module.state_dict(), "o": optimizer.state_dict(), "s": schedule.state_dict()}
-    expected = dump(state)
-    monkeypatch.setattr(pickling, "dump", None)
-    made = StateSnapshot(state, HostStager(ACCELERATOR), "borrow")
-    assert made.globals == {("collections", "OrderedDict"): "m.__dict__"}
-    assert pickle.loads(made.pickle_bytes) == pickle.loads(expected)

@@ -14,9 +14,9 @@ from torch import nn
 
 from equality import OBJECTS, STORAGES, assert_same_state
 from exchange import send_and_receive
+from leaves import random_bytes, with_attribute
 from nights import mostly_at_night
 from pickled_classes import Box, Holder, Point
-from tensor_leaves import random_bytes, with_attribute
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -16,10 +16,8 @@ import tensorferry
 import tensorferry.dcp
 from equality import assert_same_state
 from exchange import TIMEOUT, send_and_receive
-from leaf import Leaf
-from leaves import CARRIED, CATALOGUE, cases
+from leaves import CARRIED, CATALOGUE, REFUSED, Leaf, cases
 from nights import mostly_at_night
-from object_leaves import REFUSED
 from tensorferry.checkpointing import load_file
 from tensorferry.memory.accelerator import ACCELERATOR
 from tensorferry.memory.staging import HostStager

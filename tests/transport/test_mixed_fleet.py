@@ -14,8 +14,7 @@ import pytest
 import torch
 
 from equality import OBJECTS, STORAGES, assert_same_state
-from leaf import STOCK_READS_EMPTY, WHOLE, Leaf
-from leaves import CARRIED, CATALOGUE, warnings_of
+from leaves import CARRIED, CATALOGUE, STOCK_READS_EMPTY, WHOLE, Leaf, warnings_of
 from nights import mostly_at_night
 from tensorferry.state.snapshot import StateSnapshot
 
