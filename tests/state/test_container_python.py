@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import json
 import shutil
 import urllib.request
@@ -15,7 +14,6 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from equality import raw_bytes
 from leaves import ALONE, CATALOGUE, Leaf, cases
 
 if TYPE_CHECKING:
@@ -80,35 +78,6 @@ def test_plain_tensors_lie_under_their_key_paths(download: Callable[..., Path]) 
         assert torch.equal(found[name], tensor), name
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "float64",
-        "float32",
-        "float16",
-        "bfloat16",
-        "int64",
-        "int32",
-        "int16",
-        "int8",
-        "uint8",
-        "uint16",
-        "uint32",
-        "uint64",
-        "bool",
-        "complex64",
-        "float8_e4m3fn",
-        "float8_e5m2",
-    ],
-)
-def test_dtypes_that_safetensors_knows_are_named_as_such(name: str, download: Callable[..., Path]) -> None:
-    tensor = CATALOGUE[f"dtype {name}"].value()
-    found = tensors_of(download({"w": tensor, "matrix": tensor.reshape(2, -1)[0].clone()}))
-    assert found["w"].dtype == tensor.dtype
-    assert found["w"].shape == tensor.shape
-    assert raw_bytes(found["w"]) == raw_bytes(tensor)
-
-
 @pytest.mark.parametrize("leaf", cases(ALONE))
 def test_every_state_is_a_file_that_opens(leaf: Leaf, download: Callable[..., Path]) -> None:
     file = download(leaf.state(leaf.value()))
@@ -141,32 +110,10 @@ def test_layout(download: Callable[..., Path]) -> None:
     assert order[:3] == [f"{OWN}manifest", f"{OWN}pickle", "pages"]
 
 
-def test_only_our_own_names_start_like_ours(download: Callable[..., Path]) -> None:
-    """A user's key that looks like one of ours is not mistaken for it."""
-    state = CATALOGUE["reserved keys"].value()
-    file = download(state)
-    with safetensors.safe_open(file, framework="pt") as opened:
-        for name in opened.keys():  # noqa: SIM118
-            if name.startswith(OWN):
-                assert opened.get_slice(name).get_dtype() == "U8"
-        values = {float(opened.get_tensor(n)) for n in opened.keys() if opened.get_slice(n).get_dtype() == "F32"}  # noqa: SIM118
-    assert values == {1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0}
-
-
-def test_colliding_key_paths_lose_nothing(download: Callable[..., Path]) -> None:
-    found = tensors_of(download(CATALOGUE["colliding keys"].value()))
-    assert sorted(float(tensor) for tensor in found.values()) == [float(i) for i in range(1, 11)]
-
-
 def test_shared_bytes_are_in_the_file_once(download: Callable[..., Path]) -> None:
     base = torch.arange(1 << 16, dtype=torch.float32)
     file = download({"w": base, "tied": base, "half": base[: 1 << 15], "as ints": base.view(torch.int32)})
     assert file.stat().st_size < base.nbytes + (16 << 10)
-
-
-def test_a_state_of_plain_tensors_needs_no_pickle(download: Callable[..., Path]) -> None:
-    state = collections.OrderedDict(a=torch.ones(3), b={"c": [torch.zeros(2)]})
-    assert f"{OWN}pickle" not in header_of(download(state))
 
 
 def test_file_does_not_depend_on_when_it_was_made(download: Callable[..., Path]) -> None:

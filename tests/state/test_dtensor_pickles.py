@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import collections
-import contextlib
 import pickletools
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +14,6 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from exchange import send_and_receive
 from pickled_states import dump, in_python
 from random_states import Meshes
-from tensorferry import UnsupportedLeaf
 from tensorferry.state import tree
 
 if TYPE_CHECKING:
@@ -107,28 +104,3 @@ def test_the_local_part_of_a_dtensor_that_is_a_leaf_stays_one_object(
     received = send_and_receive(open_transport(), open_transport(), [one, local, two])
     assert received[0]._local_tensor is received[1] is received[2]._local_tensor
     assert torch.equal(received[1], local)
-
-
-@pytest.mark.parametrize("failing", [False, True])
-def test_torch_asks_classes_for_functions_wherever_their_code_may_run(
-    failing: bool, meshes: Meshes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Among DTensors it does not, which is quicker; other leaves and the caller notice nothing."""
-    seen: list[bool] = []
-    container = tree._Walk.container
-
-    def recording(self: tree._Walk, value: Any, path: str, depth: int) -> str:
-        seen.append(torch._C._is_torch_function_enabled())
-        if failing:
-            raise UnsupportedLeaf("odd")
-        return container(self, value, path, depth)
-
-    monkeypatch.setattr(tree._Walk, "container", recording)
-    sharded = [DTensor.from_local(torch.zeros(2, 4), meshes.all[0], [Shard(0)], run_check=False) for _ in range(4)]
-    odd = collections.deque([1])
-    state = {"list": [*sharded[:2], odd, *sharded[2:]], "dict": {"a": sharded[0], "b": odd, "c": sharded[1]}}
-    with pytest.raises(UnsupportedLeaf, match="odd") if failing else contextlib.nullcontext():
-        tree.flatten(state)
-    assert seen
-    assert all(seen)
-    assert torch._C._is_torch_function_enabled()

