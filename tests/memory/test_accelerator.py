@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from tensorferry import InvalidArgument
 from tensorferry.memory.accelerator import ACCELERATOR, Accelerator, Streams, drain_after_error
 
 if TYPE_CHECKING:
@@ -169,12 +168,6 @@ def test_the_whole_device_is_waited_for_where_the_default_stream_is_unknown(
     assert fake.done == [str(device)]
 
 
-def test_torch_names_the_default_streams_that_it_has() -> None:
-    """Without default streams, these devices, too, would have to wait for the whole device."""
-    assert callable(torch.cuda.default_stream)
-    assert callable(torch.mtia.default_stream)
-
-
 def test_what_torch_does_for_us_comes_after_what_is_queued(fake: Torch) -> None:
     own = Stream(CUDA[0], fake, "recovery")
     fake.set_stream(own)
@@ -218,26 +211,6 @@ def test_devices_in_use(fake: Torch, monkeypatch: pytest.MonkeyPatch) -> None:
     assert ACCELERATOR.in_use() == []
 
 
-@pytest.mark.parametrize("kind", ["mtia", "xpu"])
-def test_no_graph_of_any_kind_of_device_is_disturbed(kind: str, fake: Torch, monkeypatch: pytest.MonkeyPatch) -> None:
-    device = backend(monkeypatch, kind, default_stream=fake.default_stream, is_current_stream_capturing=lambda: True)
-    with pytest.raises(InvalidArgument, match=f"a graph is being captured on {kind}:0"):
-        Streams(ACCELERATOR).synced([device])
-    for region in (ACCELERATOR.reading, ACCELERATOR.writing):
-        with pytest.raises(InvalidArgument, match="graph is being captured"), region([device]):
-            pass
-    assert fake.default[0].waited == []
-
-
-def test_nothing_is_copied_while_a_graph_is_captured(fake: Torch) -> None:
-    fake.captures = True
-    streams = Streams(ACCELERATOR)
-    with pytest.raises(InvalidArgument, match=r"graph is being captured on cuda:1.*before the capture, or after it"):
-        streams.synced([CUDA[1]])
-    # If it had waited for the captured stream, the wait would be part of the graph.
-    assert all(stream.waited == [] for stream in streams._made.values())
-
-
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_copy_leaves_stream_and_device_as_they_were(fails: bool, fake: Torch) -> None:
     def lose() -> None:
@@ -252,24 +225,6 @@ def test_a_copy_leaves_stream_and_device_as_they_were(fails: bool, fake: Torch) 
     assert target.copied == ([] if fails else [("side", 1, True)])
     assert fake.current_stream(CUDA[1]) is own
     assert fake.device() == 0
-
-
-def test_two_threads_copy_on_one_stream_at_once(fake: Torch) -> None:
-    side, both = Stream(CUDA[1], fake, "side"), threading.Barrier(2, timeout=20)
-    targets = [Target(fake, CUDA[1], both.wait) for _ in range(2)]
-    after: list[str] = []
-
-    def copy(target: Target) -> None:
-        ACCELERATOR.copy(side, [(target, None)])  # type: ignore[list-item]
-        after.append(fake.current_stream(CUDA[1]).name)
-
-    threads = [threading.Thread(target=copy, args=(target,)) for target in targets]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    assert [target.copied for target in targets] == [[("side", 1, True)]] * 2
-    assert after == ["default 1"] * 2
 
 
 @pytest.mark.parametrize(

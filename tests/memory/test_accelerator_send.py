@@ -17,7 +17,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import tensorferry
 from equality import assert_same_state
 from exchange import TIMEOUT, Reader, in_background, receive, until
-from nights import mostly_at_night
 from stand_in import POISON, StandIn, open_on, stand_in
 from tensorferry.memory import staging
 
@@ -96,12 +95,11 @@ def weights_of(state: dict[str, Any]) -> list[torch.Tensor]:
     return [value for name, value in state.items() if name.startswith("w")]
 
 
-@pytest.mark.parametrize("same_host", mostly_at_night([False, True]))
 def test_the_first_bytes_leave_while_later_ones_are_copied(
-    same_host: bool, device: StandIn, source: Any, open_transport: Callable[..., Any]
+    device: StandIn, source: Any, open_transport: Callable[..., Any]
 ) -> None:
     state = held_weights(device)
-    target = open_transport(2, same_host=same_host)
+    target = open_transport(2)
     with in_background(send, source, 1, state) as sending, in_background(receive, target, source, 1) as received:
         until(lambda: len(device.side) > 0, "a stream is made")
         side, copied = device.side[0], 0
@@ -168,23 +166,6 @@ def test_copies_follow_the_order_of_the_payload(
     assert_same_state(receive(open_transport(), source, 1), state)
 
 
-def test_two_devices(device: StandIn, source: Any, open_transport: Callable[..., Any]) -> None:
-    state = weights(9)
-    for i, weight in enumerate(state.values()):
-        device.adopt(weight, device=i % 2)
-    device.trainer.hold()
-    device.trainer.queue(functools.partial(state["w1"].fill_, 9))
-    with (
-        in_background(send, source, 1, state) as sending,
-        in_background(receive, open_transport(), source, 1) as received,
-    ):
-        device.trainer.release()
-        sending.result(30)
-        assert len(device.side) == 2
-        assert_same_state(received.result(30), state)
-        assert device.strays == 0, "events were destroyed where another device would get a context"
-
-
 class Measured:
     """Reads the device while it is pickled, as torch's tensors on some kinds of device do."""
 
@@ -195,17 +176,15 @@ class Measured:
         return list, (self.tensor.cpu().tolist(),)
 
 
-@pytest.mark.parametrize("has_default", mostly_at_night([True, False]))
-@pytest.mark.parametrize("own_stream", mostly_at_night([False, True]))
+@pytest.mark.parametrize("own_stream", [False, True])
 @pytest.mark.parametrize("how", ["dense", "view", "object"])
 @pytest.mark.waits
 def test_the_default_stream_is_waited_for_whichever_stream_sends(
-    how: str, own_stream: bool, has_default: bool, device: StandIn, source: Any, open_transport: Callable[..., Any]
+    how: str, own_stream: bool, device: StandIn, source: Any, open_transport: Callable[..., Any]
 ) -> None:
     base = torch.zeros(MIB)
     value = {"dense": base, "view": base[10:20], "object": Measured(base[10:20])}[how]
     device.adopt(base)
-    device.has_default = has_default
     device.trainer.hold()
     device.trainer.queue(functools.partial(base.fill_, 7))
 
@@ -224,28 +203,9 @@ def test_the_default_stream_is_waited_for_whichever_stream_sends(
     assert set(received if how == "object" else received.tolist()) == {7.0}
 
 
-@pytest.mark.parametrize("same_host", mostly_at_night([False, True]))
 @pytest.mark.waits
-def test_a_copy_that_fails_before_the_first_byte_is_sent_is_reported_to_both_sides(
-    same_host: bool, device: StandIn, source: Any, open_transport: Callable[..., Any]
-) -> None:
-    state = held_weights(device)
-    device.fails = lambda _: True
-    target = open_transport(same_host=same_host)
-    with in_background(send, source, 1, state) as sending, in_background(receive, target, source, 1) as received:
-        until(lambda: source._server.bytes_served > 0, "the receiver has the header and no more")
-        device.release()
-        with pytest.raises(RuntimeError, match="the device is lost"):
-            sending.result(30)
-        # The receive fails long before its deadline.
-        with pytest.raises(tensorferry.SourceChanged, match="no longer served"):
-            received.result(10)
-
-
-@pytest.mark.waits
-@pytest.mark.parametrize("same_host", mostly_at_night([False, True]))
 def test_a_copy_that_fails_is_reported_to_both_sides(
-    same_host: bool, device: StandIn, source: Any, open_transport: Callable[..., Any]
+    device: StandIn, source: Any, open_transport: Callable[..., Any]
 ) -> None:
     before = {"w": torch.ones(3)}
     send(source, 1, before)
@@ -253,7 +213,7 @@ def test_a_copy_that_fails_is_reported_to_both_sides(
     device.adopt(*state.values())
     device.hold_new = True
     device.fails = lambda number: number == 6
-    target = open_transport(same_host=same_host)
+    target = open_transport()
     with in_background(send, source, 2, state) as sending, in_background(receive, target, source, 2) as received:
         until(lambda: len(device.side) > 0, "a stream is made")
         for _ in range(6):
@@ -276,23 +236,6 @@ def test_a_copy_that_fails_is_reported_to_both_sides(
     assert_same_state(receive(target, source, 3), state)
 
 
-def test_what_fails_before_anything_is_published_changes_nothing(
-    device: StandIn, source: Any, open_transport: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before = {"w": torch.ones(3)}
-    send(source, 1, before)
-    state = weights(2)
-    device.adopt(*state.values())
-
-    def lost(*_: Any) -> None:
-        raise RuntimeError("the device is lost")
-
-    monkeypatch.setattr(device, "wait_for_pending", lost)
-    with pytest.raises(RuntimeError, match="the device is lost"):
-        send(source, 2, state)
-    assert_same_state(receive(open_transport(), source, 1), before)
-
-
 def test_disallowed_while_it_is_copied_without_a_reader(
     device: StandIn, source: Any, open_transport: Callable[..., Any]
 ) -> None:
@@ -312,45 +255,6 @@ def test_disallowed_while_it_is_copied_without_a_reader(
     assert_same_state(receive(open_transport(), source, 2), state)
 
 
-def test_disallowed_while_it_is_copied_with_a_reader(
-    device: StandIn, source: Any, open_transport: Callable[..., Any]
-) -> None:
-    """The copy is private, so receives that have begun go on."""
-    state = held_weights(device)
-    with (
-        in_background(send, source, 1, state) as sending,
-        in_background(receive, open_transport(), source, 1) as received,
-    ):
-        until(lambda: source._server.allowed, "it is published")
-        device.side[0].let(4)
-        until(lambda: source._server.bytes_served > 2 * MIB, "the receive is under way")
-        source.disallow_checkpoint()
-        device.side[0].release()
-        sending.result(30)
-        assert_same_state(received.result(30), weights())
-
-
-@pytest.mark.parametrize("wait", [True, False])
-@pytest.mark.waits
-def test_shut_down_while_it_is_copied(
-    wait: bool, device: StandIn, source: Any, open_transport: Callable[..., Any]
-) -> None:
-    state = held_weights(device)
-    with (
-        in_background(send, source, 1, state) as sending,
-        in_background(receive, open_transport(), source, 1, 5) as received,
-    ):
-        until(lambda: source._server.allowed, "it is published")
-        device.side[0].let(3)
-        until(lambda: source._server.bytes_served > MIB, "the receive is under way")
-        source.shutdown(wait=wait)
-        assert not sending.done(), "it has not waited for the copies"
-        device.side[0].release()
-        sending.result(30)
-        with pytest.raises(tensorferry.TensorferryError):
-            received.result(30)
-
-
 def test_objects_and_views_on_the_device(device: StandIn, source: Any, open_transport: Callable[..., Any]) -> None:
     base = torch.arange(MIB, dtype=torch.float32)
     tied = torch.ones(MIB)
@@ -364,37 +268,6 @@ def test_objects_and_views_on_the_device(device: StandIn, source: Any, open_tran
     expected["a"] = expected["b"] = torch.ones(MIB)
     for one in (receive(open_transport(), source, 1), receive(open_transport(3), source, 1)):
         assert_same_state(one, expected)
-
-
-@pytest.mark.nightly
-def test_page_locked_memory_is_kept_and_used_again(
-    device: StandIn, source: Any, open_transport: Callable[..., Any]
-) -> None:
-    state = weights(3)
-    device.adopt(*state.values())
-    target = open_transport()
-    for step in range(1, 5):
-        for weight in state.values():
-            weight.fill_(step)
-        send(source, step, state)
-        assert_same_state(receive(target, source, step), state)
-        source.disallow_checkpoint()
-        until(lambda: len(source._stager._pinned._kept) == 1, "the memory has come back")
-    assert device.pinned_bytes == [9 * MIB]
-
-
-def test_memory_that_cannot_be_locked(
-    device: StandIn, source: Any, open_transport: Callable[..., Any], caplog: pytest.LogCaptureFixture
-) -> None:
-    device.refuses_to_pin = True
-    state = weights(3)
-    device.adopt(*state.values())
-    for step in (1, 2):
-        send(source, step, state)
-        assert_same_state(receive(open_transport(), source, step), state)
-        source.disallow_checkpoint()
-    warnings = [record for record in caplog.records if "cannot pin" in record.message]
-    assert len(warnings) == 1
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -418,18 +291,3 @@ def test_the_tensors_are_released_when_they_are_copied(fails: bool, device: Stan
             break
         time.sleep(0.05)
     assert all(one.expired() for one in held)
-
-
-def test_a_private_copy_of_host_memory_is_made_before_anything_is_published(
-    device: StandIn, monkeypatch: pytest.MonkeyPatch, open_transport: Callable[..., Any]
-) -> None:
-    source = open_on(device, monkeypatch, open_transport, snapshot="copy")
-    state = {**weights(3), "host": torch.ones(MIB)}
-    device.adopt(*weights_of(state))
-    device.hold_new = True
-    with in_background(send, source, 1, state) as sending:
-        until(lambda: source._server.allowed, "it is published")
-        state["host"].fill_(5)
-        device.side[0].release()
-        sending.result(30)
-    assert_same_state(receive(open_transport(), source, 1), {**weights(3), "host": torch.ones(MIB)})

@@ -16,9 +16,8 @@ from torch import nn
 from equality import assert_same_state
 from tensorferry.checkpointing.shared_stager import SharedStager
 from tensorferry.memory.accelerator import ACCELERATOR
-from tensorferry.memory.host_pool import Buffer
 from tensorferry.memory.staging import HostStager
-from tensorferry.state import snapshot, tree
+from tensorferry.state import tree
 from tensorferry.state.snapshot import StateSnapshot
 
 pytestmark = [pytest.mark.beyond_torchft, pytest.mark.timeout(60)]
@@ -65,13 +64,6 @@ def test_a_copy_is_the_state_of_one_moment_and_its_rows_lie_apart(seed: int) -> 
     assert places[-1][0] + sum(places[-1][1:]) <= buffer.address + buffer.memory.nbytes
 
 
-def test_tied_weights_and_aliases_are_copied_once() -> None:
-    weight = nn.Parameter(torch.randn(1000, 1000))
-    state = {"a": weight, "b": weight, "c": weight.detach(), "d": weight.detach()[1:]}
-    (buffer,) = StateSnapshot(state, HostStager(ACCELERATOR), "copy").buffers()
-    assert weight.nbytes <= buffer.memory.nbytes < 2 * weight.nbytes
-
-
 def test_what_was_copied_is_not_kept() -> None:
     class Marked(bytearray):
         """Memory that can be watched."""
@@ -111,12 +103,6 @@ def test_rows_that_are_left_out_stay_and_a_buffer_that_is_too_small_is_refused()
     assert not target[460:].any()
 
 
-def test_a_state_without_bytes_needs_no_buffer() -> None:
-    made = StateSnapshot({"e": torch.empty(0, 3), "n": 1}, HostStager(ACCELERATOR), "copy")
-    assert (made.buffers(), made.private) == ([], True)
-    assert_same_state(made.rebuild(), {"e": torch.empty(0, 3), "n": 1})
-
-
 def test_the_memory_of_a_save_is_that_of_the_one_before_if_it_is_free() -> None:
     stager = SharedStager()
     state = {str(n): torch.randn(1000) for n in range(100)}
@@ -130,12 +116,3 @@ def test_the_memory_of_a_save_is_that_of_the_one_before_if_it_is_free() -> None:
     assert len({buffer.address for one in kept for buffer in one.buffers()}) == 2
     del kept
     stager.close()
-
-
-def test_nothing_is_done_for_each_tensor_in_python(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: Any) -> None:
-        raise AssertionError("a piece for a tensor in host memory")
-
-    monkeypatch.setattr(snapshot, "Piece", refuse)
-    made = StateSnapshot({str(n): torch.randn(9) for n in range(100)}, HostStager(ACCELERATOR), "copy")
-    assert {type(owner) for owner in made.rows.owners} == {Buffer}

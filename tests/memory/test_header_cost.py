@@ -16,10 +16,6 @@ pytestmark = pytest.mark.nightly
 ENGINE = 16 + 1
 #: The same for ``tensorferry inspect``, which shows a line for each entry and keeps the metadata.
 INSPECT = 40
-#: The same for ``tensorferry diff``, which reads two headers, for each byte of one of them.
-DIFF = 2 * INSPECT
-#: The same for ``tensorferry convert``, beside what importing torch takes.
-CONVERT = 40
 LENGTH = 8 << 20
 
 HEADERS = {
@@ -35,16 +31,12 @@ def peak():
 from tensorferry._native import Stored
 from tensorferry.cli import app
 from tensorferry.cli import listing
-from tensorferry.cli.verbs import inspect, diff, convert
-if sys.argv[2] == "convert":
-    from tensorferry.cli import conversion
+from tensorferry.cli.verbs import inspect
 before = peak()
 if sys.argv[2] == "engine":
     Stored.open(sys.argv[1], checksums=False)
 else:
-    path = sys.argv[1]
-    paths = {"inspect": [path], "diff": [path, path], "convert": [path, path + ".out", "--to", "safetensors"]}
-    assert app.run([sys.argv[2], *paths[sys.argv[2]]]) == 0
+    assert app.run([sys.argv[2], sys.argv[1]]) == 0
 print(peak() - before, file=sys.stderr)
 """
 
@@ -64,8 +56,7 @@ def header(kind: str) -> bytes:
 
 @pytest.mark.parametrize(
     ("kind", "by", "most"),
-    [(kind, *one) for kind in HEADERS for one in (("engine", ENGINE), ("inspect", INSPECT), ("diff", DIFF))]
-    + [("entries of no bytes", "convert", CONVERT)],
+    [(kind, *one) for kind in HEADERS for one in (("engine", ENGINE), ("inspect", INSPECT))],
 )
 def test_a_header_costs_memory_in_proportion_to_its_length(kind: str, by: str, most: int, tmp_path: Path) -> None:
     path = tmp_path / "hostile.safetensors"

@@ -5,14 +5,18 @@ That all levels and both versions of control groups are read is tested in ``rust
 
 from __future__ import annotations
 
+import contextlib
+import os
+import secrets
 import subprocess
 import sys
+from collections.abc import Iterator
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
 
-from cgroups import limited
 from tensorferry import HTTPTransport
 from tensorferry._native import _available_memory, _check_machine_has, _memory_limit
 from tensorferry.checkpointing import SyncCheckpointer
@@ -68,6 +72,39 @@ try:
 except SystemRefused as e:
     print("SystemRefused", e)
 """
+
+
+_GROUPS = Path("/sys/fs/cgroup")
+
+
+@contextlib.contextmanager
+def limited(nbytes: int) -> Iterator[Path]:
+    """Makes a group below that of this process whose memory is limited; yields the file that takes its processes.
+
+    Skips the test, with the reason, where no such group can be made.
+    """
+    groups = [line.split(":", 2)[1:] for line in Path("/proc/self/cgroup").read_text().splitlines()]
+    v1 = next((path for names, path in groups if "memory" in names.split(",")), None)
+    v2 = next((path for names, path in groups if names == ""), None)
+    if v1 is not None:
+        above, limit = _GROUPS / "memory" / v1.lstrip("/"), "memory.limit_in_bytes"
+    elif v2 is not None:
+        above, limit = _GROUPS / v2.lstrip("/"), "memory.max"
+    else:
+        pytest.skip("this process is in no control group")
+    group = above / f"tensorferry-test-{os.getpid()}-{secrets.token_hex(4)}"
+    try:
+        group.mkdir()
+    except OSError as e:
+        pytest.skip(f"no control group can be made: {e}")
+    try:
+        try:
+            (group / limit).write_text(str(nbytes))
+        except OSError as e:
+            pytest.skip(f"the memory of a control group cannot be limited here: {e}")
+        yield group / "cgroup.procs"
+    finally:
+        group.rmdir()
 
 
 def run(code: str, *arguments: str) -> None:

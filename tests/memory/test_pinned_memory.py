@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import errno
 import gc
 import os
 import threading
@@ -18,9 +17,7 @@ from equality import assert_same_state
 from exchange import TIMEOUT, receive, until
 from stand_in import StandIn, stand_in
 from tensorferry.memory.accelerator import Accelerator
-from tensorferry.memory.host_pool import HostMemory
 from tensorferry.memory.pinned import pinned
-from tensorferry.memory.staging import HostStager, Piece
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -139,35 +136,6 @@ def test_no_context_is_made_where_the_process_has_none(runtime: Runtime) -> None
     assert runtime.contexts == {3}
 
 
-def test_the_device_in_use_is_taken_if_it_has_a_context(runtime: Runtime) -> None:
-    runtime.contexts.add(2)
-    used = []
-    runtime.cudaHostRegister = lambda *_: used.append(runtime.device()) or 0  # type: ignore[method-assign]
-    runtime.cudaHostUnregister = lambda *_: used.append(runtime.device()) or 0  # type: ignore[method-assign]
-    with runtime.on(2):
-        memory = pinned(MIB)
-    del memory
-    assert used == [2, 2]
-
-
-def test_memory_that_cannot_be_mapped(
-    runtime: Runtime, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """As on a system that does not lock memory: there is one warning, and the memory is pageable."""
-
-    def refuse(*_: Any) -> None:
-        raise OSError(errno.ENOMEM, "Cannot allocate memory")
-
-    monkeypatch.setattr("tensorferry.memory.pinned._Pinned.madvise", refuse)
-    with stand_in() as device:
-        device.pinned = pinned  # type: ignore[method-assign]
-        memory = HostMemory(device)
-        assert [memory.make(10).nbytes, memory.make(20).nbytes] == [10, 20]
-    assert [record.message for record in caplog.records if "cannot pin 10 bytes" in record.message]
-    assert len(caplog.records) == 1
-    assert not runtime.locked
-
-
 #: Maps memory of its own at the address of the parent's locked memory, and then frees the parent's.
 CHILD = """
 import ctypes, gc
@@ -201,26 +169,6 @@ def test_a_forked_child_lets_go_of_it(runtime: Runtime) -> None:
     assert runtime.locked == {address: MIB}
     kept.clear()
     assert runtime.unlocked == [(address, b"\7\7\7\7")]
-
-
-@pytest.mark.parametrize("on_device", [False, True])
-def test_memory_first_needed_in_inference_mode(on_device: bool) -> None:
-    """The memory is written to again later, which torch refuses for tensors made in that mode."""
-    with stand_in() as device:
-        stager, value = HostStager(device), torch.arange(1000.0)
-        if on_device:
-            device.adopt(value)
-
-        def copy() -> None:
-            piece = Piece(value.untyped_storage(), 0, value.nbytes)
-            stager.copy([piece])
-            assert piece.buffer is not None
-            assert torch.equal(piece.buffer.memory[: value.nbytes].view(torch.float32), value)
-
-        with torch.inference_mode():
-            copy()
-        value.fill_(3)
-        copy()
 
 
 def test_nothing_is_asked_of_an_accelerator_before_it_is_needed(
@@ -284,54 +232,3 @@ def test_a_refusal_is_logged_once_for_the_whole_process(
         receive(open_transport(state_dict=lambda: live), source, 1)
         assert_same_state(live, sent)
     assert len([record for record in caplog.records if "cannot pin" in record.message]) == 1
-
-
-def test_threads_that_are_refused_at_the_same_time_log_it_once(caplog: pytest.LogCaptureFixture) -> None:
-    both = threading.Barrier(8, timeout=20)
-
-    def refuse(_: int) -> None:
-        both.wait()
-        raise RuntimeError("cudaErrorMemoryAllocation")
-
-    with stand_in() as device:
-        device.pinned = refuse  # type: ignore[method-assign, assignment]
-        memory = HostMemory(device)
-        threads = [threading.Thread(target=memory.make, args=(10,)) for _ in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(30)
-    assert len([record for record in caplog.records if "cannot pin" in record.message]) == 1
-
-
-def test_what_is_not_kept_is_not_locked(device: StandIn, open_transport: Callable[..., Any]) -> None:
-    source, target = open_transport(), open_transport(reuse_bytes=MIB)
-    source.send_checkpoint([1], 1, state_of(1), TIMEOUT)
-    assert_same_state(receive(target, source, 1), state_of(1))
-    assert device.pinned_bytes == []
-
-
-def test_memory_that_cannot_be_locked_is_kept_as_it_is(
-    device: StandIn, open_transport: Callable[..., Any], caplog: pytest.LogCaptureFixture
-) -> None:
-    device.refuses_to_pin = True
-    source, target = open_transport(), open_transport(reuse_bytes=64 * MIB)
-    for step in (1, 2):
-        source.send_checkpoint([1], step, state_of(step), TIMEOUT)
-        both = [receive(target, source, step), receive(target, source, step)]
-        for received in both:
-            assert_same_state(received, state_of(step))
-        source.disallow_checkpoint()
-    assert len([record for record in caplog.records if "cannot pin" in record.message]) == 1
-
-
-@pytest.mark.waits
-def test_the_transport_may_go_before_what_it_received(device: StandIn, open_transport: Callable[..., Any]) -> None:
-    source, target = open_transport(), open_transport(reuse_bytes=64 * MIB)
-    source.send_checkpoint([1], 1, state_of(5), TIMEOUT)
-    received = receive(target, source, 1)
-    target.shutdown()
-    del target
-    gc.collect()
-    assert device.pinned_bytes
-    assert_same_state(received, state_of(5))
