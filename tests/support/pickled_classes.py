@@ -15,22 +15,11 @@ class Point(NamedTuple):
     y: Any
 
 
-class EmptyTuple(NamedTuple):
-    pass
-
-
 @dataclass
 class Settings:
     lr: float
     weight: torch.Tensor
     names: list[str] = field(default_factory=list)
-
-
-@dataclass
-class Registered:
-    weight: torch.Tensor
-    bias: torch.Tensor
-    step: int
 
 
 class Holder:
@@ -149,12 +138,7 @@ pytree.register_pytree_node(
     lambda children, label: Box(*children, label),
     serialized_type_name="tests.pickled_classes.Box",
 )
-pytree.register_dataclass(Registered)
 
 
 def a_function(x: Any) -> Any:
     return x
-
-
-def lr_lambda(epoch: int) -> float:
-    return 0.95**epoch
