@@ -349,7 +349,7 @@ RARE: dict[str, tuple[Callable[[], Any], list[Any]]] = {
         lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged), [],
     ),
     "torch.masked.maskedtensor.core.MaskedTensor": (
-        lambda: torch.masked.masked_tensor(torch.ones(2), torch.tensor([True, False])), [],
+        lambda: torch.masked.masked_tensor(torch.ones(2), torch.tensor([True, False])), [torch.masked.MaskedTensor],
     ),
     "torch.return_types.max": (lambda: torch.ones(2, 2).max(0), [torch.return_types.max]),
 }  # fmt: skip

@@ -43,6 +43,7 @@ class Counted:
 @pytest.mark.waits
 @pytest.mark.beyond_torchft
 @pytest.mark.timeout(900)
+@pytest.mark.filterwarnings("ignore:To construct DTensor from torch.Tensor:UserWarning")
 @pytest.mark.parametrize("trust", [True, False])
 def test_a_receiver_gets_the_same_from_both(
     trust: bool,

@@ -531,6 +531,7 @@ TRAINING = [
     ),
     Leaf("Adam.state_dict()", adam),
     Leaf("LambdaLR.state_dict()", lambda: schedule(lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda e: 0.9**e))),
+    Leaf("StepLR.state_dict()", lambda: schedule(lambda o: torch.optim.lr_scheduler.StepLR(o, 3))),
     Leaf("MultiStepLR.state_dict()", lambda: schedule(lambda o: torch.optim.lr_scheduler.MultiStepLR(o, [3, 5, 5]))),
     Leaf("GradScaler state", lambda: torch.amp.GradScaler("cpu").state_dict()),
 ]

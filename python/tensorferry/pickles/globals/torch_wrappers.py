@@ -66,9 +66,10 @@ def _is_a(value: Any, name: str) -> bool:
 
 def _rebuild_from_type(unpickler: Unpickler, rebuild: Any, cls: Any, args: Any, state: Any) -> Tensor:
     """Does what ``torch._tensor._rebuild_from_type_v2`` does."""
-    require(type(rebuild) is Function and rebuild.run in _REBUILDING, "a function that does not rebuild tensors")
+    run = rebuild.run if type(rebuild) is Function else None
+    require(run in _REBUILDING or unpickler.is_user_listed(rebuild), "a function that does not rebuild tensors")
     require(type(args) is tuple, "arguments that are not a tuple")
-    made: Tensor = rebuild.run(unpickler, *args)
+    made: Tensor = rebuild(*args) if run is None else run(unpickler, *args)
     if kind_of(cls) is None and unpickler.is_user_listed(cls):
         if type(made) is not cls:
             require(
@@ -81,7 +82,7 @@ def _rebuild_from_type(unpickler: Unpickler, rebuild: Any, cls: Any, args: Any, 
         else:
             torch._utils._set_obj_state(made, state)
         return made
-    if rebuild.run is _rebuild_wrapper:
+    if run is _rebuild_wrapper:
         require(type(made) is cls, "a wrapper rebuilt as another class")
         if cls.__name__ == "ShardedTensor":
             _set_sharded(made, state, unpickler.allowed.detaches)
