@@ -114,8 +114,3 @@ def test_shared_bytes_are_in_the_file_once(download: Callable[..., Path]) -> Non
     base = torch.arange(1 << 16, dtype=torch.float32)
     file = download({"w": base, "tied": base, "half": base[: 1 << 15], "as ints": base.view(torch.int32)})
     assert file.stat().st_size < base.nbytes + (16 << 10)
-
-
-def test_file_does_not_depend_on_when_it_was_made(download: Callable[..., Path]) -> None:
-    leaf = CATALOGUE["Adam.state_dict()"]
-    assert download(leaf.state(leaf.value())).read_bytes() == download(leaf.state(leaf.value())).read_bytes()

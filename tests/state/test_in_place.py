@@ -280,21 +280,6 @@ def test_what_torch_cannot_copy_is_named(heal: Callable[..., Any], monkeypatch: 
         heal({"s": torch.ones(4)[::2]}, {"s": torch.zeros(2)})
 
 
-def test_live_state_is_asked_for_at_every_receive(open_transport: Callable[..., Any]) -> None:
-    made: list[dict[str, torch.Tensor]] = []
-
-    def live() -> dict[str, torch.Tensor]:
-        made.append({"w": torch.zeros(4)})
-        return made[-1]
-
-    source, target = open_transport(), open_transport(state_dict=live)
-    for step in (1, 2):
-        source.send_checkpoint([1], step, {"w": torch.full((4,), float(step))}, TIMEOUT)
-        assert target.recv_checkpoint(0, source.metadata(), step, TIMEOUT)["w"] is made[-1]["w"]
-    assert len(made) == 2
-    assert [float(one["w"][0]) for one in made] == [1.0, 2.0]
-
-
 @pytest.mark.parametrize("stock", [False, True])
 def test_how_much_came_in_place_is_logged(
     stock: bool, open_transport: Callable[..., Any], open_stock: Callable[..., Any], caplog: pytest.LogCaptureFixture
@@ -350,30 +335,6 @@ def test_a_callable_that_gives_no_state_is_refused_before_anything_is_fetched(
         target.recv_checkpoint(0, source.metadata(), 1, TIMEOUT)
     source.disallow_checkpoint()
     assert not any(fetched)
-
-
-def test_the_state_of_a_manager_in_place(open_transport: Callable[..., Any]) -> None:
-    """The state is that of torchft's own Manager, and `state_dict=` is used as in the README."""
-    manager_of = pytest.importorskip("torchft.manager").Manager
-    healthy, broken = trained(1), trained(2, steps=1)
-
-    def state(pair: Any) -> dict[str, Any]:
-        return {"model": pair[0].state_dict(), "optim": pair[1].state_dict()}
-
-    manager = manager_of.__new__(manager_of)
-    manager._user_state_dicts, manager._load_state_dict_fns = {}, {}
-    manager._step, manager._batches_committed = 7, 14
-    manager._state_dict_lock = pytest.importorskip("torchft.checkpointing._rwlock").RWLock(timeout=5)
-    manager.register_state_dict_fn("default", lambda _: None, lambda: state(healthy))
-    sent = manager._manager_state_dict()
-    target = open_transport(state_dict=lambda: {"user": {"default": state(broken)}}, strict=True)
-    source = open_transport()
-    source.send_checkpoint([1], 7, sent, TIMEOUT)
-    received = target.recv_checkpoint(0, source.metadata(), 7, TIMEOUT)
-    assert received["torchft"] == {"step": 7, "batches_committed": 14}
-    assert_same_state(broken[0].state_dict(), healthy[0].state_dict())
-    broken[1].load_state_dict(received["user"]["default"]["optim"])
-    assert_same_state(broken[1].state_dict(), healthy[1].state_dict())
 
 
 def test_after_the_shutdown_nothing_is_sent_or_received(open_transport: Callable[..., Any]) -> None:

@@ -173,24 +173,6 @@ def test_a_tie_with_what_the_source_does_not_have(heal: Callable[..., Any]) -> N
     assert bool((weight == 1).all())
 
 
-def test_from_a_stock_source(open_stock: Callable[..., Any], open_transport: Callable[..., Any]) -> None:
-    source = open_stock()
-    weight = torch.zeros(4)
-    target = open_transport(state_dict=lambda: {"a": weight, "b": weight})
-    source.send_checkpoint([1], 1, {"a": torch.ones(4), "b": torch.zeros(4)}, TIMEOUT)
-    try:
-        with pytest.raises(tensorferry.StateMismatch, match="a and b"):
-            receive(target, source, 1)
-        assert not weight.any()
-        source.disallow_checkpoint()
-        tied = torch.ones(4)
-        source.send_checkpoint([1], 2, {"a": tied, "b": tied.detach()}, TIMEOUT)
-        receive(target, source, 2)
-        assert bool(weight.all())
-    finally:
-        source.disallow_checkpoint()
-
-
 def test_groups_are_found_by_address_natively_as_by_looking() -> None:
     chance = random.Random(1)
     for _ in range(100):

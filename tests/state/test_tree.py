@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 import collections
-import json
 from typing import Any
 
 import pytest
 import torch
-from test_container_python import OWN, TIMEOUT
 from torch.distributed.device_mesh import DeviceMesh
 
 import tensorferry
-from tensorferry._native import Remote, Rows
-from tensorferry.memory.tensors import DTYPE_NAMES
 from tensorferry.pickles.allowlist import Allowed
 from tensorferry.state import tree
-from tensorferry.state.snapshot import _padded
-from tensorferry.storage.container import Container
-from tensorferry.storage.reserved import MANIFEST
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.beyond_torchft]
 
@@ -143,32 +136,3 @@ def test_factories_are_those_that_a_pickle_may_name(factory: Any, options: dict[
         return
     with pytest.raises(tensorferry.ProtocolError, match="a defaultdict whose factory is not a type"):
         make()
-
-
-@pytest.mark.parametrize("in_place", [False, True])
-def test_entries_of_the_format_may_stand_among_the_tensors(in_place: bool, open_transport: Any) -> None:
-    """A later version may write the entries in another order than this one."""
-    source = open_transport()
-    tensors = {f"{OWN}storage/0/0": torch.arange(2.0), "a": torch.arange(3.0), "b": torch.arange(5.0)}
-    owner = [tensors["a"], tensors[f"{OWN}storage/0/0"], tensors["b"]]
-    rows = Rows(torch.Tensor, torch.nn.Parameter, DTYPE_NAMES)
-    for name in ("a", f"{OWN}storage/0/0", "b"):
-        value = tensors[name]
-        rows.append(value, name, "F32", value.shape, value.data_ptr(), value.nbytes, 0)
-    fields = {"version": 1, "tree": {"second": 1, "first": 0}, "flags": "03", "objects": 0}
-    manifest = {**fields, "keys": {}, "storages": [[8, [[1, 0]]]], "tensors": []}
-    control = [(MANIFEST, _padded(json.dumps(manifest).encode(), b" "))]
-    Container(rows, owner, True, control).publish(source._server, 4)
-    remote = Remote.open([source.metadata()], 4, timeout=10.0)
-    assert list(remote.plain) == [0, 2]
-    assert json.loads(remote.manifest or b"") == {**manifest, "tree": None}
-    assert json.loads(remote.tree or "") == manifest["tree"]
-
-    live = {"first": torch.zeros(3)}
-    receiver = open_transport(**({"state_dict": lambda: live} if in_place else {}))
-    state = receiver.recv_checkpoint(0, source.metadata(), 4, TIMEOUT)
-    assert list(state) == ["second", "first"]
-    assert torch.equal(state["first"], tensors["a"])
-    assert torch.equal(state["second"], tensors["b"])
-    assert isinstance(state["second"], torch.nn.Parameter)
-    assert (state["first"] is live["first"]) == in_place

@@ -105,23 +105,6 @@ def test_a_kept_container_is_received(options: dict[str, Any], open_transport: C
     assert_same_state(state, written_format.transport_state())
 
 
-@same_mesh
-def test_a_kept_container_is_received_in_place(open_transport: Callable[..., Any]) -> None:
-    """Leaves that share memory are filled only if the manifest says that the source's leaves share memory alike."""
-    expected = written_format.transport_state()
-    made = written_format.transport_state()
-    live = {name: made[name] for name in ("views", "tied", "state_dict")}
-    tensors = {(group, name): value for group, leaves in live.items() for name, value in leaves.items()}
-    with torch.no_grad():
-        for value in tensors.values():
-            value.zero_()
-    options = {"safe_globals": SAFE_GLOBALS, "state_dict": lambda: live}
-    state = receive(ANSWERS, f"/{'a' * 32}/checkpoint/", open_transport, **options)
-    for (group, name), value in tensors.items():
-        assert state[group][name] is value
-        assert torch.equal(value, expected[group][name]), (group, name)
-
-
 def test_a_kept_body_of_torchft_is_received(open_transport: Callable[..., Any]) -> None:
     state = receive({f"{STEP}/full": STOCK.read_bytes()}, "/checkpoint/", open_transport)
     assert_same_state(state, written_format.stock_state())
