@@ -160,6 +160,13 @@ def test_shared_in_another_way(here: tuple[int, int], there: tuple[int, int], he
     assert all(torch.equal(value, sent[name]) for name, value in live.items())
 
 
+def test_the_stride_of_a_single_row_says_nothing(heal: Callable[..., Any]) -> None:
+    mine, theirs = torch.zeros(16), torch.arange(16.0)
+    live = {"a": mine[:8].as_strided((1, 8), (99, 1)), "b": mine[:8]}
+    heal({"a": theirs[:8].view(1, 8), "b": theirs[:8]}, live)
+    assert torch.equal(mine[:8], theirs[:8])
+
+
 def test_a_live_tensor_whose_elements_share_memory(heal: Callable[..., Any]) -> None:
     live = {"w": torch.zeros(12).unfold(0, 8, 4)}
     with pytest.raises(tensorferry.StateMismatch, match="several of its elements"):
