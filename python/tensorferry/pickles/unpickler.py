@@ -333,7 +333,7 @@ class Unpickler(Limits):
                 last = stack.pop()
                 before = stack[-1]
                 stack[-1] = made = self._build(before, last)
-                if type(before) is Pending and memo.get(before.memo_number) is before:
+                if isinstance(before, Pending) and memo.get(before.memo_number) is before:
                     memo[before.memo_number] = made
             elif op == 0x93:  # STACK_GLOBAL
                 last = stack.pop()
