@@ -333,8 +333,8 @@ class Unpickler(Limits):
                 last = stack.pop()
                 before = stack[-1]
                 stack[-1] = made = self._build(before, last)
-                if isinstance(before, Pending) and memo.get(before.memo_number) is before:
-                    memo[before.memo_number] = made
+                if type(before) is Pending and memo.get(number := before.memo_number) is before:
+                    memo[number] = made
             elif op == 0x93:  # STACK_GLOBAL
                 last = stack.pop()
                 stack[-1] = self._global(stack[-1], last)
