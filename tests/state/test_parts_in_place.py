@@ -84,27 +84,19 @@ def test_the_part_of_another_rank_is_refused_though_its_shape_is_the_same(
 @pytest.mark.parametrize("door", [*WITH_OFFSETS, *WITHOUT_OFFSETS], ids=lambda door: door.__name__)
 @pytest.mark.parametrize(
     ("saved", "here"),
-    [(Replicate(), None), (None, Replicate()), (Shard(0), None), (None, Shard(0)), (Replicate(), Shard(0))],
-)
-def test_a_part_and_a_whole_tensor_are_different_kinds(
+    [
+        (Replicate(), None), (None, Replicate()), (Shard(0), None), (None, Shard(0)), (Replicate(), Shard(0)),
+        (Partial(), Replicate()), (Replicate(), Partial()),
+    ],
+)  # fmt: skip
+def test_a_part_a_summand_and_a_whole_tensor_are_different_kinds(
     saved: Placement | None, here: Placement | None, door: Door, tmp_path: Path
 ) -> None:
-    rows = {None: 4, Replicate(): 4, Shard(0): 2}
-    source, live = states(part(0, saved, 5.0, rows[saved]), part(0, here, 0.0, rows[here]))
-    with job(0), pytest.raises(StateMismatch, match=r"nothing was overwritten.*\n  w: .* here, .* (in|at) the"):
-        door(source, live, tmp_path, ())
-    check_nothing_is_overwritten(live)
-
-
-@pytest.mark.parametrize("door", [*WITH_OFFSETS, *WITHOUT_OFFSETS], ids=lambda door: door.__name__)
-@pytest.mark.parametrize(("saved", "here"), [(Partial(), Replicate()), (Replicate(), Partial())])
-def test_summands_are_no_sums_though_the_parts_are_the_same(
-    saved: Placement, here: Placement, door: Door, tmp_path: Path
-) -> None:
-    source, live = states(part(0, saved, 5.0, 4), part(0, here, 0.0, 4))
-    refused: Any = (StateMismatch, r"nothing was overwritten.*\n  w: .*(partial|Partial)")
+    rows = {None: 4, Replicate(): 4, Shard(0): 2, Partial(): 4}
+    refused: Any = (StateMismatch, r"nothing was overwritten.*\n  w: .* here, .* (in|at) the")
     if saved == Partial() and door in OF_CHECKPOINTERS:
         refused = InvalidArgument, "it is Partial"
+    source, live = states(part(0, saved, 5.0, rows[saved]), part(0, here, 0.0, rows[here]))
     with job(0), pytest.raises(refused[0], match=refused[1]):
         door(source, live, tmp_path, ())
     check_nothing_is_overwritten(live)

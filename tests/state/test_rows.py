@@ -70,15 +70,3 @@ def test_what_a_program_has_put_in_place_of_a_property_is_asked(monkeypatch: pyt
         patch.setattr(nn.Parameter, "requires_grad", property(lambda _: False))
         assert tree.flatten(state).rows.flags == "01"
     assert tree.flatten(state).rows.flags == "03"
-
-
-def test_leaves_are_found_again_by_what_they_are() -> None:
-    whole = torch.arange(8.0)
-    state = {"whole": whole, "alias": whole.view(2, 4), "odd": torch.arange(6.0)[:3], "none": None}
-    for native in (True, False):
-        flat = tree.flatten(state, native)
-        assert [flat.number_of(value) for value in state.values()] == [0, None, None, None]  # type: ignore[arg-type]
-        assert [flat.rows.number_of(value) for value in state.values()] == [0, -1, -2, -3]
-        assert flat.rows.number_of(torch.arange(8.0)) is None
-        flat.rows.forget()
-        assert flat.rows.number_of(whole) is None

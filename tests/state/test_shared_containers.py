@@ -9,12 +9,10 @@ import pytest
 import torch
 
 from tensorferry import UnsupportedLeaf
-from tensorferry.checkpointing import AsyncCheckpointer, SyncCheckpointer
 from tensorferry.state import tree
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.beyond_torchft]
 
@@ -52,16 +50,3 @@ def test_what_stands_in_a_few_places_is_sent() -> None:
     for state in (doubled("dict", 10), [shared] * 10_000, [()] * 500_000, [list(range(1000))] * 200):
         flat = tree.flatten(state)
         assert tree.unflatten(flat.tree, flat.plain, flat.objects) == state or isinstance(state, dict)
-
-
-@pytest.mark.process
-@pytest.mark.parametrize("door", [SyncCheckpointer, AsyncCheckpointer])
-def test_a_checkpointer_refuses_it_and_goes_on(door: Any, tmp_path: Path) -> None:
-    checkpointer = door()
-    with pytest.raises(UnsupportedLeaf, match="in so many places"):
-        checkpointer.save(tmp_path / "one", doubled("list", 32))
-    saving = checkpointer.save(tmp_path / "two", {"w": torch.ones(3)})
-    if saving is not None:
-        saving[1].result()
-    assert torch.equal(checkpointer.load(tmp_path / "two")["w"], torch.ones(3))
-    checkpointer.close()
