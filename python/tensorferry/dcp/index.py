@@ -9,7 +9,6 @@ from __future__ import annotations
 import base64
 import io
 import json
-import math
 import pickle
 import uuid
 from collections import OrderedDict
@@ -33,7 +32,9 @@ from .._gc import gc_paused
 from ..errors import InvalidArgument, ProtocolError, TensorferryError
 from ..pickles.allowlist import Allowed
 from ..pickles.unpickler import unpickler_class
+from ..storage import boxes
 from ..storage.boxes import Box, why_not_whole
+from ..storage.slices import contiguous_strides
 
 VERSION = 1
 #: The version that torch's own writer gives its checkpoints.
@@ -47,8 +48,6 @@ ELEMENTS, OBJECT, PICKLED_TENSOR = "t", "b", "p"
 #: A value that has no entry of its own, since its source builds it out of several; no index has this kind.
 BUILT = "v"
 
-#: Sizes and offsets in an index are below the first; tensors have at most as many dimensions as the second.
-_MOST, _DIMENSIONS = 2**63, 64
 #: A nested state has at most ``_DEEPEST`` levels, and its lists have at most ``_SLOTS`` elements in all, or
 #: ``_SLOTS_PER_PATH`` for each path if that is more.
 _DEEPEST, _SLOTS, _SLOTS_PER_PATH = 256, 1 << 20, 16
@@ -142,7 +141,7 @@ def encode(metadata: Metadata, stored: dict[MetadataIndex, EntryRef]) -> bytes:
         properties = value.properties
         dtype = _dtype_of(fqn, value, [by_key[fqn, chunk.offsets] for chunk in value.chunks])
         state[fqn] = ["t", dtype, list(value.size), bool(properties.requires_grad), chunks]
-        if _HAS_STRIDES and properties.strides != _contiguous(value.size):
+        if _HAS_STRIDES and properties.strides != tuple(contiguous_strides([*value.size], 1)):
             strides[fqn] = properties.strides
     index = {"version": VERSION, "sources": containers, "state": state, "planner": _planner_data(metadata.planner_data)}
     # Both are new, and readers of earlier versions leave them alone.
@@ -287,7 +286,7 @@ def decode(text: bytes, where: str, allowed: Allowed) -> Metadata:
                 refs.add(MetadataIndex(fqn, chunk.offsets), ref)
             properties = TensorProperties(dtype=_dtype(dtype), requires_grad=bool(requires_grad))
             if strides is not None:
-                set_strides(properties, size, strides[fqn] if fqn in strides else _contiguous(size))
+                set_strides(properties, size, strides[fqn] if fqn in strides else contiguous_strides([*size], 1))
             state[_checked_string(fqn)] = TensorStorageMetadata(properties=properties, size=size, chunks=listed)
         planner = _read_planner_data(index["planner"], state, where, allowed)
         save_id = index.get("save")
@@ -319,16 +318,6 @@ def stamp(metadata: Metadata) -> Metadata:
     return metadata
 
 
-def _contiguous(size: Sequence[int]) -> tuple[int, ...]:
-    """Returns the strides of a contiguous tensor."""
-    strides = []
-    step = 1
-    for length in reversed(size):
-        strides.append(step)
-        step *= max(length, 1)
-    return tuple(reversed(strides))
-
-
 def set_strides(properties: TensorProperties, size: torch.Size, strides: Any) -> None:
     """Sets the strides of a tensor in its ``properties``, in versions of torch that record them; ``None`` if unknown.
 
@@ -337,29 +326,15 @@ def set_strides(properties: TensorProperties, size: torch.Size, strides: Any) ->
     """
     if not _HAS_STRIDES or strides is None:
         return
-    checked = tuple(map(_checked_size, strides))
+    checked = tuple(map(boxes.checked_size, strides))
     if len(checked) != len(size):
         raise ValueError("a tensor in it has other strides than dimensions")
     properties.strides = checked
 
 
-def _checked_size(number: Any) -> int:
-    if type(number) is not int or not 0 <= number < _MOST:
-        raise ValueError("a number in it cannot be a size or an offset")
-    return number
-
-
 def checked_sizes(numbers: Any) -> torch.Size:
-    """Checks a shape, or the offsets of a chunk, and returns it as a ``torch.Size``.
-
-    Raises:
-        ValueError: no tensor has such a shape
-    """
-    whole = [_checked_size(number) for number in numbers]
-    # With eight bytes for an element. A dimension of size 0 counts as 1, since strides are computed like that.
-    if math.prod([max(number, 1) for number in whole]) >= _MOST // 8 or len(whole) > _DIMENSIONS:
-        raise ValueError("a shape in it is too large for a tensor")
-    return torch.Size(whole)
+    """Returns a shape, or the offsets of a chunk; raises as :func:`boxes.checked_sizes`."""
+    return torch.Size(boxes.checked_sizes(numbers))
 
 
 def check_inside(fqn: str, chunk: ChunkStorageMetadata, size: torch.Size) -> None:
@@ -399,8 +374,8 @@ class _EntryRefs:
         container, entry, dtype, nbytes, kind = stored
         if kind not in (ELEMENTS, OBJECT, PICKLED_TENSOR):
             raise ValueError(f"the entry of {index.fqn} has an unknown kind")
-        key = (_checked_size(container), _checked_string(entry))
-        ref = EntryRef(self._containers[container], entry, _checked_string(dtype), _checked_size(nbytes), kind)
+        key = (boxes.checked_size(container), _checked_string(entry))
+        ref = EntryRef(self._containers[container], entry, _checked_string(dtype), boxes.checked_size(nbytes), kind)
         if key in self._taken or self.known.setdefault(index, ref) is not ref:
             raise ValueError(f"{index.fqn} occurs twice, or its entry belongs to another item as well")
         self._taken.add(key)

@@ -5,17 +5,13 @@ docs/reference/format.md has the fields.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from ..errors import ProtocolError
-from ..storage.boxes import Box, why_not_whole
-
-#: The largest number of elements and dimensions of a tensor.
-_MOST, _DIMENSIONS = 2**62, 64
+from ..storage.boxes import Box, checked_size, checked_sizes, why_not_whole
 
 
 class Shard(NamedTuple):
@@ -70,16 +66,16 @@ def described(where: object, path: str, fields: Any, own: int = 0) -> tuple[torc
     """
     try:
         dtype = getattr(torch, fields["dtype"].removeprefix("torch."))
-        shape = _checked_sizes(fields["global_shape"])
+        shape = checked_sizes(fields["global_shape"])
         shards: dict[Box, Shard] = {}
         for one in sorted(fields["parts"], key=lambda part: part["rank"] != own):
             shard = Shard(
-                _checked_sizes([one["rank"]])[0],
-                _checked_sizes(one["offsets"]),
-                _checked_sizes(one["shape"]),
-                _checked_sizes(one["stride"]),
+                checked_size(one["rank"]),
+                checked_sizes(one["offsets"]),
+                checked_sizes(one["shape"]),
+                [checked_size(step) for step in one["stride"]],
                 one["storage"],
-                _checked_sizes([one["storage_offset"]])[0],
+                checked_size(one["storage_offset"]),
             )
             if len({len(length) for length in (shard.offsets, shard.shape, shard.stride, shape)}) != 1:
                 raise ValueError("its fields contradict each other")
@@ -114,13 +110,3 @@ def entry_of(storages: Sequence[Any], sizes: Sequence[int], number: Any, start: 
             if low <= start and start + span <= low + sizes[entry]:
                 return entry, start - low
     raise KeyError(number)
-
-
-def _checked_sizes(values: Any) -> list[int]:
-    """Returns ``values`` as a list, after checking that they can be a shape, offsets or strides."""
-    numbers = list(values)
-    if len(numbers) > _DIMENSIONS or not all(type(n) is int and 0 <= n < _MOST for n in numbers):
-        raise ValueError("a number in it cannot be a size or an offset")
-    if math.prod(max(n, 1) for n in numbers) >= _MOST:
-        raise ValueError("a shape in it is too large for a tensor")
-    return numbers

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+#: What is larger than any size, and how many dimensions a tensor has at most.
+_MOST, _DIMENSIONS = 2**63, 64
 
 
 class Box(NamedTuple):
@@ -74,3 +77,27 @@ def why_not_whole(shape: Sequence[int], boxes: Sequence[Box], owners: Sequence[s
         return None
     those = ", ".join(dict.fromkeys(owner for box, owner in zip(boxes, owners, strict=True) if box.numel))
     return f"{covered} of the {total} elements of its shape {list(shape)} are there, in {those or 'no part'}"
+
+
+def checked_size(number: Any) -> int:
+    """Returns a size, offset or stride from a peer or a file.
+
+    Raises:
+        ValueError: it cannot be one
+    """
+    if type(number) is not int or not 0 <= number < _MOST:
+        raise ValueError("a number in it cannot be a size or an offset")
+    return number
+
+
+def checked_sizes(numbers: Any) -> list[int]:
+    """Returns a shape, or the offsets of a part, from a peer or a file.
+
+    Raises:
+        ValueError: no tensor has such a shape
+    """
+    whole = [checked_size(number) for number in numbers]
+    # With eight bytes for an element. A dimension of size 0 counts as 1, since strides are computed like that.
+    if math.prod([max(number, 1) for number in whole]) >= _MOST // 8 or len(whole) > _DIMENSIONS:
+        raise ValueError("a shape in it is too large for a tensor")
+    return whole

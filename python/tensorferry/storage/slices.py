@@ -21,11 +21,11 @@ def nbytes_of(slices: Iterable[SliceTuple]) -> int:
 
 
 def contiguous_strides(shape: list[int], size: int) -> list[int]:
-    """Returns the strides, in bytes, of a contiguous tensor of this shape with elements of ``size`` bytes."""
+    """Returns the strides, in bytes, of a contiguous tensor of this shape with elements of ``size`` bytes, as torch."""
     strides = []
     for dim in reversed(shape):
         strides.append(size)
-        size *= dim
+        size *= max(dim, 1)
     return strides[::-1]
 
 
