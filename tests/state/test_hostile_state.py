@@ -176,3 +176,18 @@ def test_parts_that_overlap_and_could_hide_a_hole_are_refused(shape, parts, fits
     _, found, shards = described_shards("x", "p", fields)
     assert found == shape
     assert (why_incomplete(shape, shards) is None) == fits
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"dtype": "torch.load", "global_shape": [1], "parts": []},
+        {"dtype": "torch.float32", "global_shape": [-1], "parts": []},
+        {"dtype": "torch.float32", "global_shape": [2**61], "parts": []},
+        {"dtype": "torch.float32", "global_shape": [1], "parts": [{"rank": 0, "offsets": [0]}]},
+    ],
+)
+def test_a_description_of_parts_that_makes_no_sense_is_a_protocol_error(fields: dict[str, Any]) -> None:
+    with pytest.raises(ProtocolError, match="its index has no valid description of p"):
+        described_shards("x", "p", fields)
