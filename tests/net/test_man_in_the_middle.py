@@ -7,8 +7,8 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import pytest
-
 from middle import ManInTheMiddle
+
 from secured import SECRET, send
 from tensorferry import HTTPTransport, InvalidArgument, UnprovenSource, cli
 from tensorferry._native import HttpAnswer

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-
 from other_stores import other_store
+
 from tensorferry import checkpointing
 from tensorferry.checkpointing import SyncCheckpointer
 from tensorferry.dcp import FileReader, FileWriter, own_errors
