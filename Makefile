@@ -226,7 +226,7 @@ bench: build ## side by side against torchft's transports: one table, JSON and p
 BENCH_FLEET_ARGS ?=
 bench-fleet: build ## one source and up to 8 receivers on shaped links, beside torchft's transport: table and JSON; needs root
 	$(BIN)/python benches/fleet.py --json build/bench/fleet.json $(BENCH_FLEET_ARGS)
-	$(BIN)/python benches/fleet_zones.py --json build/bench/fleet_zones.json
+	$(BIN)/python benches/fleet_hosts.py --json build/bench/fleet_hosts.json
 
 .PHONY: bench-replicas
 bench-replicas: build ## a heal that every healthy replica sends to, beside one source, on shaped links: table and JSON; needs root

@@ -161,7 +161,6 @@ class Server:
         swarm: bool = False,
         rails: list[tuple[str, int]] = ...,
         card: str | None = None,
-        zone: str | None = None,
     ) -> Server: ...
     @property
     def step(self) -> int | None: ...

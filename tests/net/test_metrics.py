@@ -105,8 +105,8 @@ def test_failed_receives_are_counted_by_the_classes_of_the_error_reference(open_
         receiver.recv_checkpoint(0, source.metadata(), 4, TIMEOUT)
     assert failures(receiver) == {"other": 2, "SystemRefused": 1, "WrongStep": 1}
     assert failures(receiver).keys() <= {*errors.__all__, "other"}
-    with urllib.request.urlopen(receiver.status_url()) as answer:
-        assert "failed: OfTheUser" in answer.read().decode()
+    with urllib.request.urlopen(receiver.status_url() + "?json") as answer:
+        assert '"error":"OfTheUser' in answer.read().decode()
 
 
 def test_reference_dashboard_and_alerts_name_the_series_that_there_are(families):

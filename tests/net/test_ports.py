@@ -91,10 +91,10 @@ def test_a_scraper_has_an_address_that_gives_counters_alone(open_transport, opti
     with urllib.request.urlopen(url) as answer:
         text = answer.read().decode()
     assert "\ntensorferry_step 3\n" in text
-    with urllib.request.urlopen(transport.status_url()) as answer:
-        page = answer.read().decode()
-    assert "tensorferry: step 3" in page
-    assert token not in page + text
+    with urllib.request.urlopen(transport.status_url() + "?json") as answer:
+        figures = answer.read().decode()
+    assert '"step":3,' in figures
+    assert token not in figures + text
     for path in (f"{token}/metrics", f"{token}/checkpoint/3.safetensors", "checkpoint/3.safetensors", "3/full"):
         with pytest.raises(urllib.error.HTTPError, match="404"):
             urllib.request.urlopen(f"http://127.0.0.1:{port_of(url)}/{path}")

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import html.parser
+import json
+import shutil
 import socket
+import subprocess
 import urllib.error
 import urllib.request
 from datetime import timedelta
@@ -69,53 +72,94 @@ def busy(open_transport):
     return source
 
 
+#: As much of a browser's document as the script uses: what it has shown is printed at the end.
+DOCUMENT = """
+class Node {
+  constructor() { this.parts = []; }
+  append(...parts) { this.parts.push(...parts); }
+  replaceChildren(...parts) { this.parts = parts; }
+  said() { return [this.textContent ?? "", ...this.parts.map(part => part.said ? part.said() : part)].join(" "); }
+}
+const known = {};
+globalThis.document = {
+  createElement: () => new Node(),
+  getElementById: name => known[name] ??= new Node(),
+};
+globalThis.fetch = async () => ({ok: true, json: async () => JSON.parse(require("fs").readFileSync(0, "utf8"))});
+const say = () => console.log(Object.values(known).map(one => one.said()).join(" "));
+globalThis.setInterval = () => setTimeout(say, 100);
+"""
+
+
 def read(url):
     with urllib.request.urlopen(url) as answer:
         return answer.headers, answer.read().decode()
 
 
-def test_the_page_is_whole_and_loads_nothing(busy):
+def figures(transport):
+    headers, text = read(transport.status_url() + "?json")
+    assert headers["content-type"] == "application/json"
+    assert text.isascii()
+    return json.loads(text)
+
+
+def test_the_page_is_whole_and_loads_nothing_but_its_figures(busy):
     headers, text = read(busy.status_url())
-    assert read(busy.metadata())[1].split("</style>")[0].count("<title>") == 1, (
-        "the URL in the metadata leads there, too"
-    )
     page = Page(text)
     assert headers["content-type"] == "text/html; charset=utf-8"
     policy = headers["content-security-policy"]
     nonce = dict(page.attributes)["nonce"]
-    assert f"default-src 'none'; style-src 'nonce-{nonce}';" in policy
+    assert f"default-src 'none'; style-src 'nonce-{nonce}'; script-src 'nonce-{nonce}'; connect-src 'self';" in policy
+    assert [value for name, value in page.attributes if name == "nonce"] == [nonce] * 2
     assert read(busy.status_url())[0]["content-security-policy"] != policy, "a nonce is used once"
-    assert not {"script", "link", "img", "iframe", "a", "form", "object"} & set(page.elements)
+    assert page.elements.count("script") == 1
+    assert not {"link", "img", "iframe", "a", "form", "object"} & set(page.elements)
     named = {name for name, _ in page.attributes}
     assert not {"src", "href", "style"} & named
     assert not [name for name in named if name.startswith("on")]
-    shown = " ".join(page.text)
-    for what in (
-        "step 7",
-        "the gate is open",
-        "failed: WrongStep, of 127.0.0.1:",
-        "1 healed, 1 failed",
-        "serving 7 but got step=5",
-    ):
-        assert what in shown, what
 
 
-def test_what_peers_say_is_text_and_bounded(busy):
-    for number in range(40):
-        ask(busy, b"y" * 5000 + b"/%d/" % number)
-    ask(busy, HOSTILE)
-    _, text = read(busy.status_url())
-    assert "x&amp;&quot;&#39;{onload=alert(1)}" in text
-    assert text.isascii()
-    assert text.count("invalid url format") == 16
-    assert len(text) < 16_000
+def test_the_figures_are_of_everything_that_goes_on(busy):
+    shown = figures(busy)
+    assert json.loads(read(busy.metadata() + "?json")[1]).keys() == shown.keys(), (
+        "the URL in the metadata leads there, too"
+    )
+    assert (shown["step"], shown["allowed"], shown["program"]) == (7, True, None)
+    assert shown["ended"][0]["error"].startswith("WrongStep, of 127.0.0.1:")
+    assert shown["ended"][1]["error"] is None
+    assert (shown["received"]["healed"], shown["received"]["failed"]) == (1, 1)
+    messages = [refusal["message"] for refusal in shown["refusals"]]
+    assert any("serving 7 but got step=5" in message for message in messages)
+    assert any("x&\"'{onload=alert(1)}" in message for message in messages)
     busy.disallow_checkpoint()
-    assert "the gate is closed: nothing is published now" in read(busy.status_url())[1]
+    assert figures(busy)["allowed"] is False
+
+
+@pytest.mark.process
+@pytest.mark.skipif(shutil.which("node") is None, reason="no node is installed: nothing here runs scripts")
+def test_the_script_shows_the_figures_as_text(busy):
+    text = read(busy.status_url())[1]
+    script = text.partition("<script")[2].partition(">")[2].partition("</script>")[0]
+    shown = subprocess.run(
+        ["node", "-e", DOCUMENT + script], input=json.dumps(figures(busy)), capture_output=True, text=True, timeout=60
+    )
+    assert not shown.stderr
+    for what in ("tensorferry: step 7", "the gate is open", "failed: WrongStep, of 127.0.0.1:", "1 healed, 1 failed",
+                 "serving 7 but got step=5", "x&\"'{onload=alert(1)}"):  # fmt: skip
+        assert what in shown.stdout, what
 
 
 def test_a_stranger_can_neither_read_nor_write_the_page(busy):
     where = urlsplit(busy.metadata())
-    for path in ("/", "/checkpoint/", "/stranger/", f"/{'0' * 32}/stranger"):
+    for path in ("/", "/checkpoint/", "/?json", f"/{'0' * 32}/stranger"):
         with pytest.raises(urllib.error.HTTPError, match="404"):
             urllib.request.urlopen(f"http://{where.netloc}{path}")
-    assert "stranger" not in read(busy.status_url())[1]
+    assert "stranger" not in json.dumps(figures(busy)).replace('"strangers"', "")
+
+
+def test_only_the_latest_refusals_are_kept(busy):
+    for number in range(40):
+        ask(busy, b"y" * 5000 + b"/%d/" % number)
+    shown = json.dumps(figures(busy))
+    assert shown.count("invalid url format") == 16
+    assert len(shown) < 16_000

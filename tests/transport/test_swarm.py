@@ -92,7 +92,7 @@ def test_the_source_shows_its_members(open_transport: Any) -> None:
     assert figure(figures(source), "swarm_members") == 0
     with joined(source, 4001), joined(source, 4002):
         assert figure(figures(source), "swarm_members") == 2
-        with urllib.request.urlopen(source.status_url(), timeout=10) as page:
+        with urllib.request.urlopen(source.status_url() + "?json", timeout=10) as page:
             text = page.read().decode()
         assert "127.0.0.1:4001" in text
         assert "127.0.0.1:4002" in text

@@ -16,7 +16,6 @@ from .secret import shared_secret
 
 _PORTS = re.compile(r"([0-9]{1,5})(?:-([0-9]{1,5}))?", re.ASCII)
 _MOST_PORT = (1 << 16) - 1
-_ZONE = re.compile(r"[A-Za-z0-9._-]{1,64}", re.ASCII)
 
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -52,7 +51,6 @@ class ServerOptions:
             them; ``None`` lets ``advertised_host`` choose
         max_bandwidth: bytes per second for all receivers together; ``None`` means no limit
         ports: the first and the last port to try; 0 means any
-        zone: the zone in which this process runs; ``None``: it is not known
         metrics_ports: the same for the port on which counters alone are served; ``None``: there is no such port
 
     Raises:
@@ -67,7 +65,6 @@ class ServerOptions:
         self.same_host = wants_same_host(given.get("same_host"))
         limit = given.get("max_bandwidth")
         self.max_bandwidth = None if limit is None else _validate.integer("max_bandwidth (bytes per second)", limit, 1)
-        self.zone = zone_name()
         self.listening = listening_addresses(given.get("interface"))
         self.advertise = given.get("advertise")
         self.ports = port_range("port", given.get("port"), _settings.PORT) or (0, 0)
@@ -153,22 +150,6 @@ def wants_relay(asked: bool | None) -> bool:
         InvalidArgument: ``asked`` is not a ``bool``, or the variable neither ``0`` nor ``1``
     """
     return _switch("relay", asked, _settings.RELAY, True)
-
-
-def zone_name() -> str | None:
-    """Returns the zone in which this process runs, from ``TENSORFERRY_ZONE``; ``None`` if that is not set.
-
-    Raises:
-        InvalidArgument: the variable is not a name of 1 to 64 letters, digits, ``-``, ``_`` and ``.``
-    """
-    value = _settings.setting(_settings.ZONE)
-    if not value:
-        return None
-    if not _ZONE.fullmatch(value):
-        raise InvalidArgument(
-            f'{_settings.ZONE} must be a name of at most 64 letters, digits and "-_.", not {_validate.brief(value)}'
-        )
-    return value
 
 
 def _switch(name: str, asked: bool | None, variable: str, default: bool) -> bool:

@@ -51,7 +51,6 @@ def start(patience: float, options: ServerOptions, swarm: bool = False) -> tuple
         swarm=swarm,
         rails=rails,
         card=first_card(rails, options.advertise),
-        zone=options.zone,
     )
     return server, host
 

@@ -8,11 +8,12 @@
 //! the two sees the other.
 
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::{Arc, Mutex, Weak};
 
 use socket2::Socket;
 
 use crate::fork::CloseOnFork;
+use crate::sync::Locked;
 
 /// Ends a transfer from another thread: every socket that takes part in it is shut down.
 ///
@@ -67,7 +68,7 @@ impl Cancel {
 
     /// Shuts down all watched sockets, so that calls that block on them return.
     fn shut_down(&self) {
-        let mut sockets = self.inner.sockets.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut sockets = self.inner.sockets.locked();
         for socket in sockets.drain(..).filter_map(|s| s.upgrade()) {
             let _ = socket.shutdown(std::net::Shutdown::Both);
         }
@@ -76,7 +77,7 @@ impl Cancel {
     /// Makes `socket` one of those that a cancellation shuts down; does so at once if it has happened. Sockets that are
     /// gone are forgotten.
     pub(crate) fn watch(&self, socket: &Arc<CloseOnFork<Socket>>) {
-        let mut sockets = self.inner.sockets.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut sockets = self.inner.sockets.locked();
         sockets.retain(|s| s.strong_count() > 0);
         sockets.push(Arc::downgrade(socket));
         drop(sockets);

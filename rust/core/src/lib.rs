@@ -57,6 +57,7 @@ mod report;
 mod same_host;
 mod server;
 mod swarm;
+mod sync;
 mod trust;
 
 pub use cancel::Cancel;
@@ -79,5 +80,6 @@ pub use publication::{Alternate, Publication, Readiness, Rendered, Stability, St
 pub use report::{Report, Trouble};
 pub use server::{Failure, Frontend, ProgramFigures, ProgramTable, Receive, Series, Server, ServerConfig, Shelf};
 pub use swarm::{RelayHost, Relayed, Relaying};
+pub use sync::Locked;
 pub use tensorferry_wire::rails::Rail;
 pub use trust::{Identity, Secret};

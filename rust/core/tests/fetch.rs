@@ -2,7 +2,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test that cannot go on should panic")]
 
 use crate::common::{BLOCK, Rig, STEP, State, lanes, noise};
-use tensorferry_core::{Destination, ErrorKind, Remote, Stability};
+use tensorferry_core::{Destination, ErrorKind, Remote};
 use tensorferry_wire::container::{MANIFEST_ENTRY, PICKLE_ENTRY};
 
 /// Sizes on both sides of every boundary: of a block, of the first read, of the pieces that are gathered when sent.
@@ -107,16 +107,6 @@ fn twenty_thousand_tiny_entries_arrive() {
 }
 
 #[test]
-fn a_header_larger_than_the_first_read_arrives() {
-    let mut state = State::of(&[0, 5, BLOCK], 1);
-    for i in 0..40 {
-        state = state.with(&format!("{i}-{}", "long".repeat(20_000)), noise(i, 77));
-    }
-    let rig = Rig::serving(&state);
-    state.fetch(&[&rig.url()], lanes(2)).unwrap();
-}
-
-#[test]
 fn reserved_entries_are_there_before_the_payload_whatever_their_size() {
     for (manifest, pickle) in [(10, 0), (0, 10), (300, 70), (3 * BLOCK + 7, 2 * BLOCK), (BLOCK, BLOCK), (BLOCK / 2, 1)]
     {
@@ -135,44 +125,6 @@ fn reserved_entries_are_there_before_the_payload_whatever_their_size() {
         state.check(&header, &arrived);
         assert_eq!(arrived.offsets().iter().filter(|o| o.is_none()).count(), 2, "reserved entries need no arena");
     }
-}
-
-#[test]
-fn several_receivers_at_once_get_the_same() {
-    let state = State::of(&[8 * BLOCK + 3, 5 * BLOCK], 1);
-    let rig = Rig::serving(&state);
-    let url = rig.url();
-    std::thread::scope(|scope| {
-        let receivers: Vec<_> = (1..=3)
-            .map(|count| {
-                scope.spawn({
-                    let (state, url) = (&state, &url);
-                    move || state.fetch(&[url], lanes(count))
-                })
-            })
-            .collect();
-        for receiver in receivers {
-            assert_eq!(receiver.join().unwrap().unwrap().report().retries, 0);
-        }
-    });
-}
-
-#[test]
-fn borrowed_memory_arrives_as_well_as_a_private_copy() {
-    let state = State::of(&sizes(), 3);
-    let rig = Rig::new();
-    rig.server.store().publish(STEP, state.publication(Stability::Borrowed));
-    state.fetch(&[&rig.url()], lanes(4)).unwrap();
-}
-
-#[test]
-fn a_wrong_step_is_refused_in_words() {
-    let state = State::of(&[1], 3);
-    let rig = Rig::serving(&state);
-    let refused = Remote::open(&[&rig.url()], 8, lanes(1)).unwrap_err();
-    assert_eq!(refused.kind(), ErrorKind::Status(400));
-    let message = refused.to_string();
-    assert!(message.contains("invalid checkpoint requested, serving 7 but got step=8"), "{message}");
 }
 
 #[test]

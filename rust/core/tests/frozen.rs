@@ -28,11 +28,7 @@ fn plain() -> ServerConfig {
 }
 
 fn begin(rig: &Rig, tail: &str) -> (Raw, usize) {
-    let mut raw = Raw::to(rig);
-    raw.send("GET", &rig.path(tail), &[]);
-    let head = raw.head();
-    assert_eq!(head.status, 200);
-    (raw, head.header("content-length").unwrap().parse().unwrap())
+    crate::common::raw::begin(rig, &rig.path(tail))
 }
 
 /// The result of a withdrawal that may take [`FOREVER`], of which nobody waits for more than [`PATIENCE`].

@@ -3,8 +3,8 @@
 
 use std::time::{Duration, Instant};
 
-use crate::common::raw::{Raw, get};
-use crate::common::{BLOCK, PATIENCE, Rig, STEP, State, eventually, lanes};
+use crate::common::raw::{Raw, get, metrics};
+use crate::common::{BLOCK, PATIENCE, Rig, STEP, State, eventually};
 use tensorferry_core::{ErrorKind, FetchOptions, Remote, Stability};
 
 #[test]
@@ -19,20 +19,6 @@ fn a_request_waits_while_nothing_is_allowed() {
     raw.stream.set_read_timeout(Some(PATIENCE)).unwrap();
     let got = raw.answer();
     assert!(got.status == 200 && got.body.ends_with(state.bytes("w0")));
-}
-
-#[test]
-fn a_receiver_waits_too_and_then_gets_everything() {
-    let state = State::of(&[3 * BLOCK], 1);
-    let rig = Rig::new();
-    let url = rig.url();
-    std::thread::scope(|scope| {
-        let receiver = scope.spawn(|| state.fetch(&[&url], lanes(2)));
-        std::thread::sleep(Duration::from_millis(200));
-        assert!(!receiver.is_finished());
-        rig.server.store().publish(STEP, state.publication(Stability::Private));
-        receiver.join().unwrap().unwrap();
-    });
 }
 
 #[test]
@@ -64,15 +50,12 @@ fn a_receiver_that_waits_ends_at_its_own_deadline() {
 #[test]
 fn a_client_that_leaves_while_it_waits_leaves_nothing_behind() {
     let rig = Rig::new();
-    let metrics = rig.path("").replace("checkpoint/", "metrics");
     for _ in 0..20 {
         let mut raw = Raw::to(&rig);
         raw.send("GET", &rig.path("7.safetensors"), &[]);
     }
     // The only connection left is that of the request for the metrics itself.
-    eventually("the connections are gone", || {
-        get(&rig, &metrics, &[]).text().contains("\ntensorferry_connections 1\n")
-    });
+    eventually("the connections are gone", || metrics(&rig).contains("\ntensorferry_connections 1\n"));
     assert_eq!(rig.server.store().active(), 0);
     let state = State::of(&[10], 3);
     rig.server.store().publish(STEP, state.publication(Stability::Private));

@@ -2,15 +2,11 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test that cannot go on should panic")]
 
 use std::io::Write;
-use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use crate::common::faults::Liar;
-use crate::common::raw::{Raw, get, request};
+use crate::common::raw::{Raw, get, metrics, request};
 use crate::common::{BLOCK, Rig, STEP, State, noise};
-use safetensors::SafeTensors;
-use tensorferry_core::{FetchOptions, Remote, Stability};
-use tensorferry_wire::container::Header;
+use tensorferry_core::{FetchOptions, Remote};
 use tensorferry_wire::digest::{Algorithm, DigestTable, checksum};
 
 /// A server with slightly more than 3 MiB, and the bytes of its container.
@@ -20,18 +16,6 @@ fn rig() -> (Rig, State, Vec<u8>) {
     let whole = get(&rig, &rig.path("7.safetensors"), &[]);
     assert_eq!(whole.status, 200);
     (rig, state, whole.body)
-}
-
-#[test]
-fn the_container_fetched_whole_is_a_safetensors_file() {
-    let (_rig, state, whole) = rig();
-    let file = SafeTensors::deserialize(&whole).unwrap();
-    assert_eq!(file.len(), state.0.len());
-    for (name, bytes) in &state.0 {
-        let tensor = file.tensor(name).unwrap();
-        assert_eq!(tensor.shape(), [bytes.len()]);
-        assert!(tensor.data() == &bytes[..], "{name}");
-    }
 }
 
 #[test]
@@ -190,19 +174,6 @@ fn conditions_are_honoured() {
 }
 
 #[test]
-fn a_new_snapshot_has_a_new_entity_tag() {
-    let (rig, state, _) = rig();
-    let path = rig.path("7.safetensors");
-    // For a private publication, transfers that have begun would be finished.
-    rig.server.store().publish(STEP, state.publication(Stability::Borrowed));
-    let before = request(&rig, "HEAD", &path, &[]).header("etag").unwrap().to_owned();
-    rig.server.store().publish(STEP, state.publication(Stability::Private));
-    let after = request(&rig, "HEAD", &path, &[]).header("etag").unwrap().to_owned();
-    assert_ne!(before, after);
-    assert_eq!(get(&rig, &path, &[("If-Match", &before)]).status, 412);
-}
-
-#[test]
 fn without_the_token_everything_but_healthz_is_not_found() {
     let (rig, ..) = rig();
     let token = rig.path("").split('/').nth(1).unwrap().to_owned();
@@ -267,15 +238,6 @@ fn one_connection_carries_many_requests_also_all_at_once() {
 }
 
 #[test]
-fn the_header_resource_is_how_the_container_begins() {
-    let (rig, state, whole) = rig();
-    let got = get(&rig, &rig.path("7/header"), &[]);
-    assert_eq!(got.status, 200);
-    assert!(got.body == whole[..got.body.len()]);
-    assert_eq!(Header::decode(&got.body).unwrap().entries().len(), state.0.len());
-}
-
-#[test]
 fn digests_are_those_of_the_payload() {
     let (rig, _, whole) = rig();
     let header = get(&rig, &rig.path("7/header"), &[]).body;
@@ -295,20 +257,6 @@ fn digests_are_those_of_the_payload() {
     let body = get(&rig, &rig.path("7/digests?blocks=3-5,9-10&grain=512"), &[]).body;
     let expected = [3, 4, 9].map(|block| checksum(&payload[block * 512..(block + 1) * 512]));
     assert_eq!(DigestTable::decode_with_block_size(&body, &Algorithm::Crc64, 512).unwrap().blocks, expected);
-}
-
-#[test]
-fn metrics_count_what_happened() {
-    let (rig, _, whole) = rig();
-    let path = rig.path("").replace("checkpoint/", "metrics");
-    let got = get(&rig, &path, &[]);
-    assert_eq!(got.header("content-type"), Some("text/plain; version=0.0.4; charset=utf-8"));
-    for line in [format!("tensorferry_sent_bytes_total {}", whole.len()), "tensorferry_allowed 1".to_owned()] {
-        assert!(got.text().lines().any(|l| l == line), "{line} is missing in\n{}", got.text());
-    }
-    assert!(got.text().contains("# TYPE tensorferry_requests_total counter\ntensorferry_requests_total 2\n"));
-    rig.server.store().withdraw(std::time::Duration::ZERO);
-    assert!(get(&rig, &path, &[]).text().contains("tensorferry_allowed 0\n"));
 }
 
 #[test]
@@ -343,49 +291,7 @@ fn the_step_that_is_served_can_be_asked_for_without_a_refusal() {
     });
     let said: Vec<_> = said.take_while(|late| !late.contains("has withdrawn what it published last")).collect();
     assert!(said.len() < 3, "{said:?}");
-    let metrics = rig.path("metrics").replace("checkpoint/", "");
-    let counters = String::from_utf8(get(&rig, &metrics, &[]).body).unwrap();
+    let counters = metrics(&rig);
     assert!(counters.contains("answers_total{code=\"200\"}"), "{counters}");
     assert!(!counters.contains("code=\"400\""), "{counters}");
-}
-
-#[test]
-fn a_source_that_does_not_know_the_question_is_asked_in_the_old_way() {
-    for (refusal, served) in [
-        ("invalid checkpoint requested, serving -3 but got step=-9223372036854775808", Ok(-3)),
-        (
-            "invalid checkpoint requested, serving 99999999999999999999 but got step=-9223372036854775808",
-            // Such an answer may have been damaged on its way: it is asked for as often as others that make no sense.
-            Err(("no step", 10)),
-        ),
-        (
-            "invalid checkpoint requested, serving nothing but got step=-9223372036854775808",
-            Err(("serving nothing", 2)),
-        ),
-        ("no", Err(("no", 2))),
-    ] {
-        let asked = Arc::<Mutex<Vec<String>>>::default();
-        let liar = Liar::new({
-            let asked = Arc::clone(&asked);
-            move |mut stream, head, _| {
-                let path = head.split(' ').nth(1).unwrap();
-                asked.lock().unwrap().push(path.to_owned());
-                let said = if path.ends_with("/step") {
-                    "invalid url format, expected /checkpoint/step/key but got /checkpoint/step"
-                } else {
-                    refusal
-                };
-                write!(stream, "HTTP/1.1 400 No\r\nContent-Length: {}\r\n\r\n{said}", said.len())
-            }
-        });
-        let failed = Remote::open(&[&liar.url()], None, FetchOptions::within(Duration::from_secs(20))).unwrap_err();
-        let asked = asked.lock().unwrap();
-        assert!(asked[0].ends_with("/step") && asked[1].ends_with("/-9223372036854775808.safetensors"), "{asked:?}");
-        match served {
-            Ok(step) => assert!(asked[2].ends_with(&format!("/{step}.safetensors")), "{asked:?}"),
-            Err((text, times)) => {
-                assert!(failed.to_string().contains(text) && asked.len() == times, "{failed}: {asked:?}");
-            }
-        }
-    }
 }

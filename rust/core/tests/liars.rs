@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use crate::common::faults::Liar;
 use crate::common::raw::get;
-use crate::common::{BLOCK, Rig, STEP, State, lanes};
+use crate::common::{BLOCK, Rig, STEP, State};
 use tensorferry_core::{Destination, ErrorKind, FetchOptions, Hint, Remote};
 
 /// Fetches from a server that answers every request with `answer`. Returns the error after checking that it came in
@@ -283,11 +283,4 @@ fn wrong_bytes_of_the_right_length_are_not_handed_over() {
     // The source refuses the digests of the payload, so nothing could be verified.
     let unverified = turncoat(|start, end, total| part(start, end, total, end - start));
     assert_eq!(lied_to("no digests", &unverified).kind(), ErrorKind::Status(500));
-}
-
-#[test]
-fn an_honest_source_still_works_after_all_that() {
-    let state = State::of(&[5 * BLOCK], 1);
-    let rig = Rig::serving(&state);
-    state.fetch(&[&rig.url()], lanes(2)).unwrap();
 }

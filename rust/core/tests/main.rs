@@ -29,7 +29,6 @@ mod swarm_forgery;
 mod swarm_kills;
 mod swarm_parting;
 mod swarm_slices;
-mod swarm_zones;
 mod tls;
 mod withdraw;
 

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use crate::common::raw::{Raw, get, request};
+use crate::common::raw::{Raw, get, metrics, request};
 use crate::common::{BLOCK, Rig, STEP, State, eventually, lanes};
 use tensorferry_core::{
     ErrorKind, Failure, FetchOptions, Hint, ProgramFigures, ProgramTable, Report, Secret, Series, Server, ServerConfig,
@@ -17,10 +17,9 @@ use tensorferry_core::{
 fn metrics_tell_how_answers_and_bodies_ended_and_who_waits() {
     let state = State::of(&[24 * BLOCK], 1);
     let rig = Rig::new();
-    let path = rig.path("").replace("checkpoint/", "metrics");
-    let has = |line: &str| get(&rig, &path, &[]).text().lines().any(|l| l == line);
+    let has = |line: &str| metrics(&rig).lines().any(|l| l == line);
     assert!(has("tensorferry_bodies_total{end=\"complete\"} 0") && has("tensorferry_waiting_requests 0"));
-    assert!(!get(&rig, &path, &[]).text().contains("tensorferry_step"), "nothing was ever served");
+    assert!(!metrics(&rig).contains("tensorferry_step"), "nothing was ever served");
 
     let mut waiting = Raw::to(&rig);
     waiting.send("GET", &rig.path("7.safetensors"), &[]);
@@ -35,7 +34,7 @@ fn metrics_tell_how_answers_and_bodies_ended_and_who_waits() {
     assert_eq!(get(&rig, &rig.path("7.safetensors"), &[("Range", "bytes=5-9")]).status, 206);
     assert_eq!(get(&rig, &rig.path("8.safetensors"), &[]).status, 400);
     assert_eq!(request(&rig, "POST", &rig.path("7.safetensors"), &[]).status, 405);
-    let text = get(&rig, &path, &[]).text().to_owned();
+    let text = metrics(&rig);
     for line in [
         "tensorferry_bodies_total{end=\"complete\"} 1",
         "tensorferry_bodies_total{end=\"cut\"} 1",
@@ -43,6 +42,7 @@ fn metrics_tell_how_answers_and_bodies_ended_and_who_waits() {
         "tensorferry_answers_total{code=\"400\"} 1",
         "tensorferry_answers_total{code=\"405\"} 1",
         "tensorferry_step 7",
+        "tensorferry_allowed 1",
     ] {
         assert!(text.lines().any(|l| l == line), "{line} is missing in\n{text}");
     }
@@ -54,7 +54,6 @@ fn metrics_tell_how_answers_and_bodies_ended_and_who_waits() {
 fn metrics_tell_of_receives_as_the_log_does() {
     let state = State::of(&[24 * BLOCK], 1);
     let rig = Rig::serving(&state);
-    let path = rig.path("").replace("checkpoint/", "metrics");
     let options = FetchOptions { same_host: false, ..lanes(3) };
     let arrived = state.fetch(&[&rig.url()], options).unwrap();
     let report = arrived.report();
@@ -63,7 +62,7 @@ fn metrics_tell_of_receives_as_the_log_does() {
     rig.server.begin_receive(STEP).end(Ok(report), took);
     rig.server.begin_receive(STEP).end(Err(Failure { class: "ConnectError", counted_as: "ConnectError" }), took);
     drop(rig.server.begin_receive(STEP));
-    let text = get(&rig, &path, &[]).text().to_owned();
+    let text = metrics(&rig);
     for line in [
         "tensorferry_receives_total{end=\"healed\"} 1".to_owned(),
         "tensorferry_receive_failures_total{error=\"ConnectError\"} 1".to_owned(),
@@ -87,8 +86,7 @@ fn metrics_are_what_a_scraper_reads() {
     let rig = Rig::serving(&State::of(&[BLOCK], 1));
     let report = Report { lanes: 2, same_host: true, ..Report::default() };
     rig.server.begin_receive(STEP).end(Ok(&report), Duration::from_secs(1));
-    let path = rig.path("").replace("checkpoint/", "metrics");
-    let text = get(&rig, &path, &[]).text().to_owned();
+    let text = metrics(&rig);
     let mut known = "";
     for line in text.lines() {
         if let Some(about) = line.strip_prefix("# TYPE ") {
@@ -108,19 +106,16 @@ fn metrics_are_what_a_scraper_reads() {
 #[test]
 fn a_cap_is_shown_where_there_is_one() {
     let capped = Rig::configured(&ServerConfig { max_bandwidth: Some(10_000_000), ..ServerConfig::default() });
-    let shown = |rig: &Rig, name: &str| get(rig, &rig.path("").replace("checkpoint/", name), &[]).text().to_owned();
-    assert!(shown(&capped, "metrics").contains("\ntensorferry_max_bandwidth_bytes_per_second 10000000\n"));
-    assert!(shown(&capped, "").contains(", sends at most 10.0 MB/s, up for"));
+    assert!(metrics(&capped).contains("\ntensorferry_max_bandwidth_bytes_per_second 10000000\n"));
+    assert!(figures(&capped).contains("\"max_bandwidth\":10000000,"));
     let free = Rig::new();
-    assert!(!shown(&free, "metrics").contains("max_bandwidth"));
-    assert!(!shown(&free, "").contains("sends at most"));
+    assert!(!metrics(&free).contains("max_bandwidth") && figures(&free).contains("\"max_bandwidth\":null,"));
 }
 
 #[test]
 fn a_receive_that_runs_is_shown_and_one_that_is_dropped_has_failed() {
     let rig = Rig::new();
-    let path = rig.path("").replace("checkpoint/", "metrics");
-    let has = |line: &str| get(&rig, &path, &[]).text().lines().any(|l| l == line);
+    let has = |line: &str| metrics(&rig).lines().any(|l| l == line);
     let receive = rig.server.begin_receive(STEP);
     assert!(has("tensorferry_receiving 1") && has("tensorferry_receiving_phase{phase=\"open\"} 1"));
     let received = Arc::new(AtomicU64::new(30));
@@ -134,33 +129,39 @@ fn a_receive_that_runs_is_shown_and_one_that_is_dropped_has_failed() {
     assert!(has("tensorferry_receiving 0") && has("tensorferry_receives_total{end=\"failed\"} 1"));
 }
 
+/// What the status page of `rig` shows.
+fn figures(rig: &Rig) -> String {
+    get(rig, &rig.path("?json"), &[]).text().to_owned()
+}
+
 #[test]
-fn the_status_page_shows_what_is_sent_and_escapes_what_peers_say() {
+fn the_status_page_shows_what_is_sent_and_what_peers_say_is_text() {
     let state = State::of(&[24 * BLOCK], 1);
     let rig = Rig::serving(&state);
-    let page = || get(&rig, &rig.path(""), &[]);
     let mut peer = Raw::to(&rig);
     peer.send("GET", &rig.path("7.safetensors"), &[]);
     peer.head();
-    eventually("the transfer is on the page", || page().text().contains("<td>127.0.0.1</td><td>7</td>"));
+    let sent = "\"sending\":[{\"peer\":\"127.0.0.1\",\"step\":7,\"connections\":1,";
+    eventually("the transfer is shown", || figures(&rig).contains(sent));
     drop(peer);
-    eventually("the transfer is gone", || page().text().contains("Nobody is receiving from here now."));
+    eventually("the transfer is gone", || figures(&rig).contains("\"sending\":[],"));
     assert_eq!(get(&rig, &rig.path("7&\"{'x'}"), &[]).status, 400);
-    let shown = page();
-    let text = shown.text();
-    assert!(text.contains("7&amp;&quot;{&#39;x&#39;}"), "{text}");
-    assert!(!text.contains("7&\""));
     // Of strangers the address and a count are shown, and nothing that they wrote.
     assert_eq!(get(&rig, "/00000000000000000000000000000000/stranger", &[]).status, 404);
-    let text = page().text().to_owned();
-    assert!(text.contains("1 with 404 Not Found") && !text.contains("stranger"));
-    assert!(text.contains("<td>127.0.0.1</td><td class=\"n\">1</td><td>unknown path"), "{text}");
+    let shown = get(&rig, &rig.path("?json"), &[]);
+    let text = shown.text();
+    assert_eq!(shown.header("content-type"), Some("application/json"));
+    assert!(text.contains("7&\\\"{'x'}") && text.contains("\"404\":1") && !text.contains("stranger\""), "{text}");
+    assert!(text.contains("\"peer\":\"127.0.0.1\",\"requests\":1,\"why\":\"unknown path"), "{text}");
     let token = rig.path("").split('/').nth(1).unwrap().to_owned();
-    assert!(!text.contains(&token), "the page gives access to the state");
-    let policy = shown.header("content-security-policy").unwrap();
-    assert!(policy.starts_with("default-src 'none'; style-src 'nonce-"), "{policy}");
+    let page = get(&rig, &rig.path(""), &[]);
+    assert!(!text.contains(&token) && !page.text().contains(&token), "the page gives access to the state");
+    let policy = page.header("content-security-policy").unwrap();
+    let nonce = policy.split('\'').nth(3).unwrap();
+    assert!(policy.starts_with(&format!("default-src 'none'; style-src '{nonce}'; script-src '{nonce}';")), "{policy}");
+    assert_eq!(page.text().matches(nonce.trim_start_matches("nonce-")).count(), 2);
     for field in ["x-content-type-options", "referrer-policy", "cache-control"] {
-        assert!(shown.header(field).is_some(), "{field}");
+        assert!(page.header(field).is_some() && shown.header(field).is_some(), "{field}");
     }
     assert_eq!(get(&rig, &rig.path("").replace("checkpoint/", ""), &[]).status, 200);
     assert_eq!(get(&rig, "/", &[]).status, 404, "without the random part there is no page");
@@ -187,7 +188,8 @@ fn the_port_for_figures_gives_nothing_else() {
         if method == "HEAD" { raw.head() } else { raw.answer() }
     };
     assert!(ask("GET", "/metrics").text().contains("\ntensorferry_step 7\n"));
-    assert!(ask("GET", "/").text().contains("<h1>tensorferry: step 7"));
+    assert!(ask("GET", "/?json").text().contains("\"step\":7,"));
+    assert!(ask("GET", "/").text().starts_with("<!DOCTYPE html>"));
     assert_eq!(ask("HEAD", "/metrics").status, 200);
     assert_eq!(ask("GET", "/healthz").text(), "ok\n");
     for path in ["7.safetensors", "7/header", "7/digests", "7/full", ""] {
@@ -241,7 +243,7 @@ fn a_peer_without_the_secret_is_told_from_one_with_another_and_from_a_scanner() 
         let answer = get(&rig, &path, &headers);
         assert_eq!((answer.status, answer.text()), (404, "not found\n"), "{path}: all are answered alike");
     }
-    let text = get(&rig, &rig.path("").replace("checkpoint/", "metrics"), &[]).text().to_owned();
+    let text = metrics(&rig);
     for line in ["{reason=\"path\"} 1", "{reason=\"no_secret\"} 1", "{reason=\"other_secret\"} 2"] {
         assert!(text.contains(&format!("\ntensorferry_refused_total{line}\n")), "{line} is missing in\n{text}");
     }
@@ -264,12 +266,11 @@ fn a_program_describes_itself_on_both_pages() {
         }],
         series: vec![held, series("keeper_clients", vec![(Vec::new(), 2.0)])],
     });
-    let text = get(&rig, &rig.path("").replace("checkpoint/", "metrics"), &[]).text().to_owned();
+    let text = metrics(&rig);
     for line in ["tensorferry_keeper_snapshots{origin=\"own???9?\"} 4", "tensorferry_keeper_clients 2"] {
         assert!(text.lines().any(|l| l == line), "{line} is missing in\n{text}");
     }
-    let page = get(&rig, &rig.path(""), &[]).text().to_owned();
-    assert!(page.contains("<h1>tensorferry: keeper &lt;default&gt;</h1>"), "{page}");
-    assert!(page.contains("4 snapshots; &lt;b&gt;") && page.contains("<td>&lt;run&gt;</td><td class=\"n\">7</td>"));
-    assert!(!page.contains("gate is closed") && !page.contains("Last receives"), "it is no transport");
+    let shown = figures(&rig);
+    assert!(shown.contains("{\"title\":\"keeper <default>\",\"lines\":[\"4 snapshots\",\"<b>\"],"), "{shown}");
+    assert!(shown.contains("\"heads\":[\"job\",\"#step\"],\"rows\":[[\"<run>\",\"7\"]]"), "{shown}");
 }

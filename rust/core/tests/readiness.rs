@@ -9,8 +9,8 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use crate::common::local::{LocalReader, name_of};
-use crate::common::raw::{Answer, Raw, get};
-use crate::common::{BLOCK, PATIENCE, Rig, STEP, State, eventually, lanes, noise};
+use crate::common::raw::{Answer, Raw, get, metrics};
+use crate::common::{BLOCK, Owner, PATIENCE, Rig, STEP, State, eventually, lanes, noise};
 use tensorferry_core::{
     Alternate, Destination, Error, ErrorKind, FetchOptions, Item, Memory, Publication, Readiness, Remote, Rendered,
     ServerConfig, Stability, Withdrawn,
@@ -341,15 +341,6 @@ fn a_private_copy_that_is_withdrawn_is_filled_for_those_who_have_begun() {
 }
 
 #[test]
-fn what_nobody_reads_is_not_wanted_once_it_is_withdrawn() {
-    let rig = Rig::new();
-    let filler = Filler::on(&rig, LARGE, Stability::Private);
-    assert!(filler.filling().is_wanted());
-    rig.server.store().withdraw(PATIENCE);
-    assert!(!filler.filling().is_wanted());
-}
-
-#[test]
 fn borrowed_memory_is_withdrawn_from_those_who_wait_for_it() {
     let rig = Rig::new();
     let mut filler = Filler::on(&rig, LARGE, Stability::Borrowed);
@@ -361,6 +352,7 @@ fn borrowed_memory_is_withdrawn_from_those_who_wait_for_it() {
     eventually("all three wait", || rig.server.store().active() == 3);
     assert_eq!(rig.server.store().withdraw(Duration::ZERO), Withdrawn::Cut(3));
     assert_eq!(rig.server.store().active(), 0);
+    assert!(!filler.filling().is_wanted());
     filler.memory.lock().unwrap().fill(POISON);
     filler.filling().raise(LARGE as u64);
     assert!(!reader.rest().windows(64).any(|w| w == [POISON; 64]));
@@ -388,15 +380,6 @@ fn a_shutdown_does_not_wait_for_the_filling() {
     assert!(others.iter_mut().all(Raw::is_ended));
     assert_eq!(asked.load(Ordering::SeqCst), 0);
     eventually("nobody wants it", || !filler.filling().is_wanted());
-}
-
-/// Records that it was dropped.
-struct Owner(Arc<AtomicUsize>);
-
-impl Drop for Owner {
-    fn drop(&mut self) {
-        self.0.fetch_add(1, Ordering::SeqCst);
-    }
 }
 
 #[test]
@@ -519,9 +502,9 @@ fn a_receiver_that_hears_nothing_while_the_source_copies_does_not_give_up() {
             Ok(())
         });
         let requests = || {
-            let metrics = get(&rig, &rig.path("7.safetensors").replace("checkpoint/7.safetensors", "metrics"), &[]);
-            let line = metrics.text().lines().find(|l| l.starts_with("tensorferry_answers_total{code=\"206\"}"));
-            line.map_or(0, |l| l.rsplit(' ').next().unwrap().parse::<u32>().unwrap())
+            let metrics = metrics(&rig);
+            let count = metrics.lines().find_map(|l| l.strip_prefix("tensorferry_answers_total{code=\"206\"} "));
+            count.map_or(0, |count| count.parse::<u32>().unwrap())
         };
         // More than the number of consecutive failures after which a lane gives up.
         eventually("it asks again", || requests() > 12);

@@ -2,46 +2,18 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test that cannot go on should panic")]
 
 use std::io::{Read, Write};
-use std::net::{Shutdown, TcpStream};
+use std::net::TcpStream;
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr, UnixStream};
 use std::time::{Duration, Instant};
 
 use crate::common::local::{LocalReader, name_of};
-use crate::common::raw::{Raw, connections, get};
+use crate::common::raw::{Raw, connections, metrics};
 use crate::common::{BLOCK, PATIENCE, Rig, STEP, State, eventually, lanes, noise};
 use tensorferry_core::{FetchOptions, ServerConfig, Stability};
 
 fn state() -> State {
     State::of(&[6 * BLOCK + 11], 1)
-}
-
-#[test]
-fn three_hundred_connections_that_come_and_go_harm_nobody() {
-    let state = state();
-    let rig = Rig::serving(&state);
-    let address = rig.server.address();
-    std::thread::scope(|scope| {
-        let visitors = scope.spawn(move || {
-            for i in 0..300 {
-                let mut stream = TcpStream::connect(address).unwrap();
-                if i % 3 == 1 {
-                    stream.write_all(b"GET /check").unwrap();
-                } else if i % 3 == 2 {
-                    stream.write_all(b"GET /checkpoint/7.safetensors HTTP/1.1\r\nHost: t\r\n\r\n").unwrap();
-                }
-            }
-        });
-        for _ in 0..3 {
-            state.fetch(&[&rig.url()], lanes(2)).unwrap();
-        }
-        visitors.join().unwrap();
-    });
-    state.fetch(&[&rig.url()], lanes(2)).unwrap();
-    let metrics = rig.path("").replace("checkpoint/", "metrics");
-    eventually("the visitors are forgotten", || {
-        get(&rig, &metrics, &[]).text().contains("\ntensorferry_connections 1\n")
-    });
 }
 
 #[test]
@@ -73,29 +45,6 @@ fn garbage_is_refused_and_good_receivers_are_served_meanwhile() {
         let answer = String::from_utf8_lossy(raw.rest()).into_owned();
         assert!(answer.is_empty() || answer.starts_with("HTTP/1.1 4"), "{answer}");
     }
-}
-
-#[test]
-fn half_open_and_slow_clients_do_not_stand_in_the_way() {
-    let state = state();
-    let rig = Rig::serving(&state);
-    let mut held: Vec<_> = (0..30).map(|_| Raw::to(&rig)).collect();
-    for (i, raw) in held.iter_mut().enumerate() {
-        match i % 3 {
-            0 => raw.stream.shutdown(Shutdown::Write).unwrap(),
-            1 => raw.stream.write_all(b"GET /checkpoint/7.safe").unwrap(),
-            _ => raw.send("GET", &rig.path("7.safetensors"), &[]),
-        }
-    }
-    for byte in "tensors HTTP/1.1\r\n".bytes() {
-        for raw in held.iter_mut().skip(1).step_by(3) {
-            raw.stream.write_all(&[byte]).unwrap();
-        }
-    }
-    state.fetch(&[&rig.url()], lanes(4)).unwrap();
-    assert_eq!(rig.server.store().withdraw(Duration::ZERO), tensorferry_core::Withdrawn::Clean);
-    rig.server.store().publish(STEP, state.publication(Stability::Private));
-    state.fetch(&[&rig.url()], lanes(2)).unwrap();
 }
 
 #[test]
@@ -175,24 +124,6 @@ fn a_crowd_of_one_address_makes_room_for_itself_alone() {
 }
 
 #[test]
-fn a_crowd_with_the_token_that_has_nothing_to_ask_delays_nobody() {
-    let state = state();
-    let rig = crowded(&state, 8, false);
-    let started = Instant::now();
-    let crowd: Vec<_> = (0..20)
-        .map(|_| {
-            let mut raw = Raw::to(&rig);
-            raw.send("GET", &rig.path("7/header"), &[]);
-            assert_eq!(raw.answer().status, 200);
-            raw
-        })
-        .collect();
-    state.fetch(&[&rig.url()], FetchOptions { same_host: false, ..lanes(2) }).unwrap();
-    assert!(started.elapsed() < AT_ONCE, "{:?}", started.elapsed());
-    drop(crowd);
-}
-
-#[test]
 fn a_crowd_takes_nothing_from_who_is_being_answered() {
     let state = State::of(&[32 * BLOCK], 1);
     let rig = crowded(&state, 8, false);
@@ -223,10 +154,7 @@ fn who_asks_waits_for_a_place_when_nobody_there_is_idle() {
     // There is one place for clients that may make requests, held by one that waits at the gate.
     let mut first = Raw::to(&rig);
     first.send("GET", &rig.path("7.safetensors"), &[]);
-    let metrics = rig.path("").replace("checkpoint/", "metrics");
-    eventually("the first one waits at the gate", || {
-        get(&rig, &metrics, &[]).text().contains("\ntensorferry_waiting_requests 1\n")
-    });
+    eventually("the first one waits at the gate", || metrics(&rig).contains("\ntensorferry_waiting_requests 1\n"));
     let mut second = Raw::to(&rig);
     second.send("GET", &rig.path("7/header"), &[]);
     // No newcomer takes the place in which the second one waits.
@@ -354,16 +282,6 @@ fn shutting_down_answers_or_ends_those_who_wait_at_the_gate() {
     rig.server.shutdown(PATIENCE);
     let answer = String::from_utf8_lossy(waiting.rest()).into_owned();
     assert!(answer.is_empty() || answer.starts_with("HTTP/1.1 503 "), "{answer}");
-}
-
-#[test]
-fn dropping_the_server_closes_the_port_too() {
-    let rig = Rig::serving(&state());
-    let address = rig.server.address();
-    let mut idle = Raw::to(&rig);
-    drop(rig);
-    eventually("the port is closed", || TcpStream::connect(address).is_err());
-    assert!(idle.is_ended());
 }
 
 /// A server that serves `state`, so many blocks a second.

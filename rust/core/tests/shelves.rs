@@ -4,7 +4,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::common::raw::{Raw, get};
+use crate::common::raw::{Raw, get, metrics};
 use crate::common::{BLOCK, Rig, STEP, State, eventually, lanes};
 use tensorferry_core::{ErrorKind, FetchOptions, Secret, ServerConfig, Stability, Withdrawn};
 
@@ -41,10 +41,9 @@ fn who_waits_at_a_shelf_that_is_taken_down_is_told_to_ask_for_the_latest() {
     let (state, url) = (State::of(&[BLOCK], 3), shelf.url("127.0.0.1"));
     shelf.store().publish(STEP, state.publication(Stability::Private));
     shelf.store().withdraw(Duration::ZERO);
-    let metrics = rig.path("").replace("checkpoint/", "metrics");
     let mut waiting = Raw::to(&rig);
     waiting.send("GET", &path(&url, "7.safetensors"), &[]);
-    eventually("the request waits", || get(&rig, &metrics, &[]).text().contains("tensorferry_waiting_requests 1"));
+    eventually("the request waits", || metrics(&rig).contains("tensorferry_waiting_requests 1"));
     drop(shelf);
     let told = waiting.head();
     assert_eq!(told.status, 503);

@@ -157,21 +157,6 @@ fn columns_cost_no_more_than_their_blocks_whatever_the_way() {
 }
 
 #[test]
-fn slices_are_proven_with_a_secret() {
-    let state = state();
-    let secret = Secret::new(&[7; 32]).unwrap();
-    let config =
-        ServerConfig { secret: Some(secret.clone()), bind: Some([127, 0, 0, 1].into()), ..ServerConfig::default() };
-    let rig = Rig::configured(&config);
-    rig.server.store().publish(STEP, state.publication(Stability::Private));
-    let options = FetchOptions { secret: Some(secret), ..sliced(2) };
-    let many = ("w4", 5, 100, vec![repeat(200, 9000, 150)]);
-    fetch(&rig, &state, &[("w2", 100, 700_000, vec![]), many], options).unwrap();
-    let refused = fetch(&rig, &state, &[("w2", 100, 7, vec![])], sliced(2)).unwrap_err();
-    assert_eq!(refused.kind(), ErrorKind::Status(404));
-}
-
-#[test]
 fn slices_that_do_not_fit_are_refused_before_anything_is_written() {
     let state = state();
     let rig = Rig::serving(&state);

@@ -146,7 +146,8 @@ fn reserved_entries_and_payload_never_come_from_two_snapshots() {
 
 #[test]
 fn a_source_that_moves_on_is_noticed() {
-    let (old, new) = (State::of(&[8 * BLOCK], 1), State::of(&[8 * BLOCK], 2));
+    // So much that it comes through shared memory.
+    let (old, new) = (State::of(&[32 * BLOCK], 1), State::of(&[32 * BLOCK], 2));
     let rig = Rig::new();
     rig.server.store().publish(STEP, old.publication(Stability::Borrowed));
     let remote = Remote::open(&[&rig.url()], STEP, lanes(2)).unwrap();

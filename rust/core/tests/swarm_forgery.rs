@@ -1,17 +1,14 @@
 //! A member of a swarm that makes up blocks on purpose: their CRC is right.
 
-use std::io::Write;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use bytes::Bytes;
 use tensorferry_core::Stability;
 use tensorferry_wire::digest::checksum;
 
-use crate::common::faults::Liar;
 use crate::common::raw::get;
 use crate::common::{BLOCK, Rig, State};
-use crate::swarm::{join, length_of, member, offering, port_of};
+use crate::swarm::{join, length_of, member, offering, port_of, relay_of_bytes};
 
 const BLOCKS: usize = 32;
 /// The polynomial of CRC-64/NVME, lowest bit first: whatever it is added to keeps its checksum.
@@ -29,29 +26,6 @@ fn forged(payload: &[u8]) -> Vec<u8> {
     forged
 }
 
-/// A relay that claims to have everything, and sends `container`.
-fn forger(container: Bytes, asked: Arc<AtomicUsize>) -> Liar {
-    Liar::new(move |mut stream, head, _| {
-        if head.contains("/have") {
-            let mut body = (BLOCKS as u64).to_le_bytes().to_vec();
-            body.extend(vec![0xff; 8 * BLOCKS.div_ceil(64)]);
-            write!(stream, "HTTP/1.1 200 OK\r\nContent-Length: {}\r\n\r\n", body.len())?;
-            return stream.write_all(&body);
-        }
-        asked.fetch_add(1, Ordering::SeqCst);
-        let range = head.lines().find_map(|line| line.strip_prefix("Range: bytes=")).unwrap();
-        let (start, last) = range.split_once('-').unwrap();
-        let (start, last): (usize, usize) = (start.parse().unwrap(), last.trim().parse().unwrap());
-        let (body, total) = (&container[start..=last], container.len());
-        write!(
-            stream,
-            "HTTP/1.1 206 Partial Content\r\nContent-Length: {}\r\nContent-Range: bytes {start}-{last}/{total}\r\n\r\n",
-            body.len()
-        )?;
-        stream.write_all(body)
-    })
-}
-
 #[test]
 fn a_block_that_is_made_up_to_have_the_right_crc_is_refused() {
     let (state, rig) = (State::of(&[BLOCKS * BLOCK], 1), Rig::new());
@@ -63,7 +37,8 @@ fn a_block_that_is_made_up_to_have_the_right_crc_is_refused() {
         assert_eq!(head.len(), start);
         let container = [head, forged(state.bytes("w0"))].concat();
         let asked = Arc::<AtomicUsize>::default();
-        let forger = forger(container.into(), Arc::clone(&asked));
+        let total = container.len();
+        let forger = relay_of_bytes(BLOCKS, total, &asked, move |start, end| container[start..end].to_vec());
         let _joined = join(&source, port_of(&forger.url()));
         // Every byte is compared there.
         let arrived = state.fetch(&[&source.url()], member(&rig)).unwrap();

@@ -1,16 +1,14 @@
 //! Receivers of slices that bring each other what they want in common.
 
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 
-use tensorferry_core::{FetchOptions, Remote, Report, SliceRequest, Stability, fetch_slices};
+use tensorferry_core::{FetchOptions, Remote, Report, SliceRequest, fetch_slices};
 use tensorferry_wire::digest::Hasher;
 
 use crate::common::raw::Raw;
 use crate::common::{BLOCK, Rig, STEP, State, eventually, lanes};
 use crate::slices::{Part, expected, fetch, slices};
-use crate::swarm::{
-    ask, ask_by, count, etag, length_of, liar, member, offering, port_of, relay_for, source, unfinished,
-};
+use crate::swarm::{ask, ask_by, count, etag, length_of, member, offering, relay_for, source, unfinished};
 
 const MIB: u64 = BLOCK as u64;
 
@@ -65,18 +63,6 @@ fn slices_that_all_want_leave_the_source_about_once() {
 }
 
 #[test]
-fn who_wants_other_slices_is_another_swarm() {
-    let state = State::of(&[64 * BLOCK], 1);
-    let source = source(&state, 48);
-    let rigs: Vec<_> = (0..2).map(|_| Rig::new()).collect();
-    let halves = |index: usize| vec![("w0", 32 * MIB * index as u64, 32 * MIB, vec![])];
-    let before = source.server.bytes_served();
-    let reports = together(&source, &state, &rigs, halves);
-    assert!(reports.iter().all(|report| (report.relayed, report.retries) == (0, 0)), "{reports:?}");
-    assert!(source.server.bytes_served() - before < 68 * MIB);
-}
-
-#[test]
 fn a_tracker_tells_members_of_those_that_want_the_same_and_grants_them_what_it_would_grant_all() {
     let state = State::of(&[128 * BLOCK], 1);
     let source = offering(&state, None);
@@ -120,20 +106,6 @@ fn swarms_of_parts_are_bounded_and_end_with_their_members() {
         ask_by(&mut beyond, &source, 1, &query(64));
         known(64)
     });
-}
-
-#[test]
-fn a_liar_among_them_is_found_out() {
-    static ASKED: AtomicUsize = AtomicUsize::new(0);
-    let (state, rig) = (State::of(&[40 * BLOCK], 1), Rig::new());
-    let source = source(&state, 16);
-    let liar = liar(40, length_of(&source), &ASKED);
-    let mut joined = Raw::to(&source);
-    ask_by(&mut joined, &source, port_of(&liar.url()), &part_of(&[(4, 36)]));
-    let report = fetch(&source, &state, &[("w0", 4 * MIB, 32 * MIB, vec![])], member(&rig)).unwrap();
-    assert!(ASKED.load(Ordering::SeqCst) > 0, "the liar was not asked: {report:?}");
-    let authority = liar.url().split('/').nth(2).unwrap().to_owned();
-    assert!(report.troubles.contains_key(&authority), "{:?}", report.troubles);
 }
 
 #[test]
@@ -204,14 +176,4 @@ fn of_many_sources_those_that_are_shared_are_relayed() {
     let sent: Vec<_> =
         sources.iter().zip(before).map(|(source, before)| (source.server.bytes_served() - before) >> 20).collect();
     assert!(relayed > 0 && sent[0] >= 72 && sent[1] < 72, "{sent:?} MiB sent, {} MiB relayed", relayed >> 20);
-}
-
-#[test]
-fn a_borrowed_snapshot_is_verified_at_one_moment() {
-    let state = State::of(&[40 * BLOCK], 1);
-    let source = offering(&State(Vec::new()), Some(20 * MIB));
-    source.server.store().publish(STEP, state.publication(Stability::Borrowed));
-    let rigs: Vec<_> = (0..3).map(|_| Rig::new()).collect();
-    let reports = together(&source, &state, &rigs, |_| vec![("w0", MIB, 38 * MIB, vec![])]);
-    assert!(reports.iter().map(|report| report.relayed).sum::<u64>() > 0, "{reports:?}");
 }

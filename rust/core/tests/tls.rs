@@ -8,10 +8,8 @@ use std::time::{Duration, Instant};
 
 use crate::common::faults::{ALWAYS, Fault, Proxy};
 use crate::common::raw::Raw;
-use crate::common::{BLOCK, PATIENCE, Rig, STEP, State, eventually};
-use tensorferry_core::{
-    Cancel, Destination, Error, ErrorKind, FetchOptions, Remote, Secret, ServerConfig, Stability, Withdrawn,
-};
+use crate::common::{BLOCK, PATIENCE, Rig, STEP, State};
+use tensorferry_core::{Cancel, Destination, Error, ErrorKind, FetchOptions, Remote, Secret, ServerConfig, Stability};
 
 fn config() -> ServerConfig {
     ServerConfig { tls: true, bind: Some([127, 0, 0, 1].into()), same_host: true, ..ServerConfig::default() }
@@ -135,18 +133,6 @@ fn who_expects_it_of_a_plain_source_fails_at_once_and_harms_nobody() {
 }
 
 #[test]
-fn peers_that_never_finish_the_handshake_keep_nobody_from_it() {
-    let state = state();
-    let rig = serving(&state);
-    let silent: Vec<_> = (0..50).map(|_| TcpStream::connect(rig.server.address()).unwrap()).collect();
-    state.fetch(&[&rig.url()], options()).unwrap();
-    let started = Instant::now();
-    rig.server.shutdown(PATIENCE);
-    assert!(started.elapsed() < Duration::from_secs(5));
-    drop(silent);
-}
-
-#[test]
 fn faults_on_the_way_are_survived() {
     let state = State::of(&[12 * BLOCK], 1);
     let rig = serving(&state);
@@ -203,23 +189,6 @@ fn a_receive_can_be_cancelled_in_the_handshake_and_after_it() {
         assert_eq!(failed.kind(), ErrorKind::Cancelled, "{place}: {failed}");
         assert!(started.elapsed() < Duration::from_secs(5));
     }
-}
-
-#[test]
-fn borrowed_memory_is_let_go_of_in_time() {
-    // With ranges of 16 MiB, the unread rest of one does not fit into the sockets' buffers.
-    let state = State::of(&[64 * BLOCK], 1);
-    let rig = Rig::configured(&config());
-    rig.server.store().publish(STEP, state.publication(Stability::Borrowed));
-    let proxy = Proxy::new(&rig.url(), Fault::Stall(4 * BLOCK), ALWAYS);
-    let url = proxy.url().to_owned();
-    let receiving = std::thread::spawn(move || fetch(&url, FetchOptions { lanes: Some(1), ..options() }));
-    eventually("the answer is on its way", || rig.server.store().active() == 1 && rig.server.bytes_served() > 2 << 20);
-    let ended = rig.server.store().withdraw(Duration::from_millis(200));
-    assert!(matches!(ended, Withdrawn::Cut(1..)), "{ended:?}");
-    assert_eq!(rig.server.store().active(), 0);
-    proxy.die();
-    assert!(receiving.join().unwrap().is_err());
 }
 
 /// Passes connections on to `rig` and keeps a copy of all bytes.

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use crate::common::local::{LocalReader, name_of};
 use crate::common::raw::{Raw, get};
-use crate::common::{BLOCK, PATIENCE, Rig, STEP, State, eventually, lanes, noise};
+use crate::common::{BLOCK, Owner, PATIENCE, Rig, STEP, State, eventually, lanes, noise};
 use tensorferry_core::{
     Destination, ErrorKind, FetchOptions, Item, Memory, Publication, Remote, ServerConfig, Stability, Withdrawn,
 };
@@ -16,15 +16,6 @@ use tensorferry_wire::dtype::Dtype;
 /// More than the socket buffers of both ends hold, so that a client that does not read keeps the transfer running.
 const LARGE: usize = 32 * BLOCK;
 const POISON: u8 = 0xA5;
-
-/// An owner of memory that counts how often it, or a clone of it, was dropped.
-struct Owner(Arc<AtomicUsize>);
-
-impl Drop for Owner {
-    fn drop(&mut self) {
-        self.0.fetch_add(1, Ordering::SeqCst);
-    }
-}
 
 /// Memory of a trainer, which is served without a copy and overwritten while the server lives on.
 struct Trained {
@@ -54,11 +45,7 @@ impl Trained {
 
 /// A client that has requested the whole container and read only the head of the answer.
 fn begin(rig: &Rig) -> (Raw, usize) {
-    let mut raw = Raw::to(rig);
-    raw.send("GET", &rig.path("7.safetensors"), &[]);
-    let head = raw.head();
-    assert_eq!(head.status, 200);
-    (raw, head.header("content-length").unwrap().parse().unwrap())
+    crate::common::raw::begin(rig, &rig.path("7.safetensors"))
 }
 
 #[test]
@@ -86,29 +73,19 @@ fn a_private_copy_is_let_go_at_once_and_its_reader_finishes() {
 }
 
 #[test]
-fn the_owner_is_dropped_with_the_last_reader_and_never_earlier() {
+fn the_owner_of_what_nobody_reads_is_dropped_before_the_withdrawal_returns_and_with_the_server() {
     let dropped = Arc::new(AtomicUsize::new(0));
-    let state = State::of(&[LARGE], 1);
-    let rig = Rig::new();
+    let (state, rig) = (State::of(&[LARGE], 1), Rig::new());
     let store = rig.server.store();
-    store.publish(STEP, state.owned_by(Stability::Private, Box::new(Owner(Arc::clone(&dropped)))));
-    let readers = [begin(&rig), begin(&rig)];
-    store.withdraw(PATIENCE);
-    for (i, (reader, _)) in readers.into_iter().enumerate() {
-        assert_eq!(dropped.load(Ordering::SeqCst), 0, "before reader {i} left");
-        drop(reader);
-        eventually("the reader is gone", || store.active() == 1 - i);
+    for (stability, expected) in [(Stability::Borrowed, 1), (Stability::Private, 2)] {
+        store.publish(STEP, state.owned_by(stability, Box::new(Owner(Arc::clone(&dropped)))));
+        if stability == Stability::Borrowed {
+            store.withdraw(PATIENCE);
+        } else {
+            store.close();
+        }
+        assert_eq!(dropped.load(Ordering::SeqCst), expected, "{stability:?}");
     }
-    eventually("the owner is dropped", || dropped.load(Ordering::SeqCst) == 1);
-
-    store.publish(STEP, state.owned_by(Stability::Borrowed, Box::new(Owner(Arc::clone(&dropped)))));
-    assert_eq!(get(&rig, &rig.path("7.safetensors"), &[]).status, 200);
-    eventually("the reader is done", || store.active() == 0);
-    store.withdraw(PATIENCE);
-    assert_eq!(dropped.load(Ordering::SeqCst), 2, "nobody reads: gone before withdraw returns");
-    store.publish(STEP, state.owned_by(Stability::Private, Box::new(Owner(Arc::clone(&dropped)))));
-    drop(rig);
-    assert_eq!(dropped.load(Ordering::SeqCst), 3, "gone with the server");
 }
 
 #[test]
@@ -152,75 +129,6 @@ fn borrowed_memory_is_never_read_again_once_withdraw_has_returned() {
             assert!(body[start..] == trained.expected[..body.len() - start], "bytes of after the withdrawal");
         }
         drop(rig);
-    }
-}
-
-#[test]
-fn poison_stays_at_home_also_when_many_readers_are_in_full_swing() {
-    for round in 0..5 {
-        let mut trained = Trained::new(round);
-        let rig = Rig::new();
-        rig.server.store().publish(STEP, trained.publication());
-        let readers: Vec<_> = (0..4)
-            .map(|_| {
-                let (mut reader, length) = begin(&rig);
-                std::thread::spawn(move || {
-                    reader.rest();
-                    (reader.buffer, length)
-                })
-            })
-            .collect();
-        std::thread::sleep(Duration::from_millis(5 * round));
-        rig.server.store().withdraw(Duration::ZERO);
-        trained.train();
-        // Closes the connections of the readers that had finished before the withdrawal.
-        rig.server.shutdown(PATIENCE);
-        for reader in readers {
-            let (body, length) = reader.join().unwrap();
-            let start = length - trained.expected.len();
-            assert!(body[start..] == trained.expected[..body.len() - start], "bytes of after the withdrawal");
-        }
-        drop(rig);
-    }
-}
-
-#[test]
-fn digests_of_borrowed_memory_are_not_computed_after_the_withdrawal() {
-    let mut trained = Trained::new(1);
-    let rig = Rig::new();
-    rig.server.store().publish(STEP, trained.publication());
-    let mut readers: Vec<_> = (0..4).map(|_| Raw::to(&rig)).collect();
-    for reader in &mut readers {
-        reader.send("GET", &rig.path("7/digests"), &[]);
-    }
-    rig.server.store().withdraw(Duration::ZERO);
-    trained.train();
-    rig.server.shutdown(PATIENCE);
-    let expected: Vec<u64> = trained.expected.chunks(BLOCK).map(tensorferry_wire::digest::checksum).collect();
-    for mut reader in readers {
-        let answer = String::from_utf8_lossy(reader.rest()).into_owned();
-        if answer.starts_with("HTTP/1.1 200") {
-            let at = reader.buffer.windows(4).position(|w| w == b"\r\n\r\n").unwrap() + 4;
-            let table = tensorferry_wire::digest::DigestTable::decode(&reader.buffer[at..]).unwrap();
-            assert!(table.blocks == expected, "a digest of poison");
-        }
-    }
-    drop(rig);
-}
-
-#[test]
-fn the_next_publication_works_at_once() {
-    let (first, second) = (State::of(&[LARGE], 1), State::of(&[BLOCK + 1], 2));
-    for stability in [Stability::Private, Stability::Borrowed] {
-        let rig = Rig::new();
-        let store = rig.server.store();
-        store.publish(STEP, first.publication(stability));
-        let stuck = begin(&rig);
-        store.withdraw(Duration::from_millis(50));
-        store.publish(8, second.publication(stability));
-        let got = get(&rig, &rig.path("8.safetensors"), &[]);
-        assert!(got.status == 200 && got.body.ends_with(second.bytes("w0")), "{stability:?}");
-        drop(stuck);
     }
 }
 
@@ -285,24 +193,6 @@ fn a_receive_of_many_requests_finishes_from_a_withdrawn_copy() {
     let remote = Remote::open(&[&rig.url()], STEP + 1, lanes(3)).unwrap();
     let header = remote.header().clone();
     new.check(&header, &remote.fetch(Destination::Fresh).unwrap());
-}
-
-#[test]
-fn no_more_than_two_withdrawn_copies_are_kept() {
-    let dropped = Arc::new(AtomicUsize::new(0));
-    let state = State::of(&[LARGE], 1);
-    let rig = Rig::new();
-    let store = rig.server.store();
-    let mut begun = Vec::new();
-    for step in 0..4 {
-        store.publish(step, state.owned_by(Stability::Private, Box::new(Owner(Arc::clone(&dropped)))));
-        begun.push(Remote::open(&[&rig.url()], step, lanes(2)).unwrap());
-    }
-    store.publish(4, state.publication(Stability::Borrowed));
-    eventually("two are gone", || dropped.load(Ordering::SeqCst) == 2);
-    // The latest is fetched first, because withdrawn copies do not wait for ever.
-    let ended: Vec<_> = begun.into_iter().rev().map(|remote| remote.fetch(Destination::Fresh).is_ok()).collect();
-    assert_eq!(ended, [true, true, false, false]);
 }
 
 /// A server that is slow enough to need a while for [`LARGE`] bytes.

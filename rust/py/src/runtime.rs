@@ -7,7 +7,7 @@
 //! alone, and only while it runs Python code, so there the work moves to a second thread and the main thread looks for
 //! signals in between. On other threads the work runs where it is called.
 
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
 use std::time::Duration;
 
 use pyo3::prelude::*;
@@ -15,6 +15,7 @@ use tensorferry_core::{Cancel, Error};
 use tokio::runtime::{Builder, Handle, Runtime};
 
 use crate::errors;
+use tensorferry_core::Locked;
 
 /// How often a waiting main thread looks for a signal.
 pub(crate) const SIGNAL_POLL: Duration = Duration::from_millis(50);
@@ -61,7 +62,7 @@ pub(crate) fn handle() -> std::io::Result<Handle> {
 
 /// The runtime of this process, started if there is none. A fork must not come in between.
 fn start() -> std::io::Result<Handle> {
-    let mut owned = RUNTIME.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut owned = RUNTIME.locked();
     if let Some(owned) = owned.as_ref().filter(|o| o.pid == std::process::id()) {
         return Ok(owned.runtime.handle().clone());
     }
@@ -88,7 +89,7 @@ pub(crate) fn shut_down_at_exit(module: &Bound<'_, PyModule>) -> PyResult<()> {
 /// Ends the runtime. Called once, when the interpreter exits.
 #[pyfunction]
 fn shut_down(py: Python<'_>) {
-    let owned = tensorferry_core::without_fork(|| RUNTIME.lock().unwrap_or_else(PoisonError::into_inner).take());
+    let owned = tensorferry_core::without_fork(|| RUNTIME.locked().take());
     match owned {
         Some(owned) if owned.pid == std::process::id() => {
             py.detach(|| owned.runtime.shutdown_timeout(Duration::from_secs(1)));
@@ -143,8 +144,7 @@ pub(crate) fn run_until<T: Send>(
             // The receiver itself cannot cross `detach`, a reference to a mutex around it can.
             let waiting = Mutex::new(waiting);
             loop {
-                let received =
-                    py.detach(|| waiting.lock().unwrap_or_else(PoisonError::into_inner).recv_timeout(SIGNAL_POLL));
+                let received = py.detach(|| waiting.locked().recv_timeout(SIGNAL_POLL));
                 match received {
                     Ok(result) => return Ok(result),
                     Err(std::sync::mpsc::RecvTimeoutError::Timeout) => {
@@ -153,7 +153,7 @@ pub(crate) fn run_until<T: Send>(
                             // Detached: the work may need the interpreter to release an object.
                             let _ = py.detach(|| {
                                 cancel();
-                                waiting.lock().unwrap_or_else(PoisonError::into_inner).recv()
+                                waiting.locked().recv()
                             });
                             return Err(interrupt);
                         }

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! GET {step}/swarm?port=4000&token=0f..&need=0-16,20-21      a member says how it is reached and what it lacks
-//!                 &took=16-17&zone=eu                        what it fetches already without a grant
+//!                 &took=16-17                                what it fetches already without a grant
 //!                 &coming=4-5,9-10                           what the source is sending it
 //!                 &part=0123456789abcdef                     names the blocks it wants, if these are not all
 //!                 &table=1&covered=1&leave=1                 and how it stands ([`Standing`])
@@ -11,7 +11,7 @@
 //! wait 250                                                   milliseconds after which to ask again
 //! table 1                                                    the digests of all blocks can be fetched
 //! free 1                                                     the source is needed no more, and should be let go
-//! place 2 0/2 3/16 1 4                                       where the member is ([`Place`])
+//! place 1 0/2 1                                              where the member is ([`Place`])
 //! peer http://10.0.0.7:4000/0f../checkpoint/                 a member that relays
 //! ```
 //!
@@ -41,8 +41,6 @@ pub const MAX_PEERS: usize = 64;
 const MAX_URL: usize = 256;
 /// The length of the number that stands for a part, in hex digits.
 const PART_LEN: usize = 16;
-/// The longest name of a zone.
-pub const MAX_ZONE: usize = 64;
 
 /// How a member's relay is reached: everything but its host, which is where the request comes from.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -79,8 +77,6 @@ pub struct Ask {
     pub coming: Vec<(u64, u64)>,
     /// How far it has come.
     pub standing: Standing,
-    /// The zone in which it runs, at most [`MAX_ZONE`] letters, digits and `-_.`; `None` where it knows of none.
-    pub zone: Option<String>,
     /// Stands for the blocks that it wants, where it does not want all: members with the same number want the same.
     pub part: Option<u64>,
 }
@@ -107,14 +103,12 @@ pub struct Answer {
 pub enum Nearness {
     /// On the same host.
     Host,
-    /// In the same zone.
+    /// On another one.
     #[default]
-    Zone,
-    /// In another zone.
     Far,
 }
 
-/// Which part of the blocks a member is to bring to where it is: it is number `number` of `of`.
+/// Which part of the blocks a member is to bring to its host: it is number `number` of `of`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Share {
     /// Below `of`.
@@ -135,17 +129,12 @@ pub struct Place {
     pub source: Nearness,
     /// What the member brings to its host.
     pub host: Share,
-    /// What it brings to its zone.
-    pub zone: Share,
-    /// Of the members that are named, how many are on its host.
+    /// How many of the members that are named are on its host, the first ones.
     pub on_host: usize,
-    /// How many of those behind them are in its zone.
-    pub in_zone: usize,
 }
 
 impl Ask {
-    /// The query of the request. Of `need`, `took` and `coming` the first [`MAX_RUNS`] runs are stated, and a zone if
-    /// it can be the name of one.
+    /// The query of the request. Of `need`, `took` and `coming` the first [`MAX_RUNS`] runs are stated.
     #[must_use]
     pub fn query(&self) -> String {
         let mut query = format!("port={}&token={}", self.relay.port, self.relay.token);
@@ -165,9 +154,6 @@ impl Ask {
         for (name, _) in [("table", has_table), ("covered", is_covered), ("leave", leaves)].iter().filter(|it| it.1) {
             let _ = write!(query, "&{name}=1");
         }
-        if let Some(zone) = self.zone.as_deref().and_then(zone) {
-            let _ = write!(query, "&zone={zone}");
-        }
         if let Some(part) = self.part {
             let _ = write!(query, "&part={part:016x}");
         }
@@ -181,9 +167,8 @@ impl Ask {
     ///
     /// let relay = RelayAddress { port: 4000, token: "0f".repeat(16), fingerprint: None };
     /// let need = vec![(0, 16), (20, 21)];
-    /// let zone = Some("eu-1".to_owned());
     /// let (took, coming, standing) = (vec![(16, 17)], vec![(4, 5)], Default::default());
-    /// let ask = Ask { relay, need, took, coming, standing, zone, part: Some(7) };
+    /// let ask = Ask { relay, need, took, coming, standing, part: Some(7) };
     /// assert_eq!(Ask::parse(&ask.query()), Some(ask));
     /// assert_eq!(Ask::parse("port=4000&token=../healthz"), None);
     /// ```
@@ -191,7 +176,7 @@ impl Ask {
     pub fn parse(query: &str) -> Option<Self> {
         let (mut port, mut token, mut fingerprint) = (None, None, None);
         let (mut need, mut took, mut coming) = (Vec::new(), Vec::new(), Vec::new());
-        let (mut standing, mut place, mut wanted) = (Standing::default(), None, None);
+        let (mut standing, mut wanted) = (Standing::default(), None);
         for field in query.split('&') {
             match field.split_once('=')? {
                 ("port", value) => port = Some(value.parse().ok().filter(|&port| port > 0)?),
@@ -203,13 +188,12 @@ impl Ask {
                 ("table", value) => standing.has_table = value == "1",
                 ("covered", value) => standing.is_covered = value == "1",
                 ("leave", value) => standing.leaves = value == "1",
-                ("zone", value) => place = Some(zone(value)?),
                 ("part", value) => wanted = Some(u64::from_str_radix(&hex(value, PART_LEN)?, 16).ok()?),
                 _ => {}
             }
         }
         let relay = RelayAddress { port: port?, token: token?, fingerprint };
-        Some(Self { relay, need, took, coming, standing, zone: place, part: wanted })
+        Some(Self { relay, need, took, coming, standing, part: wanted })
     }
 }
 
@@ -259,9 +243,8 @@ impl Answer {
 
 impl std::fmt::Display for Place {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let Self { source, host, zone, on_host, in_zone } = self;
-        let (here, there) = ((host.number, host.of), (zone.number, zone.of));
-        write!(f, "{} {}/{} {}/{} {on_host} {in_zone}", *source as u8, here.0, here.1, there.0, there.1)
+        let Self { source, host, on_host } = self;
+        write!(f, "{} {}/{} {on_host}", *source as u8, host.number, host.of)
     }
 }
 
@@ -269,24 +252,17 @@ impl Place {
     /// How far the member is that is named as number `index`.
     #[must_use]
     pub fn nearness(&self, index: usize) -> Nearness {
-        match index.checked_sub(self.on_host) {
-            None => Nearness::Host,
-            Some(behind) if behind < self.in_zone => Nearness::Zone,
-            Some(_) => Nearness::Far,
-        }
+        if index < self.on_host { Nearness::Host } else { Nearness::Far }
     }
 
     fn decode(text: &str) -> Option<Self> {
         let mut words = text.split(' ');
         let source = match words.next()? {
             "0" => Nearness::Host,
-            "1" => Nearness::Zone,
-            "2" => Nearness::Far,
+            "1" => Nearness::Far,
             _ => return None,
         };
-        let (host, zone) = (Share::decode(words.next()?)?, Share::decode(words.next()?)?);
-        let mut count = || words.next()?.parse().ok();
-        Some(Self { source, host, zone, on_host: count()?, in_zone: count()? })
+        Some(Self { source, host: Share::decode(words.next()?)?, on_host: words.next()?.parse().ok()? })
     }
 }
 
@@ -324,14 +300,6 @@ pub fn is_relay_path(path: &str) -> bool {
 /// Runs as [`crate::request::parse_runs`] reads them: none empty, ascending, no more than [`MAX_RUNS`].
 fn parse_runs(text: &str) -> Option<Vec<(u64, u64)>> {
     crate::request::parse_runs(&format!("blocks={text}")).map(|(runs, _)| runs)
-}
-
-/// `text` if it may name a zone.
-#[must_use]
-pub fn zone(text: &str) -> Option<String> {
-    let allowed = |b: u8| b.is_ascii_alphanumeric() || matches!(b, b'-' | b'_' | b'.');
-    let valid = !text.is_empty() && text.len() <= MAX_ZONE && text.bytes().all(allowed);
-    valid.then(|| text.to_owned())
 }
 
 fn hex(text: &str, len: usize) -> Option<String> {

@@ -192,7 +192,7 @@ fn json_as_python_writes_it_is_read() {
 }
 
 #[test]
-fn alignments_that_cannot_be() {
+fn headers_that_cannot_be_written() {
     let header = Header::new(vec![], vec![]).unwrap();
     for align in [0, 1, 4, 12, 63, u64::MAX] {
         assert_eq!(header.encode(align), Err(HeaderError::Alignment(align)));
@@ -200,10 +200,6 @@ fn alignments_that_cannot_be() {
     // A multiple of 8, but larger than a header may be.
     assert!(matches!(header.encode(1 << 40), Err(HeaderError::TooLong(_))));
     assert_eq!(header.encode(4096).unwrap().len(), 4096);
-}
-
-#[test]
-fn a_header_beyond_the_limit_is_not_written() {
     let entry = u8s(&"x".repeat(100_000_000), 0, 1);
     assert!(matches!(Header::new(vec![], vec![entry]).unwrap().encode(64), Err(HeaderError::TooLong(_))));
 }

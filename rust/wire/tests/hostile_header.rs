@@ -73,14 +73,10 @@ fn json_truncated_at_every_byte() {
 }
 
 #[test]
-fn bytes_after_the_header() {
+fn garbage_after_header_or_json() {
     let mut bytes = framed(VALID);
     bytes.extend_from_slice(b"  ");
     assert_eq!(Header::decode(&bytes), Err(HeaderError::Trailing(2)));
-}
-
-#[test]
-fn garbage_after_the_json() {
     for tail in ["x", "\0", "\n", "\t", "{}", ",", "    }"] {
         assert!(matches!(refusal(format!("{{}}{tail}")), HeaderError::AfterJson { at: 2 }), "{tail:?}");
     }
@@ -122,23 +118,18 @@ fn deep_nesting() {
 }
 
 #[test]
-fn duplicate_names() {
-    let twice = format!("{{{},{}}}", u8s("a", 0, 4), u8s("a", 4, 8));
-    assert_eq!(refusal(twice), HeaderError::DuplicateName { name: "a".into() });
-    let escaped = format!("{{{},{}}}", u8s("a", 0, 4), u8s("\\u0061", 4, 8));
-    assert_eq!(refusal(escaped), HeaderError::DuplicateName { name: "a".into() });
-    let same_bytes = format!("{{{},{}}}", u8s("a", 0, 4), u8s("a", 0, 4));
-    assert_eq!(refusal(same_bytes), HeaderError::DuplicateName { name: "a".into() });
-}
-
-#[test]
-fn duplicate_metadata() {
-    let both = refusal(r#"{"__metadata__":{"a":"b"},"__metadata__":{}}"#);
-    assert_eq!(both, HeaderError::DuplicateMetadata { key: "__metadata__".into() });
-    let null = refusal(r#"{"__metadata__":null,"__metadata__":null}"#);
-    assert_eq!(null, HeaderError::DuplicateMetadata { key: "__metadata__".into() });
-    let key = refusal(r#"{"__metadata__":{"a":"b","a":"b"}}"#);
-    assert_eq!(key, HeaderError::DuplicateMetadata { key: "a".into() });
+fn duplicates() {
+    for other in [u8s("a", 4, 8), u8s("\\u0061", 4, 8), u8s("a", 0, 4)] {
+        let twice = refusal(format!("{{{},{other}}}", u8s("a", 0, 4)));
+        assert_eq!(twice, HeaderError::DuplicateName { name: "a".into() });
+    }
+    for (json, key) in [
+        (r#"{"__metadata__":{"a":"b"},"__metadata__":{}}"#, "__metadata__"),
+        (r#"{"__metadata__":null,"__metadata__":null}"#, "__metadata__"),
+        (r#"{"__metadata__":{"a":"b","a":"b"}}"#, "a"),
+    ] {
+        assert_eq!(refusal(json), HeaderError::DuplicateMetadata { key: key.into() });
+    }
 }
 
 #[test]
@@ -196,57 +187,40 @@ fn offsets_that_are_no_pair() {
 }
 
 #[test]
-fn reversed_offsets() {
-    let found = with_entry(r#"{"dtype":"U8","shape":[1],"data_offsets":[1,0]}"#);
-    assert_eq!(found, HeaderError::Reversed { name: "a".into(), start: 1, end: 0 });
-    let at_the_end = format!("{{{},{}}}", u8s("a", 0, 8), r#""b":{"dtype":"U8","shape":[0],"data_offsets":[8,7]}"#);
-    assert_eq!(refusal(at_the_end), HeaderError::Reversed { name: "b".into(), start: 8, end: 7 });
-}
-
-#[test]
-fn overlapping() {
-    let found = refusal(format!("{{{},{}}}", u8s("b", 4, 12), u8s("a", 0, 8)));
-    assert_eq!(found, HeaderError::Overlap { name: "b".into(), start: 4, previous: 8 });
-    let same = refusal(format!("{{{},{}}}", u8s("a", 0, 8), u8s("b", 0, 8)));
-    assert_eq!(same, HeaderError::Overlap { name: "b".into(), start: 0, previous: 8 });
-    let inside = refusal(format!("{{{},{}}}", u8s("a", 0, 8), u8s("b", 2, 3)));
-    assert_eq!(inside, HeaderError::Overlap { name: "b".into(), start: 2, previous: 8 });
-    let empty_inside = refusal(format!("{{{},{}}}", u8s("a", 0, 8), u8s("b", 4, 4)));
-    assert_eq!(empty_inside, HeaderError::Overlap { name: "b".into(), start: 4, previous: 8 });
-}
-
-#[test]
-fn holes() {
-    let at_start = refusal(format!("{{{}}}", u8s("a", 1, 8)));
-    assert_eq!(at_start, HeaderError::Hole { name: "a".into(), start: 1, previous: 0 });
-    let between = refusal(format!("{{{},{}}}", u8s("a", 0, 4), u8s("b", 5, 8)));
-    assert_eq!(between, HeaderError::Hole { name: "b".into(), start: 5, previous: 4 });
-}
-
-#[test]
-fn out_of_bounds() {
-    // An entry far behind the others leaves a hole, even if it is empty.
-    let far = refusal(format!("{{{},{}}}", u8s("a", 0, 4), u8s("b", u64::MAX, u64::MAX)));
-    assert_eq!(far, HeaderError::Hole { name: "b".into(), start: u64::MAX, previous: 4 });
-    let alone = refusal(format!("{{{}}}", u8s("b", 1, 1)));
-    assert_eq!(alone, HeaderError::Hole { name: "b".into(), start: 1, previous: 0 });
-}
-
-#[test]
-fn wrong_size() {
-    for (dtype, shape, end, expected) in
-        [("F32", "[2]", 7, 8), ("F32", "[2]", 9, 8), ("U8", "[]", 0, 1), ("U8", "[0]", 1, 0), ("F4", "[4]", 4, 2)]
-    {
-        let found = with_entry(&format!(r#"{{"dtype":"{dtype}","shape":{shape},"data_offsets":[0,{end}]}}"#));
-        assert_eq!(found, HeaderError::Size { name: "a".into(), expected, actual: end });
-    }
-}
-
-#[test]
-fn packed_type_within_a_byte() {
-    for (dtype, shape) in [("F4", "[3]"), ("F6_E2M3", "[2]"), ("F6_E3M2", "[5]"), ("F4", "[]")] {
-        let found = with_entry(&format!(r#"{{"dtype":"{dtype}","shape":{shape},"data_offsets":[0,1]}}"#));
-        assert_eq!(found, HeaderError::PartialByte { name: "a".into() });
+fn places_and_sizes_that_cannot_be() {
+    let entry = |dtype: &str, shape: &str, offsets: &str| {
+        format!(r#""b":{{"dtype":"{dtype}","shape":{shape},"data_offsets":{offsets}}}"#)
+    };
+    let a = || u8s("a", 0, 8);
+    let name = || "b".to_owned();
+    let overlap = |start| HeaderError::Overlap { name: name(), start, previous: 8 };
+    let hole = |start, previous| HeaderError::Hole { name: name(), start, previous };
+    let size = |expected, actual| HeaderError::Size { name: name(), expected, actual };
+    let partial = || HeaderError::PartialByte { name: name() };
+    for (entries, error) in [
+        (vec![entry("U8", "[1]", "[1,0]")], HeaderError::Reversed { name: name(), start: 1, end: 0 }),
+        (vec![a(), entry("U8", "[0]", "[8,7]")], HeaderError::Reversed { name: name(), start: 8, end: 7 }),
+        (vec![u8s("b", 4, 12), a()], overlap(4)),
+        (vec![a(), u8s("b", 0, 8)], overlap(0)),
+        (vec![a(), u8s("b", 2, 3)], overlap(2)),
+        (vec![a(), u8s("b", 4, 4)], overlap(4)),
+        (vec![u8s("b", 1, 8)], hole(1, 0)),
+        (vec![a(), u8s("b", 9, 12)], hole(9, 8)),
+        // An entry far behind the others leaves a hole, even if it is empty.
+        (vec![a(), u8s("b", u64::MAX, u64::MAX)], hole(u64::MAX, 8)),
+        (vec![u8s("b", 1, 1)], hole(1, 0)),
+        (vec![entry("F32", "[2]", "[0,7]")], size(8, 7)),
+        (vec![entry("F32", "[2]", "[0,9]")], size(8, 9)),
+        (vec![entry("U8", "[]", "[0,0]")], size(1, 0)),
+        (vec![entry("U8", "[0]", "[0,1]")], size(0, 1)),
+        (vec![entry("F4", "[4]", "[0,4]")], size(2, 4)),
+        // Packed types that end within a byte.
+        (vec![entry("F4", "[3]", "[0,1]")], partial()),
+        (vec![entry("F6_E2M3", "[2]", "[0,1]")], partial()),
+        (vec![entry("F6_E3M2", "[5]", "[0,1]")], partial()),
+        (vec![entry("F4", "[]", "[0,1]")], partial()),
+    ] {
+        assert_eq!(refusal(format!("{{{}}}", entries.join(","))), error);
     }
 }
 

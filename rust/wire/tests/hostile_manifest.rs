@@ -135,14 +135,9 @@ fn garbage_after_the_json() {
 }
 
 #[test]
-fn bad_utf8() {
+fn what_is_no_object_or_no_utf_8() {
     assert_eq!(refusal(b"{\"\xFF\":1}"), ManifestError::Utf8 { at: 2 });
-    assert!(matches!(refusal(tree(r#"{"\ud800":0}"#)), ManifestError::Json(_)));
-}
-
-#[test]
-fn not_an_object() {
-    for json in ["", "[]", "null", "1", "\"version\"", "\0", " "] {
+    for json in ["", "[]", "null", "1", "\"version\"", "\0", " ", &tree(r#"{"\ud800":0}"#)] {
         assert!(matches!(refusal(json), ManifestError::Json(_)), "{json:?}");
     }
 }
@@ -174,20 +169,11 @@ fn deep_nesting() {
         assert!(matches!(refusal(nested(fits + 1)), ManifestError::TooDeep { .. }), "{open}");
         assert!(matches!(refusal(tree(&open.repeat(2_000_000))), ManifestError::TooDeep { .. }), "{open}");
     }
-}
-
-#[test]
-fn deep_nesting_of_keys() {
-    let nested = |n: usize| tree(&format!("[\"d\",\"d\",[[{}1{},0]]]", "[\"t\",".repeat(n), "]".repeat(n)));
-    assert!(read(nested(MAX_DEPTH - 4)).is_ok());
-    assert!(matches!(refusal(nested(MAX_DEPTH - 3)), ManifestError::TooDeep { .. }));
-    assert!(matches!(refusal(nested(2_000_000)), ManifestError::TooDeep { .. }));
-}
-
-#[test]
-fn deep_nesting_of_pairs() {
-    let bomb = "[\"d\",\"d\",[[0,".repeat(1_000_000);
-    assert!(matches!(refusal(tree(&bomb)), ManifestError::TooDeep { .. }));
+    let keys = |n: usize| tree(&format!("[\"d\",\"d\",[[{}1{},0]]]", "[\"t\",".repeat(n), "]".repeat(n)));
+    assert!(read(keys(MAX_DEPTH - 4)).is_ok());
+    for bomb in [keys(MAX_DEPTH - 3), keys(2_000_000), tree(&"[\"d\",\"d\",[[0,".repeat(1_000_000))] {
+        assert!(matches!(refusal(bomb), ManifestError::TooDeep { .. }));
+    }
 }
 
 #[test]
@@ -286,22 +272,13 @@ fn malformed_nodes() {
         "1e0",
         "-1.0",
         "-0",
-        "- 1",
-        "+1",
-        "01",
         "18446744073709551616",
         "-18446744073709551616",
         "[]",
         "[0]",
         "[null]",
         "[[\"l\"]]",
-        r#"["l",]"#,
-        r#"["l" 0]"#,
         r#"["l",null]"#,
-        r#"{"a"}"#,
-        r#"{"a":}"#,
-        "{1:0}",
-        r#"{"a":0,}"#,
         r#"["o"]"#,
         r#"["o",[]]"#,
         r#"["o",{},0]"#,
@@ -330,8 +307,6 @@ fn malformed_nodes() {
         r#"["d","d",[[["r",-1],0]]]"#,
         r#"["d","d",[[["r",0,0],0]]]"#,
         r#"["d","d",[[1e999,0]]]"#,
-        r#"["d","d",[[NaN,0]]]"#,
-        r#"["d","d",[[Infinity,0]]]"#,
     ];
     for node in nodes {
         assert!(matches!(refusal(tree(node)), ManifestError::Json(_)), "{node}: {}", refusal(tree(node)));
@@ -443,47 +418,34 @@ fn malformed_storages() {
         "[[8,[[5,-1]]]]",
         "[[8.0,[]]]",
         "[[18446744073709551616,[]]]",
-        "[[8,[[5,0],]]]",
-        "[[8,[]],]",
     ] {
         assert!(matches!(refusal(storages(json)), ManifestError::Json(_)), "{json}");
     }
 }
 
 #[test]
-fn pieces_that_are_no_tensors() {
+fn pieces_that_cannot_be() {
+    let bounds = |nbytes, lo| ManifestError::PieceBounds { storage: 0, nbytes, lo, len: 8 };
+    let overlap = |lo| ManifestError::PieceOverlap { storage: 0, lo };
+    let mut cases = vec![
+        ("[[100,[[5,0],[6,0]]]]".to_owned(), overlap(0)),
+        ("[[100,[[5,0],[6,7]]]]".to_owned(), overlap(7)),
+        ("[[100,[[5,7],[6,0]]]]".to_owned(), overlap(7)),
+        // The middle piece extends into the last one.
+        ("[[100,[[5,0],[6,20],[0,13]]]]".to_owned(), overlap(20)),
+        ("[[100,[[5,0],[5,50]]]]".to_owned(), ManifestError::PieceTaken { storage: 0, entry: 5 }),
+        ("[[8,[[5,0]]],[8,[[5,0]]]]".to_owned(), ManifestError::PieceTaken { storage: 1, entry: 5 }),
+    ];
     // An entry that does not exist, the manifest, the pickle.
     for entry in [7, u64::MAX, 3, 4] {
-        let found = refusal(storages(&format!("[[0,[]],[100,[[{entry},0]]]]")));
-        assert_eq!(found, ManifestError::PieceEntry { storage: 1, entry });
+        cases.push((format!("[[0,[]],[100,[[{entry},0]]]]"), ManifestError::PieceEntry { storage: 1, entry }));
     }
-}
-
-#[test]
-fn pieces_out_of_bounds() {
     for (nbytes, lo) in [(7, 0), (8, 1), (16, 9), (0, 0), (8, u64::MAX), (8, u64::MAX - 7)] {
-        let found = refusal(storages(&format!("[[{nbytes},[[5,{lo}]]]]")));
-        assert_eq!(found, ManifestError::PieceBounds { storage: 0, nbytes, lo, len: 8 });
+        cases.push((format!("[[{nbytes},[[5,{lo}]]]]"), bounds(nbytes, lo)));
     }
-}
-
-#[test]
-fn overlapping_pieces() {
-    for (one, two, lo) in [(0, 0, 0), (0, 7, 7), (7, 0, 7), (3, 5, 5)] {
-        let found = refusal(storages(&format!("[[100,[[5,{one}],[6,{two}]]]]")));
-        assert_eq!(found, ManifestError::PieceOverlap { storage: 0, lo });
+    for (json, error) in cases {
+        assert_eq!(refusal(storages(&json)), error, "{json}");
     }
-    // The middle piece extends into the last one.
-    let found = refusal(storages("[[100,[[5,0],[6,20],[0,13]]]]"));
-    assert_eq!(found, ManifestError::PieceOverlap { storage: 0, lo: 20 });
-}
-
-#[test]
-fn pieces_taken_twice() {
-    let within = refusal(storages("[[100,[[5,0],[5,50]]]]"));
-    assert_eq!(within, ManifestError::PieceTaken { storage: 0, entry: 5 });
-    let across = refusal(storages("[[8,[[5,0]]],[8,[[5,0]]]]"));
-    assert_eq!(across, ManifestError::PieceTaken { storage: 1, entry: 5 });
 }
 
 #[test]

@@ -7,7 +7,6 @@ mod hostile_header;
 mod hostile_manifest;
 mod proofs;
 mod requests;
-mod speed;
 
 /// Cargo no longer finds files by itself, so one that nobody names would not run.
 #[test]

@@ -61,18 +61,14 @@ fn paths_of_no_one() {
         "/checkpoint/12",
         "/checkpoint/12/",
         "/checkpoint//header",
-        "/checkpoint//0",
         "/checkpoint/.safetensors",
         "/checkpoint/12.safetensors/",
         "/checkpoint/12//",
-        "/checkpoint/12/full//",
         "/checkpoint/12//full",
         "/checkpoint//folder/.metadata",
         "/a/b/c",
         "/metrics/",
-        "/healthz/",
         "checkpoint/12/full",
-        "/Checkpoint/12/full",
         "//checkpoint/12/full",
         "/./checkpoint/12/full",
     ];
@@ -87,17 +83,12 @@ fn paths_of_no_one() {
 }
 
 #[test]
-fn bad_paths_are_named_as_torchft_names_them() {
+fn bad_paths_are_named_as_torchft_names_them_and_cannot_write_into_the_answer() {
     let expected = "invalid url format, expected /checkpoint/step/key but got /a/b/c";
     assert_eq!(parse_path("/a/b/c", "").unwrap_err().to_string(), expected);
     assert_eq!(parse_path(&format!("/{TOKEN}/a/b/c"), TOKEN).unwrap_err().to_string(), expected, "without the token");
-}
-
-#[test]
-fn a_bad_path_cannot_write_into_the_answer() {
     let message = parse_path(&format!("/a\r\nSet-Cookie: ä{}", "x".repeat(100_000)), "").unwrap_err().to_string();
-    assert!(message.bytes().all(|b| b == b' ' || b.is_ascii_graphic()), "{message}");
-    assert!(message.len() < 300);
+    assert!(message.bytes().all(|b| b == b' ' || b.is_ascii_graphic()) && message.len() < 300, "{message}");
 }
 
 #[test]
@@ -107,11 +98,7 @@ fn wrong_tokens_find_nothing() {
         "0",
         "0123456789abcdef0123456789abcde",
         "0123456789abcdef0123456789abcdeff",
-        "0123456789ABCDEF0123456789ABCDEF",
-        "1123456789abcdef0123456789abcdef",
-        "0123456789abcdef0123456789abcdee",
         "0123456789abcde%660123456789abcdef",
-        "00000000000000000000000000000000",
         "checkpoint",
     ] {
         for rest in ["/metrics", "/checkpoint/12/full", "/healthz", "/nothing", ""] {
@@ -146,19 +133,13 @@ fn steps_as_python_reads_them() {
         ("007", Some(7)),
         ("-7", Some(-7)),
         ("+7", Some(7)),
-        ("-0", Some(0)),
         ("9223372036854775807", Some(i64::MAX)),
         ("-9223372036854775808", Some(i64::MIN)),
         ("9223372036854775808", None),
         ("", None),
-        ("+", None),
         ("-", None),
-        ("--1", None),
         ("1.0", None),
-        ("1e3", None),
         (" 1", None),
-        ("1 ", None),
-        ("0x1", None),
         ("1_000", None),
         ("\u{664}", None),
         ("full", None),
@@ -174,47 +155,33 @@ fn ranges_of_a_hundred_bytes() {
     let bytes = |start, end| RangeSpec::Bytes { start, end };
     let table = [
         ("bytes=0-0", bytes(0, 1)),
-        ("bytes=0-99", bytes(0, 100)),
         ("bytes=10-19", bytes(10, 20)),
-        ("bytes=99-99", bytes(99, 100)),
         ("bytes=90-1000", bytes(90, 100)),
         ("bytes=90-18446744073709551615", bytes(90, 100)),
         ("bytes=90-99999999999999999999999", bytes(90, 100)),
         ("bytes=10-", bytes(10, 100)),
-        ("bytes=0-", bytes(0, 100)),
         ("bytes=99-", bytes(99, 100)),
         ("bytes=-1", bytes(99, 100)),
-        ("bytes=-100", bytes(0, 100)),
         ("bytes=-101", bytes(0, 100)),
         ("bytes=-99999999999999999999999", bytes(0, 100)),
         ("BYTES=007-9", bytes(7, 10)),
         (" bytes= 7-9\t", bytes(7, 10)),
         ("bytes=100-", Unsatisfiable),
-        ("bytes=100-200", Unsatisfiable),
         ("bytes=99999999999999999999999-", Unsatisfiable),
         ("bytes=-0", Unsatisfiable),
-        ("bytes=-000", Unsatisfiable),
         ("bytes=9-7", Whole),
-        ("bytes=200-100", Whole),
         ("bytes=0-1,3-4", Whole),
-        ("bytes=0-1,", Whole),
         ("bytes=-", Whole),
         ("bytes=", Whole),
-        ("bytes", Whole),
         ("", Whole),
-        ("=0-1", Whole),
         ("items=0-1", Whole),
         ("bytes 0-1", Whole),
         ("bytes=0", Whole),
         ("bytes=a-1", Whole),
-        ("bytes=0-b", Whole),
-        ("bytes=-b", Whole),
         ("bytes=+0-1", Whole),
-        ("bytes=0-+1", Whole),
         ("bytes=--1", Whole),
         ("bytes=0-1-2", Whole),
         ("bytes=0 - 1", Whole),
-        ("bytes=0x0-0x1", Whole),
         ("bytes=\u{664}-", Whole),
     ];
     for (value, expected) in table {
@@ -223,21 +190,20 @@ fn ranges_of_a_hundred_bytes() {
 }
 
 #[test]
-fn ranges_of_nothing() {
-    assert_eq!(parse_range("bytes=0-", 0), RangeSpec::Unsatisfiable);
-    assert_eq!(parse_range("bytes=0-0", 0), RangeSpec::Unsatisfiable);
-    assert_eq!(parse_range("bytes=-0", 0), RangeSpec::Unsatisfiable);
-    // RFC 9110 calls this satisfiable, but a Content-Range cannot express it.
-    assert_eq!(parse_range("bytes=-5", 0), RangeSpec::Whole);
-}
-
-#[test]
-fn ranges_at_the_end_of_u64() {
-    let all = RangeSpec::Bytes { start: 0, end: u64::MAX };
-    assert_eq!(parse_range("bytes=0-18446744073709551615", u64::MAX), all);
-    assert_eq!(parse_range("bytes=0-", u64::MAX), all);
-    assert_eq!(parse_range("bytes=-18446744073709551615", u64::MAX), all);
-    assert_eq!(parse_range("bytes=18446744073709551615-", u64::MAX), RangeSpec::Unsatisfiable);
+fn ranges_of_nothing_and_of_all_there_can_be() {
+    use RangeSpec::{Bytes, Unsatisfiable, Whole};
+    for (value, len, expected) in [
+        ("bytes=0-", 0, Unsatisfiable),
+        ("bytes=0-0", 0, Unsatisfiable),
+        ("bytes=-0", 0, Unsatisfiable),
+        // RFC 9110 calls this satisfiable, but a Content-Range cannot express it.
+        ("bytes=-5", 0, Whole),
+        ("bytes=0-18446744073709551615", u64::MAX, Bytes { start: 0, end: u64::MAX }),
+        ("bytes=-18446744073709551615", u64::MAX, Bytes { start: 0, end: u64::MAX }),
+        ("bytes=18446744073709551615-", u64::MAX, Unsatisfiable),
+    ] {
+        assert_eq!(parse_range(value, len), expected, "{value}");
+    }
 }
 
 #[test]
@@ -254,15 +220,10 @@ fn content_ranges() {
         ("bytes 0-0/0", None),
         ("bytes 0-18446744073709551615/18446744073709551615", None),
         ("bytes 0-99999999999999999999/99999999999999999999", None),
-        ("items 0-1/2", None),
         ("bytes=0-1/2", None),
-        ("bytes  0-1/2", None),
         ("bytes 0-1", None),
-        ("bytes 0/2", None),
         ("bytes -1/2", None),
         ("bytes 0-1/+2", None),
-        ("bytes 0-1/2/3", None),
-        ("bytes 0-1/", None),
         ("", None),
     ];
     for (value, expected) in table {
@@ -278,9 +239,7 @@ fn entity_tags() {
         (r#""a""#, r#""b""#, false, false),
         (r#"  "a"	"#, r#""a""#, true, true),
         ("*", r#""a""#, true, true),
-        (" * ", r#""a""#, true, true),
         (r#""x", "a""#, r#""a""#, true, true),
-        (r#""x","y","a""#, r#""a""#, true, true),
         (r#", "x",, "a""#, r#""a""#, true, true),
         (r#"W/"a""#, r#""a""#, false, true),
         (r#"W/"a", "a""#, r#""a""#, true, true),
@@ -289,10 +248,7 @@ fn entity_tags() {
         (r#"w/"a""#, r#""a""#, false, false),
         (r#""x, a""#, r#""a""#, false, false),
         (r#""x,"a"""#, r#""a""#, false, false),
-        (r#""A""#, r#""a""#, false, false),
         ("a", r#""a""#, false, false),
-        (r#""a"#, r#""a""#, false, false),
-        (r#"a""#, r#""a""#, false, false),
         (r#""a"b"#, r#""a""#, true, true),
         (r#"garbage, "a""#, r#""a""#, false, false),
         ("", r#""a""#, false, false),
@@ -312,17 +268,13 @@ fn blocks() {
         ("blocks=0-0", Some((0, 0, 1 << 20))),
         ("blocks=3-17", Some((3, 17, 1 << 20))),
         ("blocks=3-17&grain=4096", Some((3, 17, 4096))),
-        ("blocks=3-17&grain=65536", Some((3, 17, 65_536))),
         ("blocks=3-17&grain=1048576", Some((3, 17, 1 << 20))),
         ("blocks=3-17&grain=4097", None),
         ("blocks=3-17&grain=0", None),
-        ("blocks=3-17&grain=", None),
         ("blocks=3-17&grain=4096&grain=4096", None),
         ("blocks=3-17&", None),
         ("blocks=3-2", None),
-        ("blocks=3", None),
         ("blocks=-3", None),
-        ("blocks=a-b", None),
         ("blocks=+1-2", None),
         ("grain=4096", None),
         ("", None),
@@ -344,9 +296,7 @@ fn runs_of_blocks() {
         ("blocks=1-1", None),
         ("blocks=2-1", None),
         ("blocks=1-3,2-4", None),
-        ("blocks=4-5,1-2", None),
         ("blocks=1-2,", None),
-        ("blocks=1-2,x", None),
         ("blocks=1-2&grain=4097", None),
         ("blocks=1-2&other=1", None),
         ("block=1-2", None),

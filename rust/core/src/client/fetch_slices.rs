@@ -4,13 +4,14 @@
 //! deadline. The first failure cancels the others.
 
 use std::collections::VecDeque;
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
 use std::time::Instant;
 
 use super::lane_count;
 use super::{FetchOptions, Remote, Report};
 use crate::error::Error;
 use crate::payload::Slice;
+use crate::sync::{Locked, parallel};
 
 /// Requests that are fetched at the same time, at most.
 const MAX_SOURCES: usize = 16;
@@ -76,10 +77,10 @@ pub fn fetch_slices(requests: Vec<SliceRequest>, options: &FetchOptions) -> Resu
     };
     let work = || {
         loop {
-            let next = waiting.lock().unwrap_or_else(PoisonError::into_inner).pop_front();
+            let next = waiting.locked().pop_front();
             let Some(request) = next else { return };
             let result = one(request);
-            let mut outcome = outcome.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut outcome = outcome.locked();
             match (outcome.as_mut(), result) {
                 (Err(_), _) => return,
                 (Ok(all), Ok(report)) => all.add(report),
@@ -92,14 +93,8 @@ pub fn fetch_slices(requests: Vec<SliceRequest>, options: &FetchOptions) -> Resu
             }
         }
     };
-    std::thread::scope(|scope| {
-        for index in 1..threads {
-            // Without a thread more this one does it all.
-            let _ = std::thread::Builder::new().name(format!("tensorferry-slices-{index}")).spawn_scoped(scope, work);
-        }
-        work();
-    });
-    let mut report = outcome.into_inner().unwrap_or_else(PoisonError::into_inner)?;
+    parallel("tensorferry-slices", threads, work);
+    let mut report = outcome.into_value()?;
     report.fetching = started.elapsed().saturating_sub(report.opening);
     Ok(report)
 }

@@ -7,13 +7,14 @@
 use std::collections::BTreeMap;
 use std::net::IpAddr;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use tensorferry_wire::request::MAX_RUNS;
 
 use crate::error::{Error, ErrorKind};
 use crate::memory::make_room;
 use crate::report::Trouble;
+use crate::sync::Locked;
 
 /// The record of a transfer's received blocks: the checksum of every block, and counters.
 #[derive(Debug)]
@@ -158,38 +159,38 @@ impl BlockLedger {
     pub(super) fn note_route(&self, route: Option<(IpAddr, IpAddr)>, same_host: bool) {
         self.same_host.fetch_or(same_host, Ordering::Relaxed);
         if let Some(route) = route {
-            self.routes.lock().unwrap_or_else(PoisonError::into_inner).entry(route).or_default();
+            self.routes.locked().entry(route).or_default();
         }
     }
 
     /// So many `bytes` have come between the two addresses of `route`.
     pub(super) fn note_route_bytes(&self, route: Option<(IpAddr, IpAddr)>, bytes: u64) {
         if let Some(route) = route {
-            *self.routes.lock().unwrap_or_else(PoisonError::into_inner).entry(route).or_default() += bytes;
+            *self.routes.locked().entry(route).or_default() += bytes;
         }
     }
 
     /// Blocks of the number `origin` are those of the relay at `authority`.
     pub(super) fn note_relay(&self, origin: usize, authority: &str) {
-        self.relays.lock().unwrap_or_else(PoisonError::into_inner).insert(origin, authority.to_owned());
+        self.relays.locked().insert(origin, authority.to_owned());
     }
 
     /// The relay with the number `origin`.
     pub(super) fn relay(&self, origin: usize) -> Option<String> {
-        self.relays.lock().unwrap_or_else(PoisonError::into_inner).get(&origin).cloned()
+        self.relays.locked().get(&origin).cloned()
     }
 
     pub(super) fn note_trouble(&self, source: &str, error: &Error) {
-        let mut troubles = self.troubles.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut troubles = self.troubles.locked();
         troubles.insert(source.to_owned(), Trouble::of(error));
     }
 
     pub(super) fn take_routes(&self) -> BTreeMap<(IpAddr, IpAddr), u64> {
-        std::mem::take(&mut self.routes.lock().unwrap_or_else(PoisonError::into_inner))
+        std::mem::take(&mut self.routes.locked())
     }
 
     pub(super) fn take_troubles(&self) -> BTreeMap<String, Trouble> {
-        std::mem::take(&mut self.troubles.lock().unwrap_or_else(PoisonError::into_inner))
+        std::mem::take(&mut self.troubles.locked())
     }
 
     /// Whether a connection did without the network.

@@ -10,7 +10,7 @@
 
 use std::net::{IpAddr, SocketAddr};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, OnceLock, PoisonError};
+use std::sync::{Mutex, OnceLock};
 use std::thread::{self, Scope};
 use std::time::Duration;
 
@@ -28,6 +28,7 @@ use crate::cancel::Cancel;
 use crate::error::ErrorKind;
 use crate::memory::zeroed;
 use crate::payload::Queue;
+use crate::sync::Locked;
 
 /// With less to fetch, one address is enough: connecting to others takes longer than they would save.
 pub(super) const LEAST_BYTES: u64 = 16 << 20;
@@ -162,7 +163,7 @@ impl RailLanes {
         if self.most == 0 || !source.has_rails() || self.begun[number].swap(true, Ordering::Relaxed) {
             return Vec::new();
         }
-        let found = source.rails.pairs(&mut self.used.lock().unwrap_or_else(PoisonError::into_inner));
+        let found = source.rails.pairs(&mut self.used.locked());
         let lanes = found.into_iter().flat_map(|pair| std::iter::repeat_n(pair, self.each));
         let first = self.first + number * self.most;
         (first..first + self.most).zip(lanes).map(|(index, pair)| RailLane { source: number, pair, index }).collect()

@@ -150,11 +150,6 @@ impl<'p> OpenRelay<'p> {
         }
     }
 
-    /// The zone in which it is.
-    pub(super) fn zone(&self) -> Option<String> {
-        self.host.zone().map(str::to_owned)
-    }
-
     /// How other members reach it; `None` before it is shown.
     pub(super) fn address(&self) -> Option<RelayAddress> {
         self.relaying().map(Relaying::address)

@@ -17,6 +17,7 @@ use super::limits::Limits;
 use crate::cancel::Cancel;
 use crate::error::{Error, ErrorKind};
 use crate::fork::without_fork;
+use crate::sync::Locked;
 
 /// The most names that are looked up at the same time, abandoned lookups included.
 const MOST: usize = 16;
@@ -86,7 +87,7 @@ pub(super) fn addresses(host: &str, port: u16, limits: &Limits) -> Result<io::Re
             Err(e) => return Err(Error::caused(ErrorKind::System, "cannot start a thread that looks up a name", e)),
         }
     };
-    let mut found = lookup.found.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut found = lookup.found.locked();
     loop {
         match &*found {
             Some(Ok(addresses)) => return Ok(Ok(addresses.iter().map(|&ip| (ip, port).into()).collect())),
@@ -130,7 +131,7 @@ fn begin(name: &str) -> io::Result<Option<Arc<NameLookup>>> {
 /// Runs `work` on the lookups of this process that are under way: a forked child begins with none.
 fn with_lookups<R>(work: impl FnOnce(&mut Vec<Arc<NameLookup>>) -> R) -> R {
     without_fork(|| {
-        let mut under_way = UNDER_WAY.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut under_way = UNDER_WAY.locked();
         let (process, lookups) = &mut *under_way;
         if *process != std::process::id() {
             *process = std::process::id();
@@ -147,7 +148,7 @@ impl NameLookup {
         let found = found.map(|found| found.map(|address| address.ip()).collect());
         let found = found.map_err(|e| (e.kind(), e.to_string()));
         with_lookups(|under_way| under_way.retain(|lookup| !Arc::ptr_eq(lookup, &self)));
-        *self.found.lock().unwrap_or_else(PoisonError::into_inner) = Some(found);
+        *self.found.locked() = Some(found);
         self.done.notify_all();
     }
 }

@@ -13,12 +13,13 @@
 
 use std::collections::HashSet;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::{Arc, Mutex, Weak};
 use std::time::{Duration, Instant};
 
 use socket2::Socket;
 
 use crate::fork::CloseOnFork;
+use crate::sync::Locked;
 
 /// A lane is not judged before it has had a range for this long.
 const AT_LEAST: Duration = Duration::from_secs(1);
@@ -141,8 +142,7 @@ impl StragglerMonitor {
         lane.last.store(self.now(), Ordering::Relaxed);
         lane.cut.store(false, Ordering::Relaxed);
         lane.recalled.store(false, Ordering::Relaxed);
-        *lane.range.lock().unwrap_or_else(PoisonError::into_inner) =
-            Some(LaneRange { since: Instant::now(), end, len, socket: Arc::downgrade(socket) });
+        *lane.range.locked() = Some(LaneRange { since: Instant::now(), end, len, socket: Arc::downgrade(socket) });
     }
 
     /// Takes ranges from lanes to sources that will not be through with them soon, since others are to share what comes from
@@ -152,7 +152,7 @@ impl StragglerMonitor {
         let got = |lane: &LaneProgress| lane.got.load(Ordering::Relaxed);
         let kept = (0..lanes.len()).max_by_key(|&index| got(&lanes[index]));
         for (index, lane) in lanes.iter().enumerate() {
-            let range = lane.range.lock().unwrap_or_else(PoisonError::into_inner);
+            let range = lane.range.locked();
             let Some(LaneRange { since, len, socket, .. }) = range.as_ref() else { continue };
             let (millis, got) = (since.elapsed().as_millis(), u128::from(got(&lanes[index])));
             let left = millis * u128::from(*len).saturating_sub(got) / got.max(1);
@@ -183,7 +183,7 @@ impl StragglerMonitor {
     /// The range of lane `index` is over; whether it was taken away, and the bytes per second it had come to.
     pub(super) fn end(&self, index: usize) -> Option<u64> {
         let lane = &self.lanes[index];
-        let LaneRange { since, .. } = lane.range.lock().unwrap_or_else(PoisonError::into_inner).take()?;
+        let LaneRange { since, .. } = lane.range.locked().take()?;
         let cut = lane.cut.swap(false, Ordering::Relaxed);
         cut.then(|| rate(lane.got.load(Ordering::Relaxed), since.elapsed()))
     }
@@ -212,9 +212,9 @@ impl StragglerMonitor {
     fn cut(&self, silent_only: bool) {
         let lanes = (self.to_sources + self.rails.load(Ordering::Relaxed)).max(1) as u64;
         let (total, at) = (self.total.load(Ordering::Relaxed), self.started.elapsed());
-        let average = self.pace.lock().unwrap_or_else(PoisonError::into_inner).look(at, total, lanes);
+        let average = self.pace.locked().look(at, total, lanes);
         for (index, lane) in self.lanes.iter().enumerate() {
-            let range = lane.range.lock().unwrap_or_else(PoisonError::into_inner);
+            let range = lane.range.locked();
             let Some(LaneRange { since, end, socket, .. }) = range.as_ref() else { continue };
             let (elapsed, got) = (since.elapsed(), lane.got.load(Ordering::Relaxed));
             let expected = bytes_at(average, elapsed);
@@ -226,7 +226,7 @@ impl StragglerMonitor {
             if (slow || silent)
                 && let Some(socket) = socket.upgrade()
                 // From a relay or a rail as often as need be: that is left alone then, and the source is still there.
-                && (index >= self.to_sources || self.taken.lock().unwrap_or_else(PoisonError::into_inner).insert(*end))
+                && (index >= self.to_sources || self.taken.locked().insert(*end))
             {
                 lane.cut.store(true, Ordering::Relaxed);
                 let _ = socket.shutdown(std::net::Shutdown::Both);

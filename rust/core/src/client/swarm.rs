@@ -7,7 +7,7 @@
 use std::net::IpAddr;
 use std::num::NonZero;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 use std::time::{Duration, Instant};
 
 use tensorferry_wire::digest::{Algorithm, BlockDigests, WideTable};
@@ -23,6 +23,7 @@ use crate::cancel::Cancel;
 use crate::error::{Error, ErrorKind};
 use crate::payload::Plan;
 use crate::swarm::{BlockMap, BlockSet, Receiver};
+use crate::sync::Locked;
 use crate::trust::{random, secret};
 
 /// Relays that are fetched from at once: as many lanes more than to the source.
@@ -165,7 +166,7 @@ impl<'a> Swarm<'a> {
 
     /// What decides; not to be held while anything is waited for.
     pub(super) fn receiver(&self) -> MutexGuard<'_, Receiver> {
-        self.receiver.lock().unwrap_or_else(PoisonError::into_inner)
+        self.receiver.locked()
     }
 
     /// The time as [`Receiver`] counts it.
@@ -204,10 +205,9 @@ impl<'a> Swarm<'a> {
             self.receiver().note_no_tracker(self.now());
             return (Vec::new(), false);
         };
-        let ask =
-            Ask { relay: address, need, took, coming, standing, zone: self.relay.zone(), part: self.relay.part() };
+        let ask = Ask { relay: address, need, took, coming, standing, part: self.relay.part() };
         // One lane asks at a time, as `Receiver` has it.
-        let mut tracker = self.tracker.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut tracker = self.tracker.locked();
         let Ok(Answer { grant, wait_ms, peers, place, has_table, is_free }) = self.answer(&mut tracker, &ask) else {
             *tracker = None;
             self.receiver().note_no_tracker(self.now());
@@ -226,7 +226,7 @@ impl<'a> Swarm<'a> {
             receiver.note_free();
         }
         drop(receiver);
-        let near = |index| place.map_or(Nearness::Zone, |place| place.nearness(index));
+        let near = |index| place.map_or(Nearness::Far, |place| place.nearness(index));
         let relays = peers.into_iter().enumerate().filter_map(|(index, url)| self.begin_relay(url, there, near(index)));
         (relays.collect(), are_new)
     }
@@ -248,9 +248,9 @@ impl<'a> Swarm<'a> {
 
     /// What is left when all blocks have come; `None` if this has taken no part.
     pub(super) fn end(self) -> Option<SwarmEnd> {
-        let receiver = self.receiver.into_inner().unwrap_or_else(PoisonError::into_inner);
+        let receiver = self.receiver.into_value();
         let (is_free, has_joined) = (receiver.is_free(), receiver.has_joined());
-        let tracker = self.tracker.into_inner().unwrap_or_else(PoisonError::into_inner);
+        let tracker = self.tracker.into_value();
         has_joined.then(|| SwarmEnd { table: self.table.into_inner(), is_free, tracker, told: None })
     }
 
@@ -269,7 +269,7 @@ impl<'a> Swarm<'a> {
 
     /// The relay at `url`, which the source at the address `there` has named, if it may be asked now.
     fn begin_relay(&self, url: String, there: Option<IpAddr>, nearness: Nearness) -> Option<NewRelay> {
-        let mut relays = self.relays.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut relays = self.relays.locked();
         let (source, lane) = relays.begin(&url, (self.source, there), self.most_relays)?;
         let _ = source.etag.set(self.etag.to_owned());
         Some(NewRelay { number: self.receiver().add_relay_at(nearness), lane, url, source })
@@ -278,7 +278,7 @@ impl<'a> Swarm<'a> {
     /// The relay is fetched from no more, if it `lied`, or until the tracker names it again.
     pub(super) fn set_aside(&self, relay: &NewRelay, lied: bool) {
         self.receiver().set_aside(relay.number);
-        let mut relays = self.relays.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut relays = self.relays.locked();
         relays.set_aside(&relay.url, relay.lane, lied);
     }
 
@@ -334,9 +334,9 @@ pub(super) fn matches(expected: &BlockDigests, digest: u128, from_relay: bool) -
 /// What a member says that leaves.
 fn leave(relay: &OpenRelay<'_>, has_table: bool) -> Option<Ask> {
     let standing = Standing { has_table, is_covered: true, leaves: true };
-    let (zone, part) = (relay.zone(), relay.part());
+    let part = relay.part();
     let relay = relay.address()?;
-    Some(Ask { relay, need: Vec::new(), took: Vec::new(), coming: Vec::new(), standing, zone, part })
+    Some(Ask { relay, need: Vec::new(), took: Vec::new(), coming: Vec::new(), standing, part })
 }
 
 /// Asks the tracker of a source by the connection in `tracker`, or by a new one.

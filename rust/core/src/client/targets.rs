@@ -8,14 +8,15 @@
 
 use std::collections::BTreeMap;
 use std::net::{IpAddr, SocketAddr};
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use tensorferry_wire::rails::Cards;
 
 use super::left_alone::ADDRESSES;
 use crate::error::{Error, ErrorKind};
+use crate::sync::Locked;
 
 /// For how long later receives try an address last that has failed where another one has answered.
 const TRIED_LAST: Duration = Duration::from_mins(1);
@@ -70,41 +71,37 @@ impl Targets {
         Self { port, cards, state, has_failed: AtomicBool::new(false) }
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Whether the addresses of the host are known.
     pub(super) fn knows_host(&self) -> bool {
-        self.state().host.is_some()
+        self.state.locked().host.is_some()
     }
 
     /// Notes the addresses of the host.
     pub(super) fn learn_host(&self, addresses: Vec<SocketAddr>) {
-        self.state().host.get_or_insert(addresses);
+        self.state.locked().host.get_or_insert(addresses);
     }
 
     /// Notes addresses that the source has named in an answer.
     pub(super) fn learn_named(&self, addresses: &[IpAddr]) {
-        self.state().named = addresses.to_vec();
+        self.state.locked().named = addresses.to_vec();
     }
 
     /// Whether `address` is one of the host's.
     pub(super) fn is_host(&self, address: IpAddr) -> bool {
-        self.state().host.iter().flatten().any(|host| key(host) == address)
+        self.state.locked().host.iter().flatten().any(|host| key(host) == address)
     }
 
     /// The preferred card, unless it has failed, in this receive or a moment ago in another one.
     pub(super) fn preferred(&self) -> Option<SocketAddr> {
         let first = self.cards.first?;
-        let record = self.state().record(first);
+        let record = self.state.locked().record(first);
         (record.failures == 0 && !record.is_foreign && !self.is_left_alone(first)).then(|| (first, self.port).into())
     }
 
     /// All that are known, in the order in which they are to be tried. Those at which something else answers are left out,
     /// unless there are no others.
     pub(super) fn in_order(&self) -> Vec<SocketAddr> {
-        let state = self.state();
+        let state = self.state.locked();
         let mut found = self.all(&state);
         found.sort_by_key(|address| {
             let record = state.record(key(address));
@@ -116,13 +113,13 @@ impl Targets {
 
     /// Whether there are several, a host that was not looked up counting as one.
     pub(super) fn are_several(&self) -> bool {
-        let state = self.state();
+        let state = self.state.locked();
         self.all(&state).len() + usize::from(state.host.is_none()) > 1
     }
 
     /// Whether there is one that has not failed, a host that was not looked up counting as one.
     pub(super) fn has_untried(&self) -> bool {
-        let state = self.state();
+        let state = self.state.locked();
         let is_untried = |address: &SocketAddr| {
             let record = state.record(key(address));
             record.failures == 0 && !record.is_foreign
@@ -136,13 +133,13 @@ impl Targets {
         if !self.are_several() {
             return None;
         }
-        let record = self.state().record(address);
+        let record = self.state.locked().record(address);
         Some(if record.is_waiting { most } else { first.saturating_mul(1 << record.failures.min(10)).min(most) })
     }
 
     /// Notes that a connection was made to `address`, and none to those in `beaten`, which were tried before.
     pub(super) fn note_connected(&self, address: IpAddr, beaten: &[SocketAddr]) {
-        let mut state = self.state();
+        let mut state = self.state.locked();
         state.good.get_or_insert(address);
         state.records.entry(address).or_default().uses += 1;
         for other in beaten {
@@ -152,12 +149,12 @@ impl Targets {
 
     /// Notes that `address` has let a connection be made, and is silent.
     pub(super) fn note_silent(&self, address: IpAddr) {
-        self.note_failed(&mut self.state(), address);
+        self.note_failed(&mut self.state.locked(), address);
     }
 
     /// Notes `error`, with which a request at `address` has ended.
     pub(super) fn note_error(&self, address: IpAddr, error: &Error) {
-        let mut state = self.state();
+        let mut state = self.state.locked();
         match error.kind() {
             ErrorKind::Cancelled | ErrorKind::Changed | ErrorKind::System | ErrorKind::Invalid => {}
             ErrorKind::Status(_) | ErrorKind::Foreign | ErrorKind::Unproven => {
@@ -169,7 +166,7 @@ impl Targets {
 
     /// Notes that the source at `address` is there and has nothing to say yet: that is where it is asked again.
     pub(super) fn note_waiting(&self, address: IpAddr) {
-        let mut state = self.state();
+        let mut state = self.state.locked();
         (state.good, state.is_good_lost) = (Some(address), false);
         let record = state.records.entry(address).or_default();
         (record.failures, record.is_waiting) = (0, true);
@@ -178,7 +175,7 @@ impl Targets {
     /// Notes that `address` has answered.
     pub(super) fn note_answered(&self, address: IpAddr) {
         if self.has_failed.load(Ordering::Relaxed) {
-            let mut state = self.state();
+            let mut state = self.state.locked();
             state.records.insert(address, Record { uses: 1, ..Record::default() });
             ADDRESSES.leave((None, address), self.port, Duration::ZERO);
             for (&other, record) in &state.records {

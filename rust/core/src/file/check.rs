@@ -4,7 +4,7 @@
 //! blocks it fills, where the file has some; only the blocks in which it begins and ends are read then.
 
 use std::ops::Range;
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
 
 use tensorferry_wire::digest::{Algorithm, FILE_BLOCK_SIZE, Hasher, Joiner, checksum, whole_blocks};
 
@@ -13,6 +13,7 @@ use super::{FileOptions, PIECE, by_runs};
 use crate::error::Error;
 use crate::memory::zeroed;
 use crate::payload::checksum_blocks;
+use crate::sync::Locked;
 
 /// Blocks whose checksums are read at a time.
 const BATCH: u64 = 1 << 13;
@@ -45,11 +46,11 @@ impl Container {
                     at += bytes.len() as u64;
                 }
                 let bad = (first..).zip(expected.iter().zip(&got)).filter(|(_, (a, b))| a != b).map(|(block, _)| block);
-                found.lock().unwrap_or_else(PoisonError::into_inner).extend(bad);
+                found.locked().extend(bad);
                 Ok(stop - first * FILE_BLOCK_SIZE)
             })
         })?;
-        let mut bad = found.into_inner().unwrap_or_else(PoisonError::into_inner);
+        let mut bad = found.into_value();
         bad.sort_unstable();
         let mut runs: Vec<(u64, u64)> = Vec::new();
         for block in bad {
@@ -99,12 +100,12 @@ impl Container {
                     } else {
                         self.hashed(Hasher::new(), entry.start, entry.end, &mut buffer, options)?.finish()
                     };
-                    digests.lock().unwrap_or_else(PoisonError::into_inner)[number] = digest;
+                    digests.locked()[number] = digest;
                 }
                 Ok(0)
             })
         })?;
-        Ok(digests.into_inner().unwrap_or_else(PoisonError::into_inner))
+        Ok(digests.into_value())
     }
 
     /// The checksum of payload `[start, end)` from those of its blocks.

@@ -41,6 +41,7 @@ pub use self::stored_waves::StoredWaves;
 pub use self::write::{FileWriting, Written, write_file};
 use crate::error::{Error, ErrorKind};
 use crate::payload::{Plan, Queue};
+use crate::sync::parallel;
 
 /// Bytes that a thread writes or reads at a time.
 const CHUNK: u64 = 4 << 20;
@@ -87,14 +88,7 @@ where
             range.at = range.end;
         }
     };
-    std::thread::scope(|scope| {
-        for _ in 1..options.threads_for(chunks) {
-            let thread = std::thread::Builder::new().name("tensorferry-read".to_owned());
-            // With fewer threads it takes longer, and that is all.
-            let _ = thread.spawn_scoped(scope, work);
-        }
-        work();
-    });
+    parallel("tensorferry-read", options.threads_for(chunks), work);
     queue.finish()?;
     Ok(bytes.into_inner())
 }

@@ -7,7 +7,7 @@
 use std::fs::{File, OpenOptions};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
 
 use tensorferry_wire::container::{self, DIGESTS_ENTRY, Header};
 use tensorferry_wire::digest::{self, Algorithm, FILE_BLOCK_SIZE, TableHead};
@@ -19,6 +19,7 @@ use super::{FileOptions, FileReport, PIECE, by_runs, refused};
 use crate::error::{Error, ErrorKind};
 use crate::memory::{check_room, nontemporal, zeroed_for};
 use crate::payload::{Plan, Slice, checksum_blocks, copy_with_checksums, slices};
+use crate::sync::Locked;
 
 /// Bytes of the checksum of a block.
 const DIGEST: u64 = 8;
@@ -276,11 +277,11 @@ impl Container {
             Ok(move |first: u64, end: u64| {
                 let mut table = zeroed_for(DIGEST * (end - first), "checksums")?;
                 self.origin.read(&self.path, &mut table, at + DIGEST * first)?;
-                tables.lock().unwrap_or_else(PoisonError::into_inner).push((first, table));
+                tables.locked().push((first, table));
                 Ok(0)
             })
         })?;
-        let mut tables = tables.into_inner().unwrap_or_else(PoisonError::into_inner);
+        let mut tables = tables.into_value();
         tables.sort_unstable_by_key(|table| table.0);
         Ok(tables)
     }

@@ -4,11 +4,12 @@ use std::fs::File;
 use std::io::IoSliceMut;
 use std::ops::Range;
 use std::os::fd::AsRawFd;
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
 
 use tensorferry_wire::digest::FILE_BLOCK_SIZE;
 
 use super::CHUNK;
+use crate::sync::Locked;
 
 /// Bytes that are requested from the disk in one call: the system takes no more notice of a longer one.
 const REQUEST: usize = 1 << 20;
@@ -27,7 +28,7 @@ pub(super) struct Ahead<'a> {
 impl Ahead<'_> {
     /// Calls `request` for each stretch of payload `[at, end)` that is to be read and was not requested before.
     pub(super) fn take(&self, at: u64, end: u64, mut request: impl FnMut(u64, u64)) {
-        let mut requested = self.requested.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut requested = self.requested.locked();
         if requested.is_empty() {
             *requested = at..at;
         }

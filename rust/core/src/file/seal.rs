@@ -3,7 +3,7 @@
 use std::fs::OpenOptions;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
 
 use tensorferry_wire::container::{self, DIGESTS_ENTRY, Header};
 use tensorferry_wire::digest::{self, Algorithm, DigestTable, FILE_BLOCK_SIZE};
@@ -12,6 +12,7 @@ use super::{CHUNK, FileOptions, PIECE, by_runs, refused};
 use crate::error::{Error, ErrorKind};
 use crate::memory::{check_room, zeroed, zeroed_for};
 use crate::payload::checksum_blocks;
+use crate::sync::Locked;
 
 /// Computes the checksums of the container at `path`, whose bytes are complete and which nobody else writes to, writes
 /// them into the entry that is there for them, and brings all of the file to the disk; its folder is not synchronised.
@@ -56,11 +57,11 @@ pub fn seal_file(path: &Path, options: &FileOptions) -> Result<u64, Error> {
                 digests.extend(checksum_blocks(&Algorithm::Crc64, [&buffer[..len]], FILE_BLOCK_SIZE));
                 at += len as u64;
             }
-            parts.lock().unwrap_or_else(PoisonError::into_inner).push((first, digests));
+            parts.locked().push((first, digests));
             Ok(stop - first * FILE_BLOCK_SIZE)
         })
     })?;
-    let mut parts = parts.into_inner().unwrap_or_else(PoisonError::into_inner);
+    let mut parts = parts.into_value();
     parts.sort_unstable_by_key(|part| part.0);
     let blocks = parts.into_iter().flat_map(|part| part.1).collect();
     let checksum = digest::checksum(&bytes);

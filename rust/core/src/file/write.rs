@@ -10,8 +10,8 @@ use std::io;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Mutex, PoisonError};
 
 use tensorferry_wire::digest::{self, Algorithm, DigestTable, FILE_BLOCK_SIZE};
 
@@ -20,6 +20,7 @@ use super::parts::with_checksums;
 use super::{CHUNK, DIRECT_FROM, FileOptions, FileReport, PIECE, refused};
 use crate::error::Error;
 use crate::payload::{Item, Layout, Segments, checksum_blocks};
+use crate::sync::{Locked, parallel};
 
 /// Writes `items` as a container to `path`, with checksums of all of it. The file appears under its name only when it
 /// is complete and on the disk; until then it is `partial`, in the same folder, a name that must be free. What was at
@@ -240,7 +241,7 @@ fn write_payload(
     let failure: Mutex<Option<WriteFailure>> = Mutex::new(None);
     let fail = |e| {
         next.store(chunks, Ordering::Relaxed);
-        failure.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(e);
+        failure.locked().get_or_insert(e);
     };
     let work = || {
         let mut buffer = match Buffer::new(usize::try_from(CHUNK.min(end - start)).unwrap_or(usize::MAX)) {
@@ -261,23 +262,17 @@ fn write_payload(
             match write_chunk(output, content, (at, stop), &mut buffer, &mut under_way) {
                 Ok(digests) => {
                     options.progress.fetch_add(stop - at, Ordering::Relaxed);
-                    parts.lock().unwrap_or_else(PoisonError::into_inner).push((chunk, digests));
+                    parts.locked().push((chunk, digests));
                 }
                 Err(e) => return fail(WriteFailure::System(e)),
             }
         }
     };
-    std::thread::scope(|scope| {
-        for _ in 1..options.threads_for(chunks) {
-            // With fewer threads it takes longer, and that is all.
-            let _ = std::thread::Builder::new().name("tensorferry-write".to_owned()).spawn_scoped(scope, work);
-        }
-        work();
-    });
-    if let Some(failure) = failure.into_inner().unwrap_or_else(PoisonError::into_inner) {
+    parallel("tensorferry-write", options.threads_for(chunks), work);
+    if let Some(failure) = failure.into_value() {
         return Err(failure);
     }
-    let mut parts = parts.into_inner().unwrap_or_else(PoisonError::into_inner);
+    let mut parts = parts.into_value();
     parts.sort_unstable_by_key(|part| part.0);
     Ok(parts.into_iter().flat_map(|part| part.1).collect())
 }

@@ -6,6 +6,7 @@
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use super::nontemporal;
+use crate::sync::parallel;
 
 /// Bytes that a thread copies at a time.
 const PIECE: usize = 1 << 20;
@@ -43,13 +44,7 @@ pub unsafe fn copy_all(transfers: &[Transfer], threads: usize) {
         // SAFETY: what the caller promises; no other thread has this piece.
         unsafe { copy_piece(transfers, &starts, at, total.min(at + PIECE)) };
     };
-    std::thread::scope(|scope| {
-        for _ in 1..threads.min(total.div_ceil(PIECE)) {
-            // With fewer threads than were asked for it takes longer.
-            let _ = std::thread::Builder::new().name("tensorferry-copy".to_owned()).spawn_scoped(scope, work);
-        }
-        work();
-    });
+    parallel("tensorferry-copy", threads.min(total.div_ceil(PIECE)), work);
 }
 
 /// Copies the bytes `[at, end)` of the run of all bytes.

@@ -5,11 +5,12 @@
 //! * the handler acts on addresses of guards that exist, and calls the handler before it for all others;
 //! * it takes no lock and allocates nothing.
 
+use crate::sync::Locked;
 use std::ffi::{c_int, c_void};
 use std::io;
 use std::ptr;
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicUsize, Ordering};
-use std::sync::{Mutex, OnceLock, PoisonError};
+use std::sync::{Mutex, OnceLock};
 
 /// A range of addresses that the handler watches. It is never freed, since a handler may be reading it.
 pub(super) struct Guard {
@@ -65,7 +66,7 @@ impl Guard {
 /// Installs the handler, once in a process. Threads that come meanwhile wait until it is there.
 pub(super) fn install() -> io::Result<()> {
     static INSTALLED: Mutex<bool> = Mutex::new(false);
-    let mut installed = INSTALLED.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut installed = INSTALLED.locked();
     if *installed {
         return Ok(());
     }

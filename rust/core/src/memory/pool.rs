@@ -14,9 +14,10 @@ use std::any::Any;
 use std::collections::VecDeque;
 use std::fmt;
 use std::ptr::NonNull;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use super::mapping::{Held, Mapping};
+use crate::sync::Locked;
 
 /// Memory that an allocator has provided for a pool.
 pub struct Allocation {
@@ -87,19 +88,15 @@ impl ArenaPool {
         Some(Mapping { start, usable: len, held: Held::Allocation { _owner: owner } })
     }
 
-    fn kept(&self) -> MutexGuard<'_, VecDeque<Mapping>> {
-        self.kept.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Bytes kept now.
     #[must_use]
     pub fn held(&self) -> usize {
-        self.kept().iter().map(|m| m.usable).sum()
+        self.kept.locked().iter().map(|m| m.usable).sum()
     }
 
     /// The smallest mapping that holds `len` bytes and is not much larger.
     pub(super) fn take(&self, len: usize) -> Option<Mapping> {
-        let mut kept = self.kept();
+        let mut kept = self.kept.locked();
         let fits = |m: &Mapping| m.usable >= len && m.usable / 2 <= len;
         let best = (0..kept.len()).filter(|&i| fits(&kept[i])).min_by_key(|&i| kept[i].usable)?;
         kept.remove(best)
@@ -112,7 +109,7 @@ impl ArenaPool {
         }
         // Memory that must go is unmapped after the lock is released, since that takes a while.
         let mut gone = Vec::new();
-        let mut kept = self.kept();
+        let mut kept = self.kept.locked();
         kept.push_back(mapping);
         let mut held: usize = kept.iter().map(|m| m.usable).sum();
         while held > self.limit

@@ -14,13 +14,14 @@
 use std::io;
 use std::os::fd::OwnedFd;
 use std::ptr::NonNull;
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Mutex, PoisonError};
 
 use rustix::fs::{FallocateFlags, MemfdFlags, SealFlags};
 use rustix::mm::{Advice, MapFlags, ProtFlags};
 
 use super::fresh::touch;
+use crate::sync::{Locked, parallel};
 
 /// Bytes that a thread populates at a time.
 const POPULATED: usize = 4 << 20;
@@ -139,7 +140,7 @@ pub(super) fn populate(mapping: &SharedMapping, fd: &OwnedFd, threads: usize) ->
     let next = AtomicUsize::new(0);
     let failed = Mutex::new(None);
     let fail = |e| {
-        failed.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(e);
+        failed.locked().get_or_insert(e);
         next.store(mapping.len, Ordering::Relaxed);
     };
     let work = || loop {
@@ -162,14 +163,8 @@ pub(super) fn populate(mapping: &SharedMapping, fd: &OwnedFd, threads: usize) ->
             Err(e) => fail(e),
         }
     };
-    std::thread::scope(|scope| {
-        for _ in 1..threads.min(mapping.len.div_ceil(POPULATED)) {
-            // With fewer threads than were asked for it takes longer.
-            let _ = std::thread::Builder::new().name("tensorferry-pages".to_owned()).spawn_scoped(scope, work);
-        }
-        work();
-    });
-    failed.into_inner().unwrap_or_else(PoisonError::into_inner).map_or(Ok(()), |e| Err(e.into()))
+    parallel("tensorferry-pages", threads.min(mapping.len.div_ceil(POPULATED)), work);
+    failed.into_value().map_or(Ok(()), |e| Err(e.into()))
 }
 
 #[cfg(test)]

@@ -9,10 +9,11 @@
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use crate::error::{Error, ErrorKind};
+use crate::sync::Locked;
 
 /// How often a lane with nothing to do looks at the others.
 const IDLE: Duration = Duration::from_millis(100);
@@ -84,26 +85,22 @@ impl Queue {
     /// From here on ranges get shorter towards the end: each has at most 1 / `parts` of the blocks that are left. So lanes
     /// of different speeds end together, and what one gives back is shared out.
     pub(crate) fn taper(&self, parts: u64) {
-        self.state().parts = Some(parts.max(1));
+        self.state.locked().parts = Some(parts.max(1));
     }
 
     /// The same queue beginning at the range that `seed` says.
     pub(crate) fn beginning_at(self, seed: [u8; 8]) -> Self {
-        let mut state = self.state();
+        let mut state = self.state.locked();
         let ranges = state.waiting.len().max(1) as u64;
         state.waiting.rotate_left(usize::try_from(u64::from_ne_bytes(seed) % ranges).unwrap_or(0));
         drop(state);
         self
     }
 
-    fn state(&self) -> MutexGuard<'_, QueueState> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// The next range; waits while others still have some that may come back, and calls `idle` now and then meanwhile.
     /// `None` when all is done or has failed.
     pub(crate) fn take(&self, idle: impl Fn()) -> Option<Taken<'_>> {
-        let mut state = self.state();
+        let mut state = self.state.locked();
         loop {
             if state.failed.is_some() {
                 return None;
@@ -119,7 +116,7 @@ impl Queue {
             state = if waited.1.timed_out() {
                 drop(waited.0);
                 idle();
-                self.state()
+                self.state.locked()
             } else {
                 waited.0
             };
@@ -129,7 +126,7 @@ impl Queue {
     /// The part of a range that `choose` wants. It is given all ranges that are waiting, and returns the number of one of
     /// them and a part of it that is not empty. It is not called when all is done.
     pub(crate) fn next(&self, choose: impl FnOnce(&[(u64, u64)]) -> Option<(usize, (u64, u64))>) -> Next<'_> {
-        let mut state = self.state();
+        let mut state = self.state.locked();
         if state.failed.is_some() || (state.waiting.is_empty() && state.running == 0) {
             return Next::Over;
         }
@@ -147,7 +144,7 @@ impl Queue {
 
     /// Waits for `length`, or until all is done or has failed.
     pub(crate) fn rest(&self, length: Duration) {
-        let (started, mut state) = (Instant::now(), self.state());
+        let (started, mut state) = (Instant::now(), self.state.locked());
         while state.failed.is_none() && (!state.waiting.is_empty() || state.running > 0) {
             let Some(left) = length.checked_sub(started.elapsed()).filter(|left| !left.is_zero()) else { return };
             state = self.done.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
@@ -156,7 +153,7 @@ impl Queue {
 
     /// Waits until something changes, or for `at_most`; not at all after a failure.
     pub(crate) fn wait(&self, at_most: Duration) {
-        let state = self.state();
+        let state = self.state.locked();
         if state.failed.is_none() {
             drop(self.done.wait_timeout(state, at_most));
         }
@@ -169,7 +166,7 @@ impl Queue {
 
     /// Ends the transfer; the first error is the one reported.
     pub(crate) fn fail(&self, error: Error) {
-        let mut state = self.state();
+        let mut state = self.state.locked();
         state.failed.get_or_insert(error);
         self.has_failed.store(true, Ordering::Relaxed);
         drop(state);
@@ -183,13 +180,13 @@ impl Queue {
 
     /// Whether nothing is left that a thread could still bring, or the transfer has failed.
     pub(crate) fn is_over(&self) -> bool {
-        let state = self.state();
+        let state = self.state.locked();
         state.failed.is_some() || (state.waiting.is_empty() && state.running == 0)
     }
 
     /// The outcome, once every thread has left: the first failure, or an error if ranges are left over.
     pub(crate) fn finish(self) -> Result<(), Error> {
-        let state = self.state.into_inner().unwrap_or_else(PoisonError::into_inner);
+        let state = self.state.into_value();
         match state.failed {
             Some(error) => Err(error),
             None if state.waiting.is_empty() => Ok(()),
@@ -210,7 +207,7 @@ pub(crate) struct Taken<'a> {
 
 impl Drop for Taken<'_> {
     fn drop(&mut self) {
-        let mut state = self.queue.state();
+        let mut state = self.queue.state.locked();
         state.running -= 1;
         if self.at < self.end {
             state.waiting.push_front((self.at, self.end));

@@ -6,13 +6,14 @@
 
 use std::any::Any;
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use tokio::sync::Notify;
 
 use super::Publication;
 use crate::memory::Memory;
 use crate::payload::Segments;
+use crate::sync::Locked;
 
 /// Bodies in another format than the container, laid over the same memory, each built only when it is requested.
 ///
@@ -75,19 +76,15 @@ struct Bodies {
 pub(crate) struct Turn(Arc<Publication>);
 
 impl RenderedBodies {
-    fn bodies(&self) -> MutexGuard<'_, Bodies> {
-        self.bodies.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// The body called `name`, if it was rendered; one that is being built is not waited for.
     pub(super) fn get(&self, name: &str) -> Option<Arc<Segments>> {
-        self.bodies().built.get(name).map(|(segments, _)| Arc::clone(segments))
+        self.bodies.locked().built.get(name).map(|(segments, _)| Arc::clone(segments))
     }
 }
 
 impl Drop for Turn {
     fn drop(&mut self) {
-        self.0.rendered.bodies().is_building = false;
+        self.0.rendered.bodies.locked().is_building = false;
         self.0.rendered.over.notify_waiters();
     }
 }
@@ -114,7 +111,7 @@ impl Publication {
             tokio::pin!(over);
             over.as_mut().enable();
             {
-                let mut bodies = self.rendered.bodies();
+                let mut bodies = self.rendered.bodies.locked();
                 if bodies.built.contains_key(name) {
                     return None;
                 }
@@ -137,7 +134,7 @@ impl Turn {
             None => return Ok(None),
         };
         let segments = Arc::new(Segments::new(parts));
-        self.0.rendered.bodies().built.insert(name.to_owned(), (segments, owner));
+        self.0.rendered.bodies.locked().built.insert(name.to_owned(), (segments, owner));
         Ok(Some(Found::Here))
     }
 }

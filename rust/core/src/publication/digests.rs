@@ -8,11 +8,12 @@
 //! Computing checks for a withdrawal after each MiB, so that a withdrawal waits for no more than that.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use tensorferry_wire::digest::{BLOCK_SIZE, DigestTable, Hasher};
 
 use super::{Abandoned, Lease, LeasedSegments, Stability};
+use crate::sync::{Locked, parallel};
 
 /// The number of bytes that justifies another thread; each thread takes `PART_BYTES` at a time.
 const THREAD_BYTES: u64 = 64 << 20;
@@ -159,17 +160,11 @@ impl Lease {
         let parts: Mutex<Vec<_>> = Mutex::new(numbers.chunks(part).zip(blocks.chunks_mut(part)).collect());
         let whole = AtomicBool::new(true);
         let compute = || loop {
-            let next = parts.lock().unwrap_or_else(PoisonError::into_inner).pop();
+            let next = parts.locked().pop();
             let Some((numbers, digests)) = next else { return };
             whole.fetch_and(content.digest_blocks(numbers, block_size, digests), Ordering::Relaxed);
         };
-        std::thread::scope(|scope| {
-            for _ in 1..threads {
-                // Without a thread more this one does it all.
-                let _ = std::thread::Builder::new().name("tensorferry-digest".to_owned()).spawn_scoped(scope, compute);
-            }
-            compute();
-        });
+        parallel("tensorferry-digest", usize::try_from(threads).unwrap_or(1), compute);
         drop(parts);
         let whole = whole.into_inner() && publication.is_intact();
         whole.then(|| DigestTable { header: publication.header_digest, payload_len: publication.payload_len(), blocks })

@@ -14,11 +14,12 @@
 //! * dropping the last lease wakes the threads that wait for it.
 
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
-use super::readers::{Readers, ReadingConnection};
+use super::readers::ReadingConnection;
 use super::{ConnectionHandle, Publication};
+use crate::sync::Locked;
 
 /// How long a withdrawn snapshot waits for the next request of a receive that takes several.
 pub(crate) const LINGER: Duration = Duration::from_secs(2);
@@ -51,7 +52,7 @@ impl Lease {
         receives: bool,
     ) -> Option<Arc<Self>> {
         let connection = Arc::downgrade(cut);
-        let mut readers = publication.readers();
+        let mut readers = publication.readers.locked();
         if readers.withdrawn {
             return None;
         }
@@ -103,7 +104,7 @@ impl Lease {
 
 impl Drop for Lease {
     fn drop(&mut self) {
-        let (mut readers, now) = (self.publication.readers(), Instant::now());
+        let (mut readers, now) = (self.publication.readers.locked(), Instant::now());
         readers.active -= 1;
         readers.left = Some(now);
         if let Some(reader) = readers.connections.iter_mut().find(|reader| reader.is(&self.connection)) {
@@ -119,41 +120,37 @@ impl Drop for Lease {
 }
 
 impl Publication {
-    fn readers(&self) -> MutexGuard<'_, Readers> {
-        self.readers.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Closes the publication: no lease is given from here on. Leases that exist go on.
     pub(crate) fn close(&self) {
-        self.readers().withdrawn = true;
+        self.readers.locked().withdrawn = true;
     }
 
     /// Whether the publication was closed.
     pub(super) fn is_withdrawn(&self) -> bool {
-        self.readers().withdrawn
+        self.readers.locked().withdrawn
     }
 
     /// The time since the last reader left, [`Duration::MAX`] if there never was one; `None` while there is a reader.
     pub(crate) fn idle_for(&self) -> Option<Duration> {
-        let readers = self.readers();
+        let readers = self.readers.locked();
         let left = readers.left.filter(|_| readers.active == 0);
         (readers.active == 0).then(|| left.map_or(Duration::MAX, |left| left.elapsed()))
     }
 
     /// Whether there ever was a reader.
     pub(crate) fn was_read(&self) -> bool {
-        let readers = self.readers();
+        let readers = self.readers.locked();
         readers.active > 0 || readers.left.is_some()
     }
 
     /// How many readers hold a lease.
     pub(crate) fn active(&self) -> usize {
-        self.readers().active
+        self.readers.locked().active
     }
 
     /// Whether there is a reader, or a receiver in the middle of a receive.
     pub(crate) fn is_amid_receive(&self) -> bool {
-        let mut readers = self.readers();
+        let mut readers = self.readers.locked();
         readers.look(true);
         readers.is_amid_receive()
     }
@@ -161,7 +158,7 @@ impl Publication {
     /// Closes the publication unless there is a reader, or a receiver in the middle of a receive; returns whether it is
     /// closed and nobody reads it.
     pub(crate) fn close_unread(&self) -> bool {
-        let mut readers = self.readers();
+        let mut readers = self.readers.locked();
         readers.look(true);
         readers.withdrawn |= !readers.is_amid_receive();
         readers.withdrawn && readers.active == 0
@@ -175,7 +172,7 @@ impl Publication {
     /// (with a moment for the receiver to open another one, [`RESUME`] if an answer broke), or no request has come for
     /// [`LINGER`].
     pub(crate) fn drain(&self, deadline: Instant) -> Drain {
-        let (mut readers, mut cut) = (self.readers(), 0);
+        let (mut readers, mut cut) = (self.readers.locked(), 0);
         readers.look(true);
         loop {
             cut += readers.cut_still();
@@ -193,7 +190,7 @@ impl Publication {
 
     /// Ends the connections of all readers.
     pub(crate) fn cut(&self) {
-        for connection in self.readers().connections.drain(..).filter_map(|reader| reader.cut.upgrade()) {
+        for connection in self.readers.locked().connections.drain(..).filter_map(|reader| reader.cut.upgrade()) {
             connection.cut();
         }
     }
@@ -203,7 +200,7 @@ impl Publication {
     /// than a poll does, or the checksum of a block that is being computed.
     pub(crate) fn cut_and_wait(&self) {
         self.cut();
-        let mut readers = self.readers();
+        let mut readers = self.readers.locked();
         while readers.active > 0 {
             readers = self.idle.wait(readers).unwrap_or_else(PoisonError::into_inner);
         }

@@ -10,12 +10,13 @@
 
 use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use tensorferry_wire::digest::{Algorithm, BLOCK_SIZE, BlockDigests, Hasher, WideTable, block_count};
 use tokio::sync::Notify;
 
 use super::{Lease, LeasedSegments, Publication, Stability};
+use crate::sync::Locked;
 
 /// Passes over memory that is another one each time, after which it is left at that.
 const MOST_PASSES: u32 = 6;
@@ -45,11 +46,7 @@ impl fmt::Debug for Proof {
     }
 }
 
-impl Proof {
-    fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
+impl Proof {}
 
 /// What asking for the table leads to.
 pub(crate) enum Asked {
@@ -74,7 +71,7 @@ impl Publication {
 
     /// The table, if there is one.
     pub(crate) fn proven(&self) -> Option<Arc<WideTable>> {
-        match &*self.proof.state() {
+        match &*self.proof.state.locked() {
             State::Proven(table) => Some(Arc::clone(table)),
             _ => None,
         }
@@ -83,7 +80,7 @@ impl Publication {
     /// Asks for the table. Memory that is still being filled has none yet. After [`Asked::Compute`] the caller must
     /// call [`Lease::prove`]: until then everybody else waits.
     pub(crate) fn ask_for_proof(&self) -> Asked {
-        let mut state = self.proof.state();
+        let mut state = self.proof.state.locked();
         match &*state {
             State::Proven(_) => Asked::Proven,
             State::Running => Asked::Running,
@@ -101,7 +98,7 @@ impl Publication {
             let news = self.proof.news.notified();
             tokio::pin!(news);
             news.as_mut().enable();
-            if !matches!(*self.proof.state(), State::Running) {
+            if !matches!(*self.proof.state.locked(), State::Running) {
                 return;
             }
             news.await;
@@ -114,7 +111,7 @@ struct Ended<'a>(&'a Proof, Option<State>);
 
 impl Drop for Ended<'_> {
     fn drop(&mut self) {
-        *self.0.state() = self.1.take().unwrap_or_default();
+        *self.0.state.locked() = self.1.take().unwrap_or_default();
         self.0.news.notify_waiters();
     }
 }

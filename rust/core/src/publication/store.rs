@@ -15,7 +15,7 @@
 use std::collections::VecDeque;
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, Weak};
 use std::time::{Duration, Instant};
 
 use tensorferry_wire::digest::Algorithm;
@@ -23,6 +23,7 @@ use tokio::sync::Notify;
 
 use super::{LINGER, Publication, Readiness, Stability};
 use crate::error::Error;
+use crate::sync::Locked;
 use crate::trust::random;
 
 /// Withdrawn private snapshots that may still be finishing transfers; the oldest is cut when there are more.
@@ -106,7 +107,7 @@ impl Store {
     }
 
     pub(super) fn state(&self) -> MutexGuard<'_, StoreState> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.locked()
     }
 
     /// Serves `publication` as `step` from now on and opens the gate. A publication that was served before goes on

@@ -8,7 +8,7 @@
 
 use std::fmt;
 use std::net::SocketAddr;
-use std::sync::{Mutex, PoisonError, Weak};
+use std::sync::{Mutex, Weak};
 use std::time::{Duration, Instant};
 
 use tensorferry_wire::digest::BLOCK_SIZE;
@@ -17,6 +17,7 @@ use tensorferry_wire::swarm::{Answer, Ask};
 use super::{ConnectionHandle, Publication};
 use crate::error::Error;
 use crate::swarm::{Handout, Member};
+use crate::sync::Locked;
 
 /// Swarms of parts at a time. A member of one more is granted all it needs, and hears of nobody.
 const MOST_PARTS: usize = 64;
@@ -38,10 +39,10 @@ struct Tracked {
 
 impl Tracked {
     /// The first question of its first member names all that this lacks, or fetches already.
-    fn new(blocks: u64, zone: Option<&str>, ask: &Ask) -> Result<Self, Error> {
+    fn new(blocks: u64, ask: &Ask) -> Result<Self, Error> {
         let named = ask.need.iter().chain(&ask.took).map(|&(first, end)| end.min(blocks).saturating_sub(first));
         let wanted = if ask.part.is_some() { named.sum() } else { blocks };
-        let handout = Handout::new(blocks)?.of_part(wanted).in_zone(zone);
+        let handout = Handout::new(blocks)?.of_part(wanted);
         Ok(Self { part: ask.part, began: Instant::now(), handout, connections: Vec::new() })
     }
 
@@ -79,7 +80,7 @@ impl fmt::Debug for Tracker {
 impl Publication {
     /// The members that are known, and how long ago each has asked.
     pub(crate) fn members(&self) -> Vec<(SocketAddr, Duration)> {
-        let mut tracker = self.tracker.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut tracker = self.tracker.0.locked();
         let mut members = Vec::new();
         for known in &mut *tracker {
             let now = known.look();
@@ -89,7 +90,7 @@ impl Publication {
         members
     }
 
-    /// Answers what `member` asks by `connection`, the source being in `zone`; `url` says where other members are
+    /// Answers what `member` asks by `connection`; `url` says where other members are
     /// reached. Says too whether the digests of all blocks should be computed for it and others. A receiver without
     /// others compares as if there were no swarm.
     ///
@@ -99,11 +100,10 @@ impl Publication {
         &self,
         member: &Member,
         ask: &Ask,
-        zone: Option<&str>,
         connection: &Weak<ConnectionHandle>,
         url: impl Fn(&Member) -> String,
     ) -> Result<(Answer, bool), Error> {
-        let mut tracker = self.tracker.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut tracker = self.tracker.0.locked();
         // Swarms of parts come and go with their members.
         tracker.retain(|known| known.part.is_none() || known.part == ask.part || !known.is_deserted());
         let known = match tracker.iter().position(|known| known.part == ask.part) {
@@ -113,7 +113,7 @@ impl Publication {
                 return Ok((Answer { grant, wait_ms: ASK_LATER_MS, ..Answer::default() }, false));
             }
             None => {
-                tracker.push(Tracked::new(self.payload_len().div_ceil(BLOCK_SIZE), zone, ask)?);
+                tracker.push(Tracked::new(self.payload_len().div_ceil(BLOCK_SIZE), ask)?);
                 let last = tracker.len() - 1;
                 &mut tracker[last]
             }
@@ -163,9 +163,9 @@ mod tests {
             asked += 1;
             let relay = RelayAddress { port: 1, token: format!("{asked:032x}"), fingerprint: None };
             let standing = Standing { leaves, ..Standing::default() };
-            let ask = Ask { relay, need: vec![(0, 1)], took: vec![], coming: vec![], standing, zone: None, part };
-            let member = Member { ip: [10, 0, 0, 1].into(), relay: ask.relay.clone(), zone: None };
-            publication.track(&member, &ask, None, &Arc::downgrade(&handle), |_| String::new()).unwrap();
+            let ask = Ask { relay, need: vec![(0, 1)], took: vec![], coming: vec![], standing, part };
+            let member = Member { ip: [10, 0, 0, 1].into(), relay: ask.relay.clone() };
+            publication.track(&member, &ask, &Arc::downgrade(&handle), |_| String::new()).unwrap();
         };
         for part in [None, Some(1)] {
             for leaves in [false, true] {

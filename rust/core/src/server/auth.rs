@@ -5,11 +5,12 @@
 //! secret can make.
 
 use std::collections::{HashSet, VecDeque};
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
 
 use http::{HeaderMap, HeaderName, HeaderValue, Request, header};
 use tensorferry_wire::proof::{self, Nonce};
 
+use crate::sync::Locked;
 use crate::trust::Secret;
 
 /// Nonces that are remembered. Only a peer with the secret can have one forgotten, by making as many signed requests:
@@ -47,7 +48,7 @@ impl RequestAuth {
         let signed = proof::SignedRequest { method: request.method().as_str(), path, range, if_match };
         let field = field(header::AUTHORIZATION)??;
         let nonce = self.secret.key().verify_request(&signed, field)?;
-        self.seen.lock().unwrap_or_else(PoisonError::into_inner).is_new(nonce).then_some(nonce)
+        self.seen.locked().is_new(nonce).then_some(nonce)
     }
 }
 

@@ -68,9 +68,6 @@ pub struct ServerConfig {
     pub rails: Vec<Rail>,
     /// The address of the network card by which receivers are to begin; its URLs name it first.
     pub card: Option<IpAddr>,
-    /// The zone in which this process runs: receivers send each other what is served across a border of zones as seldom
-    /// as they can. At most 64 letters, digits and `-_.`; `None` where it is not known.
-    pub zone: Option<String>,
 }
 
 impl ServerConfig {
@@ -101,7 +98,6 @@ impl Default for ServerConfig {
             swarm: false,
             rails: Vec::new(),
             card: None,
-            zone: None,
         }
     }
 }

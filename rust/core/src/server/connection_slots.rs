@@ -6,12 +6,13 @@ use std::collections::HashMap;
 use std::fmt;
 use std::net::IpAddr;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use tokio::sync::Notify;
 
 use crate::publication::ConnectionHandle;
+use crate::sync::Locked;
 
 /// How long a connection may take to its first authorised request. One for liveness, counters or the status page does
 /// not count.
@@ -93,10 +94,6 @@ impl ConnectionSlots {
         Arc::new(Self { newcomers, proven, waits, grace, held: Mutex::default(), freed: Notify::new() })
     }
 
-    fn held(&self) -> MutexGuard<'_, HeldSlots> {
-        self.held.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// How many connections can have a slot at a time.
     pub(super) fn total(&self) -> usize {
         self.newcomers + self.proven
@@ -106,7 +103,7 @@ impl ConnectionSlots {
     pub(super) async fn wait_for_room(&self) {
         loop {
             {
-                let held = self.held();
+                let held = self.held.locked();
                 if held.count(false) < self.newcomers || held.oldest_newcomer(self.grace).is_some() {
                     return;
                 }
@@ -117,7 +114,7 @@ impl ConnectionSlots {
 
     /// A slot for a newcomer, possibly that of another one; `None` if no slot is free or can be made free.
     pub(super) fn enter(self: &Arc<Self>, peer: Peer) -> Option<ConnectionSlot> {
-        let mut held = self.held();
+        let mut held = self.held.locked();
         if held.count(false) >= self.newcomers {
             let oldest = held.oldest_newcomer(self.grace)?;
             held.evict(oldest);
@@ -133,7 +130,7 @@ impl ConnectionSlots {
 
     /// Ends the connection of a newcomer, if one has had its grace: descriptors have run out.
     pub(super) fn make_room(&self) {
-        let mut held = self.held();
+        let mut held = self.held.locked();
         if let Some(oldest) = held.oldest_newcomer(self.grace) {
             held.evict(oldest);
         }
@@ -179,14 +176,14 @@ impl ConnectionSlot {
     /// connections are taken and none is idle, the request waits for one, or gets none.
     pub(super) async fn begin(&self) -> Option<Asking<'_>> {
         let asking = {
-            let mut held = self.slots.held();
+            let mut held = self.slots.held.locked();
             let holder = held.connections.get_mut(&self.number)?;
             holder.asking += 1;
             Asking(self)
         };
         loop {
             {
-                let mut held = self.slots.held();
+                let mut held = self.slots.held.locked();
                 if held.connections.get(&self.number)?.proven {
                     return Some(asking);
                 }
@@ -211,7 +208,7 @@ impl ConnectionSlot {
     pub(super) async fn first_request_timeout(&self) {
         tokio::time::sleep_until((self.since + FIRST_REQUEST).into()).await;
         let newcomer = |holder: &Holder| !holder.proven && holder.asking == 0;
-        if !self.slots.held().connections.get(&self.number).is_some_and(newcomer) {
+        if !self.slots.held.locked().connections.get(&self.number).is_some_and(newcomer) {
             std::future::pending::<()>().await;
         }
     }
@@ -219,7 +216,7 @@ impl ConnectionSlot {
 
 impl Drop for Asking<'_> {
     fn drop(&mut self) {
-        if let Some(holder) = self.0.slots.held().connections.get_mut(&self.0.number) {
+        if let Some(holder) = self.0.slots.held.locked().connections.get_mut(&self.0.number) {
             holder.asking -= 1;
             holder.since = Instant::now();
         }
@@ -229,7 +226,7 @@ impl Drop for Asking<'_> {
 
 impl Drop for ConnectionSlot {
     fn drop(&mut self) {
-        self.slots.held().connections.remove(&self.number);
+        self.slots.held.locked().connections.remove(&self.number);
         self.slots.freed.notify_waiters();
     }
 }
@@ -249,7 +246,7 @@ mod tests {
             slots.enter(crowd).unwrap();
         }
         let _more: Vec<_> = (0..20).map(|_| slots.enter(crowd).unwrap()).collect();
-        assert!(slots.held().connections.contains_key(&other.number));
-        assert_eq!(slots.held().count(false), 4);
+        assert!(slots.held.locked().connections.contains_key(&other.number));
+        assert_eq!(slots.held.locked().count(false), 4);
     }
 }

@@ -8,7 +8,7 @@
 //! 4. `handler` finds the resource, in the server's own store or on a `shelf`, waits for the gate, and takes a lease;
 //! 5. `body` sends the publication's memory, within the limit of `throttle`;
 //! 6. in `observe`, `metrics` counts, `transfers` and `receives` know what is under way; `figures` takes all of it at one
-//!    moment, for `exposition` and `status_page`.
+//!    moment, for `exposition` and `status`.
 //!
 //! The last two are also served on a port of their own, if there is one, to anyone who reaches it: nothing else is.
 //!
@@ -35,7 +35,7 @@ use std::net::{IpAddr, SocketAddr};
 use std::ops::RangeInclusive;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant, SystemTime};
 
 use hyper::header::HeaderValue;
@@ -64,6 +64,7 @@ use crate::error::{Error, ErrorKind, Hint};
 use crate::publication::Store;
 use crate::same_host;
 use crate::swarm::RelayHost;
+use crate::sync::Locked;
 use crate::trust::{Identity, random, secret};
 
 /// Connections of this machine that have shown their right to ask: each has a thread and shared memory of its own.
@@ -141,7 +142,6 @@ struct Shared {
     rails: Option<HeaderValue>,
     /// The addresses that URLs name besides the host.
     cards: Cards,
-    zone: Option<String>,
 }
 
 impl Server {
@@ -193,7 +193,6 @@ impl Server {
             swarm: config.swarm,
             rails: HeaderValue::try_from(rails::format(&config.rails)).ok().filter(|named| !named.is_empty()),
             cards: config.named_cards(),
-            zone: config.zone.clone(),
         });
         let (stop, stopped) = watch::channel(false);
         let (done, ended) = std::sync::mpsc::channel();
@@ -312,7 +311,7 @@ impl Server {
     /// Waits for at most `patience` until the listening sockets are closed; says whether they are. They are not before
     /// [`Server::shutdown`].
     pub fn is_down_within(&self, patience: Duration) -> bool {
-        let ended = self.ended.lock().unwrap_or_else(PoisonError::into_inner);
+        let ended = self.ended.locked();
         // Nothing is ever sent: the channel closes when the accept loops have ended.
         ended.recv_timeout(patience) == Err(RecvTimeoutError::Disconnected)
     }

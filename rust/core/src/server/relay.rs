@@ -36,10 +36,6 @@ impl RelayHost for Host {
         self.shared.auth.is_some()
     }
 
-    fn zone(&self) -> Option<&str> {
-        self.shared.zone.as_deref()
-    }
-
     /// Serves `relayed` on a new shelf.
     fn open(&self, relayed: Relayed) -> Result<Box<dyn Relaying>, Error> {
         if self.shared.store.is_closed() {

@@ -6,7 +6,7 @@
 //! by byte.
 
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use tensorferry_wire::rails;
 use tokio::runtime::Handle;
@@ -15,6 +15,7 @@ use tokio::sync::watch;
 use super::Shared;
 use crate::error::{Error, ErrorKind};
 use crate::publication::Store;
+use crate::sync::Locked;
 use crate::trust::{random, secret};
 
 /// The longest name a shelf can be given.
@@ -56,13 +57,13 @@ impl Shelves {
     pub(super) fn find<'p>(&self, path: &'p str) -> Option<(&'p str, Arc<Store>)> {
         let path = path.strip_prefix('/')?;
         let name = rails::without_cards(path.split_once('/')?.0);
-        let shelves = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let shelves = self.0.locked();
         shelves.get(name).map(|store| (name, Arc::clone(store)))
     }
 
     /// The stores of all shelves.
     pub(super) fn stores(&self) -> Vec<Arc<Store>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).values().cloned().collect()
+        self.0.locked().values().cloned().collect()
     }
 }
 
@@ -79,7 +80,7 @@ impl Shelf {
         };
         let algorithm = secret::algorithm(shared.auth.as_ref().map(super::auth::RequestAuth::secret));
         let store = Arc::new(Store::new(algorithm)?);
-        let mut shelves = shared.shelves.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut shelves = shared.shelves.0.locked();
         if name == shared.token || shelves.contains_key(&name) {
             return Err(Error::new(ErrorKind::Invalid, format!("there is a shelf {name} already")));
         }
@@ -116,7 +117,7 @@ impl Shelf {
 
 impl Drop for Shelf {
     fn drop(&mut self) {
-        self.shared.shelves.0.lock().unwrap_or_else(PoisonError::into_inner).remove(&self.name);
+        self.shared.shelves.0.locked().remove(&self.name);
         self.store.close();
     }
 }

@@ -4,9 +4,10 @@
 //! most [`BURST`] of the full rate may leave at once. A sender that has to wait has its place from then on, so connections
 //! take turns; frames are short enough that each gets a turn often.
 
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
+use crate::sync::Locked;
 use tensorferry_wire::digest::BLOCK_SIZE;
 
 /// How much may be sent at once after a pause, as a time at the full rate. No frame takes longer, unless it is short.
@@ -40,7 +41,7 @@ impl Throttle {
 
     /// Takes the next turn for `bytes`; returns how long the sender has to wait for it. Who asks later comes later.
     pub(crate) fn reserve(&self, bytes: u64, now: Instant) -> Duration {
-        let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut free = self.free.locked();
         let begin = (*free).max(now.checked_sub(BURST).unwrap_or(now));
         *free = begin.checked_add(self.time_for(bytes)).unwrap_or(begin);
         begin.saturating_duration_since(now)
@@ -48,7 +49,7 @@ impl Throttle {
 
     /// Gives back `bytes` that were reserved and will not be sent.
     pub(crate) fn give_back(&self, bytes: u64) {
-        let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut free = self.free.locked();
         *free = (*free).checked_sub(self.time_for(bytes)).unwrap_or(*free);
     }
 

@@ -131,10 +131,9 @@ impl GivenBlocks {
         }
     }
 
-    /// Whom `block` went to, and how long ago; the number is 0 where it went to nobody.
-    pub(super) fn holder(&self, now: Duration, block: u64) -> Option<(u32, Duration)> {
-        let given = self.of(block)?;
-        Some((given.to, now.saturating_sub(Duration::from_millis(given.at.into()))))
+    /// To whom `block` was handed out last; `None` if it never was.
+    pub(super) fn holder(&self, block: u64) -> Option<u32> {
+        self.of(block).map(|given| given.to)
     }
 
     /// Whether `block`, which was handed out before, no longer counts as on its way.

@@ -15,7 +15,6 @@ use std::time::Duration;
 use tensorferry_wire::swarm::{Place, RelayAddress};
 
 use super::given::GivenBlocks;
-use super::zones::GIVES_WAY;
 use crate::error::Error;
 
 /// A member that has asked nothing for so long is gone.
@@ -23,8 +22,6 @@ pub(crate) const SILENCE: Duration = Duration::from_secs(15);
 /// Members that are being sent granted blocks at once, so that a block does not leave beside too many others: it is
 /// complete, and passed on, sooner. More than a few, so that slow members do not hold all places.
 const MOST_SEEDS: usize = 12;
-/// The same where there are members in other zones: with more, more crosses (in the simulator).
-const MOST_SEEDS_FOR_ZONES: usize = 6;
 /// The members that one answer names.
 pub(crate) const MOST_NEIGHBOURS: usize = 12;
 /// The members of a swarm: what comes then is served without one.
@@ -47,8 +44,6 @@ pub(crate) struct Member {
     /// Where its request came from.
     pub(crate) ip: IpAddr,
     pub(crate) relay: RelayAddress,
-    /// The zone that it says it is in.
-    pub(crate) zone: Option<String>,
 }
 
 /// The first block of a grant.
@@ -101,8 +96,6 @@ pub(crate) struct Handout {
     numbers: u32,
     /// Questions so far.
     pub(super) asked: u64,
-    /// The zone of the source.
-    pub(super) zone: Option<String>,
     /// Whether members have been told to do without the source.
     pub(super) freed: bool,
 }
@@ -116,7 +109,6 @@ impl Handout {
             members: Vec::new(),
             numbers: 0,
             asked: 0,
-            zone: None,
             freed: false,
         })
     }
@@ -173,8 +165,7 @@ impl Handout {
         let hold = self.given.hold();
         let is_served = |granted: &Granted| now.saturating_sub(granted.at) < hold;
         let seeds = self.members.iter().filter(|known| known.granted.as_ref().is_some_and(is_served));
-        let most_seeds = if self.has_far_members() { MOST_SEEDS_FOR_ZONES } else { MOST_SEEDS };
-        let has_room = seeds.count() < most_seeds;
+        let has_room = seeds.count() < MOST_SEEDS;
         let grant = if has_room { self.grant(now, number, need, most) } else { Vec::new() };
         if let Some(known) = self.members.iter_mut().find(|known| known.number == number)
             && let Some(&(block, _)) = grant.first()
@@ -258,8 +249,7 @@ impl Handout {
         }
         let mut grant = Runs::default();
         let mut left = most;
-        let gives_way = self.gives_way(now, to);
-        for (first, end) in need().filter(|_| !gives_way) {
+        for (first, end) in need() {
             let mut at = first;
             while left > 0
                 && let Some(block) = self.given.first_fresh(at, end)
@@ -274,7 +264,7 @@ impl Handout {
                 if left == 0 {
                     break;
                 }
-                if self.is_due(now, to, block, gives_way) {
+                if self.is_due(now, to, block) {
                     grant.push(block);
                     left -= 1;
                 }
@@ -285,17 +275,9 @@ impl Handout {
     }
 
     /// Whether a block that was handed out before may be so again: the member that has it is gone, or is slow to pass it
-    /// on, or is the one that asks, or is in another zone than the source and the one that asks is not. To a member
-    /// that `gives_way`, once it was handed out long enough ago.
-    fn is_due(&self, now: Duration, to: u32, block: u64, gives_way: bool) -> bool {
-        let Some((holder, age)) = self.given.holder(now, block) else { return false };
-        if gives_way {
-            return holder != 0 && age >= GIVES_WAY;
-        }
-        // What went to another zone is not to come back from there.
-        if holder != to && self.is_far(holder) && !self.is_far(to) {
-            return true;
-        }
+    /// on, or is the one that asks.
+    fn is_due(&self, now: Duration, to: u32, block: u64) -> bool {
+        let Some(holder) = self.given.holder(block) else { return false };
         holder == to || self.given.is_overdue(now, block) || !self.has_number(holder)
     }
 }

@@ -10,12 +10,13 @@
 //! | `parting` | when members do without the source, and how long one that is through stays |
 //! | `receiver` | [`Receiver`]: whether a receiver fetches from the source, asks the tracker, or waits |
 //! | `relay` | [`RelayHost`]: what a server does for a receiver of its process |
-//! | `zones` | what members bring to their zone and host, and whom they are told of |
+//! | `hosts` | what members bring to their host, and whom they are told of |
 //! | `model` | the simulator (tests) |
 
 mod block_map;
 mod given;
 mod handout;
+mod hosts;
 #[cfg(test)]
 #[allow(
     clippy::cast_possible_truncation,
@@ -28,7 +29,6 @@ mod parting;
 mod picker;
 mod receiver;
 mod relay;
-mod zones;
 
 pub(crate) use self::block_map::{BlockMap, BlockSet};
 pub(crate) use self::handout::{Handout, Member};

@@ -107,8 +107,7 @@ mod tests {
     fn swarm(members: u16) -> (Handout, Vec<Member>) {
         let mut handout = Handout::new(8).unwrap();
         let relay = |port| RelayAddress { port, token: "0".repeat(32), fingerprint: None };
-        let members: Vec<_> =
-            (0..members).map(|n| Member { ip: [10, 0, 0, 1].into(), relay: relay(n), zone: None }).collect();
+        let members: Vec<_> = (0..members).map(|n| Member { ip: [10, 0, 0, 1].into(), relay: relay(n) }).collect();
         for member in &members {
             handout.ask(at(0), member, &[(0, 8)], 1);
         }

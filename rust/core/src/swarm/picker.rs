@@ -13,8 +13,8 @@ const LOOKS: usize = 1024;
 /// The blocks that relays have, as they have said themselves.
 #[derive(Debug)]
 pub(crate) struct Picker {
-    /// For each block, how many relays have it: those on the same host, in the same zone, and farther away.
-    holders: Vec<[u16; 3]>,
+    /// For each block, how many relays have it: those on the same host, and farther away.
+    holders: Vec<[u16; 2]>,
     /// For each relay, its blocks.
     sets: Vec<BlockSet>,
     nearness: Vec<Nearness>,
@@ -25,7 +25,7 @@ pub(crate) struct Picker {
 impl Picker {
     /// For `blocks` blocks; `seed` should differ from receiver to receiver.
     pub(crate) fn new(blocks: usize, seed: u64) -> Self {
-        Self { holders: vec![[0; 3]; blocks], sets: Vec::new(), nearness: Vec::new(), turn: seed }
+        Self { holders: vec![[0; 2]; blocks], sets: Vec::new(), nearness: Vec::new(), turn: seed }
     }
 
     /// Adds a relay that is so far away and has nothing yet; returns its number.
@@ -62,16 +62,11 @@ impl Picker {
         self.nearness.get(relay).copied().unwrap_or_default()
     }
 
-    /// Whether there are, or were, relays in other zones.
-    pub(crate) fn has_far_relays(&self) -> bool {
-        self.nearness.contains(&Nearness::Far)
-    }
-
     fn rarity(&self, block: u64) -> u16 {
         self.holders_of(block).iter().fold(0, |sum, &holders| sum.saturating_add(holders))
     }
 
-    fn holders_of(&self, block: u64) -> [u16; 3] {
+    fn holders_of(&self, block: u64) -> [u16; 2] {
         usize::try_from(block).ok().and_then(|block| self.holders.get(block)).copied().unwrap_or_default()
     }
 
@@ -151,7 +146,7 @@ mod tests {
     #[test]
     fn a_pick_may_begin_anywhere_in_a_range() {
         let mut picker = Picker::new(100, 3);
-        let relay = picker.add(Nearness::Zone);
+        let relay = picker.add(Nearness::Far);
         picker.learn(relay, set(0..100));
         let picks: std::collections::HashSet<_> =
             (0..100).map(|_| picker.pick(relay, &[(0, 16)], 1).unwrap().1.0).collect();
@@ -162,7 +157,7 @@ mod tests {
     fn the_rarest_block_of_a_relay_comes_first() {
         for seed in 0..20 {
             let mut picker = Picker::new(100, seed);
-            let relays = [picker.add(Nearness::Zone), picker.add(Nearness::Zone), picker.add(Nearness::Zone)];
+            let relays = [picker.add(Nearness::Far), picker.add(Nearness::Far), picker.add(Nearness::Far)];
             picker.learn(relays[0], set(0..90));
             picker.learn(relays[1], set((0..40).chain(42..90)));
             picker.learn(relays[2], set(50..60));
@@ -180,7 +175,7 @@ mod tests {
     #[test]
     fn what_a_relay_no_longer_has_counts_no_more() {
         let mut picker = Picker::new(100, 1);
-        let (one, two) = (picker.add(Nearness::Zone), picker.add(Nearness::Zone));
+        let (one, two) = (picker.add(Nearness::Far), picker.add(Nearness::Far));
         picker.learn(one, set(0..10));
         picker.learn(two, set(0..10));
         picker.learn(one, BlockSet::default());
@@ -197,7 +192,7 @@ mod tests {
     fn equal_blocks_are_taken_in_no_common_order() {
         let first = |seed| {
             let mut picker = Picker::new(100, seed);
-            let relay = picker.add(Nearness::Zone);
+            let relay = picker.add(Nearness::Far);
             picker.learn(relay, set(0..100));
             let waiting: Vec<_> = (0..100).map(|block| (block, block + 1)).collect();
             picker.pick(relay, &waiting, 1).unwrap().0

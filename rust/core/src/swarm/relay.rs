@@ -42,11 +42,6 @@ pub trait RelayHost: fmt::Debug + Send + Sync {
         false
     }
 
-    /// The zone in which it runs, as receivers say it to a tracker.
-    fn zone(&self) -> Option<&str> {
-        None
-    }
-
     /// Serves `relayed` until what is returned is dropped.
     ///
     /// # Errors

@@ -9,7 +9,7 @@ pub(crate) mod raw;
 use std::net::{Ipv4Addr, TcpListener};
 use std::ops::RangeInclusive;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
@@ -86,6 +86,15 @@ impl Rig {
         let url = self.url();
         let prefix = url.splitn(4, '/').nth(3).unwrap();
         format!("/{prefix}{tail}")
+    }
+}
+
+/// An owner of memory that counts how often it was dropped.
+pub(crate) struct Owner(pub(crate) Arc<AtomicUsize>);
+
+impl Drop for Owner {
+    fn drop(&mut self) {
+        self.0.fetch_add(1, Ordering::SeqCst);
     }
 }
 

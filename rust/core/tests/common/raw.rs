@@ -129,9 +129,21 @@ pub(crate) fn get(rig: &Rig, path: &str, headers: &[(&str, &str)]) -> Answer {
     request(rig, "GET", path, headers)
 }
 
+/// The counters of `rig`.
+pub(crate) fn metrics(rig: &Rig) -> String {
+    get(rig, &rig.path("").replace("checkpoint/", "metrics"), &[]).text().to_owned()
+}
+
 /// The number of connections that `rig` has now, including the one of this request.
 pub(crate) fn connections(rig: &Rig) -> usize {
-    let page = get(rig, &rig.path("").replace("/checkpoint/", "/metrics"), &[]);
-    let gauge = page.text().lines().find_map(|line| line.strip_prefix("tensorferry_connections "));
-    gauge.unwrap().parse().unwrap()
+    metrics(rig).lines().find_map(|line| line.strip_prefix("tensorferry_connections ")).unwrap().parse().unwrap()
+}
+
+/// A client that has requested `path` and read only the head of the answer, and the length of what it answers.
+pub(crate) fn begin(rig: &Rig, path: &str) -> (Raw, usize) {
+    let mut raw = Raw::to(rig);
+    raw.send("GET", path, &[]);
+    let head = raw.head();
+    assert_eq!(head.status, 200);
+    (raw, head.header("content-length").unwrap().parse().unwrap())
 }

@@ -3,7 +3,7 @@
 //! It is the only way in which the package asks a server of HTTP anything that is no container. Object stores alone are
 //! asked by another client, obstore.
 
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
 
 use pyo3::buffer::PyBuffer;
 use pyo3::prelude::*;
@@ -13,6 +13,7 @@ use tensorferry_core::{Cancel, Error, Get};
 use crate::memory::writable;
 use crate::report::seconds;
 use crate::runtime::{self, Process};
+use tensorferry_core::Locked;
 
 /// An answer whose head is here and whose body is still to be read.
 #[pyclass(name = "HttpAnswer", module = "tensorferry._native", frozen)]
@@ -32,11 +33,9 @@ impl PyAnswer {
     /// As [`runtime::run`]; `InvalidArgument` once it was closed, `ForkedProcess` in a forked child.
     fn with<T: Send>(&self, py: Python<'_>, read: impl FnOnce(&mut Get) -> Result<T, Error> + Send) -> PyResult<T> {
         self.process.check(py)?;
-        runtime::run(py, &self.cancel, None, || {
-            match &mut *self.answer.lock().unwrap_or_else(PoisonError::into_inner) {
-                Some(answer) => read(answer),
-                None => Err(Error::invalid("this answer was closed")),
-            }
+        runtime::run(py, &self.cancel, None, || match &mut *self.answer.locked() {
+            Some(answer) => read(answer),
+            None => Err(Error::invalid("this answer was closed")),
         })
     }
 }
@@ -120,7 +119,7 @@ impl PyAnswer {
         // In a forked child it is the parent's.
         if self.process.check(py).is_ok() {
             self.cancel.cancel();
-            drop(self.answer.lock().unwrap_or_else(PoisonError::into_inner).take());
+            drop(self.answer.locked().take());
         }
     }
 }

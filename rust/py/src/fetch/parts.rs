@@ -1,6 +1,6 @@
 //! `Parts`: a container that is handed out part by part.
 
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
 
 use pyo3::prelude::*;
 use tensorferry_core::Parts;
@@ -8,6 +8,7 @@ use tensorferry_core::Parts;
 use crate::errors;
 use crate::memory::fill_part;
 use crate::rows::PyTable;
+use tensorferry_core::Locked;
 
 /// The parts of a container with checksums, in order.
 #[pyclass(name = "Parts", module = "tensorferry._native", frozen)]
@@ -54,7 +55,7 @@ impl PyParts {
     /// Where each row begins in the container.
     #[getter]
     fn starts(&self) -> Vec<u64> {
-        self.parts.lock().unwrap_or_else(PoisonError::into_inner).starts()
+        self.parts.locked().starts()
     }
 
     /// Copies the next bytes to `address`, at most `nbytes`, a multiple of 512; returns how many there were, 0 at the
@@ -66,7 +67,7 @@ impl PyParts {
     #[pyo3(signature = (address, nbytes, places = Vec::new()))]
     fn fill(&self, py: Python<'_>, address: usize, nbytes: usize, places: Vec<(u64, usize)>) -> PyResult<usize> {
         py.detach(|| {
-            let mut parts = self.parts.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut parts = self.parts.locked();
             for (at, place) in places {
                 parts.place(at, place);
             }

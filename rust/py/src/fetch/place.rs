@@ -3,7 +3,7 @@
 
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use bytes::Bytes;
 use pyo3::intern;
@@ -12,6 +12,7 @@ use tensorferry_core::{Cancel, Container, Error, Ranges};
 
 use crate::memory::kept;
 use crate::runtime::{self, OnTick};
+use tensorferry_core::Locked;
 
 /// Where a container is.
 #[derive(Clone)]
@@ -71,7 +72,7 @@ impl Place {
             ranges.shared.cancel();
         };
         let done = runtime::run_until(py, end, watch, work);
-        let raised = ranges.shared.failure.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let raised = ranges.shared.failure.locked().take();
         match raised {
             Some(raised) if done.is_err() && !cancel.is_cancelled() => Err(raised),
             _ => done,
@@ -131,9 +132,8 @@ impl Ranges for PyRanges {
     fn get(&self, at: u64, len: usize) -> Result<Bytes, Error> {
         let done = Python::try_attach(|py| {
             let got = self.shared.object.bind(py).call_method1(intern!(py, "get"), (at, len));
-            got.and_then(|bytes| kept(bytes.extract()?)).map_err(|e| {
-                self.shared.failure.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(e).to_string()
-            })
+            got.and_then(|bytes| kept(bytes.extract()?))
+                .map_err(|e| self.shared.failure.locked().get_or_insert(e).to_string())
         });
         match done {
             Some(Ok(bytes)) => Ok(bytes),

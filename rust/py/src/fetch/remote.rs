@@ -5,7 +5,7 @@
 
 use std::ops::Range;
 use std::sync::atomic::AtomicU64;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyString};
@@ -21,6 +21,7 @@ use crate::report::{PyReport, seconds};
 use crate::runtime::{self, OnTick, Process};
 use crate::secret::PySecret;
 use crate::server::PyServer;
+use tensorferry_core::Locked;
 
 /// A checkpoint whose header is here and whose payload is still at its source.
 #[pyclass(name = "Remote", module = "tensorferry._native", extends = PyEntries, frozen)]
@@ -66,7 +67,7 @@ impl PyRemote {
     /// `InvalidArgument` once it was fetched, `ForkedProcess` in a forked child.
     fn with<T>(&self, py: Python<'_>, read: impl FnOnce(&Remote) -> PyResult<T>) -> PyResult<T> {
         self.process.check(py)?;
-        match &*self.remote.lock().unwrap_or_else(PoisonError::into_inner) {
+        match &*self.remote.locked() {
             Some(remote) => read(remote),
             None => Err(errors::invalid(py, "this checkpoint was fetched already")),
         }
@@ -91,7 +92,7 @@ impl PyRemote {
     /// `InvalidArgument` once it was fetched, `ForkedProcess` in a forked child.
     fn take(&self, py: Python<'_>) -> PyResult<(Remote, ProgressReporter)> {
         self.process.check(py)?;
-        let remote = self.remote.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let remote = self.remote.locked().take();
         let remote = remote.ok_or_else(|| errors::invalid(py, "this checkpoint was fetched already"))?;
         let reporter = ProgressReporter {
             received: Arc::clone(&self.received),
@@ -201,7 +202,7 @@ impl PyRemote {
             let rate = remote.measure(address, duration);
             Ok((remote, rate))
         })?;
-        *self.remote.lock().unwrap_or_else(PoisonError::into_inner) = Some(remote);
+        *self.remote.locked() = Some(remote);
         let rate = rate.map_err(|e| errors::to_py(py, &e))?;
         Ok((rate.bytes, rate.elapsed.as_secs_f64(), rate.here.to_string()))
     }
@@ -306,7 +307,7 @@ impl PyRemote {
     fn close(&self, py: Python<'_>) {
         // In a forked child they are the parent's.
         if self.process.check(py).is_ok() {
-            drop(self.remote.lock().unwrap_or_else(PoisonError::into_inner).take());
+            drop(self.remote.locked().take());
             self.cancel.cancel();
         }
     }

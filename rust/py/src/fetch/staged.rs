@@ -2,7 +2,7 @@
 //!
 //! It is what a receive onto a device uses: Python copies one wave from pinned memory while the next one arrives.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use pyo3::prelude::*;
@@ -17,6 +17,7 @@ use crate::fetch::stored::read;
 use crate::memory::{PyArena, fetch_wave};
 use crate::report::PyReport;
 use crate::runtime::Process;
+use tensorferry_core::Locked;
 
 /// The waves of a receive, or of a read of a container from a file or from memory.
 pub(crate) enum WavesOf {
@@ -60,17 +61,13 @@ impl PyStagedFetch {
         Self { process: Process::current(), place, cancel, reporter, header, waves: Mutex::new(Some(waves)) }
     }
 
-    fn waves(&self) -> MutexGuard<'_, Option<WavesOf>> {
-        self.waves.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// The receive, which the caller puts back unless it fails.
     ///
     /// # Errors
     /// `InvalidArgument` when there is none any more, `ForkedProcess` in a forked child.
     fn take(&self, py: Python<'_>) -> PyResult<WavesOf> {
         self.process.check(py)?;
-        self.waves().take().ok_or_else(|| errors::invalid(py, "this receive is over"))
+        self.waves.locked().take().ok_or_else(|| errors::invalid(py, "this receive is over"))
     }
 }
 
@@ -90,7 +87,7 @@ impl PyStagedFetch {
             let parts = fetch_wave(&mut waves, address)?;
             Ok((waves, parts))
         })?;
-        *self.waves() = Some(waves);
+        *self.waves.locked() = Some(waves);
         let fields = |part: StagedRun| (part.entry, part.start, part.len, part.at);
         Ok(parts.map(|parts| parts.into_iter().map(fields).collect()))
     }

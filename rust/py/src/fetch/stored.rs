@@ -4,7 +4,7 @@ use std::ffi::OsStr;
 use std::ops::Range;
 use std::path::Path;
 use std::sync::atomic::AtomicU64;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use pyo3::prelude::*;
@@ -21,6 +21,7 @@ use crate::memory::{Owner, PyArena, given};
 use crate::report::PyReport;
 use crate::rows::PyTable;
 use crate::runtime;
+use tensorferry_core::Locked;
 
 /// A container in a file or in memory, whose header, manifest and pickle were read.
 #[pyclass(name = "Stored", module = "tensorferry._native", extends = PyEntries, frozen)]
@@ -63,7 +64,7 @@ impl PyStored {
     }
 
     fn without(&self) -> Vec<usize> {
-        self.without.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        self.without.locked().clone()
     }
 }
 
@@ -158,7 +159,7 @@ impl PyStored {
     /// Leaves the entries of these numbers out of every later fetch, in place of those that were left out before: they
     /// are neither read nor given memory. Numbers of entries that there are not make the fetch raise.
     fn leave_out(&self, numbers: Vec<usize>) {
-        *self.without.lock().unwrap_or_else(PoisonError::into_inner) = numbers;
+        *self.without.locked() = numbers;
     }
 
     /// Fetches and verifies the payload. Entries with an address go there, the others into a fresh arena, which is

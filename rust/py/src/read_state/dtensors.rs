@@ -7,6 +7,7 @@ use pyo3::types::PyString;
 use super::PyRows;
 use super::specs::{self, Fields};
 use super::view::{Global, View};
+use tensorferry_core::Locked;
 
 impl PyRows {
     /// A `DTensor` whose local part and spec describe it completely, `None` for everything else.
@@ -63,7 +64,7 @@ impl PyRows {
         let firsts = self.first_specs.bind(py);
         let number = firsts.len();
         firsts.append((spec, value))?;
-        self.views().specs.push((shape, dtype));
+        self.views.locked().specs.push((shape, dtype));
         Ok(Some(number))
     }
 }

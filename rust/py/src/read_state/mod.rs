@@ -28,7 +28,7 @@ mod views;
 mod walk;
 mod walked;
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList, PyTuple, PyType};
@@ -42,6 +42,7 @@ use self::walked::Walked;
 use crate::memory::YIELD_INTERVAL;
 use crate::rows::columns::{ByAddress, Span};
 use crate::rows::{PyTable, Rows};
+use tensorferry_core::Locked;
 
 /// Which leaf of a state is which row, and what the leaves are that have no row of their own.
 #[pyclass(name = "Rows", module = "tensorferry._native", frozen, extends = PyTable)]
@@ -67,26 +68,18 @@ pub(crate) struct PyRows {
 }
 
 impl PyRows {
-    fn views(&self) -> MutexGuard<'_, Views> {
-        self.views.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     fn walked(&self) -> MutexGuard<'_, Walked> {
-        self.walked.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn kinds(&self) -> MutexGuard<'_, ByAddress<(Py<PyType>, Kind)>> {
-        self.kinds.lock().unwrap_or_else(PoisonError::into_inner)
+        self.walked.locked()
     }
 
     fn unread(&self) -> MutexGuard<'_, Vec<i64>> {
-        self.unread.lock().unwrap_or_else(PoisonError::into_inner)
+        self.unread.locked()
     }
 
     /// Runs `work`, without the interpreter if there are many rows. With a few it is over before another thread could make
     /// use of the interpreter, which this one would then have to wait for.
     fn detached<T: Send>(&self, py: Python<'_>, work: impl FnOnce() -> T + Send) -> T {
-        let is_long = self.rows.columns().ends.len() + self.views().all.len() >= YIELD_INTERVAL;
+        let is_long = self.rows.columns().ends.len() + self.views.locked().all.len() >= YIELD_INTERVAL;
         if is_long { py.detach(work) } else { work() }
     }
 }
@@ -130,21 +123,21 @@ impl PyRows {
     #[allow(clippy::needless_pass_by_value, reason = "what Python calls takes values")]
     fn overlapping(&self, py: Python<'_>, mut others: Vec<Span>, without: Vec<usize>) -> Vec<Vec<i64>> {
         self.detached(py, || {
-            others.extend(self.views().spans());
+            others.extend(self.views.locked().spans());
             self.rows.columns().overlapping(others, &without)
         })
     }
 
     /// The leaves described here without a row of their own, of which some elements may share memory with others.
     fn self_overlapping(&self, py: Python<'_>) -> Vec<i64> {
-        self.detached(py, || self.views().self_overlapping())
+        self.detached(py, || self.views.locked().self_overlapping())
     }
 
     /// The address of the first element of a leaf, 0 if it is not known here.
     fn start(&self, number: i64) -> usize {
         match usize::try_from(number) {
             Ok(row) => self.rows.columns().addresses.get(row).copied().unwrap_or(0),
-            Err(_) => self.views().leaf(number).map_or(0, |view| view.address),
+            Err(_) => self.views.locked().leaf(number).map_or(0, |view| view.address),
         }
     }
 
@@ -248,7 +241,7 @@ impl PyRows {
     fn is_view(&self, value: &Bound<'_, PyAny>) -> bool {
         let id = value.as_ptr() as usize;
         let leaf = self.rows.columns().seen.get(&id).copied();
-        self.views().is_described(id, leaf)
+        self.views.locked().is_described(id, leaf)
     }
 
     /// The row whose tensor fills `storage`, whose memory starts at `address`.
@@ -271,8 +264,8 @@ impl PyRows {
             list.del_slice(0, list.len())?;
         }
         self.specs.forget();
-        let views = std::mem::take(&mut *self.views());
-        let kinds = std::mem::take(&mut *self.kinds());
+        let views = std::mem::take(&mut *self.views.locked());
+        let kinds = std::mem::take(&mut *self.kinds.locked());
         self.unread().clear();
         let mut columns = self.rows.columns();
         (columns.seen, columns.starts, columns.doubles) = Default::default();

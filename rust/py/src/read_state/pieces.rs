@@ -11,6 +11,7 @@ use super::text::{quote, write_number};
 use super::view::typed;
 use super::views::numbers;
 use crate::rows::columns::Row;
+use tensorferry_core::Locked;
 
 /// Notes that a pickle refers to the bytes `[start, end)` of `storage`, which has the identity `key`, is at `address` and
 /// has `nbytes` bytes; returns the storage's number in the pickle.
@@ -23,7 +24,7 @@ pub(crate) fn reach(
     memory: (usize, usize),
     span: (usize, usize),
 ) -> usize {
-    let mut views = rows.get().views();
+    let mut views = rows.get().views.locked();
     let store = views.store(key, || ReachedStorage::new(storage, memory.0, memory.1, false));
     views.reach(store, span)
 }
@@ -32,7 +33,7 @@ pub(crate) fn reach(
 #[pyfunction]
 #[pyo3(name = "_number_of_storage")]
 pub(crate) fn number_of_storage(rows: &Bound<'_, PyRows>, key: usize) -> Option<usize> {
-    let views = rows.get().views();
+    let views = rows.get().views.locked();
     views.stores[*views.by_key.get(&key)?].number
 }
 
@@ -40,7 +41,7 @@ pub(crate) fn number_of_storage(rows: &Bound<'_, PyRows>, key: usize) -> Option<
 #[pyfunction]
 #[pyo3(name = "_restart")]
 pub(crate) fn restart(rows: &Bound<'_, PyRows>) {
-    rows.get().views().restart();
+    rows.get().views.locked().restart();
 }
 
 /// Adds a row for each run of bytes of the storages that some object reaches and that no row fills.
@@ -52,14 +53,14 @@ pub(crate) fn restart(rows: &Bound<'_, PyRows>) {
 pub(crate) fn add_pieces<'py>(rows: &Bound<'py, PyRows>) -> PyResult<(Bound<'py, PyBytes>, Vec<i64>)> {
     let py = rows.py();
     let table = rows.get();
-    let numbered = table.views().numbered.clone();
+    let numbered = table.views.locked().numbered.clone();
     let mut text = String::with_capacity(numbered.len() * ENTRY_TEXT);
     text.push('[');
     let (mut elsewhere, mut runs, mut name) = (Vec::new(), Vec::new(), String::new());
     let prefix = format!("{RESERVED_PREFIX}storage/");
     for (number, place) in numbered.into_iter().enumerate() {
         let (object, address, nbytes, is_on_host) = {
-            let store = &mut table.views().stores[place];
+            let store = &mut table.views.locked().stores[place];
             let object = store.object.bind(py).clone();
             store.collect_runs(&mut runs);
             (object, store.address, store.nbytes, store.is_on_host)
@@ -117,7 +118,7 @@ pub(crate) fn describe_objects<'py>(
     let table = rows.get();
     let paths = table.object_paths(py);
     let paths = paths.bind(py);
-    let views = table.views();
+    let views = table.views.locked();
     let mut text = String::with_capacity(views.all.len() * OBJECT_TEXT);
     let mut others = others.into_iter().peekable();
     text.push('[');
@@ -158,7 +159,7 @@ pub(crate) fn describe_shards<'py>(
     let table = rows.get();
     let paths = table.object_paths(py);
     let paths = paths.bind(py);
-    let views = table.views();
+    let views = table.views.locked();
     let mut text = String::with_capacity(views.all.len() * SHARD_TEXT);
     let mut others = Vec::new();
     for (view, global) in views.all.iter().filter_map(|view| Some((view, view.global.as_ref()?))) {

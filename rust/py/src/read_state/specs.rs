@@ -6,13 +6,14 @@
 
 use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, Hash, Hasher};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard};
 
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyInt, PyString, PyTuple, PyType};
 
 use crate::rows::columns::{AddressHasher, ByAddress};
+use tensorferry_core::Locked;
 
 /// Names and values of the attributes of a spec.
 pub(crate) type Fields<'py> = Vec<(Bound<'py, PyAny>, Bound<'py, PyAny>)>;
@@ -48,7 +49,7 @@ type Kept = Vec<(Py<PyAny>, Py<PyAny>)>;
 
 impl Specs {
     fn met(&self) -> MutexGuard<'_, Met> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.locked()
     }
 
     /// The number of `spec`, if this object was met.

@@ -11,6 +11,7 @@ use super::reached::ReachedStorage;
 use super::view::{View, typed};
 use crate::memory::Described;
 use crate::rows::columns::Row;
+use tensorferry_core::Locked;
 
 /// What an object is by its class.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -64,7 +65,7 @@ impl PyRows {
             return Ok(Kind::DTensor);
         }
         let id = value.get_type_ptr() as usize;
-        if let Some(&(_, kind)) = self.kinds().get(&id) {
+        if let Some(&(_, kind)) = self.kinds.locked().get(&id) {
             return Ok(kind);
         }
         let class = value.get_type();
@@ -80,7 +81,7 @@ impl PyRows {
         } else {
             Kind::Leaf
         };
-        self.kinds().insert(id, (class.unbind(), kind));
+        self.kinds.locked().insert(id, (class.unbind(), kind));
         Ok(kind)
     }
 
@@ -148,7 +149,7 @@ impl PyRows {
     fn add_view(&self, value: &Bound<'_, PyAny>, path: [&str; 2], mut view: View) -> PyResult<i64> {
         let number = self.add_object(value, path)?;
         view.leaf = number;
-        self.views().add(value.as_ptr() as usize, view);
+        self.views.locked().add(value.as_ptr() as usize, view);
         Ok(number)
     }
 
@@ -250,7 +251,7 @@ impl PyRows {
         if !start.is_multiple_of(tensor.itemsize) || start.saturating_add(tensor.extent()) > told.nbytes {
             return Ok(None);
         }
-        let mut views = self.views();
+        let mut views = self.views.locked();
         if spec.is_some_and(|spec| views.specs.get(spec).is_none_or(|spec| spec.1 != told.dtype)) {
             return Ok(None);
         }

@@ -1,7 +1,7 @@
 //! The rows of a state, and what keeps their memory.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard};
 
 use bytes::Bytes;
 use pyo3::prelude::*;
@@ -11,6 +11,7 @@ use tensorferry_wire::dtype::Dtype;
 
 use super::columns::{Columns, Row};
 use crate::memory::{YIELD_INTERVAL, borrowed};
+use tensorferry_core::Locked;
 
 /// One row for each tensor. No tensor is asked anything here.
 pub(crate) struct Rows {
@@ -35,7 +36,7 @@ impl Rows {
 
     /// The columns; the interpreter is not needed for them.
     pub(crate) fn columns(&self) -> MutexGuard<'_, Columns> {
-        self.columns.lock().unwrap_or_else(PoisonError::into_inner)
+        self.columns.locked()
     }
 
     /// Bytes of all rows.

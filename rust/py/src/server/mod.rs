@@ -54,7 +54,7 @@ impl PyServer {
     /// waits for the gate, `max_bandwidth` the limit in bytes per second. `tls` encrypts, with `certificate` or else
     /// with one of its own. With `swarm`, receivers are told of one another, so that they send each other what is
     /// published. `rails` are the addresses that receivers may use besides the one in the URL, each with the speed of
-    /// its link in Mbit/s, 0 if not known; `card` is the one by which they begin; `zone` names the zone in which this process runs.
+    /// its link in Mbit/s, 0 if not known; `card` is the one by which they begin.
     ///
     /// # Errors
     /// `InvalidArgument` for an address that cannot be parsed or a `patience` that is no length of time,
@@ -62,7 +62,7 @@ impl PyServer {
     #[new]
     #[pyo3(signature = (*, patience, bind = None, also = Vec::new(), ports = (0, 0), metrics_ports = None, same_host = true,
                         max_bandwidth = None, secret = None, tls = false, certificate = None,
-                        swarm = false, rails = Vec::new(), card = None, zone = None))]
+                        swarm = false, rails = Vec::new(), card = None))]
     #[allow(clippy::too_many_arguments, clippy::needless_pass_by_value, reason = "keywords in Python")]
     fn new(
         py: Python<'_>,
@@ -79,7 +79,6 @@ impl PyServer {
         swarm: bool,
         rails: Vec<(String, u32)>,
         card: Option<&str>,
-        zone: Option<String>,
     ) -> PyResult<Self> {
         let address = |text: &str| -> PyResult<IpAddr> {
             text.parse().map_err(|_| errors::invalid(py, format!("{text:?} is not an address")))
@@ -107,7 +106,6 @@ impl PyServer {
             swarm,
             rails,
             card,
-            zone,
             frontend,
             ..ServerConfig::default()
         };

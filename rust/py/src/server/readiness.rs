@@ -3,12 +3,13 @@
 //! Python copies from a device in the background and reports each part as it lands. The engine's handle is consumed by
 //! `finish` and by `Server.abandon`, so the Python object holds it in a mutex and is empty afterwards.
 
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard};
 
 use pyo3::prelude::*;
 use tensorferry_core::Readiness;
 
 use crate::errors;
+use tensorferry_core::Locked;
 
 /// Producer handle of a publication that is still being written. Empty after `finish`, or when it was abandoned. If it
 /// is dropped before, readers that come to bytes which are not final fail.
@@ -21,7 +22,7 @@ impl PyReadiness {
     }
 
     fn filling(&self) -> MutexGuard<'_, Option<Readiness>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.locked()
     }
 
     /// Takes the engine's handle out, to end the publication with it.

@@ -8,6 +8,7 @@ use tensorferry_core::{Failure, Receive};
 use crate::fetch::remote::PyRemote;
 use crate::report::{PyReport, seconds};
 use crate::runtime::Process;
+use tensorferry_core::Locked;
 
 /// A receive of this process, for the counters of its server. One that is dropped before `end` counts as failed. In a
 /// forked child its methods record nothing.
@@ -25,7 +26,7 @@ impl PyReceive {
 
     /// The receive, in the process it belongs to; in a forked child another thread of the parent may hold its locks.
     fn inner(&self) -> Option<MutexGuard<'_, Option<Receive>>> {
-        self.process.is_current().then(|| self.inner.lock().unwrap_or_else(PoisonError::into_inner))
+        self.process.is_current().then(|| self.inner.locked())
     }
 }
 

@@ -12,6 +12,7 @@ use crate::memory::PyFilePages;
 use crate::report::seconds;
 use crate::rows::PyTable;
 use crate::runtime::Process;
+use tensorferry_core::Locked;
 
 /// A further store of a server, with a URL of its own. Every method but `close` raises `InvalidArgument` once it was
 /// closed, and `ForkedProcess` in a forked child.
@@ -29,12 +30,12 @@ impl PyShelf {
 
     fn shelf(&self, py: Python<'_>) -> PyResult<Arc<Shelf>> {
         self.process.check(py)?;
-        let inner = self.inner.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let inner = self.inner.locked().clone();
         inner.ok_or_else(|| errors::invalid(py, "this shelf is closed"))
     }
 
     fn take(&self) -> Option<Arc<Shelf>> {
-        self.inner.lock().unwrap_or_else(PoisonError::into_inner).take()
+        self.inner.locked().take()
     }
 }
 

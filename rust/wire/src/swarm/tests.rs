@@ -2,15 +2,7 @@ use super::*;
 
 fn ask(need: &[(u64, u64)]) -> Ask {
     let relay = RelayAddress { port: 1, token: "a0".repeat(16), fingerprint: Some("0".repeat(FINGERPRINT_LEN)) };
-    Ask {
-        relay,
-        need: need.to_vec(),
-        took: Vec::new(),
-        coming: Vec::new(),
-        standing: Standing::default(),
-        zone: None,
-        part: None,
-    }
+    Ask { relay, need: need.to_vec(), took: Vec::new(), coming: Vec::new(), standing: Standing::default(), part: None }
 }
 
 #[test]
@@ -23,28 +15,22 @@ fn messages_come_back_as_they_were() {
     let (grant, peers) = (vec![(3, 5), (9, 10)], vec!["http://h:1/".to_owned(); 3]);
     for (has_table, is_free) in [(false, false), (true, false), (false, true)] {
         let (grant, peers) = (grant.clone(), peers.clone());
-        let (host, zone) = (Share { number: 1, of: 2 }, Share { number: 3, of: 16 });
-        let place = Place { source: Nearness::Far, host, zone, on_host: 1, in_zone: 4 };
+        let place = Place { source: Nearness::Far, host: Share { number: 1, of: 2 }, on_host: 1 };
         let answer = Answer { grant, wait_ms: 20, has_table, is_free, place: Some(place).filter(|_| has_table), peers };
         assert_eq!(Answer::decode(&answer.encode(), 10), Some(answer));
     }
     for said in 0..8 {
         let standing = Standing { has_table: said & 1 > 0, is_covered: said & 2 > 0, leaves: said & 4 > 0 };
         let part = Some(u64::MAX / 8 * said).filter(|_| said > 0);
-        let ask = Ask { standing, zone: Some("eu-1.b_2".to_owned()), part, ..ask(&[(0, 1)]) };
+        let ask = Ask { standing, part, ..ask(&[(0, 1)]) };
         assert_eq!(Ask::parse(&ask.query()), Some(ask));
     }
-    assert_eq!(Ask { zone: Some("a&leave=1".to_owned()), ..ask(&[]) }.query(), ask(&[]).query());
     assert_eq!(Answer::decode(&Answer::default().encode(), 0), Some(Answer::default()));
-    for place in ["", "3 0/1 0/1 0 0", "1 1/1 0/1 0 0", "1 0/0 0/1 0 0", "1 0/1 0/1 0", "1 0/1 -1/1 0 0"] {
+    for place in ["", "2 0/1 0", "1 1/1 0", "1 0/0 0", "1 0/1", "1 -1/1 0"] {
         assert_eq!(Answer::decode(&format!("place {place}\n"), 1), None, "{place}");
     }
     let later = "grant 0-1\nwait 1\nlater a b\npeer u\n";
     assert_eq!(Answer::decode(later, 1).map(|a| a.peers), Some(vec!["u".to_owned()]));
-    assert_eq!(
-        Ask::parse(&format!("{}&zone=a", ask(&[]).query())),
-        Some(Ask { zone: Some("a".to_owned()), ..ask(&[]) })
-    );
     assert_eq!(Ask::parse(&format!("{}&later=a", ask(&[]).query())), Some(ask(&[])));
 }
 
@@ -72,8 +58,6 @@ fn hostile_messages_are_refused() {
         "port=1&token=T&took=3-2",
         "port=1&token=T&&",
         "port=1&token=T/../../x",
-        "port=1&token=T&zone=",
-        "port=1&token=T&zone=a/b",
         "port=1&token=T&part=",
         "port=1&token=T&part=+123456789abcdef",
         "port=1&token=T&part=0123456789abcdef0",

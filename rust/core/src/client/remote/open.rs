@@ -27,8 +27,6 @@ use crate::trust::secret;
 const OPEN_PATIENCE: Duration = Duration::from_secs(1);
 /// How long a source may take to serve another snapshot in the place of one that it had begun to send and that is gone.
 const NEXT_PATIENCE: Duration = Duration::from_secs(1);
-/// A step that nobody serves.
-const UNSERVED: i64 = i64::MIN;
 /// How long a source that keeps a request waiting may take to say why.
 const WHY_PATIENCE: Duration = Duration::from_secs(1);
 
@@ -311,39 +309,14 @@ impl Turn {
 }
 
 /// The step that the source at the other end serves. Its answer may take `patience` to begin.
-///
-/// Sources of earlier versions do not know the question. Of them a step is requested that nobody serves, and the refusal
-/// says which one is.
 pub(super) fn served_step(connection: &mut Connection, patience: Duration) -> Result<i64, Error> {
-    let invalid = || Error::new(ErrorKind::Protocol, "the source does not say which step it serves");
     let head = connection.get(STEP_PATH, None, None, Some(patience))?;
-    if head.status == 200 {
-        let body = connection.body(&head, 64)?;
-        return std::str::from_utf8(&body).ok().and_then(|text| text.trim().parse().ok()).ok_or_else(invalid);
+    if head.status != 200 {
+        return Err(first_fetch::refused(connection, &head));
     }
-    let refused = first_fetch::refused(connection, &head);
-    if !matches!(refused.kind(), ErrorKind::Status(400)) {
-        return Err(refused);
-    }
-    let head = connection.get(&format!("{UNSERVED}.safetensors"), Some((0, 64)), None, Some(patience))?;
-    if head.status == 206 {
-        return Ok(UNSERVED);
-    }
-    let refused = connection.refuse(&head);
-    if !matches!(refused.kind(), ErrorKind::Status(400)) {
-        return Err(refused);
-    }
-    let text = refused.to_string();
-    let Some((_, served)) = text.split_once("serving ") else { return Err(refused) };
-    let served = served.split(' ').next().unwrap_or_default();
-    match served.parse() {
-        Ok(step) => Ok(step),
-        Err(_) if served.bytes().all(|b| b.is_ascii_digit() || b == b'-') => {
-            let message = format!("the source says that it serves step {served}, which is no step");
-            Err(Error::new(ErrorKind::Protocol, message))
-        }
-        Err(_) => Err(refused),
-    }
+    let body = connection.body(&head, 64)?;
+    let step = std::str::from_utf8(&body).ok().and_then(|text| text.trim().parse().ok());
+    step.ok_or_else(|| Error::new(ErrorKind::Protocol, "the source does not say which step it serves"))
 }
 
 /// The error for a deadline that has passed, with what was waited for at each source.

@@ -12,6 +12,7 @@ use crate::client::ledger::BlockLedger;
 use crate::error::Error;
 use crate::memory::zeroed;
 use crate::payload::Plan;
+use crate::sync::parallel;
 
 impl Remote {
     /// `missing` without the blocks whose bytes are at their destinations already, as the source's digests show. These
@@ -64,14 +65,8 @@ impl Remote {
                 }
             }
         };
-        std::thread::scope(|scope| {
-            for _ in 1..lane_count::few() {
-                let thread = std::thread::Builder::new().name("tensorferry-present".to_owned());
-                // With fewer threads it takes longer. An error is a limit that this thread meets as well.
-                let _ = thread.spawn_scoped(scope, || drop(work()));
-            }
-            work()
-        })?;
+        // An error in another thread is a limit that this one meets as well.
+        parallel("tensorferry-present", lane_count::few(), work)?;
         Ok(found.into_iter().map(OnceLock::into_inner).collect())
     }
 }

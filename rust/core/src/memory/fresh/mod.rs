@@ -16,11 +16,12 @@
 //! * nothing outside the range that [`FreshPages::new`] was given is advised or populated.
 
 use std::ops::Range;
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicU8, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use super::PAGE;
 use super::mapping::HUGE;
+use crate::sync::Locked;
 
 /// The kind of page not in use is tried again when this many times the cost of its last try has been spent.
 const PATIENCE: u64 = 32;
@@ -164,12 +165,12 @@ impl FreshPages {
             return populate(pages);
         }
         let whole = pages.start.next_multiple_of(HUGE);
-        let attempt = (whole + HUGE <= pages.end).then(|| self.choice().begin_try()).flatten();
+        let attempt = (whole + HUGE <= pages.end).then(|| self.choice.locked().begin_try()).flatten();
         let Some(kind) = attempt else { return self.populate_timed(pages) };
         let tried = whole..whole + HUGE;
         advise(&tried, kind);
         let ((), time) = timed(|| populate(tried.clone()));
-        let mut choice = self.choice();
+        let mut choice = self.choice.locked();
         // All of the memory has one kind again.
         let affected = if choice.tried(kind, time) { &self.range } else { &tried };
         advise(affected, choice.used);
@@ -182,22 +183,18 @@ impl FreshPages {
     fn populate_timed(&self, pages: Range<usize>) {
         let mut at = pages.start;
         while at < pages.end {
-            let used = self.choice().used;
+            let used = self.choice.locked().used;
             let end = match used {
                 PageSize::Small => pages.end,
                 PageSize::Huge => pages.end.min((at + 1).next_multiple_of(HUGE)),
             };
             let ((), time) = timed(|| populate(at..end));
-            let mut choice = self.choice();
+            let mut choice = self.choice.locked();
             if choice.note(used, (end - at) as u64, time) {
                 advise(&self.range, choice.used);
             }
             at = end;
         }
-    }
-
-    fn choice(&self) -> MutexGuard<'_, Choice> {
-        self.choice.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

@@ -27,7 +27,7 @@ use self::messages::{GONE, bytes, elsewhere, full, insert, text};
 use self::waiting::{filled, lease};
 use super::observe::figures::Figures;
 use super::observe::strangers::Reason;
-use super::observe::{exposition, status_page};
+use super::observe::{exposition, status};
 use super::{ConnectionContext, Shared};
 use crate::publication::{Found, Lease, Store};
 use crate::server::body::ServedBody;
@@ -150,7 +150,7 @@ async fn resolve<B>(
     let key = match resource {
         Resource::Healthz => return text(StatusCode::OK, "ok"),
         Resource::Metrics => return metrics(&connection.shared),
-        Resource::StatusPage => return status_page(&connection.shared),
+        Resource::StatusPage => return status_page(&connection.shared, request.uri().query()),
         Resource::Step => return served_step(connection, store, request).await,
         Resource::Container(key)
         | Resource::Header(key)
@@ -272,7 +272,7 @@ pub(super) fn observe<B>(shared: &Shared, request: &Request<B>) -> ServedRespons
     let mut answer = match (request.method(), request.uri().path()) {
         (&Method::GET | &Method::HEAD, "/healthz") => text(StatusCode::OK, "ok"),
         (&Method::GET | &Method::HEAD, "/metrics") => metrics(shared),
-        (&Method::GET | &Method::HEAD, "/") => status_page(shared),
+        (&Method::GET | &Method::HEAD, "/") => status_page(shared, request.uri().query()),
         (&Method::GET | &Method::HEAD, _) => text(StatusCode::NOT_FOUND, OF_OBSERVERS),
         _ => text(StatusCode::METHOD_NOT_ALLOWED, "only GET and HEAD are served here"),
     };
@@ -289,15 +289,19 @@ fn metrics(shared: &Shared) -> ServedResponse {
     answer
 }
 
-/// The status page: what [`metrics`] counts, for people.
-fn status_page(shared: &Shared) -> ServedResponse {
+/// The status page, or with the query `json` what it shows.
+fn status_page(shared: &Shared, query: Option<&str>) -> ServedResponse {
     let Ok(nonce) = random::token() else {
         return text(StatusCode::INTERNAL_SERVER_ERROR, "the system gives no random numbers");
     };
-    let mut answer = text(StatusCode::OK, &status_page::render(&Figures::of(shared), &nonce));
+    let (body, media_type) = match query {
+        Some("json") => (status::json(&Figures::of(shared)), "application/json"),
+        _ => (status::page(&nonce), "text/html; charset=utf-8"),
+    };
+    let mut answer = text(StatusCode::OK, &body);
     let headers = answer.headers_mut();
-    headers.insert(header::CONTENT_TYPE, HeaderValue::from_static(status_page::MEDIA_TYPE));
-    insert(headers, header::CONTENT_SECURITY_POLICY, &status_page::content_security_policy(&nonce));
+    headers.insert(header::CONTENT_TYPE, HeaderValue::from_static(media_type));
+    insert(headers, header::CONTENT_SECURITY_POLICY, &status::content_security_policy(&nonce));
     headers.insert(header::X_CONTENT_TYPE_OPTIONS, HeaderValue::from_static("nosniff"));
     headers.insert(header::REFERRER_POLICY, HeaderValue::from_static("no-referrer"));
     headers.insert(header::CACHE_CONTROL, HeaderValue::from_static("no-store"));

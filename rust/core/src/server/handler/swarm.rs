@@ -33,9 +33,8 @@ pub(super) fn track<B>(connection: &ConnectionContext, lease: &Arc<Lease>, asked
     let Some(ask) = asked.uri().query().and_then(Ask::parse) else {
         return text(StatusCode::BAD_REQUEST, "this is no question to a tracker");
     };
-    let member = Member { ip, relay: ask.relay.clone(), zone: ask.zone.clone() };
-    let zone = connection.shared.zone.as_deref();
-    match lease.publication().track(&member, &ask, zone, lease.connection(), relay_url) {
+    let member = Member { ip, relay: ask.relay.clone() };
+    match lease.publication().track(&member, &ask, lease.connection(), relay_url) {
         Ok((answer, wants_table)) => {
             if wants_table && matches!(lease.publication().ask_for_proof(), ProofAsked::Compute) {
                 let lease = Arc::clone(lease);

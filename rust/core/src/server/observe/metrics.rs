@@ -1,16 +1,17 @@
 //! Counters of a server.
 
 use std::collections::{BTreeMap, VecDeque};
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant, SystemTime};
 
+use super::program::printable;
 use crate::server::ConnectionContext;
 use crate::server::connection_slots::Peer;
+use crate::sync::Locked;
 
-/// How many refusals are remembered, and how many characters of each.
+/// How many refusals are remembered.
 const REMEMBERED: usize = 16;
-const SHOWN: usize = 240;
 
 /// Counts since the server began.
 #[derive(Debug, Default)]
@@ -87,13 +88,9 @@ impl Sending {
 }
 
 impl Metrics {
-    fn tallies(&self) -> MutexGuard<'_, Tallies> {
-        self.tallies.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// All counts at one moment.
     pub(in crate::server) fn look(&self) -> Tallies {
-        self.tallies().clone()
+        self.tallies.locked().clone()
     }
 
     pub(in crate::server) fn wait(&self) -> Waiting<'_> {
@@ -102,22 +99,20 @@ impl Metrics {
     }
 
     pub(in crate::server) fn note_answer(&self, status: u16) {
-        *self.tallies().answers.entry(status).or_default() += 1;
+        *self.tallies.locked().answers.entry(status).or_default() += 1;
     }
 
     /// Remembers the refusal of a request whose path was known to `peer`.
     pub(in crate::server) fn note_refusal(&self, peer: Peer, status: u16, message: &[u8]) {
-        // Signs of other scripts can change the order in which a line is shown.
-        let printable = |b: &u8| if b.is_ascii_graphic() || *b == b' ' { char::from(*b) } else { '?' };
-        let message = message.trim_ascii_end().iter().take(SHOWN).map(printable).collect();
-        let refusals = &mut self.tallies().refusals;
+        let message = printable(&String::from_utf8_lossy(message.trim_ascii_end()));
+        let refusals = &mut self.tallies.locked().refusals;
         refusals.push_front(Refusal { at: SystemTime::now(), peer, status, message });
         refusals.truncate(REMEMBERED);
     }
 
     /// Counts a body that was sent whole, or was cut, after so much time.
     fn note_body(&self, complete: bool, time: Duration) {
-        let bodies = &mut self.tallies().bodies;
+        let bodies = &mut self.tallies.locked().bodies;
         *(if complete { &mut bodies.complete } else { &mut bodies.cut }) += 1;
         bodies.time += time;
     }

@@ -2,12 +2,10 @@
 
 pub(super) mod exposition;
 pub(super) mod figures;
-mod html;
 pub(super) mod metrics;
 pub(super) mod program;
 pub(super) mod receive;
 pub(super) mod receives;
-pub(super) mod status_page;
+pub(super) mod status;
 pub(super) mod strangers;
 pub(super) mod transfers;
-mod units;

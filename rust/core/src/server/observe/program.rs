@@ -4,8 +4,9 @@
 //! It hands over series and tables as data, so that names, labels and cells are checked, escaped and bounded here, as
 //! everything else that is shown.
 
+use crate::sync::Locked;
 use std::fmt::Write as _;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 /// The most series, rows and cells of one, tables, and lines; further ones are not shown.
@@ -76,12 +77,12 @@ pub(in crate::server) struct Shown(Mutex<Option<(Instant, Arc<ProgramFigures>)>>
 impl Shown {
     pub(in crate::server) fn show(&self, figures: ProgramFigures) {
         let latest = Some((Instant::now(), Arc::new(figures.bounded())));
-        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = latest;
+        *self.0.locked() = latest;
     }
 
     /// The latest figures, and their age.
     pub(in crate::server) fn latest(&self) -> Option<(Duration, Arc<ProgramFigures>)> {
-        let shown = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let shown = self.0.locked();
         shown.as_ref().map(|(at, figures)| (at.elapsed(), Arc::clone(figures)))
     }
 }
@@ -92,24 +93,24 @@ impl ProgramFigures {
         self.series.retain(|series| is_name(&series.name) && series.counts == series.name.ends_with("_total"));
         self.series.truncate(MOST);
         for series in &mut self.series {
-            series.help = line(&series.help);
+            series.help = printable(&series.help);
             series.rows.retain(|(labels, _)| labels.iter().all(|(name, _)| is_name(name)));
             series.rows.truncate(MOST);
         }
-        self.title = line(&self.title);
+        self.title = printable(&self.title);
         self.lines.truncate(MOST);
         self.tables.truncate(MOST);
         for text in &mut self.lines {
-            *text = line(text);
+            *text = printable(text);
         }
         for table in &mut self.tables {
-            table.heading = line(&table.heading);
+            table.heading = printable(&table.heading);
             table.heads.truncate(MOST);
             table.rows.truncate(MOST);
             for row in table.rows.iter_mut().chain([&mut table.heads]) {
                 row.truncate(MOST);
                 for cell in row {
-                    *cell = line(cell);
+                    *cell = printable(cell);
                 }
             }
         }
@@ -134,7 +135,7 @@ pub(in crate::server) fn plain(text: &str, longest: usize) -> String {
 }
 
 /// The beginning of `text` in printable ASCII: signs of other scripts can change the order in which a line is shown.
-fn line(text: &str) -> String {
+pub(super) fn printable(text: &str) -> String {
     text.chars().take(LONGEST).map(|c| if c.is_ascii_graphic() || c == ' ' { c } else { '?' }).collect()
 }
 

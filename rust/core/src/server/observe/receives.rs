@@ -5,10 +5,11 @@
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant, SystemTime};
 
 use crate::report::Report;
+use crate::sync::Locked;
 
 /// How many receives that ended are remembered.
 pub(super) const REMEMBERED: usize = 8;
@@ -90,7 +91,7 @@ pub(in crate::server) struct ReceiveFigures {
 
 impl Receives {
     pub(super) fn kept(&self) -> MutexGuard<'_, Kept> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.locked()
     }
 
     pub(in crate::server) fn figures(&self) -> ReceiveFigures {

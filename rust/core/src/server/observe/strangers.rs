@@ -4,10 +4,11 @@
 //! reasons are apart, so that a scanner does not displace a peer of the job that has another secret.
 
 use std::collections::VecDeque;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard};
 use std::time::SystemTime;
 
 use crate::server::connection_slots::Peer;
+use crate::sync::Locked;
 
 /// How many addresses are remembered for each reason.
 const REMEMBERED: usize = 16;
@@ -67,7 +68,7 @@ struct Known {
 
 impl Strangers {
     fn known(&self, reason: Reason) -> MutexGuard<'_, Known> {
-        self.0[reason as usize].lock().unwrap_or_else(PoisonError::into_inner)
+        self.0[reason as usize].locked()
     }
 
     /// Notes that a request of `peer` was refused.

@@ -5,11 +5,12 @@
 
 use std::collections::BTreeMap;
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use crate::server::body::Progress;
 use crate::server::connection_slots::Peer;
+use crate::sync::Locked;
 
 /// How long a connection that is between two answers of a receive still counts as one that is sent to.
 const BETWEEN: Duration = Duration::from_secs(2);
@@ -71,7 +72,7 @@ impl Sent {
 
 impl Transfers {
     fn sent(&self) -> MutexGuard<'_, BTreeMap<u64, Sent>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.locked()
     }
 
     /// Notes that an answer of `connection` begins, whose bytes `progress` counts.

@@ -1,7 +1,7 @@
 use super::*;
 
 fn member(ip: [u8; 4], port: u16) -> Member {
-    Member { ip: ip.into(), relay: RelayAddress { port, token: "0".repeat(32), fingerprint: None }, zone: None }
+    Member { ip: ip.into(), relay: RelayAddress { port, token: "0".repeat(32), fingerprint: None } }
 }
 
 fn at(millis: u64) -> Duration {

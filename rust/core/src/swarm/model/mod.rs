@@ -38,12 +38,10 @@ struct Link {
     reachable: bool,
     /// Members with the same one are on one host, which shares its links.
     host: Option<u32>,
-    zone: &'static str,
 }
 
 impl Link {
-    const FAIR: Self =
-        Self { start: 0.0, up: 1.0, down: 1.0, dies: f64::INFINITY, reachable: true, host: None, zone: "a" };
+    const FAIR: Self = Self { start: 0.0, up: 1.0, down: 1.0, dies: f64::INFINITY, reachable: true, host: None };
 }
 
 /// What surrounds the members.
@@ -52,8 +50,6 @@ struct World {
     /// Real time that one copy takes.
     copy: Duration,
     source_up: f64,
-    /// The rate of the link between zones, in either direction; the source is in zone `a`.
-    border: f64,
     /// From a question to its answer.
     latency: Duration,
     /// Whether flows get unequal parts of a link, as connections do.
@@ -63,8 +59,7 @@ struct World {
 }
 
 impl World {
-    const EVEN: Self =
-        Self { copy: COPY, source_up: 1.0, border: f64::INFINITY, latency: Duration::ZERO, is_uneven: false, seed: 0 };
+    const EVEN: Self = Self { copy: COPY, source_up: 1.0, latency: Duration::ZERO, is_uneven: false, seed: 0 };
 
     /// Links as those of `make bench-fleet`: with queues of 100 ms, half full as a rule, at both of their ends.
     fn shaped(blocks: u64, mbit: u64) -> Self {
@@ -129,8 +124,7 @@ struct Outcome {
     took: Vec<Option<f64>>,
     /// Copies that left the source.
     sent: f64,
-    /// Copies that crossed the border of zones, and that came to each host from outside, at most.
-    crossed: f64,
+    /// Copies that came to each host from outside, at most.
     to_host: f64,
     /// Requests to the tracker.
     asked: u64,
@@ -147,7 +141,7 @@ fn simulate(links: &[Link], blocks: u64) -> Outcome {
 }
 
 fn simulate_in(world: &World, links: &[Link], blocks: u64) -> Outcome {
-    let &World { copy, source_up, border, .. } = world;
+    let &World { copy, source_up, .. } = world;
     let latency = world.latency.as_secs_f64() / copy.as_secs_f64();
     let mut flowed = world.seed << 32;
     let mut flow = |from, to, relay, run: (u64, u64), now| {
@@ -162,9 +156,8 @@ fn simulate_in(world: &World, links: &[Link], blocks: u64) -> Outcome {
     let member = |index: usize| Member {
         ip: std::net::Ipv4Addr::from(0x0a00_0000 + host(index)).into(),
         relay: RelayAddress { port: u16::try_from(index).unwrap(), token: String::new(), fingerprint: None },
-        zone: Some(links[index].zone.to_owned()),
     };
-    let mut handout = Handout::new(blocks).unwrap().in_zone(Some("a"));
+    let mut handout = Handout::new(blocks).unwrap();
     let node = |(index, &link): (usize, &Link)| Node {
         link,
         opened: f64::INFINITY,
@@ -193,10 +186,8 @@ fn simulate_in(world: &World, links: &[Link], blocks: u64) -> Outcome {
     // Of many members, nothing is left to speak of.
     let passes = if links.len() > 40 { 1 } else { 3 };
     let tick = 1.0 / (blocks as f64 * f64::from(TICKS));
-    let (mut now, mut sent, mut asked, mut abroad) = (0.0, 0.0, 0, 0.0);
+    let (mut now, mut sent, mut asked) = (0.0, 0.0, 0);
     let mut into = std::collections::BTreeMap::<u32, f64>::new();
-    let crosses = |flow: &Flow| flow.from.map_or("a", |from| links[from].zone) != links[flow.to].zone;
-    let direction = |flow: &Flow| usize::from(links[flow.to].zone == "a");
     // Members of a host share its links, and what stays on a host takes none of them.
     let stays = |flow: &Flow| flow.from.is_some_and(|from| host(from) == host(flow.to));
     let first_on_host: Vec<usize> =
@@ -274,27 +265,22 @@ fn simulate_in(world: &World, links: &[Link], blocks: u64) -> Outcome {
         // The water of one tick: every flow gets what the fullest of its links has for it, and then of what is left.
         let mut up: Vec<(f64, f64)> = links.iter().map(|link| (link.up, 0.0)).collect();
         let mut down: Vec<(f64, f64)> = links.iter().map(|link| (link.down, 0.0)).collect();
-        let (mut source, mut crossing) = ((source_up, 0.0), [(border, 0.0); 2]);
+        let mut source = (source_up, 0.0);
         for pass in 0..passes {
             let ends = |flow: &Flow| (flow.from.map(|from| first_on_host[from]), first_on_host[flow.to]);
             let open = |link: &(f64, f64)| link.0 > 1e-6;
-            let is_open =
-                |flow: &Flow, up: &[(f64, f64)], down: &[(f64, f64)], source: &(f64, f64), crossing: &[(f64, f64)]| {
-                    let (from, to) = ends(flow);
-                    from.map_or(open(source), |from| open(&up[from]))
-                        && open(&down[to])
-                        && (!crosses(flow) || open(&crossing[direction(flow)]))
-                };
-            let moving: Vec<bool> =
-                flows.iter().map(|flow| !stays(flow) && is_open(flow, &up, &down, &source, &crossing)).collect();
-            for link in up.iter_mut().chain(&mut down).chain(&mut crossing).chain([&mut source]) {
+            let is_open = |flow: &Flow| {
+                let (from, to) = ends(flow);
+                from.map_or(open(&source), |from| open(&up[from])) && open(&down[to])
+            };
+            let moving: Vec<bool> = flows.iter().map(|flow| !stays(flow) && is_open(flow)).collect();
+            for link in up.iter_mut().chain(&mut down).chain([&mut source]) {
                 link.1 = 0.0;
             }
             for flow in flows.iter().zip(&moving).filter_map(|(flow, moves)| moves.then_some(flow)) {
                 let (from, to) = ends(flow);
                 from.map_or(&mut source, |from| &mut up[from]).1 += flow.weight;
                 down[to].1 += flow.weight;
-                crossing[direction(flow)].1 += if crosses(flow) { flow.weight } else { 0.0 };
             }
             let share = |link: &(f64, f64), weight: f64| link.0.max(0.0) * weight / link.1.max(weight);
             for (flow, moves) in flows.iter_mut().zip(moving) {
@@ -303,11 +289,8 @@ fn simulate_in(world: &World, links: &[Link], blocks: u64) -> Outcome {
                     flow.rate = if stays(flow) { 8.0 } else { 0.0 };
                 }
                 if moves {
-                    let border =
-                        if crosses(flow) { share(&crossing[direction(flow)], flow.weight) } else { f64::INFINITY };
-                    flow.more = share(from.map_or(&source, |from| &up[from]), flow.weight)
-                        .min(share(&down[to], flow.weight))
-                        .min(border);
+                    flow.more =
+                        share(from.map_or(&source, |from| &up[from]), flow.weight).min(share(&down[to], flow.weight));
                 } else {
                     flow.more = 0.0;
                 }
@@ -318,7 +301,6 @@ fn simulate_in(world: &World, links: &[Link], blocks: u64) -> Outcome {
                 if !stays(flow) {
                     from.map_or(&mut source, |from| &mut up[from]).0 -= flow.more;
                     down[to].0 -= flow.more;
-                    crossing[direction(flow)].0 -= if crosses(flow) { flow.more } else { 0.0 };
                 }
             }
         }
@@ -335,9 +317,6 @@ fn simulate_in(world: &World, links: &[Link], blocks: u64) -> Outcome {
                     flow.left = 0.0;
                 }
                 let came = (before - flow.left) / blocks as f64;
-                if crosses(flow) {
-                    abroad += came;
-                }
                 if !stays(flow) {
                     *into.entry(host(flow.to)).or_default() += came;
                 }
@@ -385,5 +364,5 @@ fn simulate_in(world: &World, links: &[Link], blocks: u64) -> Outcome {
     }
     let took = nodes.iter().map(|node| Some(node.ended? - node.link.start)).collect();
     let to_host = into.into_values().fold(0.0, f64::max);
-    Outcome { took, sent, crossed: abroad, to_host, asked }
+    Outcome { took, sent, to_host, asked }
 }

@@ -19,7 +19,7 @@ pub(super) fn question(
     let most = handout.most();
     handout.note_coming(copy.mul_f64(now), member, &node.receiver.coming());
     let told = handout.ask(copy.mul_f64(now), member, need, most);
-    let near = |index| told.place.map_or(Nearness::Zone, |place| place.nearness(index));
+    let near = |index| told.place.map_or(Nearness::Far, |place| place.nearness(index));
     let of = |(index, known): (usize, &&Member)| (usize::from(known.relay.port), near(index));
     let peers: Vec<_> = told.neighbours.iter().enumerate().map(of).collect();
     node.answer = Some((comes, Told { grant: told.grant, wait: told.wait, place: told.place, peers }));

@@ -1,13 +1,13 @@
-//! What comes from relays, and what is left to others of the same host or zone.
+//! What comes from relays, and what is left to others of the same host.
 
 use std::time::Duration;
 
 use tensorferry_wire::swarm::{Nearness, Place};
 
-use super::{Receiver, Rule};
-use crate::swarm::zones::owns;
+use super::Receiver;
+use crate::swarm::hosts::owns;
 
-/// A receiver that finds nothing of its share, only what others are to bring to its host or zone, waits for them so long
+/// A receiver that finds nothing of its share, only what others are to bring to its host, waits for them so long
 /// without a byte, and no longer than `MOST_PATIENCE` and half of what it has taken until then: from then on it fetches
 /// from anywhere, until it is told of another share.
 const PATIENCE_FOR_OTHERS: Duration = Duration::from_secs(1);
@@ -18,8 +18,8 @@ impl Receiver {
     /// been alone until now.
     pub(crate) fn note_place(&mut self, place: Option<Place>) -> bool {
         let are_new = self.place.is_none() && place.is_some();
-        let shares = |place: Option<Place>| place.map(|place| (place.host, place.zone));
-        if shares(self.place) != shares(place) {
+        let share = |place: Option<Place>| place.map(|place| place.host);
+        if share(self.place) != share(place) {
             (self.held, self.impatient) = (None, false);
         }
         self.place = place;
@@ -35,29 +35,18 @@ impl Receiver {
         most: u64,
     ) -> Option<(usize, (u64, u64))> {
         let (from, is_bound) = (self.picker.nearness(relay), self.place.is_some() && !self.impatient);
-        // What the source has it need not bring from afar.
-        let passes = is_bound && from == Nearness::Far && self.rule == Rule::Swarm && self.is_near_source();
         let fetches = fetches(self.place, self.impatient, self.group, from);
         let found = self.picker.pick_allowed(relay, waiting, most, |picker, block| {
-            !is_bound || (!passes && fetches(block) && !picker.is_offered_nearer(block, from))
+            !is_bound || (fetches(block) && !picker.is_offered_nearer(block, from))
         });
         if found.is_some() {
-            let shares = self.place.map_or(1, |place| match from {
-                Nearness::Host => 1,
-                Nearness::Zone => place.host.of,
-                Nearness::Far => place.zone.of,
-            });
-            if shares > 1 {
+            if from == Nearness::Far && self.place.is_some_and(|place| place.host.of > 1) {
                 self.held = None;
             }
-        } else if !passes && self.picker.pick(relay, waiting, 1).is_some() {
+        } else if self.picker.pick(relay, waiting, 1).is_some() {
             self.wait_for_others(now);
         }
         found
-    }
-
-    pub(super) fn is_near_source(&self) -> bool {
-        self.place.is_some_and(|place| place.source < Nearness::Far)
     }
 
     /// Notes that there is nothing to fetch but what others are to bring.
@@ -78,24 +67,22 @@ pub(super) fn fetches(place: Option<Place>, impatient: bool, group: u64, from: N
 mod tests {
     use tensorferry_wire::swarm::Share;
 
-    use super::super::FromSource;
     use super::super::fixtures::{at, begun, set};
     use super::*;
 
-    /// A receiver far from the source that shares its zone with another one, and a relay of each distance with everything.
-    fn zoned() -> (Receiver, [usize; 3]) {
+    /// A receiver that shares its host with another one, and relays here and elsewhere.
+    fn shared() -> (Receiver, [usize; 2]) {
         let mut receiver = begun();
-        let share = Share { number: 0, of: 2 };
-        let place = Place { source: Nearness::Far, host: Share::ALL, zone: share, on_host: 1, in_zone: 1 };
+        let place = Place { source: Nearness::Far, host: Share { number: 0, of: 2 }, on_host: 1 };
         receiver.note_place(Some(place));
         receiver.note_answer(at(0), vec![], at(u64::MAX));
-        let relays = [Nearness::Host, Nearness::Zone, Nearness::Far].map(|near| receiver.add_relay_at(near));
+        let relays = [Nearness::Host, Nearness::Far].map(|near| receiver.add_relay_at(near));
         (receiver, relays)
     }
 
     #[test]
-    fn from_afar_comes_its_own_share_of_what_nobody_near_has() {
-        let (mut receiver, [_, near, far]) = zoned();
+    fn from_elsewhere_comes_its_own_share_of_what_nobody_here_has() {
+        let (mut receiver, [here, far]) = shared();
         receiver.learn(far, set(0..64));
         let own: Vec<u64> = (0..64).filter(|&block| owns(&receiver.place.unwrap(), Nearness::Far, block)).collect();
         assert!(own.len() > 16 && own.len() < 48, "{own:?}");
@@ -103,15 +90,14 @@ mod tests {
             (0..64).filter(|&b| receiver.next_from_relay(at(1), relay, &[(b, b + 1)], 1).is_some()).collect()
         };
         assert_eq!(fetched(&mut receiver, far), own);
-        receiver.learn(near, set(0..32));
-        assert_eq!(fetched(&mut receiver, near), (0..32).collect::<Vec<_>>());
-        let rest: Vec<u64> = own.into_iter().filter(|&block| block >= 32).collect();
-        assert_eq!(fetched(&mut receiver, far), rest);
+        receiver.learn(here, set(0..32));
+        assert_eq!(fetched(&mut receiver, here), (0..32).collect::<Vec<_>>());
+        assert!(fetched(&mut receiver, far).iter().all(|&block| block >= 32), "what is here is had from here");
     }
 
     #[test]
     fn others_are_waited_for_only_so_long() {
-        let (mut receiver, [.., far]) = zoned();
+        let (mut receiver, [_, far]) = shared();
         receiver.learn(far, set(0..64));
         let theirs = (0..64).find(|&block| !owns(&receiver.place.unwrap(), Nearness::Far, block)).unwrap();
         let waiting = [(theirs, theirs + 1)];
@@ -120,7 +106,7 @@ mod tests {
         receiver.next_from_relay(at(1001), far, &waiting, 1);
         assert_eq!(receiver.next_from_relay(at(1001), far, &waiting, 1), Some((0, waiting[0])), "nothing comes");
         // Where something comes all the time, it waits for longer, but not for ever.
-        let (mut receiver, [.., far]) = zoned();
+        let (mut receiver, [_, far]) = shared();
         receiver.learn(far, set(0..64));
         let mut now = 1;
         while receiver.next_from_relay(at(now), far, &waiting, 1).is_none() {
@@ -129,18 +115,5 @@ mod tests {
             assert!(now < 10_000, "it waits for ever");
         }
         assert!(now >= 4000, "{now}");
-    }
-
-    #[test]
-    fn near_the_source_nothing_comes_from_afar_while_it_is_there() {
-        let (mut receiver, [.., far]) = zoned();
-        let place = receiver.place.map(|place| Place { source: Nearness::Zone, zone: Share::ALL, ..place });
-        receiver.note_place(place);
-        receiver.learn(far, set(0..64));
-        assert_eq!(receiver.next_from_relay(at(1), far, &[(0, 4)], 4), None);
-        receiver.note_answer(at(1), vec![], at(0));
-        assert_eq!(receiver.next_from_source(at(6), &[(0, 4)]), FromSource::Ask(vec![(0, 4)]));
-        receiver.note_free();
-        assert_eq!(receiver.next_from_relay(at(7), far, &[(0, 4)], 4), Some((0, (0, 4))));
     }
 }

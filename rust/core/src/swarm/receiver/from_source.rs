@@ -3,7 +3,6 @@
 use std::time::Duration;
 
 use tensorferry_wire::request::MAX_RUNS;
-use tensorferry_wire::swarm::Nearness;
 
 use super::from_relays::fetches;
 use super::joining::Phase;
@@ -112,13 +111,9 @@ impl Receiver {
         waiting.iter().flat_map(|&(first, end)| first..end).all(|block| self.picker.is_unoffered(block))
     }
 
-    /// The blocks of `waiting` that nobody offers who is no farther than the source.
+    /// The blocks of `waiting` that nobody offers.
     pub(super) fn unoffered_of(&mut self, now: Duration, waiting: &[(u64, u64)]) -> Vec<(u64, u64)> {
-        if self.is_near_source() {
-            self.needed(now, waiting, |picker, block| !picker.is_offered_nearer(block, Nearness::Far))
-        } else {
-            self.needed(now, waiting, Picker::is_unoffered)
-        }
+        self.needed(now, waiting, Picker::is_unoffered)
     }
 
     /// The blocks of `waiting` that are `wanted` of the source, and are not left to others near it.
@@ -128,8 +123,8 @@ impl Receiver {
         waiting: &[(u64, u64)],
         wanted: impl Fn(&Picker, u64) -> bool,
     ) -> Vec<(u64, u64)> {
-        let from = self.place.map_or(Nearness::Host, |place| place.source);
-        let fetches = fetches(self.place, self.impatient, self.group, from);
+        let fetches = self.place.map(|place| fetches(self.place, self.impatient, self.group, place.source));
+        let fetches = |block| fetches.as_ref().is_none_or(|fetches| fetches(block));
         let need = merged(waiting, |block| fetches(block) && wanted(&self.picker, block));
         if need.is_empty() && !waiting.is_empty() && !merged(waiting, |block| wanted(&self.picker, block)).is_empty() {
             self.wait_for_others(now);
@@ -146,10 +141,9 @@ impl Receiver {
         }
     }
 
-    /// Whether to ask for more while all lanes are busy. Where zones are, what is held longer crosses more often.
+    /// Whether to ask for more while all lanes are busy.
     fn asks_ahead(&self, now: Duration) -> bool {
-        let is_quick = self.block_took <= SOON && !self.picker.has_far_relays();
-        self.granted.is_empty() && is_quick && !self.asking && now >= self.ask_at
+        self.granted.is_empty() && self.block_took <= SOON && !self.asking && now >= self.ask_at
     }
 
     fn may_ask(&self) -> bool {

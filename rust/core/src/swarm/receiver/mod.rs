@@ -227,7 +227,7 @@ mod fixtures {
 
     impl Receiver {
         pub(super) fn add_relay(&mut self) -> usize {
-            self.add_relay_at(Nearness::Zone)
+            self.add_relay_at(Nearness::Far)
         }
     }
 

@@ -13,6 +13,7 @@ use super::PyRows;
 use super::pickle::{self, Pickle};
 use super::plain_objects::write_if_plain;
 use crate::rows::columns::ByAddress;
+use tensorferry_core::Locked;
 
 /// Pickles as one list all leaves that have no row of their own: numbers and text, views of tensors, `DTensor`s and numpy's
 /// arrays, and by `foreign` everything else. `None` if Python's pickler has to write all of them together, because one
@@ -43,7 +44,7 @@ pub(crate) fn pickle_objects<'py>(
         numpy,
         pickle: Pickle::new(),
         functions_known: [None; 4],
-        specs_known: vec![None; table.views().specs.len()],
+        specs_known: vec![None; table.views.locked().specs.len()],
         known: ByAddress::default(),
         views_known: ByAddress::default(),
         arrays: ByAddress::default(),
@@ -111,7 +112,7 @@ impl<'py> ObjectWriter<'_, 'py> {
     fn next_view(&mut self) -> Option<usize> {
         let place = self.view;
         let leaf = -i64::try_from(self.number + 1).ok()?;
-        (self.rows.views().all.get(place)?.leaf == leaf).then(|| {
+        (self.rows.views.locked().all.get(place)?.leaf == leaf).then(|| {
             self.view += 1;
             place
         })

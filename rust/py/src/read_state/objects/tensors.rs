@@ -6,13 +6,14 @@ use pyo3::types::PyTuple;
 use super::{ObjectWriter, Written};
 use crate::read_state::pickle;
 use crate::read_state::view::{View, typed};
+use tensorferry_core::Locked;
 
 impl ObjectWriter<'_, '_> {
     /// Writes the leaf of the view at `place`: a tensor, or a `DTensor` and its local part. The leaf's own object occurs
     /// once among the objects, so that only the tensor that it is or has may be referred to again.
     pub(super) fn leaf(&mut self, place: usize) -> Written {
         let (global, requires_grad, parameter) = {
-            let view = &self.rows.views().all[place];
+            let view = &self.rows.views.locked().all[place];
             let global = view.global.as_ref().map(|global| {
                 (global.local.bind(self.py).clone(), global.spec, global.local_requires_grad, view.address)
             });
@@ -55,7 +56,7 @@ impl ObjectWriter<'_, '_> {
     /// Writes the tensor or parameter of the view at `place`, or refers to it where it was written before.
     fn tensor(&mut self, place: usize, requires_grad: bool, parameter: bool) -> Written {
         let (first, is_shared) = {
-            let views = self.rows.views();
+            let views = self.rows.views.locked();
             let first = views.all[place].first;
             (first, views.all[first].is_shared)
         };
@@ -79,7 +80,7 @@ impl ObjectWriter<'_, '_> {
             return Ok(None);
         }
         {
-            let mut views = self.rows.views();
+            let mut views = self.rows.views.locked();
             let View { store, start, end, .. } = views.all[place];
             let number = views.reach(store, (start, end));
             let view = &views.all[place];

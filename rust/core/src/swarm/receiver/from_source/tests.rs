@@ -1,6 +1,6 @@
 //! What lanes to the source do, step by step.
 
-use tensorferry_wire::swarm::{Place, Share};
+use tensorferry_wire::swarm::{Nearness, Place, Share};
 
 use super::super::fixtures::{at, begun, set};
 use super::*;
@@ -119,7 +119,7 @@ fn a_source_hears_of_a_receiver_whose_lanes_are_busy_for_long() {
         assert!(matches!(receiver.next_from_source(at(0), &waiting), FromSource::Take(..)));
     }
     receiver.granted.clear();
-    receiver.place = Some(Place { source: Nearness::Zone, host: Share::ALL, zone: Share::ALL, on_host: 0, in_zone: 1 });
+    receiver.place = Some(Place { source: Nearness::Far, host: Share::ALL, on_host: 0 });
     assert_eq!(
         (receiver.next_question(at(99), &waiting), receiver.next_question(at(100), &waiting)),
         (None, Some(vec![]))
