@@ -17,14 +17,6 @@ pub(super) const fn block_len() -> usize {
     len
 }
 
-/// Adds `block`, which is higher than all in `runs`: it makes the last run longer, or begins one.
-pub(super) fn push_block(runs: &mut Vec<(u64, u64)>, block: u64) {
-    match runs.last_mut() {
-        Some(run) if run.1 == block => run.1 += 1,
-        _ => runs.push((block, block + 1)),
-    }
-}
-
 /// `runs` as a request names them.
 pub(super) fn format_runs(runs: &[(u64, u64)]) -> String {
     let runs: Vec<_> = runs.iter().map(|(first, end)| format!("{first}-{end}")).collect();
@@ -58,15 +50,6 @@ pub(super) fn requests(runs: &[(u64, u64)], block_size: u64) -> Vec<Vec<(u64, u6
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn a_block_makes_the_last_run_longer_or_begins_one() {
-        let mut runs = Vec::new();
-        for block in [0, 1, 2, 4, 7, 8] {
-            push_block(&mut runs, block);
-        }
-        assert_eq!(runs, [(0, 3), (4, 5), (7, 9)]);
-    }
 
     #[test]
     fn requests_cover_every_run_once_and_no_gaps() {

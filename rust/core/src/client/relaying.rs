@@ -12,7 +12,7 @@ use tensorferry_wire::swarm::RelayAddress;
 
 use super::limits::Limits;
 use super::remote::Remote;
-use crate::payload::Plan;
+use crate::payload::{Plan, blocks_of};
 use crate::swarm::{BlockMap, Parting, RelayHost, Relayed, Relaying};
 
 /// With fewer blocks to fetch, a receive takes no part in a swarm: it would be over before others knew of it.
@@ -62,7 +62,7 @@ impl<'p> OpenRelay<'p> {
         let blocks = Arc::new(BlockMap::new(total).ok()?);
         let wanted = plan.wanted_blocks(0);
         let here = [(0, remote.first_blocks())];
-        for block in here.iter().chain(&wanted).flat_map(|&(first, end)| first..end) {
+        for block in blocks_of(&here).chain(blocks_of(&wanted)) {
             if missing[..missing.partition_point(|run| run.0 <= block)].last().is_none_or(|run| run.1 <= block) {
                 blocks.set(block);
             }
@@ -119,8 +119,7 @@ impl<'p> OpenRelay<'p> {
 
     /// The blocks that are wanted and not complete.
     pub(super) fn lacking(&self) -> impl Iterator<Item = u64> {
-        let wanted = self.missing.iter().flat_map(|&(first, end)| first..end);
-        wanted.filter(|&block| !self.blocks.has(block, block + 1))
+        blocks_of(&self.missing).filter(|&block| !self.blocks.has(block, block + 1))
     }
 
     /// The blocks that were to come when it was made.

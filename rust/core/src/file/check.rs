@@ -12,7 +12,7 @@ use super::read::Container;
 use super::{FileOptions, PIECE, by_runs};
 use crate::error::Error;
 use crate::memory::zeroed;
-use crate::payload::checksum_blocks;
+use crate::payload::{BlockRuns, checksum_blocks};
 use crate::sync::Locked;
 
 /// Blocks whose checksums are read at a time.
@@ -50,16 +50,9 @@ impl Container {
                 Ok(stop - first * FILE_BLOCK_SIZE)
             })
         })?;
-        let mut bad = found.into_value();
-        bad.sort_unstable();
-        let mut runs: Vec<(u64, u64)> = Vec::new();
-        for block in bad {
-            let (start, end) = (block * FILE_BLOCK_SIZE, ((block + 1) * FILE_BLOCK_SIZE).min(self.covered));
-            match runs.last_mut() {
-                Some(run) if run.1 == start => run.1 = end,
-                _ => runs.push((start, end)),
-            }
-        }
+        let bad: BlockRuns = found.into_value().into_iter().map(|block| (block, block + 1)).collect();
+        let bytes = |&(first, end): &(u64, u64)| (first * FILE_BLOCK_SIZE, (end * FILE_BLOCK_SIZE).min(self.covered));
+        let mut runs: Vec<_> = bad.iter().map(bytes).collect();
         if runs.is_empty() {
             runs.extend(self.damaged_table(options)?);
         }

@@ -18,7 +18,7 @@ use super::read_ahead::{AHEAD, Ahead, read_cached, request};
 use super::{FileOptions, FileReport, PIECE, by_runs, refused};
 use crate::error::{Error, ErrorKind};
 use crate::memory::{check_room, nontemporal, zeroed_for};
-use crate::payload::{Plan, Slice, checksum_blocks, copy_with_checksums, slices};
+use crate::payload::{BlockRuns, Plan, Slice, checksum_blocks, copy_with_checksums, slices};
 use crate::sync::Locked;
 
 /// Bytes of the checksum of a block.
@@ -264,13 +264,8 @@ impl Container {
     fn tables(&self, runs: &[(u64, u64)], options: &FileOptions) -> Result<Vec<(u64, Vec<u8>)>, Error> {
         let Some(at) = self.digests_at.filter(|_| !self.origin.is_file()) else { return Ok(Vec::new()) };
         let near = self.origin.gap() / DIGEST;
-        let mut joined: Vec<(u64, u64)> = Vec::new();
-        for &(first, end) in runs {
-            match joined.last_mut() {
-                Some(run) if first <= run.1 + near => run.1 = end,
-                _ => joined.push((first, end)),
-            }
-        }
+        let mut joined = BlockRuns::default();
+        runs.iter().for_each(|&run| joined.push(run, near));
         let tables: Mutex<Vec<(u64, Vec<u8>)>> = Mutex::default();
         by_runs(&joined, self.origin.chunk() / DIGEST, options, || {
             let tables = &tables;

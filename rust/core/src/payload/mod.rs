@@ -8,6 +8,7 @@
 //! | `waves` | entries that pass through a bounded buffer |
 //! | `plan` | destinations for bytes of a payload, in payload order |
 //! | `queue` | ranges of blocks still to come, shared by the threads that bring them |
+//! | `runs` | runs of blocks |
 //! | `slices` | parts of entries and their destinations, as a reshard asks for |
 //! | `checksums` | the checksums of blocks, taken while the bytes pass |
 //! | `backing` | [`Backing`]: what stands behind memory that may change by itself |
@@ -21,6 +22,7 @@ mod destination;
 mod layout;
 mod plan;
 mod queue;
+mod runs;
 mod segments;
 pub(crate) mod slices;
 mod small_blocks;
@@ -34,6 +36,7 @@ pub use self::layout::Item;
 pub(crate) use self::layout::Layout;
 pub(crate) use self::plan::{Extent, Plan};
 pub(crate) use self::queue::{Next, Queue, Taken};
+pub(crate) use self::runs::{BlockRuns, blocks_of};
 pub(crate) use self::segments::Segments;
 pub use self::slices::{Repeat, Slice};
 pub(crate) use self::small_blocks::copy_with_checksums;

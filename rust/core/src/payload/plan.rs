@@ -19,6 +19,7 @@ use std::sync::Arc;
 use bytes::Bytes;
 use tensorferry_wire::digest::{BLOCK_SIZE, BLOCK_SIZES};
 
+use super::runs::BlockRuns;
 use crate::error::{Error, ErrorKind};
 use crate::memory::{ALIGNMENT, FreshPages, Memory, PAGE, untouched};
 
@@ -135,15 +136,12 @@ impl Plan {
     /// The blocks that hold at least one wanted byte, as ascending runs `[first, end)`. Runs with at most `gap` bytes
     /// of blocks between them are one.
     pub(crate) fn wanted_blocks(&self, gap: u64) -> Vec<(u64, u64)> {
-        let mut runs: Vec<(u64, u64)> = Vec::new();
+        let mut runs = BlockRuns::default();
         for extent in &self.extents {
-            let (first, end) = (extent.start / self.block_size, extent.end().div_ceil(self.block_size));
-            match runs.last_mut() {
-                Some(run) if first <= run.1 + gap / self.block_size => run.1 = run.1.max(end),
-                _ => runs.push((first, end)),
-            }
+            let run = (extent.start / self.block_size, extent.end().div_ceil(self.block_size));
+            runs.push(run, gap / self.block_size);
         }
-        runs
+        runs.into_vec()
     }
 
     /// The wanted blocks of block `have` and those behind it, as runs.

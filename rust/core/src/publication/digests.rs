@@ -13,6 +13,7 @@ use std::sync::{Arc, Mutex};
 use tensorferry_wire::digest::{BLOCK_SIZE, DigestTable, Hasher};
 
 use super::{Abandoned, Lease, LeasedSegments, Stability};
+use crate::payload::blocks_of;
 use crate::sync::{Locked, parallel};
 
 /// The number of bytes that justifies another thread; each thread takes `PART_BYTES` at a time.
@@ -149,7 +150,7 @@ impl Lease {
     /// any more. Takes several threads where there is much to read.
     pub(crate) fn digests(self: &Arc<Self>, runs: &[(u64, u64)], block_size: u64) -> Option<DigestTable> {
         let (publication, content) = (self.publication(), self.content());
-        let numbers: Vec<u64> = runs.iter().flat_map(|&(first, end)| first..end).collect();
+        let numbers: Vec<u64> = blocks_of(runs).collect();
         let mut blocks = vec![0; numbers.len()];
         let threads = if self.digests_known(runs, block_size) {
             1

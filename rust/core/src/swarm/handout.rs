@@ -16,6 +16,7 @@ use tensorferry_wire::swarm::{Place, RelayAddress};
 
 use super::given::GivenBlocks;
 use crate::error::Error;
+use crate::payload::BlockRuns;
 
 /// A member that has asked nothing for so long is gone.
 pub(crate) const SILENCE: Duration = Duration::from_secs(15);
@@ -247,31 +248,31 @@ impl Handout {
             self.given.hand_out(now, to, &all, true);
             return all;
         }
-        let mut grant = Runs::default();
+        let mut grant = BlockRuns::default();
         let mut left = most;
         for (first, end) in need() {
             let mut at = first;
             while left > 0
                 && let Some(block) = self.given.first_fresh(at, end)
             {
-                grant.push(block);
+                grant.push_block(block);
                 (at, left) = (block + 1, left - 1);
             }
         }
-        if grant.0.is_empty() {
+        if grant.is_empty() {
             let blocks = need().flat_map(|(first, end)| first..end).take(LOOKS);
             for block in blocks {
                 if left == 0 {
                     break;
                 }
                 if self.is_due(now, to, block) {
-                    grant.push(block);
+                    grant.push_block(block);
                     left -= 1;
                 }
             }
         }
-        self.given.hand_out(now, to, &grant.0, false);
-        grant.0
+        self.given.hand_out(now, to, &grant, false);
+        grant.into_vec()
     }
 
     /// Whether a block that was handed out before may be so again: the member that has it is gone, or is slow to pass it
@@ -279,19 +280,6 @@ impl Handout {
     fn is_due(&self, now: Duration, to: u32, block: u64) -> bool {
         let Some(holder) = self.given.holder(block) else { return false };
         holder == to || self.given.is_overdue(now, block) || !self.has_number(holder)
-    }
-}
-
-/// Ascending runs of blocks.
-#[derive(Default)]
-struct Runs(Vec<(u64, u64)>);
-
-impl Runs {
-    fn push(&mut self, block: u64) {
-        match self.0.last_mut() {
-            Some(run) if run.1 == block => run.1 += 1,
-            _ => self.0.push((block, block + 1)),
-        }
     }
 }
 

@@ -11,7 +11,7 @@ use super::Remote;
 use crate::client::blocks::requests;
 use crate::error::Error;
 use crate::memory::{check_machine_has, zeroed};
-use crate::payload::Slice;
+use crate::payload::{BlockRuns, Slice};
 
 impl Remote {
     /// CRC-64/NVME of the bytes of each entry, in the order of the header; `None` if the source's digests are keyed with
@@ -44,14 +44,12 @@ impl Remote {
         let block_size = BLOCK_SIZES.into_iter().find(few).unwrap_or(BLOCK_SIZES[BLOCK_SIZES.len() - 1]);
         let edges = edges(block_size);
 
-        let whole: Vec<(u64, u64)> = merged(
-            header
-                .entries()
-                .iter()
-                .map(|entry| whole_blocks(entry.start, entry.end, block_size))
-                .filter(|(first, behind)| first < behind)
-                .collect(),
-        );
+        let whole: BlockRuns = header
+            .entries()
+            .iter()
+            .map(|entry| whole_blocks(entry.start, entry.end, block_size))
+            .filter(|(first, behind)| first < behind)
+            .collect();
         let count = whole.iter().map(|(first, end)| end - first).sum::<u64>();
         check_machine_has(count.saturating_mul(8).saturating_add(total(&edges)), "the digests of the source")?;
         let mut blocks = Vec::new();
@@ -106,17 +104,4 @@ impl Remote {
         }
         Ok(Some(digests))
     }
-}
-
-/// Runs of blocks in ascending order, neighbours merged.
-fn merged(mut runs: Vec<(u64, u64)>) -> Vec<(u64, u64)> {
-    runs.sort_unstable();
-    let mut merged: Vec<(u64, u64)> = Vec::new();
-    for run in runs {
-        match merged.last_mut() {
-            Some(last) if run.0 <= last.1 => last.1 = last.1.max(run.1),
-            _ => merged.push(run),
-        }
-    }
-    merged
 }

@@ -6,12 +6,12 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use tensorferry_wire::digest::BLOCK_SIZE;
 
 use super::Remote;
-use crate::client::blocks::{block_len, push_block, requests};
+use crate::client::blocks::{block_len, requests};
 use crate::client::lane_count;
 use crate::client::ledger::BlockLedger;
 use crate::error::Error;
 use crate::memory::zeroed;
-use crate::payload::Plan;
+use crate::payload::{BlockRuns, Plan, blocks_of};
 use crate::sync::parallel;
 
 impl Remote {
@@ -23,10 +23,10 @@ impl Remote {
         missing: &[(u64, u64)],
         received: &BlockLedger,
     ) -> Result<Vec<(u64, u64)>, Error> {
-        let mut left: Vec<(u64, u64)> = Vec::new();
+        let mut left = BlockRuns::default();
         for asked in requests(missing, BLOCK_SIZE) {
             let table = self.digests(&asked, BLOCK_SIZE)?;
-            let blocks: Vec<u64> = asked.iter().flat_map(|&(first, end)| first..end).collect();
+            let blocks: Vec<u64> = blocks_of(&asked).collect();
             let present = self.present(plan, &blocks, &table.blocks)?;
             for (&block, present) in blocks.iter().zip(present) {
                 if let Some(digest) = present {
@@ -35,10 +35,10 @@ impl Remote {
                     self.progress.fetch_add(end - start, Ordering::Relaxed);
                     continue;
                 }
-                push_block(&mut left, block);
+                left.push_block(block);
             }
         }
-        Ok(left)
+        Ok(left.into_vec())
     }
 
     /// For each of `blocks` the long checksum of the bytes at its destination, if they have the checksum in `digests`.

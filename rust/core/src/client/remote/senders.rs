@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 
 use super::Remote;
 use super::transfer::PlannedFetch;
+use crate::payload::blocks_of;
 use crate::report::Report;
 
 impl Remote {
@@ -11,7 +12,7 @@ impl Remote {
     /// counts for its last sender.
     pub(super) fn note_senders(&self, fetch: &PlannedFetch<'_>, report: &mut Report) {
         let mut sent: BTreeMap<usize, u64> = BTreeMap::new();
-        for block in fetch.missing.iter().flat_map(|&(first, end)| first..end) {
+        for block in blocks_of(fetch.missing) {
             let (start, end) = fetch.plan.block_bounds(block);
             *sent.entry(fetch.received.source_of(block)).or_default() += end - start;
         }

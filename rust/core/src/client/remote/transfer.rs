@@ -10,7 +10,6 @@ use tensorferry_wire::digest::BLOCK_SIZE;
 
 use super::Remote;
 use super::verify::Passes;
-use crate::client::blocks::push_block;
 use crate::client::connection::Connection;
 use crate::client::ledger::BlockLedger;
 use crate::client::pilot::Pilot;
@@ -20,7 +19,7 @@ use crate::client::stragglers::StragglerMonitor;
 use crate::client::swarm::{MOST_RELAYS, Swarm, SwarmEnd};
 use crate::client::{lane, lane_count};
 use crate::error::Error;
-use crate::payload::Plan;
+use crate::payload::{BlockRuns, Plan, blocks_of};
 use crate::report::Report;
 use crate::trust::random;
 
@@ -166,12 +165,8 @@ impl Remote {
 
     /// Runs of blocks that came from relays.
     fn relayed_runs(&self, fetch: &PlannedFetch<'_>) -> Vec<(u64, u64)> {
-        let mut runs: Vec<(u64, u64)> = Vec::new();
-        let blocks = fetch.missing.iter().flat_map(|&(first, end)| first..end);
-        for block in blocks.filter(|&block| fetch.received.source_of(block) >= self.sources.len()) {
-            push_block(&mut runs, block);
-        }
-        runs
+        let is_relayed = |block: &u64| fetch.received.source_of(*block) >= self.sources.len();
+        blocks_of(fetch.missing).filter(is_relayed).collect::<BlockRuns>().into_vec()
     }
 
     /// Bytes that came from relays, and how many relays brought them.
@@ -179,8 +174,7 @@ impl Remote {
         let runs = self.relayed_runs(fetch);
         let bytes =
             runs.iter().map(|&(first, end)| fetch.plan.block_bounds(end - 1).1 - fetch.plan.block_bounds(first).0);
-        let blocks = runs.iter().flat_map(|&(first, end)| first..end);
-        let relays: BTreeSet<_> = blocks.map(|block| fetch.received.source_of(block)).collect();
+        let relays: BTreeSet<_> = blocks_of(&runs).map(|block| fetch.received.source_of(block)).collect();
         (bytes.sum(), relays.len())
     }
 

@@ -13,11 +13,11 @@ use tensorferry_wire::digest::{BLOCK_SIZE, DigestTable, Hasher, WideTable};
 use super::Remote;
 use super::transfer::PlannedFetch;
 use crate::client::answers::{changed, read_digests, read_long_digests};
-use crate::client::blocks::{block_len, push_block, requests};
+use crate::client::blocks::{block_len, requests};
 use crate::client::connection::Connection;
 use crate::client::swarm::matches;
 use crate::error::{Error, ErrorKind, Hint};
-use crate::payload::slices;
+use crate::payload::{BlockRuns, blocks_of, slices};
 use crate::report::Report;
 
 /// How often a block that does not match its checksum is fetched again before the transfer fails.
@@ -119,11 +119,11 @@ impl Remote {
     /// differ.
     fn differing_blocks(&mut self, fetch: &PlannedFetch<'_>, all: &mut Hasher) -> Result<Vec<(u64, u64)>, Error> {
         let (block_size, received) = (fetch.plan.block_size(), fetch.received);
-        let mut differ: Vec<(u64, u64)> = Vec::new();
+        let mut differ = BlockRuns::default();
         for asked in requests(fetch.held, block_size) {
             let table = self.digests(&asked, block_size)?;
             hash_digests(all, &table.blocks);
-            for (block, &theirs) in asked.iter().flat_map(|&(a, b)| a..b).zip(&table.blocks) {
+            for (block, &theirs) in blocks_of(&asked).zip(&table.blocks) {
                 if received.digest(block) == Some(theirs) {
                     continue;
                 }
@@ -142,10 +142,10 @@ impl Remote {
                 );
                 let error = Error::new(ErrorKind::Corrupt, message).hinting(Hint::WithdrawBeforeChange);
                 received.note_trouble(&from, &error);
-                push_block(&mut differ, block);
+                differ.push_block(block);
             }
         }
-        Ok(differ)
+        Ok(differ.into_vec())
     }
 
     /// The long digests of all blocks, of one moment.
@@ -164,8 +164,8 @@ impl Remote {
 
     /// The runs of blocks held whose checksums are not those of `table`, and whether the source sent one of them.
     pub(super) fn differing_from(&self, table: &WideTable, fetch: &PlannedFetch<'_>) -> (Vec<(u64, u64)>, bool) {
-        let (mut differ, mut of_source): (Vec<(u64, u64)>, bool) = (Vec::new(), false);
-        for block in fetch.held.iter().flat_map(|&(first, end)| first..end) {
+        let (mut differ, mut of_source) = (BlockRuns::default(), false);
+        for block in blocks_of(fetch.held) {
             let origin = fetch.received.source_of(block);
             let expected = usize::try_from(block).ok().and_then(|index| table.blocks.get(index));
             let found = expected.zip(fetch.received.long_digest(block));
@@ -181,9 +181,9 @@ impl Remote {
             let message = format!("block {block} of its bytes is not the one that the source had");
             let error = Error::new(ErrorKind::Corrupt, message).hinting(Hint::WithdrawBeforeChange);
             fetch.received.note_trouble(&from, &error);
-            push_block(&mut differ, block);
+            differ.push_block(block);
         }
-        (differ, of_source)
+        (differ.into_vec(), of_source)
     }
 
     /// The long checksums of the blocks that came along with the header.

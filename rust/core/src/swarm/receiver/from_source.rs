@@ -8,6 +8,7 @@ use super::from_relays::fetches;
 use super::joining::Phase;
 use super::standing::Independence;
 use super::{FIRST_HEARTBEAT, FromSource, Question, Receiver, Rule};
+use crate::payload::{BlockRuns, blocks_of};
 use crate::swarm::picker::Picker;
 
 /// With no or next to no new bytes for so long, the receiver fetches from the source whatever it lacks, whether or not
@@ -108,7 +109,7 @@ impl Receiver {
 
     /// Whether no relay has any block of `waiting`.
     fn is_unoffered(&self, waiting: &[(u64, u64)]) -> bool {
-        waiting.iter().flat_map(|&(first, end)| first..end).all(|block| self.picker.is_unoffered(block))
+        blocks_of(waiting).all(|block| self.picker.is_unoffered(block))
     }
 
     /// The blocks of `waiting` that nobody offers.
@@ -227,18 +228,10 @@ impl Receiver {
 
 /// The blocks of `waiting` that are `wanted`, as at most [`MAX_RUNS`] ascending runs.
 fn merged(waiting: &[(u64, u64)], wanted: impl Fn(u64) -> bool) -> Vec<(u64, u64)> {
-    let mut sorted = waiting.to_vec();
-    sorted.sort_unstable();
-    let mut runs: Vec<(u64, u64)> = Vec::new();
-    for block in sorted.into_iter().flat_map(|(first, end)| first..end).filter(|&block| wanted(block)) {
-        if let Some(run) = runs.last_mut().filter(|run| run.1 == block) {
-            run.1 += 1;
-        } else if runs.len() < MAX_RUNS {
-            runs.push((block, block + 1));
-        } else {
-            break;
-        }
-    }
+    let sorted: BlockRuns = waiting.iter().copied().collect();
+    let runs: BlockRuns = blocks_of(&sorted).filter(|&block| wanted(block)).collect();
+    let mut runs = runs.into_vec();
+    runs.truncate(MAX_RUNS);
     runs
 }
 
