@@ -27,7 +27,6 @@ mod staged;
 mod swarm;
 mod swarm_forgery;
 mod swarm_kills;
-mod swarm_parting;
 mod swarm_slices;
 mod tls;
 mod withdraw;

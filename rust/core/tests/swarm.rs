@@ -172,27 +172,17 @@ fn a_receiver_alone_takes_everything_from_the_source() {
 fn a_member_alone_is_granted_everything_and_what_it_leaves_the_next_one_gets() {
     let state = State::of(&[16 * BLOCK], 1);
     let granted = |answer: &Answer| answer.text().lines().next().unwrap_or_default().to_owned();
-    for leaves in [true, false] {
-        let source = offering(&state, None);
-        let (mut one, mut two) = (Raw::to(&source), Raw::to(&source));
-        assert_eq!(granted(&ask_by(&mut one, &source, 1, "&need=1-16&took=0-1")), "grant 1-16");
-        let answer = ask_by(&mut two, &source, 2, "&need=0-16");
-        assert!(granted(&answer).starts_with("wait"), "the first one brings them: {}", answer.text());
-        assert!(answer.text().contains("peer http://127.0.0.1:1/"), "{}", answer.text());
-        // What the first one has not begun, it shares from now on.
-        let share = granted(&ask_by(&mut one, &source, 1, "&need=8-16"));
-        assert_eq!(share, "grant 8-9");
-        if leaves {
-            ask_by(&mut one, &source, 1, "&leave=1");
-            assert_eq!(granted(&ask_by(&mut two, &source, 2, "&need=0-16")), "grant 0-16");
-        }
-        // A connection that ends says the same.
-        drop(one);
-        assert!((0..100).any(|_| {
-            std::thread::sleep(std::time::Duration::from_millis(10));
-            granted(&ask_by(&mut two, &source, 2, "&need=0-16")) == "grant 0-16"
-        }));
-    }
+    let source = offering(&state, None);
+    let (mut one, mut two) = (Raw::to(&source), Raw::to(&source));
+    assert_eq!(granted(&ask_by(&mut one, &source, 1, "&need=1-16&took=0-1")), "grant 1-16");
+    let answer = ask_by(&mut two, &source, 2, "&need=0-16");
+    assert!(granted(&answer).starts_with("wait"), "the first one brings them: {}", answer.text());
+    assert!(answer.text().contains("peer http://127.0.0.1:1/"), "{}", answer.text());
+    // What the first one has not begun, it shares from now on.
+    assert_eq!(granted(&ask_by(&mut one, &source, 1, "&need=8-16")), "grant 8-9");
+    // A connection that ends says that its member is gone.
+    drop(one);
+    eventually("all is granted", || granted(&ask_by(&mut two, &source, 2, "&need=0-16")) == "grant 0-16");
 }
 
 #[test]
@@ -364,6 +354,23 @@ fn nothing_is_read_once_the_receive_has_returned() {
         again.send("GET", &format!("{path}7/have"), &[]);
         assert_eq!(again.answer().status, 404);
     }
+}
+
+#[test]
+fn a_source_that_withdraws_ends_every_receive() {
+    let state = State::of(&[64 * BLOCK], 1);
+    let (source, _readiness) = unfinished(&state, 20);
+    let members = [Rig::new(), Rig::new()];
+    std::thread::scope(|scope| {
+        let fetch = |rig| state.fetch(&[&source.url()], member(rig)).map(drop);
+        let threads: Vec<_> = members.iter().map(|rig| scope.spawn(move || fetch(rig))).collect();
+        let (mut relay, path) = relay_of(&source);
+        eventually("some blocks are there", || count(&mut relay, &path) > 2);
+        source.server.store().close();
+        for thread in threads {
+            assert!(!thread.join().unwrap().unwrap_err().is_timeout(), "what no member has is not waited for");
+        }
+    });
 }
 
 #[test]

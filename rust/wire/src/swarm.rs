@@ -5,12 +5,10 @@
 //!                 &took=16-17                                what it fetches already without a grant
 //!                 &coming=4-5,9-10                           what the source is sending it
 //!                 &part=0123456789abcdef                     names the blocks it wants, if these are not all
-//!                 &table=1&covered=1&leave=1                 and how it stands ([`Standing`])
 //!
 //! grant 0-4                                                  blocks it may fetch from the source
 //! wait 250                                                   milliseconds after which to ask again
 //! table 1                                                    the digests of all blocks can be fetched
-//! free 1                                                     the source is needed no more, and should be let go
 //! place 1 0/2 1                                              where the member is ([`Place`])
 //! peer http://10.0.0.7:4000/0f../checkpoint/                 a member that relays
 //! ```
@@ -53,17 +51,6 @@ pub struct RelayAddress {
     pub fingerprint: Option<String>,
 }
 
-/// How far a member has come, as it says itself.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Standing {
-    /// Whether it has the digests of all blocks.
-    pub has_table: bool,
-    /// Whether relays that it reaches have every block that it lacks.
-    pub is_covered: bool,
-    /// Whether it has everything, and relays no more once it is answered.
-    pub leaves: bool,
-}
-
 /// What a member asks its tracker.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Ask {
@@ -75,8 +62,6 @@ pub struct Ask {
     pub took: Vec<(u64, u64)>,
     /// Ascending runs of blocks that the source is sending it.
     pub coming: Vec<(u64, u64)>,
-    /// How far it has come.
-    pub standing: Standing,
     /// Stands for the blocks that it wants, where it does not want all: members with the same number want the same.
     pub part: Option<u64>,
 }
@@ -90,8 +75,6 @@ pub struct Answer {
     pub wait_ms: u64,
     /// Whether the digests of all blocks can be fetched.
     pub has_table: bool,
-    /// Whether the source should be left alone: the member finishes from others.
-    pub is_free: bool,
     /// Where the member is, among the others; `None` where the tracker says nothing of it.
     pub place: Option<Place>,
     /// URLs of members that relay, those that [`Place`] counts first.
@@ -150,10 +133,6 @@ impl Ask {
         if !self.coming.is_empty() {
             let _ = write!(query, "&coming={}", Runs(&self.coming));
         }
-        let Standing { has_table, is_covered, leaves } = self.standing;
-        for (name, _) in [("table", has_table), ("covered", is_covered), ("leave", leaves)].iter().filter(|it| it.1) {
-            let _ = write!(query, "&{name}=1");
-        }
         if let Some(part) = self.part {
             let _ = write!(query, "&part={part:016x}");
         }
@@ -167,8 +146,8 @@ impl Ask {
     ///
     /// let relay = RelayAddress { port: 4000, token: "0f".repeat(16), fingerprint: None };
     /// let need = vec![(0, 16), (20, 21)];
-    /// let (took, coming, standing) = (vec![(16, 17)], vec![(4, 5)], Default::default());
-    /// let ask = Ask { relay, need, took, coming, standing, part: Some(7) };
+    /// let (took, coming) = (vec![(16, 17)], vec![(4, 5)]);
+    /// let ask = Ask { relay, need, took, coming, part: Some(7) };
     /// assert_eq!(Ask::parse(&ask.query()), Some(ask));
     /// assert_eq!(Ask::parse("port=4000&token=../healthz"), None);
     /// ```
@@ -176,7 +155,7 @@ impl Ask {
     pub fn parse(query: &str) -> Option<Self> {
         let (mut port, mut token, mut fingerprint) = (None, None, None);
         let (mut need, mut took, mut coming) = (Vec::new(), Vec::new(), Vec::new());
-        let (mut standing, mut wanted) = (Standing::default(), None);
+        let mut wanted = None;
         for field in query.split('&') {
             match field.split_once('=')? {
                 ("port", value) => port = Some(value.parse().ok().filter(|&port| port > 0)?),
@@ -185,15 +164,12 @@ impl Ask {
                 ("need", value) => need = parse_runs(value)?,
                 ("took", value) => took = parse_runs(value)?,
                 ("coming", value) => coming = parse_runs(value)?,
-                ("table", value) => standing.has_table = value == "1",
-                ("covered", value) => standing.is_covered = value == "1",
-                ("leave", value) => standing.leaves = value == "1",
                 ("part", value) => wanted = Some(u64::from_str_radix(&hex(value, PART_LEN)?, 16).ok()?),
                 _ => {}
             }
         }
         let relay = RelayAddress { port: port?, token: token?, fingerprint };
-        Some(Self { relay, need, took, coming, standing, part: wanted })
+        Some(Self { relay, need, took, coming, part: wanted })
     }
 }
 
@@ -206,8 +182,8 @@ impl Answer {
             let _ = writeln!(text, "grant {}", Runs(&self.grant));
         }
         let _ = writeln!(text, "wait {}", self.wait_ms);
-        for (name, _) in [("table", self.has_table), ("free", self.is_free)].iter().filter(|it| it.1) {
-            let _ = writeln!(text, "{name} 1");
+        if self.has_table {
+            text.push_str("table 1\n");
         }
         if let Some(place) = &self.place {
             let _ = writeln!(text, "place {place}");
@@ -228,7 +204,6 @@ impl Answer {
                 ("grant", runs) => answer.grant = parse_runs(runs).filter(|runs| last(runs) <= blocks)?,
                 ("wait", millis) => answer.wait_ms = millis.parse().ok()?,
                 ("table", value) => answer.has_table = value == "1",
-                ("free", value) => answer.is_free = value == "1",
                 ("place", place) => answer.place = Some(Place::decode(place)?),
                 ("peer", url) if answer.peers.len() < MAX_PEERS && url.len() <= MAX_URL => {
                     answer.peers.push(url.to_owned());

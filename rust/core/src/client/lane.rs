@@ -126,7 +126,7 @@ impl Transfer<'_> {
                 return None;
             }
         };
-        while let Some(mut range) = self.take(scope, &mut connection) {
+        while let Some(mut range) = self.take(scope) {
             let first = range.at;
             // After a failure the lane tries the next source, and stays there.
             let origin = (self.primary + turn) % self.sources.len();
@@ -204,12 +204,8 @@ impl Transfer<'_> {
 
     /// What a lane to a source fetches next: anything, or in a swarm, what is left to the source. `None` when all is
     /// done or has failed; in a swarm it fails here when the deadline has passed. Starts lanes to relays that the
-    /// tracker names, and ends `connection` where the source is to go.
-    pub(super) fn take<'scope>(
-        &'scope self,
-        scope: &'scope Scope<'scope, '_>,
-        connection: &mut Option<Connection>,
-    ) -> Option<Taken<'scope>> {
+    /// tracker names.
+    pub(super) fn take<'scope>(&'scope self, scope: &'scope Scope<'scope, '_>) -> Option<Taken<'scope>> {
         self.watch.cut_silent();
         let Some(swarm) = self.swarm else { return self.queue.take(|| self.watch.cut_slow()) };
         let mut looked = Instant::now();
@@ -233,10 +229,6 @@ impl Transfer<'_> {
                 (Next::Over, _) => return None,
                 (Next::Later, Some(FromSource::Ask(need))) => self.ask_tracker(scope, swarm, need),
                 (Next::Later, wait) => {
-                    if connection.is_some() && swarm.receiver().is_free() {
-                        // A source that is to go waits for connections to end.
-                        *connection = None;
-                    }
                     let Some(FromSource::Wait(wait)) = wait else { continue };
                     self.queue.wait(wait);
                     if looked.elapsed() >= IDLE {

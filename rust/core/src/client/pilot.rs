@@ -121,9 +121,7 @@ impl Transfer<'_> {
         let (mut connection, mut view, mut wait) = (None, RelayView::new(), false);
         let mut sink = zeroed(block_len())?;
         loop {
-            if view.refresh(swarm, relay, wait)? {
-                self.queue.wake();
-            }
+            view.refresh(swarm, relay, wait)?;
             wait = true;
             while wait || !view.is_old() {
                 let mut range = match self

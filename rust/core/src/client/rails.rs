@@ -209,7 +209,7 @@ impl Transfer<'_> {
             match ready {
                 Ok(ready) => {
                     connection = Some(ready);
-                    let Some(mut range) = self.take(scope, &mut connection) else { return };
+                    let Some(mut range) = self.take(scope) else { return };
                     let first = range.at;
                     let from = (lane.source, source, limits);
                     let result = self.fetch_range(index, from, &mut connection, (&mut range, &mut sink), || ());

@@ -4,22 +4,17 @@
 //! as they are complete; when it is dropped, nothing is read any more, and only then the fetch returns.
 
 use std::sync::{Arc, OnceLock};
-use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use tensorferry_wire::digest::Hasher;
 use tensorferry_wire::swarm::RelayAddress;
 
-use super::limits::Limits;
 use super::remote::Remote;
 use crate::payload::{Plan, blocks_of};
-use crate::swarm::{BlockMap, Parting, RelayHost, Relayed, Relaying};
+use crate::swarm::{BlockMap, RelayHost, Relayed, Relaying};
 
 /// With fewer blocks to fetch, a receive takes no part in a swarm: it would be over before others knew of it.
 const LEAST_BLOCKS: u64 = 8;
-
-/// How often a member that stays for others looks whether it is still asked.
-const LOOK: Duration = Duration::from_millis(20);
 
 /// A relay of what is being received into the destinations of a plan.
 pub(super) struct OpenRelay<'p> {
@@ -117,11 +112,6 @@ impl<'p> OpenRelay<'p> {
         self.blocks.set(block);
     }
 
-    /// The blocks that are wanted and not complete.
-    pub(super) fn lacking(&self) -> impl Iterator<Item = u64> {
-        blocks_of(&self.missing).filter(|&block| !self.blocks.has(block, block + 1))
-    }
-
     /// The blocks that were to come when it was made.
     pub(super) fn missing(&self) -> &[(u64, u64)] {
         &self.missing
@@ -135,18 +125,6 @@ impl<'p> OpenRelay<'p> {
     /// Stands for the blocks that are wanted, where these are not all.
     pub(super) fn part(&self) -> Option<u64> {
         self.part
-    }
-
-    /// Goes on relaying while others ask for something, everything having come in the time of `took`.
-    pub(super) fn stay(&self, took: Duration, limits: &Limits) {
-        let (began, mut parting) = (Instant::now(), Parting::new(took, self.blocks.questions().0));
-        loop {
-            let (questions, answering) = self.blocks.questions();
-            let busy = answering || self.relaying().is_some_and(|relaying| relaying.readers() > 0);
-            if !parting.stays(began.elapsed(), questions, busy) || !limits.pause(LOOK, || false) {
-                return;
-            }
-        }
     }
 
     /// How other members reach it; `None` before it is shown.

@@ -11,7 +11,7 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 use std::time::{Duration, Instant};
 
 use tensorferry_wire::digest::{Algorithm, BlockDigests, WideTable};
-use tensorferry_wire::swarm::{Answer, Ask, Nearness, Standing};
+use tensorferry_wire::swarm::{Answer, Ask, Nearness};
 
 use super::Source;
 use super::answers::read_long_digests;
@@ -79,11 +79,8 @@ pub(super) struct Swarm<'a> {
 pub(super) struct SwarmEnd {
     /// The digests of all blocks, if they have come.
     pub(super) table: Option<Arc<WideTable>>,
-    /// Whether the source is to go, or is gone.
-    is_free: bool,
-    tracker: Option<Connection>,
-    /// The connection by which the tracker was told, and has not answered.
-    told: Option<Connection>,
+    /// The tracker takes a member whose connection ends for one that has left.
+    _tracker: Option<Connection>,
 }
 
 /// A relay that a lane begins to fetch from.
@@ -197,18 +194,18 @@ impl<'a> Swarm<'a> {
     /// Asks the tracker for the blocks in `need`; returns relays to be fetched from, and whether this has had no others
     /// until now.
     pub(super) fn ask(&self, need: Vec<(u64, u64)>) -> (Vec<NewRelay>, bool) {
-        let (standing, took, coming) = {
+        let (took, coming) = {
             let mut receiver = self.receiver();
-            (receiver.say_standing(self.relay.lacking()), receiver.take_taken(), receiver.coming())
+            (receiver.take_taken(), receiver.coming())
         };
         let Some(address) = self.relay.address() else {
             self.receiver().note_no_tracker(self.now());
             return (Vec::new(), false);
         };
-        let ask = Ask { relay: address, need, took, coming, standing, part: self.relay.part() };
+        let ask = Ask { relay: address, need, took, coming, part: self.relay.part() };
         // One lane asks at a time, as `Receiver` has it.
         let mut tracker = self.tracker.locked();
-        let Ok(Answer { grant, wait_ms, peers, place, has_table, is_free }) = self.answer(&mut tracker, &ask) else {
+        let Ok(Answer { grant, wait_ms, peers, place, has_table }) = self.answer(&mut tracker, &ask) else {
             *tracker = None;
             self.receiver().note_no_tracker(self.now());
             return (Vec::new(), false);
@@ -220,11 +217,6 @@ impl<'a> Swarm<'a> {
         let mut receiver = self.receiver();
         let are_new = receiver.note_place(place);
         receiver.note_answer(self.now(), grant, Duration::from_millis(wait_ms));
-        if is_free {
-            // The source waits for connections to end.
-            *tracker = None;
-            receiver.note_free();
-        }
         drop(receiver);
         let near = |index| place.map_or(Nearness::Far, |place| place.nearness(index));
         let relays = peers.into_iter().enumerate().filter_map(|(index, url)| self.begin_relay(url, there, near(index)));
@@ -240,18 +232,14 @@ impl<'a> Swarm<'a> {
         };
         if table.header == self.header_digest && table.payload_len == self.payload_len {
             let _ = self.table.set(Arc::new(table));
-            let mut receiver = self.receiver();
-            receiver.note_table();
-            receiver.note_standing(self.relay.lacking());
+            self.receiver().note_table();
         }
     }
 
     /// What is left when all blocks have come; `None` if this has taken no part.
     pub(super) fn end(self) -> Option<SwarmEnd> {
-        let receiver = self.receiver.into_value();
-        let (is_free, has_joined) = (receiver.is_free(), receiver.has_joined());
-        let tracker = self.tracker.into_value();
-        has_joined.then(|| SwarmEnd { table: self.table.into_inner(), is_free, tracker, told: None })
+        let has_joined = self.receiver.into_value().has_joined();
+        has_joined.then(|| SwarmEnd { table: self.table.into_inner(), _tracker: self.tracker.into_value() })
     }
 
     fn answer(&self, tracker: &mut Option<Connection>, ask: &Ask) -> Result<Answer, Error> {
@@ -288,55 +276,10 @@ impl<'a> Swarm<'a> {
     }
 }
 
-impl SwarmEnd {
-    /// Parts from the swarm before what is here is compared with the digests of the source now: nobody is to count on
-    /// this member from then on. It waits for no answer.
-    pub(super) fn leave_unanswered(&mut self, relay: &OpenRelay<'_>, source: &Source, key: &str) {
-        let connection = self.tracker.take().filter(Connection::is_reusable);
-        if let Some((mut connection, ask)) = connection.zip(leave(relay, false)) {
-            // The source takes who ends the connection for one that has left, too.
-            let path = format!("{key}/swarm?{}", ask.query());
-            let _ = connection.tell(&path, source.etag.get().map(String::as_str));
-            self.told = Some(connection);
-        }
-    }
-
-    /// Parts from the swarm, everything being here and verified: tells the tracker, and stays for the others if the
-    /// source is to go or is gone. `started` is when the receive began.
-    pub(super) fn part(
-        mut self,
-        relay: &OpenRelay<'_>,
-        (source, key, blocks): (&Source, &str, u64),
-        started: Instant,
-        limits: &Limits,
-    ) {
-        if !self.is_free {
-            let Some(ask) = leave(relay, self.table.is_some()) else { return };
-            let path = format!("{key}/swarm?{}", ask.query());
-            let etag = source.etag.get().map_or("", String::as_str);
-            let limits = limits.at_most(RELAY_STALL);
-            let answer = request(&mut self.tracker, (source, etag, blocks), &limits, &path);
-            if answer.is_ok_and(|answer| !answer.is_free) {
-                return;
-            }
-        }
-        drop(self.tracker.take());
-        relay.stay(started.elapsed(), limits);
-    }
-}
-
 /// Whether a block that a relay or the source has sent is the one that has the checksums `expected`.
 #[allow(clippy::cast_possible_truncation, reason = "the low half is the checksum of what the source sends")]
 pub(super) fn matches(expected: &BlockDigests, digest: u128, from_relay: bool) -> bool {
     if from_relay { expected.long == digest } else { expected.short == digest as u64 }
-}
-
-/// What a member says that leaves.
-fn leave(relay: &OpenRelay<'_>, has_table: bool) -> Option<Ask> {
-    let standing = Standing { has_table, is_covered: true, leaves: true };
-    let part = relay.part();
-    let relay = relay.address()?;
-    Some(Ask { relay, need: Vec::new(), took: Vec::new(), coming: Vec::new(), standing, part })
 }
 
 /// Asks the tracker of a source by the connection in `tracker`, or by a new one.
@@ -375,9 +318,8 @@ impl RelayView {
         self.read.elapsed() >= MAP_AGE
     }
 
-    /// Learns what `relay` has. If there was nothing to fetch from it, waits until it has more, or for a moment. Returns
-    /// whether the tracker should hear of it.
-    pub(super) fn refresh(&mut self, swarm: &Swarm<'_>, relay: &NewRelay, wait: bool) -> Result<bool, Error> {
+    /// Learns what `relay` has. If there was nothing to fetch from it, waits until it has more, or for a moment.
+    pub(super) fn refresh(&mut self, swarm: &Swarm<'_>, relay: &NewRelay, wait: bool) -> Result<(), Error> {
         if wait && !swarm.limits.pause(MAP_PAUSE, || false) {
             return Err(swarm.limits.over());
         }
@@ -396,9 +338,8 @@ impl RelayView {
         relay.source.learn(head.same_host);
         let mut receiver = swarm.receiver();
         receiver.learn(relay.number, set);
-        let is_news = receiver.note_standing(swarm.relay.lacking());
         drop(receiver);
         (self.count, self.read) = (count, Instant::now());
-        Ok(is_news)
+        Ok(())
     }
 }

@@ -9,7 +9,6 @@
 //! first. It is therefore of the same moment, and the slower of the two is computed once.
 
 use std::fmt;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 
 use tensorferry_wire::digest::{Algorithm, BLOCK_SIZE, BlockDigests, Hasher, WideTable, block_count};
@@ -26,8 +25,6 @@ const MOST_PASSES: u32 = 6;
 pub(super) struct Proof {
     state: Mutex<State>,
     news: Notify,
-    /// Whether the memory is wanted back.
-    wanted_back: AtomicBool,
 }
 
 #[derive(Default)]
@@ -46,8 +43,6 @@ impl fmt::Debug for Proof {
     }
 }
 
-impl Proof {}
-
 /// What asking for the table leads to.
 pub(crate) enum Asked {
     Proven,
@@ -60,15 +55,6 @@ pub(crate) enum Asked {
 }
 
 impl Publication {
-    /// Notes that the memory is wanted back: members of a swarm should do without it as soon as they can.
-    pub(super) fn note_wanted_back(&self) {
-        self.proof.wanted_back.store(true, Ordering::Relaxed);
-    }
-
-    pub(super) fn is_wanted_back(&self) -> bool {
-        self.proof.wanted_back.load(Ordering::Relaxed)
-    }
-
     /// The table, if there is one.
     pub(crate) fn proven(&self) -> Option<Arc<WideTable>> {
         match &*self.proof.state.locked() {
@@ -202,6 +188,8 @@ impl LeasedSegments {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::{AtomicBool, Ordering};
+
     use tensorferry_wire::dtype::Dtype;
 
     use super::*;

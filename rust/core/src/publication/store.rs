@@ -199,7 +199,6 @@ impl Store {
         let gone = match state.take_current(|_| true) {
             Some(current) if current.stability() == Stability::Borrowed => {
                 let step = state.step;
-                current.note_wanted_back();
                 state.draining.push(Former { step, publication: current });
                 None
             }

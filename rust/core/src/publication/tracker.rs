@@ -65,7 +65,7 @@ impl Tracked {
         let now = self.began.elapsed();
         let gone = self.connections.extract_if(.., |(_, _, connection)| connection.strong_count() == 0);
         for (_, member, _) in gone {
-            self.handout.note_gone(&member);
+            self.handout.forget(&member);
         }
         now
     }
@@ -109,8 +109,7 @@ impl Publication {
         let known = match tracker.iter().position(|known| known.part == ask.part) {
             Some(index) => &mut tracker[index],
             None if ask.part.is_some() && tracker.len() >= MOST_PARTS => {
-                let grant = if ask.standing.leaves { Vec::new() } else { ask.need.clone() };
-                return Ok((Answer { grant, wait_ms: ASK_LATER_MS, ..Answer::default() }, false));
+                return Ok((Answer { grant: ask.need.clone(), wait_ms: ASK_LATER_MS, ..Answer::default() }, false));
             }
             None => {
                 tracker.push(Tracked::new(self.payload_len().div_ceil(BLOCK_SIZE), ask)?);
@@ -118,25 +117,15 @@ impl Publication {
                 &mut tracker[last]
             }
         };
-        let (now, wanted_back) = (known.look(), self.is_wanted_back());
+        let now = known.look();
         let handout = &mut known.handout;
-        if ask.standing.leaves {
-            let is_free = handout.leave(now, member, wanted_back);
-            known.note(member, connection);
-            return Ok((Answer { is_free, ..Answer::default() }, false));
-        }
         let most = handout.most();
-        let is_ready = ask.standing.has_table && ask.standing.is_covered;
-        // Of memory that is wanted back, nothing is sent to those that can have it from others.
-        let need = if wanted_back && is_ready { &[] } else { &ask.need[..] };
         handout.note_coming(now, member, &ask.coming);
-        let told = handout.ask(now, member, need, most);
-        let wait = if is_ready { told.again } else { told.wait };
-        let wait_ms = u64::try_from(wait.as_millis()).unwrap_or(u64::MAX);
+        let told = handout.ask(now, member, &ask.need, most);
+        let wait_ms = u64::try_from(told.wait.as_millis()).unwrap_or(u64::MAX);
         let peers = told.neighbours.into_iter().map(url).collect();
         let mut answer = Answer { peers, place: told.place, grant: told.grant, wait_ms, ..Answer::default() };
         handout.note_taken(now, member, &ask.took);
-        answer.is_free = handout.stand(now, member, ask.standing, wanted_back);
         answer.has_table = self.proven().is_some();
         let wants_table = !answer.has_table && handout.members() > 1;
         known.note(member, connection);
@@ -149,7 +138,7 @@ mod tests {
     use std::sync::Arc;
 
     use tensorferry_wire::dtype::Dtype;
-    use tensorferry_wire::swarm::{RelayAddress, Standing};
+    use tensorferry_wire::swarm::RelayAddress;
 
     use super::*;
     use crate::{Item, Stability};
@@ -159,20 +148,17 @@ mod tests {
         let item = Item::bytes("w", Dtype::U8, &[1], vec![1].into());
         let publication = Publication::new(Vec::new(), vec![item], Stability::Private, Box::new(())).unwrap();
         let (handle, mut asked) = (Arc::new(ConnectionHandle::default()), 0_u32);
-        let mut ask = |part, leaves| {
+        let mut ask = |part| {
             asked += 1;
             let relay = RelayAddress { port: 1, token: format!("{asked:032x}"), fingerprint: None };
-            let standing = Standing { leaves, ..Standing::default() };
-            let ask = Ask { relay, need: vec![(0, 1)], took: vec![], coming: vec![], standing, part };
+            let ask = Ask { relay, need: vec![(0, 1)], took: vec![], coming: vec![], part };
             let member = Member { ip: [10, 0, 0, 1].into(), relay: ask.relay.clone() };
             publication.track(&member, &ask, &Arc::downgrade(&handle), |_| String::new()).unwrap();
         };
         for part in [None, Some(1)] {
-            for leaves in [false, true] {
-                (0..500).for_each(|_| ask(part, leaves));
-            }
+            (0..500).for_each(|_| ask(part));
         }
-        (0..200).for_each(|part| ask(Some(part), false));
+        (0..200).for_each(|part| ask(Some(part)));
         let tracker = publication.tracker.0.lock().unwrap();
         assert_eq!(tracker.len(), MOST_PARTS);
         for tracked in &*tracker {

@@ -54,10 +54,6 @@ impl Relaying for Relay {
     fn address(&self) -> RelayAddress {
         self.address.clone()
     }
-
-    fn readers(&self) -> usize {
-        self.shelf.store().active()
-    }
 }
 
 impl Drop for Relay {

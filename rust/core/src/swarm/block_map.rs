@@ -26,18 +26,6 @@ pub(crate) struct BlockMap {
     blocks: u64,
     complete: AtomicU64,
     news: Notify,
-    /// Questions of others so far, and those that are being answered.
-    questions: AtomicU64,
-    answering: AtomicU64,
-}
-
-/// A question that is being answered.
-pub(crate) struct Question<'a>(&'a BlockMap);
-
-impl Drop for Question<'_> {
-    fn drop(&mut self) {
-        self.0.answering.fetch_sub(1, Ordering::Release);
-    }
 }
 
 impl BlockMap {
@@ -46,14 +34,7 @@ impl BlockMap {
         let mut map = Vec::new();
         make_room(&mut map, words(blocks))?;
         map.resize_with(words(blocks), AtomicU64::default);
-        Ok(Self {
-            words: map,
-            blocks,
-            complete: AtomicU64::new(0),
-            news: Notify::new(),
-            questions: AtomicU64::new(0),
-            answering: AtomicU64::new(0),
-        })
+        Ok(Self { words: map, blocks, complete: AtomicU64::new(0), news: Notify::new() })
     }
 
     /// `block` may be read from now on: who sees its bit sees its bytes.
@@ -85,18 +66,6 @@ impl BlockMap {
     /// How many blocks there are so far.
     pub(crate) fn count(&self) -> u64 {
         self.complete.load(Ordering::Acquire)
-    }
-
-    /// Notes a question of somebody who lacks blocks, until what is returned is dropped.
-    pub(crate) fn begin_question(&self) -> Question<'_> {
-        self.questions.fetch_add(1, Ordering::Release);
-        self.answering.fetch_add(1, Ordering::Release);
-        Question(self)
-    }
-
-    /// How many questions there were, and whether some are being answered.
-    pub(crate) fn questions(&self) -> (u64, bool) {
-        (self.questions.load(Ordering::Acquire), self.answering.load(Ordering::Acquire) > 0)
     }
 
     /// Waits until there are more than `since` blocks.

@@ -65,10 +65,6 @@ pub(super) struct Known {
     granted: Option<Granted>,
     /// When it was last granted blocks.
     pub(super) served: Option<Duration>,
-    /// Whether it could finish without the source when it last asked.
-    pub(super) ready: bool,
-    /// Whether it has everything, and stays for the others.
-    pub(super) stays: bool,
 }
 
 /// What a member is told.
@@ -78,8 +74,6 @@ pub(crate) struct Told<'a> {
     pub(crate) grant: Vec<(u64, u64)>,
     /// When it should ask again.
     pub(crate) wait: Duration,
-    /// When it should ask again if the answer may change at any time.
-    pub(crate) again: Duration,
     /// Members that relay, the nearest first.
     pub(crate) neighbours: Vec<&'a Member>,
     /// Where it is among them; `None` without others.
@@ -97,21 +91,12 @@ pub(crate) struct Handout {
     numbers: u32,
     /// Questions so far.
     pub(super) asked: u64,
-    /// Whether members have been told to do without the source.
-    pub(super) freed: bool,
 }
 
 impl Handout {
     /// For a snapshot of `blocks` blocks.
     pub(crate) fn new(blocks: u64) -> Result<Self, Error> {
-        Ok(Self {
-            given: GivenBlocks::new(blocks)?,
-            wanted: blocks,
-            members: Vec::new(),
-            numbers: 0,
-            asked: 0,
-            freed: false,
-        })
+        Ok(Self { given: GivenBlocks::new(blocks)?, wanted: blocks, members: Vec::new(), numbers: 0, asked: 0 })
     }
 
     /// For members that all want the same `wanted` of the blocks.
@@ -129,6 +114,11 @@ impl Handout {
     pub(crate) fn present(&self, now: Duration) -> impl Iterator<Item = (&Member, Duration)> {
         let known = self.members.iter().map(move |known| (&known.member, now.saturating_sub(known.asked)));
         known.filter(|(_, ago)| *ago < SILENCE)
+    }
+
+    /// Notes that `member` is gone.
+    pub(crate) fn forget(&mut self, member: &Member) {
+        self.members.retain(|known| known.member != *member);
     }
 
     /// The number of `member`, if it has a place.
@@ -154,13 +144,7 @@ impl Handout {
         self.members.retain(|known| now.saturating_sub(known.asked) < SILENCE || known.member == *member);
         let Some(number) = self.admit(now, member, need) else {
             // It is served like a receiver that knows of no swarm.
-            return Told {
-                grant: need.to_vec(),
-                wait: ASK_LATER,
-                again: ASK_LATER,
-                neighbours: Vec::new(),
-                place: None,
-            };
+            return Told { grant: need.to_vec(), wait: ASK_LATER, neighbours: Vec::new(), place: None };
         };
         self.given.take_back(number, need);
         let hold = self.given.hold();
@@ -182,7 +166,6 @@ impl Handout {
         Told {
             grant,
             wait: if starves { again } else { ASK_LATER },
-            again,
             neighbours,
             place: (self.members.len() > 1).then_some(place),
         }
@@ -214,8 +197,6 @@ impl Handout {
             asked: now,
             granted: None,
             served: None,
-            ready: false,
-            stays: false,
         });
         Some(self.numbers)
     }

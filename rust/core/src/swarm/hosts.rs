@@ -65,12 +65,11 @@ impl Handout {
     /// What of the blocks the member of number `number` is to bring to the host of `asker`, which it is.
     fn share(&self, number: u32, asker: &Member) -> Share {
         let mut share = Share { number: 0, of: 0 };
-        for known in self.members.iter().filter(|known| !known.stays && known.member.ip == asker.ip) {
+        for known in self.members.iter().filter(|known| known.member.ip == asker.ip) {
             share.number += u32::from(known.number < number);
             share.of += 1;
         }
-        // One that stays brings nothing more.
-        if share.number < share.of { share } else { Share::ALL }
+        share
     }
 }
 
@@ -111,7 +110,7 @@ mod tests {
             }
             assert!(places.iter().all(|place| owns(place, Nearness::Host, block)));
         }
-        handout.leave(at(1), &members[0], false);
+        handout.forget(&members[0]);
         assert_eq!(place(&mut handout, &members[1]).host, Share::ALL, "the other one is gone");
     }
 

@@ -7,7 +7,6 @@
 //! | `given` | to whom each block was handed out, and whether it counts as on its way |
 //! | `handout` | [`Handout`]: which of its own blocks a source hands out to whom, and the members |
 //! | `picker` | [`Picker`]: which block a receiver fetches from which relay |
-//! | `parting` | when members do without the source, and how long one that is through stays |
 //! | `receiver` | [`Receiver`]: whether a receiver fetches from the source, asks the tracker, or waits |
 //! | `relay` | [`RelayHost`]: what a server does for a receiver of its process |
 //! | `hosts` | what members bring to their host, and whom they are told of |
@@ -25,13 +24,11 @@ mod hosts;
     reason = "blocks are few, and the model is one loop"
 )]
 mod model;
-mod parting;
 mod picker;
 mod receiver;
 mod relay;
 
 pub(crate) use self::block_map::{BlockMap, BlockSet};
 pub(crate) use self::handout::{Handout, Member};
-pub(crate) use self::parting::Parting;
 pub(crate) use self::receiver::{FromSource, Receiver};
 pub use self::relay::{RelayHost, Relayed, Relaying};

@@ -54,9 +54,4 @@ pub trait RelayHost: fmt::Debug + Send + Sync {
 pub trait Relaying: Send + Sync {
     /// How other members reach it.
     fn address(&self) -> RelayAddress;
-
-    /// How many readers there are at this moment.
-    fn readers(&self) -> usize {
-        0
-    }
 }

@@ -2,7 +2,7 @@ use super::*;
 
 fn ask(need: &[(u64, u64)]) -> Ask {
     let relay = RelayAddress { port: 1, token: "a0".repeat(16), fingerprint: Some("0".repeat(FINGERPRINT_LEN)) };
-    Ask { relay, need: need.to_vec(), took: Vec::new(), coming: Vec::new(), standing: Standing::default(), part: None }
+    Ask { relay, need: need.to_vec(), took: Vec::new(), coming: Vec::new(), part: None }
 }
 
 #[test]
@@ -13,16 +13,12 @@ fn messages_come_back_as_they_were() {
         assert_eq!(Ask::parse(&taking.query()), Some(taking));
     }
     let (grant, peers) = (vec![(3, 5), (9, 10)], vec!["http://h:1/".to_owned(); 3]);
-    for (has_table, is_free) in [(false, false), (true, false), (false, true)] {
+    for has_table in [false, true] {
         let (grant, peers) = (grant.clone(), peers.clone());
         let place = Place { source: Nearness::Far, host: Share { number: 1, of: 2 }, on_host: 1 };
-        let answer = Answer { grant, wait_ms: 20, has_table, is_free, place: Some(place).filter(|_| has_table), peers };
+        let answer = Answer { grant, wait_ms: 20, has_table, place: Some(place).filter(|_| has_table), peers };
         assert_eq!(Answer::decode(&answer.encode(), 10), Some(answer));
-    }
-    for said in 0..8 {
-        let standing = Standing { has_table: said & 1 > 0, is_covered: said & 2 > 0, leaves: said & 4 > 0 };
-        let part = Some(u64::MAX / 8 * said).filter(|_| said > 0);
-        let ask = Ask { standing, part, ..ask(&[(0, 1)]) };
+        let ask = Ask { part: Some(u64::MAX / 8).filter(|_| has_table), ..ask(&[(0, 1)]) };
         assert_eq!(Ask::parse(&ask.query()), Some(ask));
     }
     assert_eq!(Answer::decode(&Answer::default().encode(), 0), Some(Answer::default()));

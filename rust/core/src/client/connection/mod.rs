@@ -167,11 +167,6 @@ impl Connection {
         Ok(head)
     }
 
-    /// Sends one GET for `path` and reads no answer: nothing else can be asked for on this connection afterwards.
-    pub(crate) fn tell(&mut self, path: &str, if_match: Option<&str>) -> Result<(), Error> {
-        self.send(path, None, if_match)
-    }
-
     /// Sends a GET; over a new connection where this one cannot be used again.
     fn send(&mut self, path: &str, range: Option<(u64, u64)>, if_match: Option<&str>) -> Result<(), Error> {
         use std::fmt::Write as _;

@@ -89,9 +89,8 @@ impl Remote {
             end.table = self.long_digests().ok().map(Arc::new);
         }
         let Some(table) = end.table.clone() else {
-            if let Some(relay) = &relay {
-                end.leave_unanswered(relay, &self.sources[self.primary], &self.key);
-            }
+            // Nobody is to count on this member from now on.
+            drop(end);
             return self.settle_with_source(fetches, relay, report);
         };
         for _ in 0..=LONG_RETRIES {
@@ -113,10 +112,6 @@ impl Remote {
                 }
             }
             if whole {
-                if let Some(relay) = relay {
-                    let of = (&self.sources[self.primary], &*self.key, table.blocks.len() as u64);
-                    end.part(&relay, of, self.limits.started, &self.limits);
-                }
                 return Ok(());
             }
         }

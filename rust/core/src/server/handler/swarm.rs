@@ -40,10 +40,6 @@ pub(super) fn track<B>(connection: &ConnectionContext, lease: &Arc<Lease>, asked
                 let lease = Arc::clone(lease);
                 tokio::task::spawn_blocking(move || lease.prove());
             }
-            if answer.is_free || ask.standing.leaves {
-                // The member asks for nothing more.
-                lease.note_last();
-            }
             let mut found = bytes(Bytes::from(answer.encode()));
             insert(found.headers_mut(), header::ETAG, &etag);
             found
@@ -85,13 +81,11 @@ pub(super) async fn relayed<B>(
             if start < first || !blocks.has((start - first) / BLOCK_SIZE, (end - first).div_ceil(BLOCK_SIZE)) {
                 return missing();
             }
-            drop(blocks.begin_question());
             memory(connection, lease.content(), step, false, asked)
         }
         Resource::Have(_) => {
             // The bits outlive the memory: nobody waits for this answer to end.
             drop(lease);
-            let _asker = blocks.begin_question();
             let since = asked.uri().query().and_then(|query| query.strip_prefix("since=")?.parse().ok());
             if let Some(since) = since {
                 let _ = tokio::time::timeout(NEWS_PATIENCE, blocks.more_than(since)).await;

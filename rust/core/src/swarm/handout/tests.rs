@@ -126,7 +126,7 @@ fn what_a_member_was_granted_alone_is_shared_when_another_one_comes() {
     // It has begun to fetch the first four.
     assert_eq!(handout.ask(at(2), &one, &[(4, 10)], 2).grant, [(4, 6)]);
     assert_eq!(handout.ask(at(3), &two, &[(0, 10)], 2).grant, [(6, 8)]);
-    handout.leave(at(4), &one, false);
+    handout.forget(&one);
     assert_eq!(handout.ask(at(5), &two, &[(0, 6), (8, 10)], 2).grant, [(0, 6), (8, 10)]);
 }
 

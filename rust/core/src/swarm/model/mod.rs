@@ -358,7 +358,7 @@ fn simulate_in(world: &World, links: &[Link], blocks: u64) -> Outcome {
             // The connection to the tracker ends.
             if !node.gone && (node.ended.is_some() || now >= node.link.dies) {
                 node.gone = true;
-                handout.note_gone(&member(index));
+                handout.forget(&member(index));
             }
         }
     }

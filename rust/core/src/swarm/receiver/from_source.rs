@@ -6,7 +6,6 @@ use tensorferry_wire::request::MAX_RUNS;
 
 use super::from_relays::fetches;
 use super::joining::Phase;
-use super::standing::Independence;
 use super::{FIRST_HEARTBEAT, FromSource, Question, Receiver, Rule};
 use crate::payload::{BlockRuns, blocks_of};
 use crate::swarm::picker::Picker;
@@ -57,7 +56,7 @@ impl Receiver {
     fn decide(&mut self, now: Duration, waiting: &[(u64, u64)]) -> FromSource {
         if self.phase == Phase::Member {
             let has_time = !self.granted.is_empty() || waiting.is_empty();
-            if (has_time && self.is_due(now)) || (self.may_ask() && self.independence == Independence::News) {
+            if has_time && self.is_due(now) {
                 return FromSource::Ask(self.unoffered_of(now, waiting));
             }
         }
@@ -212,9 +211,7 @@ impl Receiver {
     /// after `wait`.
     pub(crate) fn note_answer(&mut self, now: Duration, mut grant: Vec<(u64, u64)>, wait: Duration) {
         (self.phase, self.asking, self.asked, self.unanswered) = (Phase::Member, false, now, 0);
-        // Who could do without the source asks again soon: it may be let go at any time.
-        let is_ready = self.independence == Independence::Told;
-        self.heartbeat = if is_ready { wait } else { 2 * self.heartbeat }.clamp(FIRST_HEARTBEAT, HEARTBEAT);
+        self.heartbeat = (2 * self.heartbeat).clamp(FIRST_HEARTBEAT, HEARTBEAT);
         if self.question == Question::Blocks {
             self.in_vain += 1;
             let is_useful = !grant.is_empty() && self.in_vain <= MOST_IN_VAIN;

@@ -9,7 +9,7 @@
 mod from_relays;
 mod from_source;
 mod joining;
-mod standing;
+mod source_lost;
 
 use std::time::Duration;
 
@@ -18,7 +18,6 @@ use tensorferry_wire::swarm::{Nearness, Place};
 
 use self::from_source::{STARVED, STARVED_FREE};
 use self::joining::{Pace, Phase, within};
-use self::standing::Independence;
 use super::BlockSet;
 use super::picker::Picker;
 
@@ -38,13 +37,13 @@ pub(crate) enum FromSource {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Question {
     Blocks,
-    /// It is only to hear how the receiver stands.
-    Standing,
+    /// It is only to hear of the receiver.
+    Heartbeat,
 }
 
 impl Question {
     fn of(need: &[(u64, u64)]) -> Self {
-        if need.is_empty() { Self::Standing } else { Self::Blocks }
+        if need.is_empty() { Self::Heartbeat } else { Self::Blocks }
     }
 }
 
@@ -55,7 +54,7 @@ enum Rule {
     Swarm,
     /// Everything, since there is no tracker any more: as by a receiver without a swarm.
     Alone,
-    /// Nothing: it is to go, or is gone.
+    /// Nothing: it is gone.
     Free,
 }
 
@@ -81,7 +80,6 @@ pub(crate) struct Receiver {
     ask_at: Duration,
     /// Answers of the tracker since it last fetched something from the source.
     in_vain: u32,
-    independence: Independence,
     /// Relays that are not set aside.
     relays: usize,
     /// What lanes fetch from the source, and since when.
@@ -95,7 +93,7 @@ pub(crate) struct Receiver {
     bytes: u64,
     came: Duration,
     unoffered: Duration,
-    /// How long it waits for a byte where the source is to go, or is gone.
+    /// How long it waits for a byte where the source is gone.
     patience_free: Duration,
     /// When enough bytes had last come, how many there were then, and how many a second are enough: a member that lets them
     /// drip does not feed anybody.
@@ -136,7 +134,6 @@ impl Receiver {
             heartbeat: FIRST_HEARTBEAT,
             ask_at: never,
             in_vain: 0,
-            independence: Independence::No,
             relays: 0,
             coming: Vec::new(),
             block_took: Duration::MAX,

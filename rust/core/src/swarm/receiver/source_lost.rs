@@ -1,8 +1,6 @@
-//! How a receiver stands: whether it can do without the source, and whether the source or its tracker is gone.
+//! What a receiver does when the source or its tracker is gone.
 
 use std::time::Duration;
-
-use tensorferry_wire::swarm::Standing;
 
 use super::from_source::HEARTBEAT;
 use super::joining::Phase;
@@ -11,47 +9,14 @@ use super::{Receiver, Rule};
 /// Questions to the tracker without an answer after which the source counts as gone.
 const MOST_UNANSWERED: u32 = 2;
 
-/// Whether the receiver can do without the source.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Independence {
-    No,
-    /// The tracker should hear of it now.
-    News,
-    Told,
-}
-
 impl Receiver {
-    /// Notes that the tracker should hear at once how the member stands that lacks the blocks in `lacks`, if it can do
-    /// without the source from now on; returns whether that is so.
-    pub(crate) fn note_standing(&mut self, lacks: impl Iterator<Item = u64>) -> bool {
-        let may_be_news = self.rule == Rule::Swarm && self.has_table && self.independence == Independence::No;
-        let is_news = may_be_news && self.standing(lacks).is_covered;
-        if is_news {
-            self.independence = Independence::News;
-        }
-        is_news
-    }
-
-    /// How the member stands that lacks the blocks in `lacks`, which the tracker is about to hear.
-    pub(crate) fn say_standing(&mut self, lacks: impl Iterator<Item = u64>) -> Standing {
-        let standing = self.standing(lacks);
-        let is_ready = standing.has_table && standing.is_covered;
-        self.independence = if is_ready { Independence::Told } else { Independence::No };
-        standing
-    }
-
-    fn standing(&self, mut lacks: impl Iterator<Item = u64>) -> Standing {
-        let is_covered = lacks.all(|block| !self.picker.is_unoffered(block));
-        Standing { has_table: self.has_table, is_covered, leaves: false }
-    }
-
     /// The digests of all blocks are here.
     pub(crate) fn note_table(&mut self) {
         self.has_table = true;
     }
 
-    /// The tracker wants the source to be left alone.
-    pub(crate) fn note_free(&mut self) {
+    /// The source is left alone from now on.
+    pub(super) fn note_free(&mut self) {
         self.rule = Rule::Free;
         self.granted.clear();
     }
@@ -93,24 +58,6 @@ mod tests {
     use super::super::FromSource;
     use super::super::fixtures::{at, begun, set};
     use super::*;
-
-    #[test]
-    fn the_tracker_hears_at_once_when_the_receiver_can_do_without_the_source() {
-        let mut receiver = begun();
-        let relay = receiver.add_relay();
-        receiver.note_answer(at(0), vec![(0, 4)], at(1));
-        receiver.learn(relay, set(0..64));
-        assert!(!receiver.note_standing(0..9), "it has no digests yet");
-        receiver.note_table();
-        assert!(receiver.note_standing(0..9));
-        assert_eq!(receiver.next_from_source(at(1), &[]), FromSource::Ask(vec![]));
-        assert!(receiver.say_standing(0..9).is_covered);
-        assert!(!receiver.note_standing(0..9), "it was said");
-        // From then on it asks as often as it is told to, since it may be let go.
-        receiver.note_answer(at(1), vec![], at(60));
-        assert!(matches!(receiver.next_from_source(at(60), &[]), FromSource::Wait(_)));
-        assert_eq!(receiver.next_from_source(at(61), &[]), FromSource::Ask(vec![]));
-    }
 
     /// A receiver that has the digests, and a relay with everything.
     fn independent() -> (Receiver, usize) {
@@ -155,18 +102,6 @@ mod tests {
             "another member has it now"
         );
         assert!(receiver.note_source_lost(at(10_500)));
-    }
-
-    #[test]
-    fn a_receiver_says_how_it_stands() {
-        let (mut receiver, relay) = independent();
-        let all = Standing { has_table: true, is_covered: true, leaves: false };
-        assert_eq!(receiver.standing(3..9), all);
-        receiver.learn(relay, set(4..64));
-        assert_eq!(receiver.standing(3..9), Standing { is_covered: false, ..all });
-        assert_eq!(receiver.standing(4..9), all);
-        assert_eq!(begun().standing(0..1), Standing::default());
-        assert_eq!(begun().standing(0..0), Standing { is_covered: true, ..Standing::default() });
     }
 
     #[test]
