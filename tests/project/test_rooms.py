@@ -36,19 +36,22 @@ ENGINE: dict[str, frozenset[str]] = {
     "error": frozenset(),
     "fork": frozenset(),
     "priority": frozenset(),
+    "sync": frozenset(),
     "report": frozenset({"error"}),
-    "cancel": frozenset({"fork"}),
-    "memory": frozenset({"error"}),
+    "cancel": frozenset({"fork", "sync"}),
+    "memory": frozenset({"error", "sync"}),
     "trust": frozenset({"error"}),
-    "payload": frozenset({"error", "memory"}),
+    "payload": frozenset({"error", "memory", "sync"}),
     "same_host": frozenset({"error", "memory"}),
-    "swarm": frozenset({"error", "memory"}),
-    "publication": frozenset({"error", "memory", "payload", "trust", "swarm"}),
-    "server": frozenset({"error", "report", "fork", "memory", "payload", "trust", "same_host", "swarm", "publication"}),
-    "client": frozenset(
-        {"error", "report", "cancel", "fork", "priority", "memory", "payload", "trust", "same_host", "swarm"},
+    "swarm": frozenset({"error", "memory", "payload"}),
+    "publication": frozenset({"error", "sync", "memory", "payload", "trust", "swarm"}),
+    "server": frozenset(
+        {"error", "report", "fork", "sync", "memory", "payload", "trust", "same_host", "swarm", "publication"},
     ),
-    "file": frozenset({"error", "cancel", "memory", "payload"}),
+    "client": frozenset(
+        {"error", "report", "cancel", "fork", "priority", "sync", "memory", "payload", "trust", "same_host", "swarm"},
+    ),
+    "file": frozenset({"error", "cancel", "sync", "memory", "payload"}),
 }
 
 

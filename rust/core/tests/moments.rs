@@ -212,37 +212,6 @@ fn slices_are_of_one_moment() {
 }
 
 #[test]
-fn what_waves_brought_is_of_one_moment() {
-    for change in [Change::Once, Change::Always] {
-        let (result, last) = during((LARGE, LARGE / 3), change, &slow(), |rig, options| {
-            let most = 5 * BLOCK;
-            let remote = Remote::open(&[&rig.url()], STEP, options)?;
-            let mut waves = remote.staged(Destination::Fresh, &[0], most as u64)?;
-            let (mut device, mut memory) = (vec![0xEE; LARGE], vec![0xEE; most]);
-            let mut brought = 0;
-            // SAFETY: as many bytes as the receive was begun with, and nobody else's.
-            while let Some(parts) = unsafe { waves.fetch(memory.as_mut_ptr() as usize) }? {
-                for part in parts {
-                    let (start, len, at) = [part.start, part.len, part.at].map(|n| usize::try_from(n).unwrap()).into();
-                    device[start..start + len].copy_from_slice(&memory[at..at + len]);
-                    brought += len;
-                }
-            }
-            waves.finish()?;
-            Ok((device, brought))
-        });
-        match (change, result) {
-            (Change::Always, Err(failed)) => is_torn("waves", &failed),
-            (_, Ok((device, brought))) => {
-                assert!(are_of_one_moment(&device) && (moments(&device) == [last] || change == Change::Always));
-                assert!(brought > LARGE || last == 0, "what changed came again");
-            }
-            (_, Err(failed)) => panic!("{failed}"),
-        }
-    }
-}
-
-#[test]
 fn what_came_with_the_header_is_of_the_moment_too() {
     let lent = Lent::new(LARGE);
     let rig = Rig::new();

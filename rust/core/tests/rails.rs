@@ -1,8 +1,8 @@
 //! Receives over several addresses of one source: each brings its share, and none is needed.
 
-use std::io::{Read, Write};
-use std::net::{IpAddr, Shutdown, TcpListener, TcpStream};
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::io::Write;
+use std::net::{IpAddr, TcpListener, TcpStream};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
@@ -162,67 +162,6 @@ fn every_source_of_several_brings_by_each_of_its_addresses() {
     let state = State::of(&[BLOCKS * BLOCK, 5, BLOCK], 3);
     let (one, other) = (serving(None, &[1, 2], &state), serving(None, &[1, 3], &state));
     receive_by(&state, &[&one.url(), &other.url()], &[1, 2, 3], BLOCK);
-}
-
-/// Passes on what is said between the address `last` and the server of `rig`. Of the answers on each connection, all but the
-/// beginning waits until `is_free`.
-fn gateway(rig: &Rig, last: u8, is_free: &Arc<AtomicBool>) {
-    const AT_ONCE: usize = BLOCK / 2;
-    let there = rig.server.address();
-    let listener = TcpListener::bind((loopback(last), there.port())).unwrap();
-    let is_free = Arc::clone(is_free);
-    std::thread::spawn(move || {
-        for here in listener.incoming().flatten() {
-            let Ok(there) = TcpStream::connect(there) else { continue };
-            let (mut from, mut to) = (here.try_clone().unwrap(), there.try_clone().unwrap());
-            std::thread::spawn(move || {
-                let _ = std::io::copy(&mut from, &mut to);
-                let _ = to.shutdown(Shutdown::Both);
-            });
-            let (mut from, mut to, is_free) = (there, here, Arc::clone(&is_free));
-            std::thread::spawn(move || {
-                let (mut answer, mut passed) = ([0; 16 << 10], 0);
-                while let Ok(got @ 1..) = from.read(&mut answer) {
-                    while passed > AT_ONCE && !is_free.load(Ordering::SeqCst) {
-                        std::thread::sleep(Duration::from_millis(2));
-                    }
-                    passed += got;
-                    if to.write_all(&answer[..got]).is_err() {
-                        break;
-                    }
-                }
-                let _ = to.shutdown(Shutdown::Both);
-            });
-        }
-    });
-}
-
-#[test]
-fn another_source_brings_by_its_other_addresses_before_its_first_range_is_through() {
-    let state = State::of(&[BLOCKS * BLOCK], 3);
-    let limited = |bind: u8, addresses: &[u8]| {
-        let rig = Rig::configured(&ServerConfig {
-            bind: Some(loopback(bind)),
-            ports: port_at_every_address(),
-            rails: rails(addresses),
-            // So that there is something left for the other source.
-            max_bandwidth: Some(64 << 20),
-            ..ServerConfig::default()
-        });
-        rig.server.store().publish(STEP, state.publication(Stability::Private));
-        rig
-    };
-    let (one, other) = (limited(1, &[1]), limited(4, &[1, 3]));
-    let is_free = Arc::new(AtomicBool::new(false));
-    gateway(&other, 1, &is_free);
-    let free = Arc::clone(&is_free);
-    let seen = impostor(&other, 3, move |_| free.store(true, Ordering::SeqCst));
-    let host = format!("127.0.0.1:{}", other.server.address().port());
-    let url = other.server.url("127.0.0.1");
-    let options = FetchOptions { stall: Duration::from_secs(2), ..options() };
-    let report = state.fetch(&[&one.url(), &url], options).unwrap().report().clone();
-    assert!(seen.load(Ordering::SeqCst) > 0, "its other address was not tried");
-    assert!(!report.troubles.contains_key(&host), "{:?}", report.troubles);
 }
 
 #[test]

@@ -287,7 +287,7 @@ fn what_somebody_in_between_changes_is_never_believed() {
     let of_digests = |change: fn(&mut Answer)| -> Meddle {
         Box::new(move |head, answer| {
             if head.contains("/digests") {
-                change(answer)
+                change(answer);
             }
         })
     };

@@ -22,19 +22,16 @@
 //! The Python-visible names and signatures are in `python/tensorferry/_native.pyi`, which a test compares with this
 //! module.
 
-mod addresses;
-mod certificate;
-mod dtypes;
 mod errors;
 mod fetch;
-mod machine;
+mod host;
 mod memory;
 mod read_state;
 mod report;
 mod rows;
 mod runtime;
-mod secret;
 mod server;
+mod trust;
 
 use pyo3::prelude::*;
 
@@ -43,12 +40,6 @@ use pyo3::prelude::*;
 mod _native {
     use pyo3::prelude::*;
 
-    #[pymodule_export]
-    use crate::addresses::{interfaces, resolve};
-    #[pymodule_export]
-    use crate::certificate::PyCertificate;
-    #[pymodule_export]
-    use crate::dtypes::dtypes;
     #[pymodule_export]
     use crate::fetch::answer::PyAnswer;
     #[pymodule_export]
@@ -70,7 +61,7 @@ mod _native {
     #[pymodule_export]
     use crate::fetch::tree::unflatten;
     #[pymodule_export]
-    use crate::machine::{available_memory, check_machine_has, memory_limit};
+    use crate::host::{PySeat, available_memory, check_machine_has, dtypes, interfaces, memory_limit, resolve};
     #[pymodule_export]
     use crate::memory::{PyArena, PyFilePages, PyHostView, PyPart, PySharedBuffer, checksum_memory, copy_memory};
     #[pymodule_export]
@@ -86,11 +77,11 @@ mod _native {
     #[pymodule_export]
     use crate::rows::PyTable;
     #[pymodule_export]
-    use crate::secret::PySecret;
-    #[pymodule_export]
     use crate::server::readiness::PyReadiness;
     #[pymodule_export]
     use crate::server::{PyReceive, PyServer, PyShelf};
+    #[pymodule_export]
+    use crate::trust::{PyCertificate, PySecret};
 
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {

@@ -265,7 +265,9 @@ impl Container {
         let Some(at) = self.digests_at.filter(|_| !self.origin.is_file()) else { return Ok(Vec::new()) };
         let near = self.origin.gap() / DIGEST;
         let mut joined = BlockRuns::default();
-        runs.iter().for_each(|&run| joined.push(run, near));
+        for &run in runs {
+            joined.push(run, near);
+        }
         let tables: Mutex<Vec<(u64, Vec<u8>)>> = Mutex::default();
         by_runs(&joined, self.origin.chunk() / DIGEST, options, || {
             let tables = &tables;

@@ -15,10 +15,10 @@ use std::sync::Arc;
 use tensorferry_wire::container::{self, Entry, Header};
 use tensorferry_wire::digest::{Algorithm, BLOCK_SIZE, FILE_BLOCK_SIZE};
 
-use super::{Container, FileOptions, FileReport, PIECE, StoredWaves, by_chunks};
+use super::{Container, FileOptions, FileReport, PIECE, by_chunks};
 use crate::error::{Error, ErrorKind};
 use crate::memory::{ALIGNMENT, Arena, nontemporal};
-use crate::payload::{Destination, Item, Layout, Plan, ReceiveMemory, Segments, Waves, slices};
+use crate::payload::{Destination, Item, Layout, Plan, ReceiveMemory, Segments, StagedRun, Waves, slices};
 
 /// A container in a file or in memory, of which the header and the control entries were read, and the payload was not.
 #[derive(Debug)]
@@ -309,4 +309,45 @@ fn copy_block(plan: &Plan, block: u64, content: &Segments, payload_start: u64, c
         true
     });
     checked.then(|| digest.finish())
+}
+
+/// A fetch through a bounded buffer that is under way.
+#[derive(Debug)]
+pub struct StoredWaves {
+    stored: Arc<Stored>,
+    waves: Waves,
+    options: FileOptions,
+    report: FileReport,
+}
+
+impl StoredWaves {
+    /// Fetches the next wave; the runs that pass through the waves' memory are then at `address`. `None` after the last
+    /// one.
+    ///
+    /// # Errors
+    /// As [`Stored::fetch`].
+    ///
+    /// # Safety
+    /// `address` must be that of writable memory of as many bytes as were named when the fetch began, which nobody else
+    /// uses until this returns.
+    pub unsafe fn fetch(&mut self, address: usize) -> Result<Option<Vec<StagedRun>>, Error> {
+        // SAFETY: the caller's promise.
+        let Some((plan, parts)) = (unsafe { self.waves.next(address) })? else { return Ok(None) };
+        let read = self.stored.read(plan, &self.options)?;
+        self.report.bytes += read.bytes;
+        self.report.wanted += read.wanted;
+        Ok(Some(parts))
+    }
+
+    /// Ends the fetch after the last wave; returns the arena, the place of each entry in it, and what was read.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Invalid`] when there are waves that were not fetched.
+    pub fn finish(self) -> Result<(Arena, Vec<Option<u64>>, FileReport), Error> {
+        if !self.waves.is_empty() {
+            return Err(Error::new(ErrorKind::Invalid, "there are waves that were not fetched"));
+        }
+        let (arena, offsets) = self.waves.into_memory();
+        Ok((arena, offsets, self.report))
+    }
 }

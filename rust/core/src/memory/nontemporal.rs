@@ -88,26 +88,3 @@ mod tests {
         }
     }
 }
-
-#[cfg(test)]
-mod zz {
-    #[test]
-    #[ignore = "a measurement"]
-    fn zz_measure_copies() {
-        use crate::memory::timed;
-        let len = 256 << 20;
-        let source = vec![1_u8; len];
-        let mut target = vec![2_u8; len];
-        for piece in [1 << 20, 64 << 10, 4 << 10] {
-            for _ in 0..7 {
-                let ((), nt) = timed(|| {
-                    source.chunks(piece).zip(target.chunks_mut(piece)).for_each(|(from, to)| super::copy(from, to));
-                });
-                let ((), plain) = timed(|| {
-                    source.chunks(piece).zip(target.chunks_mut(piece)).for_each(|(from, to)| to.copy_from_slice(from));
-                });
-                println!("piece {piece}: nontemporal {} us, memcpy {} us", nt / 1000, plain / 1000);
-            }
-        }
-    }
-}

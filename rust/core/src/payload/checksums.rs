@@ -113,26 +113,3 @@ mod tests {
         assert!(checksum_blocks(&Algorithm::Crc64, [&[][..], &[]], 4096).is_empty());
     }
 }
-
-#[cfg(test)]
-mod zz {
-    use super::*;
-    #[test]
-    #[ignore = "a measurement"]
-    fn zz_measure_checksums() {
-        use crate::memory::timed;
-        let bytes = vec![7_u8; 64 << 20];
-        for _ in 0..5 {
-            for grain in [512_u64, 4096] {
-                let (_, wide) = timed(|| checksum_blocks(&Algorithm::Crc64, [&bytes[..]], grain));
-                let (_, plain) = timed(|| {
-                    bytes
-                        .chunks(usize::try_from(grain).unwrap())
-                        .map(tensorferry_wire::digest::checksum)
-                        .collect::<Vec<_>>()
-                });
-                println!("grain {grain}: kernel {} us, plain {} us for 64 MiB", wide / 1000, plain / 1000);
-            }
-        }
-    }
-}

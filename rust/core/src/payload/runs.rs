@@ -37,7 +37,9 @@ impl Deref for BlockRuns {
 impl FromIterator<u64> for BlockRuns {
     fn from_iter<I: IntoIterator<Item = u64>>(blocks: I) -> Self {
         let mut runs = Self::default();
-        blocks.into_iter().for_each(|block| runs.push_block(block));
+        for block in blocks {
+            runs.push_block(block);
+        }
         runs
     }
 }
@@ -48,7 +50,9 @@ impl FromIterator<(u64, u64)> for BlockRuns {
         let mut sorted: Vec<_> = runs.into_iter().collect();
         sorted.sort_unstable();
         let mut runs = Self::default();
-        sorted.into_iter().for_each(|run| runs.push(run, 0));
+        for run in sorted {
+            runs.push(run, 0);
+        }
         runs
     }
 }

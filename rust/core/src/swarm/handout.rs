@@ -63,8 +63,6 @@ pub(super) struct Known {
     pub(super) asked: Duration,
     /// What it was last granted, while it has that neither got nor named again.
     granted: Option<Granted>,
-    /// When it was last granted blocks.
-    pub(super) served: Option<Duration>,
 }
 
 /// What a member is told.
@@ -156,7 +154,6 @@ impl Handout {
             && let Some(&(block, _)) = grant.first()
         {
             known.granted.get_or_insert(Granted { block, at: now, is_coming: false });
-            known.served = Some(now);
         }
         self.asked = self.asked.wrapping_add(1);
         let crowds = u32::try_from(self.members.len().div_ceil(CROWD)).unwrap_or(u32::MAX);
@@ -191,13 +188,7 @@ impl Handout {
         }
         // Ascending, so that a member is found by its number.
         self.numbers = self.numbers.checked_add(1)?;
-        self.members.push(Known {
-            member: member.clone(),
-            number: self.numbers,
-            asked: now,
-            granted: None,
-            served: None,
-        });
+        self.members.push(Known { member: member.clone(), number: self.numbers, asked: now, granted: None });
         Some(self.numbers)
     }
 

@@ -19,8 +19,8 @@ use crate::fetch::staged::{PyStagedFetch, WavesOf};
 use crate::memory::{PyArena, given, pool_with_allocator};
 use crate::report::{PyReport, seconds};
 use crate::runtime::{self, OnTick, Process};
-use crate::secret::PySecret;
 use crate::server::PyServer;
+use crate::trust::PySecret;
 use tensorferry_core::Locked;
 
 /// A checkpoint whose header is here and whose payload is still at its source.

@@ -16,8 +16,8 @@ use crate::fetch::place::Place;
 use crate::fetch::progress::{ProgressReporter, run_reporting};
 use crate::memory;
 use crate::report::{PyReport, seconds};
-use crate::secret::PySecret;
 use crate::server::PyServer;
+use crate::trust::PySecret;
 
 /// `(entry, dtype, nbytes, start, run, address, [(count, from, to), ...])`.
 type SliceTuple = (String, String, u64, u64, u64, usize, Vec<(u64, u64, u64)>);

@@ -8,28 +8,26 @@ mod publishing;
 pub(crate) mod readiness;
 mod receive;
 mod shelf;
-mod show;
 
 use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use pyo3::prelude::*;
-use tensorferry_core::{Rail, Server, ServerConfig, Withdrawn};
+use tensorferry_core::{ProgramFigures, ProgramTable, Rail, Series, Server, ServerConfig, Withdrawn};
 
 use self::frontend::PythonFrontend;
 use self::publishing::{Published, publish};
 use self::readiness::PyReadiness;
 pub(crate) use self::receive::PyReceive;
 pub(crate) use self::shelf::PyShelf;
-use self::show::{GivenSeries, GivenTable, given};
-use crate::certificate::PyCertificate;
 use crate::errors;
 use crate::memory::PyFilePages;
 use crate::report::seconds;
 use crate::rows::PyTable;
 use crate::runtime::{self, Process, SIGNAL_POLL};
-use crate::secret::PySecret;
+use crate::trust::PyCertificate;
+use crate::trust::PySecret;
 
 /// A server for one checkpoint at a time. Every method raises `ForkedProcess` in a forked child.
 #[pyclass(name = "Server", module = "tensorferry._native", frozen)]
@@ -291,4 +289,16 @@ impl Drop for PyServer {
             std::mem::forget(inner);
         }
     }
+}
+
+/// Heading, heads of columns, and the cells of each row.
+type GivenTable = (String, Vec<String>, Vec<Vec<String>>);
+/// Name, whether it is a counter, what it means, and the labels and the value of each row.
+type GivenSeries = (String, bool, String, Vec<(Vec<(String, String)>, f64)>);
+
+/// The figures that consist of these.
+fn given(title: String, lines: Vec<String>, tables: Vec<GivenTable>, series: Vec<GivenSeries>) -> ProgramFigures {
+    let tables = tables.into_iter().map(|(heading, heads, rows)| ProgramTable { heading, heads, rows });
+    let series = series.into_iter().map(|(name, counts, help, rows)| Series { name, counts, help, rows });
+    ProgramFigures { title, lines, tables: tables.collect(), series: series.collect() }
 }

@@ -12,13 +12,12 @@
 
 mod body;
 mod connect;
-mod delay;
 mod head;
-mod hurry;
 mod session;
 
 use std::io::{self, IoSliceMut, Read, Write};
 use std::net::{IpAddr, SocketAddr};
+use std::os::fd::AsRawFd;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -38,6 +37,8 @@ use crate::trust::random;
 
 /// A response head longer than this is refused.
 const MAX_HEAD: usize = 16 << 10;
+/// Where the kernel's `struct tcp_info` has the shortest round trip, in microseconds; the libc crate's ends before it.
+const MIN_RTT: usize = 148;
 /// The most answers of a status below 200 before the one that counts.
 const MOST_INTERIM: u32 = 100;
 
@@ -397,6 +398,69 @@ fn printable(said: &str) -> String {
     said.chars().take(MAX_SAID).map(|c| if hidden(c) { ' ' } else { c }).collect()
 }
 
+impl Connection {
+    /// The same connection with other limits, and not in a hurry. Their cancellation must be the one it was made with,
+    /// which alone knows its socket.
+    pub(crate) fn within(self, limits: &Limits) -> Self {
+        Self { limits: limits.clone(), hurry: None, ..self }
+    }
+
+    /// Whether the source said of the answer under way that it still copies what it is to send: it may be silent for as
+    /// long as that takes.
+    pub(crate) fn is_filling(&self) -> bool {
+        self.filling
+    }
+
+    /// The same connection, which may be silent for as long as its address deserves: for `first` if that has not failed
+    /// and the source has others.
+    pub(crate) fn in_hurry(self, first: Duration) -> Self {
+        let most = self.limits.stall;
+        let hurry = self.address().and_then(|at| self.url.targets().patience(at, first, most));
+        Self { hurry: hurry.filter(|hurry| *hurry < most), ..self }
+    }
+
+    /// Whether it would be waited for longer if its source had no other address.
+    pub(crate) fn is_in_hurry(&self) -> bool {
+        self.hurry.is_some() && !self.filling
+    }
+
+    /// For how long it may be silent.
+    fn stall(&self) -> Duration {
+        self.hurry.filter(|_| !self.filling).map_or(self.limits.stall, |hurry| hurry.min(self.limits.stall))
+    }
+
+    /// How long an answer may take to begin that is to be waited for during `patience`.
+    pub(crate) fn patience(&self, patience: Duration) -> Duration {
+        self.hurry.map_or(patience, |hurry| hurry.min(patience))
+    }
+
+    /// The address at the other end, if it goes over the network.
+    pub(crate) fn address(&self) -> Option<IpAddr> {
+        self.peer.map(|peer| peer.ip().to_canonical())
+    }
+
+    /// The address and the port at the other end.
+    pub(crate) fn peer(&self) -> Option<SocketAddr> {
+        self.peer
+    }
+}
+
+impl Connection {
+    /// The shortest time that something took there and back so far: the network's delay without what queues add to it.
+    /// `None` where no TCP is used, or the kernel does not say.
+    pub(crate) fn delay(&self) -> Option<Duration> {
+        let mut info = [0_u8; MIN_RTT + 4];
+        let mut len = libc::socklen_t::try_from(info.len()).unwrap_or(0);
+        let (socket, start) = (self.stream.as_raw_fd(), info.as_mut_ptr().cast());
+        // SAFETY: the descriptor is open as long as `self` is there, and the system writes at most `len` bytes.
+        let failed = unsafe { libc::getsockopt(socket, libc::IPPROTO_TCP, libc::TCP_INFO, start, &raw mut len) };
+        let micros = info[MIN_RTT..].first_chunk().map_or(0, |bytes| u32::from_ne_bytes(*bytes));
+        // The kernel's word for a round trip that it has not measured is the greatest number.
+        let known = failed == 0 && usize::try_from(len) == Ok(info.len()) && ![0, u32::MAX].contains(&micros);
+        known.then(|| Duration::from_micros(micros.into()))
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use std::net::TcpListener;
@@ -418,6 +482,8 @@ mod tests {
         let (started, stall) = (Instant::now(), Duration::from_secs(5));
         let limits = Limits { started, deadline: started + 2 * stall, stall, cancel: Cancel::new() };
         let mut connection = Connection::open(&url, &limits).unwrap();
+        let delay = connection.delay().unwrap();
+        assert!(!delay.is_zero() && delay <= started.elapsed(), "{delay:?}");
         (connection.hurry, connection.copying) = (Some(Duration::from_millis(200)), true);
         connection.get("a", None, None, None).unwrap();
         let error = connection.get("b", None, None, None).unwrap_err();

@@ -11,7 +11,6 @@ mod first_fetch;
 mod measure;
 mod open;
 mod resume;
-mod senders;
 mod transfer;
 mod verify;
 

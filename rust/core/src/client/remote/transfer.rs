@@ -3,7 +3,7 @@
 //! How many lanes and how large their requests are follows from the number of cores and blocks; both are measured
 //! choices.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use tensorferry_wire::digest::BLOCK_SIZE;
@@ -252,5 +252,23 @@ impl Remote {
         let delay = self.connections.iter().filter_map(Connection::delay).min();
         // The same number for each source: on the link of the receiver, one with more of them would send more.
         lane_count::over_network(bytes, delay).next_multiple_of(self.sources.len())
+    }
+}
+
+impl Remote {
+    /// Adds to `report` what each source and relay has sent of the blocks of `fetch`; a block that came more than once
+    /// counts for its last sender.
+    pub(super) fn note_senders(&self, fetch: &PlannedFetch<'_>, report: &mut Report) {
+        let mut sent: BTreeMap<usize, u64> = BTreeMap::new();
+        for block in blocks_of(fetch.missing) {
+            let (start, end) = fetch.plan.block_bounds(block);
+            *sent.entry(fetch.received.source_of(block)).or_default() += end - start;
+        }
+        for (origin, bytes) in sent {
+            let source = self.sources.get(origin).map(|source| source.url.authority().to_owned());
+            if let Some(sender) = source.or_else(|| fetch.received.relay(origin)) {
+                *report.senders.entry(sender).or_default() += bytes;
+            }
+        }
     }
 }

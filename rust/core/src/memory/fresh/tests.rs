@@ -157,28 +157,3 @@ fn bytes_written_while_the_kind_of_page_changes_are_kept() {
         assert!(bytes.iter().all(|&byte| usize::from(byte) == part + 1), "part {part}");
     }
 }
-
-#[test]
-#[ignore = "a measurement"]
-fn zz_measure() {
-    let run = |kind: Option<PageSize>| {
-        let len = 1 << 30;
-        let mapping = Mapping::new(len as u64, true).unwrap();
-        let start = mapping.start.as_ptr() as usize;
-        let fresh = FreshPages::new(start..start + len);
-        let begun = std::time::Instant::now();
-        if let Some(kind) = kind {
-            advise(&fresh.range, kind);
-        }
-        for at in (start..start + len).step_by(4 << 20) {
-            match kind {
-                None => fresh.populate(at..at + (4 << 20)),
-                Some(_) => populate(at..at + (4 << 20)),
-            }
-        }
-        begun.elapsed().as_millis()
-    };
-    for _ in 0..7 {
-        println!("bandit {} small {} huge {}", run(None), run(Some(PageSize::Small)), run(Some(PageSize::Huge)));
-    }
-}

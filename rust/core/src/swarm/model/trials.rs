@@ -69,23 +69,6 @@ fn on_equal_links() {
     say("8, three of them ten times slower", &std::array::from_fn::<_, 8, _>(slow), 256);
 }
 
-#[test]
-#[ignore = "prints what members of small and large states do on shaped links"]
-fn on_shaped_links() {
-    for (mbit, blocks) in [(50, 64), (50, 192), (400, 64), (400, 192)] {
-        let say = |name: &str, links: &[Link]| {
-            let (last, sent) = typical(mbit, blocks, links);
-            println!("{mbit} Mbit/s, {blocks} blocks, {name}: last {last:.2}, sent {sent:.2}");
-        };
-        for members in [2, 4, 8] {
-            say(&format!("{members} receivers"), &vec![Link::FAIR; members]);
-        }
-        for trouble in ["slow", "dying"] {
-            say(&format!("8 receivers, 2 {trouble}"), &troubled(trouble));
-        }
-    }
-}
-
 /// `benches/fleet_model.py` reads the lines.
 #[test]
 #[ignore = "prints what `SWARM_MODEL=MBIT,BLOCKS,MEMBERS...` asks for"]

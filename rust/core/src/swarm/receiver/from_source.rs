@@ -13,7 +13,7 @@ use crate::swarm::picker::Picker;
 /// With no or next to no new bytes for so long, the receiver fetches from the source whatever it lacks, whether or not
 /// there are relays. It is half as long each time after that.
 pub(crate) const STARVED: Duration = Duration::from_secs(5);
-/// The same where the source is to go, or is gone: without a new byte, and each time.
+/// The same where the source is gone: without a new byte, and each time.
 pub(super) const STARVED_FREE: Duration = Duration::from_secs(10);
 /// The same as [`STARVED`] where no relay is left, or where the source is gone and none has what is lacking.
 const STARVED_ALONE: Duration = Duration::from_millis(500);

@@ -2,7 +2,7 @@
 //!
 //! The source is spared: only blocks that it has granted are fetched from it, and grants are asked for blocks that no
 //! relay offers. A receiver that gets nothing that way, or next to nothing, is not bound by it. So no relay and no
-//! tracker holds up a receive for longer than [`from_source::STARVED`], or where the source is to go, twice that. It
+//! tracker holds up a receive for longer than [`from_source::STARVED`], or where the source is gone, twice that. It
 //! begins as if there were no swarm, and takes part once that is worth it (`joining`); where there are no others, the
 //! tracker grants it everything.
 

@@ -1,9 +1,29 @@
-//! `Certificate`: what a server shows to those who connect with TLS, with its key, which Python cannot show.
-
-use pyo3::prelude::*;
-use tensorferry_core::Identity;
+//! `Secret` and `Certificate`: what sources and receivers prove themselves with, held where Python cannot show it.
 
 use crate::errors;
+use pyo3::prelude::*;
+use tensorferry_core::{Identity, Secret};
+
+/// A shared secret. Nothing can be read from it, and it is not shown by `repr`.
+#[pyclass(name = "Secret", module = "tensorferry._native", frozen)]
+pub(crate) struct PySecret(pub(crate) Secret);
+
+#[pymethods]
+impl PySecret {
+    /// The secret made of the bytes `secret`.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for fewer than 16 bytes.
+    #[new]
+    fn new(py: Python<'_>, secret: &[u8]) -> PyResult<Self> {
+        Secret::new(secret).map(Self).map_err(|e| errors::to_py(py, &e))
+    }
+
+    /// Text that is the same for everyone with the same secret and the same 16 bytes `nonce`. It is no proof.
+    fn comparison(&self, nonce: [u8; 16]) -> String {
+        self.0.comparison(&nonce)
+    }
+}
 
 /// A certificate and its key. The key cannot be read from it, and is not shown by `repr`.
 #[pyclass(name = "Certificate", module = "tensorferry._native", frozen)]
