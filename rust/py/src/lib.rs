@@ -61,7 +61,7 @@ mod _native {
     #[pymodule_export]
     use crate::fetch::tree::unflatten;
     #[pymodule_export]
-    use crate::host::{PySeat, available_memory, check_machine_has, dtypes, interfaces, memory_limit, resolve};
+    use crate::host::{available_memory, check_machine_has, dtypes, interfaces, memory_limit, resolve};
     #[pymodule_export]
     use crate::memory::{PyArena, PyFilePages, PyHostView, PyPart, PySharedBuffer, checksum_memory, copy_memory};
     #[pymodule_export]
