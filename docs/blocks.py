@@ -1,4 +1,4 @@
-"""Takes the marks of code blocks away (``python needs=aiohttp``), which are for tests/project/test_examples_in_docs.py.
+"""Takes the marks of code blocks away (``python needs=torchft``), which are for tests/project/test_examples_in_docs.py.
 
 A block that is a file of the reader's (``python file=trainer.py``) keeps its name as a title.
 """

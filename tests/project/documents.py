@@ -22,11 +22,6 @@ import torch.distributed.checkpoint as dcp
 from tensorferry.dcp import FileReader, FileWriter, PeerReader, PeerWriter
 state = {"weight": torch.ones(1000)}
 """
-_PUBLISHED = f"""{_STATE}
-writer = PeerWriter()
-dcp.save(state, storage_writer=writer)
-metadata = writer.metadata()
-"""
 _KEEPER = """
 import atexit, contextlib, os, subprocess, sys
 os.environ["TENSORFERRY_KEEPER_DIR"] = os.path.abspath("keeper")
@@ -77,7 +72,6 @@ atexit.register(_server.__exit__, None, None, None)
 #: The code that precedes blocks with these beginnings.
 SURROUNDINGS = {
     'dcp.save(state, storage_writer=FileWriter("s3://': _BUCKET,
-    "dcp.load(state, checkpoint_id=writer.folder())": _PUBLISHED,
     # A keeper of its own, and the folder of checkpoints below the one in which the test runs.
     "from tensorferry.checkpointing import make_async_checkpointer": f"""{_KEEPER}
 import tensorferry.checkpointing

@@ -33,7 +33,6 @@ from ..pickles.allowlist import Allowed
 from ..pickles.torch_archives import unpickled
 from ..storage.slices import SliceTuple, contiguous_strides, runs
 from ..storage.source import Parts, Progress
-from . import torch_view
 from .index import BUILT, ELEMENTS, PICKLED_TENSOR, EntryRef
 from .planner_objects import rewritten, saved
 from .shared_targets import without_aliases
@@ -297,10 +296,7 @@ class Reading:
         if ref.kind == PICKLED_TENSOR:
 
             def narrow(data: bytes) -> None:
-                tensor = torch_view.elements(data, *self._described(item))
-                if tensor is None:
-                    tensor = unpickled(data, item.storage_index.fqn, self._allowed)
-                self._copy_part(item, ref, target, tensor)
+                self._copy_part(item, ref, target, unpickled(data, item.storage_index.fqn, self._allowed))
 
             self._schedule_entry(ref, narrow)
             return

@@ -31,7 +31,6 @@ from ..storage.peers import container_name, publication_metadata
 from . import index
 from .failures import fail_without_numpy
 from .save_plan import ABOUT, PlanSnapshot, check_left_to_others, objects_of
-from .torch_view import Index, TorchView, in_reading_order
 
 logger = logging.getLogger("tensorferry")
 
@@ -114,7 +113,6 @@ class PeerWriter(StorageWriter):  # type: ignore[misc]  # mypy does not follow t
         self._allowed = Allowed(safe_globals, trust_pickle)
         options = ServerOptions(**server)
         self._server, self._url = serve(timeout, options, wants_relay(relay))
-        self._plain = options.secret is None and not options.tls
         self._urls: list[str] = []
         self._step = 0
         self._objects: set[MetadataIndex] = set()
@@ -144,23 +142,6 @@ class PeerWriter(StorageWriter):  # type: ignore[misc]  # mypy does not follow t
             ForkedProcess: this process was forked from the one that made the writer
         """
         return metrics_url(self._server, self._url)
-
-    def folder(self) -> str:
-        """Returns the ``checkpoint_id`` with which torch's own reader loads the state, without this package.
-
-        It is the URL of a folder whose files are rendered on request, the same on every rank. torch needs fsspec and
-        aiohttp to read it, and reads whole chunks, without checksums.
-
-        Raises:
-            InvalidArgument: as for :meth:`metadata`; or the writer has a secret or TLS, which torch's reader does not
-                support
-        """
-        if not self._plain:
-            raise InvalidArgument(
-                "torch's reader supports neither a shared secret nor a pinned certificate: use a PeerReader"
-            )
-        self._check_saved()
-        return f"{self._urls[0]}{self._step}/dcp"
 
     def withdraw(self) -> None:
         """Withdraws the publication of this rank; from now on requests wait.
@@ -201,7 +182,7 @@ class PeerWriter(StorageWriter):  # type: ignore[misc]  # mypy does not follow t
         """Does nothing: a publication has no name."""
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Begins a save; until it has succeeded, :meth:`metadata` and :meth:`folder` raise.
+        """Begins a save; until it has succeeded, :meth:`metadata` raises.
 
         Raises:
             InvalidArgument: this thread is taking the snapshot of another save with this writer
@@ -257,7 +238,7 @@ class PeerWriter(StorageWriter):  # type: ignore[misc]  # mypy does not follow t
         self._urls = urls
         check_left_to_others(self._objects, plan, planner)
         with self._saving.held(), _gc.gc_paused():
-            self._snapshot = snapshot = PlanSnapshot(in_reading_order(plan), planner, ACCELERATOR, self._copy)
+            self._snapshot = snapshot = PlanSnapshot(plan, planner, ACCELERATOR, self._copy)
             snapshot.complete(self._stager)
         snapshot.warn_of_refusals(self._allowed)
         done: Future[list[WriteResult]] = Future()
@@ -276,11 +257,10 @@ class PeerWriter(StorageWriter):  # type: ignore[misc]  # mypy does not follow t
         """
         if len(results) > 1:
             index.check_whole(metadata)
-        entries = [(result.index, result.storage_data) for of_rank in results for result in of_rank]
-        stored = dict(entries)
+        stored = {result.index: result.storage_data for of_rank in results for result in of_rank}
         metadata.storage_data = stored
         index.described(index.stamp(metadata), save_id=str(uuid.uuid4()))
-        self._publish((index.encode(metadata, stored), entries))
+        self._publish(index.encode(metadata, stored))
         metadata.storage_meta = _Done(self._step, self._urls)
 
     def _succeeded(self, step: int) -> None:
@@ -306,15 +286,14 @@ class PeerWriter(StorageWriter):  # type: ignore[misc]  # mypy does not follow t
         if not self._saved:
             raise InvalidArgument(_NOTHING)
 
-    def _publish(self, of_all: Index | None) -> None:
-        """Publishes the snapshot of this rank's part; the coordinator's has the index ``of_all`` ranks besides."""
+    def _publish(self, encoded_index: bytes | None) -> None:
+        """Publishes the snapshot of this rank's part, on the coordinator with the index of all ranks."""
         snapshot = self._snapshot
         if snapshot is None:
             raise TransportClosed(_CLOSED) if self._is_closed else InvalidArgument(_IN_BETWEEN)
-        parts = [] if of_all is None else [(reserved.INDEX, of_all[0])]
+        parts = [] if encoded_index is None else [(reserved.INDEX, encoded_index)]
         container = Container(snapshot.rows, snapshot.owner, snapshot.private, parts, ABOUT)
-        view = TorchView(snapshot, self._step, self._url, self._urls, of_all) if self._plain else None
-        container.publish(self._server, self._step, alternate=view)
+        container.publish(self._server, self._step)
         self._snapshot = None
         self._saved = True
 

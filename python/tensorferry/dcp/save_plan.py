@@ -47,7 +47,6 @@ class PlanSnapshot:
         owner: keeps their memory alive
         late: the bytes of those rows that are not in host memory as they are written
         private: whether all memory is a copy to which nothing else writes, once :meth:`complete` was called
-        elements: dtype and shape of each entry that holds a tensor's elements, ``None`` for the others
 
     Raises:
         UnsupportedLeaf: an item cannot be written; the message names it
@@ -57,7 +56,6 @@ class PlanSnapshot:
     def __init__(self, plan: SavePlan, planner: SavePlanner, accelerator: Accelerator, copy: bool = False) -> None:
         self.rows = no_rows()
         self.owner: list[Any] = []
-        self.elements: list[Elements | None] = []
         self._indices: list[MetadataIndex] = []
         self._kinds: list[str] = []
         #: Of each item that is a tensor.
@@ -116,7 +114,6 @@ class PlanSnapshot:
         self._pickles.append((item.index.fqn, copy))
         memory = torch.frombuffer(copy, dtype=torch.uint8) if copy else scratch(0)
         self._tensors.append(None)
-        self.elements.append(None)
         self._append(name, OBJECT, memory, (len(copy),), address(memory))
 
     def _append_tensor(self, item: WriteItem, tensor: torch.Tensor, number: int, copy: bool) -> None:
@@ -133,7 +130,6 @@ class PlanSnapshot:
             raise ValueError(f"its shape was {planned} when the save was planned, and is {tuple(tensor.shape)} now")
         memory = dense(tensor)
         self._tensors.append((tensor.dtype, tuple(tensor.shape)))
-        self.elements.append(None if memory is None else self._tensors[-1])
         if memory is None:
             saved = SavedTensor(tensor.detach())
             self._pickles.append((item.index.fqn, saved.head))
