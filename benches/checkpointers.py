@@ -85,14 +85,14 @@ class Ours(Saver):
 
     def __init__(self, sockets: str | None) -> None:
         super().__init__()
-        from tensorferry.checkpointing import Keeper, make_async_checkpointer
+        from tensorferry.checkpointing import AsyncCheckpointer, Keeper
 
         keeper = None
         if sockets is not None:
             os.environ["TENSORFERRY_KEEPER_DIR"] = sockets
             keeper = Keeper(KEEPER_NAME)
             self.others = [int(keeper.status()["pid"])]
-        self._made = make_async_checkpointer(keeper=keeper)
+        self._made = AsyncCheckpointer(keeper=keeper)
 
     @override
     def save(self, held: State, path: Path) -> Future[Any]:

@@ -18,7 +18,7 @@ from typing import Any  # noqa: E402
 
 import torch  # noqa: E402
 
-from tensorferry.checkpointing import make_async_checkpointer  # noqa: E402
+from tensorferry.checkpointing import AsyncCheckpointer  # noqa: E402
 
 
 def tell(event: str, **fields: Any) -> None:
@@ -104,7 +104,7 @@ def main() -> None:
     job = Job(options.width, options.seed)
     checkpointer = None
     if options.folder is not None:
-        checkpointer = make_async_checkpointer(keeper=options.keeper, keep_last=3)
+        checkpointer = AsyncCheckpointer(keeper=options.keeper, keep_last=3)
         newest = checkpointer.latest(options.folder)
         if newest is not None:
             began = time.perf_counter()

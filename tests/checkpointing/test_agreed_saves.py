@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import queue
-import threading
 import time
 
 import pytest
@@ -11,45 +9,25 @@ import torch
 
 from keepers import KeeperAtWork, offered
 from tensorferry import SourceChanged, TensorferryError
-from tensorferry.checkpointing import Keeper, SyncCheckpointer
+from tensorferry.checkpointing import Keeper
+from thread_ranks import checkpointers_of, on_all
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 
 
 class Ranks:
-    """Two ranks in this process, which agree through a queue."""
+    """Two ranks in this process."""
 
     def __init__(self, **options) -> None:
-        said: queue.Queue = queue.Queue()
-
-        def say(value):
-            said.put(value)
-            return value
-
-        def hear(_):
-            return said.get(timeout=60)
-
-        self.both = [SyncCheckpointer(rank=rank, world_size=2, agree=(say, hear)[rank], **options) for rank in range(2)]
+        self.both = checkpointers_of(2, **options)
 
     def do(self, what):
         """Returns what both ranks return; raises what one of them raises."""
-        found: dict = {}
-
-        def run(rank):
-            try:
-                found[rank] = what(self.both[rank])
-            except BaseException as e:
-                found[rank] = e
-
-        threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        for one in found.values():
+        found = on_all(2, lambda rank: what(self.both[rank]))
+        for one in found:
             if isinstance(one, BaseException):
                 raise one
-        return [found[0], found[1]]
+        return found
 
     def save(self, path, value) -> None:
         self.do(lambda one: one.save(path, {"w": torch.full((1000,), float(value))}, step=value))

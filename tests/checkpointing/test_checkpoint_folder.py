@@ -10,7 +10,6 @@ import re
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -35,45 +34,10 @@ from tensorferry.storage.folder_save import FolderSave, SaveId, abandon
 from tensorferry.storage.lineage import Lineage
 from tensorferry.storage.names import machine
 from tensorferry.storage.series import checkpoints
+from thread_ranks import checkpointers_of, on_all
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 WAIT_S = 60
-
-
-def agreement(world_size: int):
-    """Returns for each rank a function that gives all of them what rank 0 passes."""
-    barrier, said = threading.Barrier(world_size), [None]
-
-    def of_rank(rank: int):
-        def agree(value):
-            if rank == 0:
-                said[0] = value
-            barrier.wait(WAIT_S)
-            agreed = said[0]
-            barrier.wait(WAIT_S)
-            return agreed
-
-        return agree
-
-    return [of_rank(rank) for rank in range(world_size)]
-
-
-def on_all(world_size: int, work):
-    """Calls ``work`` with each rank on a thread of its own; returns what each returned or raised."""
-
-    def one(rank):
-        try:
-            return work(rank)
-        except Exception as e:
-            return e
-
-    with ThreadPoolExecutor(world_size) as pool:
-        return list(pool.map(one, range(world_size)))
-
-
-def checkpointers(world_size: int, kind=AsyncCheckpointer, **options):
-    agree = agreement(world_size)
-    return [kind(rank=rank, world_size=world_size, agree=agree[rank], **options) for rank in range(world_size)]
 
 
 def state_of(rank: int, value: float = 0) -> dict:
@@ -90,7 +54,7 @@ def close_all(opened) -> None:
 
 @pytest.mark.parametrize("kind", [AsyncCheckpointer, SyncCheckpointer])
 def test_a_checkpoint_of_several_ranks_is_one_folder_that_all_of_them_commit(kind, tmp_path) -> None:
-    opened = checkpointers(3, kind)
+    opened = checkpointers_of(3, kind)
 
     def save(rank):
         for value in range(3):
@@ -112,7 +76,7 @@ def test_a_checkpoint_of_several_ranks_is_one_folder_that_all_of_them_commit(kin
 @pytest.mark.parametrize("failing", [0, 1])
 @pytest.mark.parametrize("kind", [AsyncCheckpointer, SyncCheckpointer])
 def test_a_rank_that_cannot_save_fails_all_of_them_at_once_with_its_text(kind, failing, tmp_path) -> None:
-    opened = checkpointers(2, kind)
+    opened = checkpointers_of(2, kind)
 
     def save(rank, good=True):
         state = state_of(rank) if good or rank != failing else {"bad": threading.Lock()}
@@ -136,7 +100,7 @@ def test_a_rank_that_cannot_save_fails_all_of_them_at_once_with_its_text(kind, f
 
 
 def test_the_writer_of_one_rank_is_killed_and_all_ranks_fail(tmp_path) -> None:
-    opened = checkpointers(2)
+    opened = checkpointers_of(2, AsyncCheckpointer)
     # Rank 0 cannot commit before its writer goes on.
     pids = [one._saver.writer.pid for one in opened]
     futures = on_all(2, lambda rank: opened[rank].save(tmp_path / "a", {"w": torch.zeros(32 << 20)}))

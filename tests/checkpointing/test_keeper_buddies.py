@@ -16,7 +16,7 @@ import torch
 from keepers import KeeperAtWork, eventually, loaded, offered
 from secured import make_certificate
 from tensorferry import HTTPTransport
-from tensorferry.checkpointing import Keeper, make_async_checkpointer
+from tensorferry.checkpointing import Keeper, AsyncCheckpointer
 from tensorferry.checkpointing.keeper import client
 from tensorferry.errors import IncompleteCheckpoint
 from tensorferry.net.certificates import fingerprint_of
@@ -202,7 +202,7 @@ def saved(name: str, job: str | None, path: Path, number: int, *, on_disk: bool 
     """Saves as a trainer does that ends then; without ``on_disk``, onto a disk that is not this machine's."""
     keeper = Keeper(name, job=job)
     before = {one.save_id for one in keeper.held()}
-    checkpointer = make_async_checkpointer(keeper=keeper)
+    checkpointer = AsyncCheckpointer(keeper=keeper)
     aside = path.with_name(f"{path.name}.aside")
     if not on_disk and path.exists():
         path.rename(aside)
@@ -217,7 +217,7 @@ def saved(name: str, job: str | None, path: Path, number: int, *, on_disk: bool 
 
 def found(name: str, job: str | None, place: Path, *, newest: bool = False) -> float | None:
     """Loads the checkpoint at ``place``, or the newest one below it; returns its value, ``None`` if there is none."""
-    with contextlib.closing(make_async_checkpointer(keeper=Keeper(name, job=job))) as checkpointer:
+    with contextlib.closing(AsyncCheckpointer(keeper=Keeper(name, job=job))) as checkpointer:
         path = checkpointer.latest(place) if newest else str(place)
         try:
             return None if path is None else float(checkpointer.load(path)["w"][0])
@@ -272,7 +272,7 @@ def test_what_was_loaded_from_a_buddy_is_older_than_what_is_saved_then(nodes, tw
         patch.setattr(time, "time_ns", lambda: now() + 3600 * 10**9)
         saved("one", "B", root / "step-1", 1, on_disk=False)
     copied(two, 1)
-    with contextlib.closing(make_async_checkpointer(keeper=Keeper("two", job="B"))) as checkpointer:
+    with contextlib.closing(AsyncCheckpointer(keeper=Keeper("two", job="B"))) as checkpointer:
         assert float(checkpointer.load(root / "step-1")["w"][0]) == 1
         checkpointer.save(root / "step-2", {"w": torch.zeros(9)})[1].result()
         eventually("it is kept", lambda: len(two.held(job="B")) == 2)

@@ -28,8 +28,8 @@ from tensorferry import cli
 from tensorferry.checkpointing import (
     Keeper,
     latest_checkpoint,
-    make_async_checkpointer,
-    make_sync_checkpointer,
+    AsyncCheckpointer,
+    SyncCheckpointer,
     peer_metadata,
 )
 from tensorferry.checkpointing.keeper import place
@@ -71,7 +71,7 @@ def save(checkpointer, path: Path, seed: int, **options) -> None:
         saved[1].result()
 
 
-@pytest.mark.parametrize("make", [make_async_checkpointer, make_sync_checkpointer])
+@pytest.mark.parametrize("make", [AsyncCheckpointer, SyncCheckpointer])
 def test_a_load_comes_from_the_keeper_and_else_from_the_disk(folder, tmp_path, caplog, make):
     path = tmp_path / "run" / "step-1"
     with KeeperAtWork(folder) as process:
@@ -107,7 +107,7 @@ def test_a_load_comes_from_the_keeper_and_else_from_the_disk(folder, tmp_path, c
 def test_what_is_committed_decides(folder, tmp_path):
     path = tmp_path / "run" / "last"
     with KeeperAtWork(folder):
-        kept, plain = make_async_checkpointer(keeper="default"), make_async_checkpointer()
+        kept, plain = AsyncCheckpointer(keeper="default"), AsyncCheckpointer()
         save(kept, path, 1)
         held(1)
         assert kept.latest(tmp_path / "run") == str(path)
@@ -125,12 +125,12 @@ def test_what_is_committed_decides(folder, tmp_path):
         for checkpointer in (kept, plain):
             checkpointer.close()
     with pytest.raises(InvalidArgument, match="name must be"):
-        make_async_checkpointer(keeper="../x")
+        AsyncCheckpointer(keeper="../x")
 
 
 def size_of_copy(tmp_path: Path) -> int:
     """Returns the bytes of shared memory that a copy of a state takes."""
-    probe = make_async_checkpointer()
+    probe = AsyncCheckpointer()
     save(probe, tmp_path / "probe" / "1", 0)
     size = probe._saver._stager.held
     probe.close()
@@ -140,7 +140,7 @@ def size_of_copy(tmp_path: Path) -> int:
 def test_the_memory_of_generations_is_used_again_and_given_back_when_it_is_short(folder, tmp_path):
     size = size_of_copy(tmp_path)
     with KeeperAtWork(folder, "--generations", "2") as process:
-        checkpointer = make_async_checkpointer(keeper="default")
+        checkpointer = AsyncCheckpointer(keeper="default")
         sizes = []
         for number in range(8):
             save(checkpointer, tmp_path / "run" / f"step-{number}", number)
@@ -149,7 +149,7 @@ def test_the_memory_of_generations_is_used_again_and_given_back_when_it_is_short
         assert sizes[-1] == sizes[4]
         checkpointer.close()
         # Room for two copies, of which the keeper would take both, and a slow reader of each.
-        small = make_async_checkpointer(keeper="default", memory_limit=2 * size)
+        small = AsyncCheckpointer(keeper="default", memory_limit=2 * size)
         with Keeper() as keeper:
             for number in range(6):
                 save(small, tmp_path / "small" / f"step-{number}", number)
@@ -165,7 +165,7 @@ def test_a_stopped_keeper_fails_no_save_and_takes_no_more_memory(folder, tmp_pat
     monkeypatch.setattr(place, "OFFER_S", 0.3)
     size = size_of_copy(tmp_path)
     with KeeperAtWork(folder, "--generations", "1") as process, Keeper() as keeper:
-        checkpointer = make_async_checkpointer(keeper="default", memory_limit=3 * size)
+        checkpointer = AsyncCheckpointer(keeper="default", memory_limit=3 * size)
 
         def is_kept(number: int) -> bool:
             return [Path(one.path).name for one in keeper.held()] == [f"step-{number}"]
@@ -221,7 +221,7 @@ def test_a_job_whose_trainers_were_killed_is_a_source_for_other_ranks(folder, tm
 
 def train(rank: int, root: str, phase: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{root}/store-{phase}", rank=rank, world_size=2)
-    checkpointer = make_async_checkpointer(keeper=f"node{rank}")
+    checkpointer = AsyncCheckpointer(keeper=f"node{rank}")
     folder = os.path.join(root, "run")
     if phase == "first":
         for number in range(3):

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 import torch
 
-from checkpoint_loads import load_state
+from checkpoint_loads import load_state, save_states
 from checkpoint_ranks import run
 from rank_worker import SHARDED, TENSORS
-from tensorferry.checkpointing import SyncCheckpointer, latest_checkpoint
+from tensorferry.checkpointing import latest_checkpoint
 from tensorferry.errors import CorruptCheckpoint, IncompleteCheckpoint
 from tensorferry.storage.folder import read_index
 
@@ -46,24 +44,7 @@ def test_spread_tensors_are_put_together_for_other_ranks_and_placements(tmp_path
 
 
 def test_a_folder_that_lacks_the_file_of_a_rank_is_refused_by_all(tmp_path):
-    barrier, given = threading.Barrier(2), []
-
-    def agree(value):
-        if value is not None:
-            given.append(value)
-        barrier.wait()
-        return given[0]
-
-    def save(rank):
-        writer = SyncCheckpointer(rank=rank, world_size=2, agree=agree)
-        writer.save(str(tmp_path / "c"), {"rank": rank, "w": torch.full((4,), float(rank))})
-        writer.close()
-
-    threads = [threading.Thread(target=save, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    save_states(tmp_path / "c", [{"rank": rank, "w": torch.full((4,), float(rank))} for rank in range(2)])
     for rank, expected in ((0, 0), (1, 1), (2, 0)):
         loaded = load_state(tmp_path / "c", rank=rank, world_size=2 if rank < 2 else 3)
         assert loaded["rank"] == expected

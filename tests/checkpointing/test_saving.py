@@ -16,8 +16,6 @@ from checkpoint_files import files_in, is_whole, resources, tensors_of
 from tensorferry.checkpointing import (
     AsyncCheckpointer,
     SyncCheckpointer,
-    make_async_checkpointer,
-    make_sync_checkpointer,
 )
 from tensorferry.errors import (
     InvalidArgument,
@@ -118,7 +116,7 @@ def test_aliases_and_views_are_written_once(opened, tmp_path) -> None:
     assert torch.equal(tensors_of(tmp_path)["a"], base)
 
 
-@pytest.mark.parametrize("make", [make_sync_checkpointer, make_async_checkpointer])
+@pytest.mark.parametrize("make", [SyncCheckpointer, AsyncCheckpointer])
 def test_path_and_state_are_understood_in_either_order_and_by_name(make, tmp_path) -> None:
     checkpointer = make()
     state = state_of(1)

@@ -215,7 +215,7 @@ def stock_body() -> bytes:
 def fixed() -> Iterator[None]:
     """Fixes everything random in a save into a folder."""
     with (
-        mock.patch("tensorferry.dcp.running_saves.new_id", return_value="0123456789abcdef0123"),
+        mock.patch("tensorferry.dcp.file_writer.new_id", return_value="0123456789abcdef0123"),
         mock.patch("secrets.token_hex", lambda nbytes: "5a" * nbytes),
         mock.patch("time.time_ns", return_value=1_700_000_000_000_000_000),
     ):

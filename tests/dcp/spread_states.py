@@ -6,6 +6,7 @@ A state is a list of :class:`Spread`; each rank makes its part of every tensor f
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import random
 import zlib
@@ -22,6 +23,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from tensorferry import HTTPTransport
@@ -30,7 +32,10 @@ from tensorferry.dcp import FileReader, FileWriter, PeerReader, PeerWriter
 from tensorferry.state.local_parts import spread_tensor
 
 TIMEOUT = timedelta(seconds=60)
-DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex64]
+DTYPES = [
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.complex64, torch.bool),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8),
+]
 #: Before torch 2.14, a _StridedShard divides evenly or not at all.
 PLACEMENTS = ["Shard", "Shard", "Replicate", *(["_StridedShard"] if hasattr(dcp, "CheckpointableTensor") else [])]
 #: What a target has before a load.
@@ -193,6 +198,12 @@ def special(kept: dict, kind: str, blank: bool) -> dict[str, Any]:
             # Of a pipeline: each stage has keys of its own.
             value = distribute_tensor(own, pairs[rank // 2], [Shard(0)], src_data_rank=None)
             return {f"stage {rank // 2}": {"w": value}}
+        case "wrapper":
+            # As TorchRec shards its tables.
+            edges = [12 * n // (2 * world) for n in range(2 * rank, 2 * rank + 3)]
+            parts = [rows[a:b].clone() for a, b in itertools.pairwise(edges)]
+            local = LocalShardsWrapper(parts, [(edges[0], 0), (edges[1], 0)])
+            value = DTensor.from_local(local, line, [Shard(0)], run_check=False, shape=rows.shape, stride=(2, 1))
         case "whole":
             value = rows
         case "rows" | "lacking":
@@ -213,7 +224,8 @@ def state_of(kept: dict, spreads: dict[str, Spread] | str, blank: bool) -> dict[
 def memory(value: Any) -> list[torch.Tensor]:
     """The memory that this rank has of a tensor."""
     if isinstance(value, DTensor):
-        return [value._local_tensor]
+        local = value._local_tensor
+        return local.local_shards() if isinstance(local, LocalShardsWrapper) else [local]
     if isinstance(value, ShardedTensor):
         return [shard.tensor for shard in value.local_shards()]
     return [value.detach()]

@@ -21,7 +21,7 @@ from listening import listening
 from nights import mostly_at_night
 from secured import SECRET
 from tensorferry.dcp import PeerReader, PeerWriter
-from tensorferry.dcp.common_slices import LEAST_BYTES, Common, Needs, in_common, needs
+from tensorferry.dcp.common_slices import LEAST_BYTES, MOST, PlanNote, slice_digests, with_partners
 from tensorferry.dcp.index import ELEMENTS, EntryRef
 
 pytestmark = [
@@ -38,36 +38,40 @@ def item(fqn, offsets=(0,), lengths=(4,)):
     return SimpleNamespace(storage_index=MetadataIndex(fqn), storage_offsets=offsets, lengths=lengths)
 
 
-def told(*items, large=("w", "v", "other")):
+def plan(*items, large=("w", "v", "other"), url=""):
     sizes = {name: LEAST_BYTES if name in large else 100 for name in ("w", "v", "other", "small")}
     containers = {"other": "two", "small": "three"}
     refs = {
         MetadataIndex(name): EntryRef(containers.get(name, "one"), name, "U8", size, ELEMENTS)
         for name, size in sizes.items()
     }
-    return needs(LoadPlan(list(items)), refs)
+    return LoadPlan([], storage_data=PlanNote("d", slice_digests(LoadPlan(list(items)), refs), url))
 
 
-def test_containers_of_which_ranks_need_the_same_are_in_common():
-    both, mine, theirs = told(item("w"), item("other")), told(item("w")), told(item("w", (4,)), item("other"))
-    assert in_common([both, mine, theirs]) == [
-        Common(frozenset({"one", "two"})),
-        Common(frozenset({"one"})),
-        Common(frozenset({"two"})),
+def in_common(*plans):
+    """For each rank, the containers that it needs in common with others, and the URLs of these."""
+    notes = [plan.storage_data for plan in with_partners(plans)]
+    return [note and {name: (own.urls, own.rank) for name, own in note.partners.items()} for note in notes]
+
+
+def test_ranks_that_need_the_same_slices_of_a_container_learn_of_each_other():
+    both, mine, other = (
+        plan(item("w"), item("other"), url="A"),
+        plan(item("w"), url="B"),
+        plan(item("w", (4,)), item("other"), url="C"),
+    )
+    assert in_common(both, LoadPlan([]), mine, other) == [
+        {"one": (("A", "B"), 0), "two": (("A", "C"), 0)},
+        None,
+        {"one": (("A", "B"), 1)},
+        {"two": (("A", "C"), 1)},
     ]
-    assert in_common([both]) == [Common(frozenset())], "a rank alone has nothing in common"
-    assert told(item("w"), item("v")) != told(item("w")), "all that is needed of a container counts"
-
-
-def test_little_is_not_worth_it_and_what_does_not_exist_is_left_to_the_read():
-    assert told(item("small"), item("nowhere")) == Needs({})
-    assert told(item("small"), large=("small",)).digests.keys() == {"three"}
-
-
-def test_a_rank_that_tells_nothing_has_nothing_in_common():
-    mine = told(item("w"))
-    assert in_common([mine, None]) == [Common(frozenset())] * 2
-    assert in_common([mine, None, mine])[1] == Common(frozenset())
+    assert in_common(both) == [{}], "a rank alone has nothing in common"
+    assert in_common(plan(item("w"), item("v")), mine) == [{}, {}], "all that is needed of a container counts"
+    assert in_common(*[plan(item("small"), item("nowhere"))] * 2) == [{}, {}], "little is not worth it"
+    assert in_common(*[plan(item("small"), large=("small",))] * 2)[0].keys() == {"three"}
+    groups = [len(partners["one"][0]) for partners in in_common(*[mine] * (MOST + 1))]
+    assert groups == [MOST // 2] * (MOST // 2) + [MOST // 2 + 1] * (MOST // 2 + 1)
 
 
 def weights(seed, layers=6):
@@ -120,49 +124,33 @@ def test_ranks_bring_each_other_what_both_need(secured):
 
 @pytest.mark.process
 @pytest.mark.slow
-@pytest.mark.parametrize("side", mostly_at_night(["source", "readers", "environment", "one reader"]))
-def test_nothing_is_relayed_where_one_side_does_not_want_it(side):
-    with serving(max_bandwidth=64 << 20, relay=side != "source") as writer, Job(2) as job:
-        options = {"relay": False} if side == "readers" else {}
-        environment = {"TENSORFERRY_RELAY": "0"} if side == "environment" else {}
-        if side == "one reader":
-            options = {}
-            results = job.run(load_unless_first, writer.metadata())
-        else:
-            results = job.run(load, writer.metadata(), options, (), environment)
-    assert [(equal, report["relayed"]) for equal, report in results] == [(True, 0)] * 2
-
-
-def load_unless_first(kept, metadata):
-    return load(kept, metadata, {"relay": torch.distributed.get_rank() > 0})
-
-
-@pytest.mark.process
-@pytest.mark.slow
-def test_ranks_that_need_other_tensors_relay_nothing_and_open_no_port():
+def test_what_ranks_do_not_share_comes_from_the_source_alone():
     own = [["layer0", "layer1", "layer2"], ["layer3", "layer4", "layer5"]]
+    unrelayed = [(True, 0)] * 2
     with serving(max_bandwidth=64 << 20) as writer, Job(2) as job, socket.create_server(("127.0.0.1", 0)) as taken:
-        # A server that was opened would fail to listen here, and a warning would say so.
-        environment = {"TENSORFERRY_PORT": str(taken.getsockname()[1])}
-        results = job.run(load_warned, writer.metadata(), own, environment)
-        assert [(equal, report["relayed"], warned) for (equal, report), warned in results] == [(True, 0, [])] * 2
-        # Without a port, each takes all from the source.
-        results = job.run(load_warned, writer.metadata(), (), environment)
-        assert [(equal, report["relayed"]) for (equal, report), _ in results] == [(True, 0)] * 2
-        assert all("brings others nothing" in warned[0] for _, warned in results), results
-        # Nor with a variable of servers that is wrong.
-        results = job.run(load_warned, writer.metadata(), (), {"TENSORFERRY_METRICS_PORT": "x"})
-    assert [(equal, report["relayed"]) for (equal, report), _ in results] == [(True, 0)] * 2
-    assert all("brings others nothing" in warned[0] for _, warned in results), results
+        for options, environment, needed, warns in [
+            ({"relay": False}, {}, (), False),
+            ({}, {"TENSORFERRY_RELAY": "0"}, (), False),
+            # A server that was opened would fail to listen here, and a warning would say so.
+            ({}, {"TENSORFERRY_PORT": str(taken.getsockname()[1])}, own, False),
+            ({}, {"TENSORFERRY_PORT": str(taken.getsockname()[1])}, (), True),
+            ({}, {"TENSORFERRY_METRICS_PORT": "x"}, (), True),
+        ]:
+            results = job.run(load_warned, writer.metadata(), options, needed, environment)
+            assert [(equal, report["relayed"]) for (equal, report), _ in results] == unrelayed
+            assert all(("brings others nothing" in "".join(warned)) is warns for _, warned in results), results
+    with serving(max_bandwidth=64 << 20, relay=False) as writer, Job(2) as job:
+        results = job.run(load, writer.metadata(), {})
+        assert [(equal, report["relayed"]) for equal, report in results] == unrelayed
 
 
-def load_warned(kept, metadata, own, environment):
+def load_warned(kept, metadata, options, own, environment):
     warned = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: warned.append(record.getMessage())
     logging.getLogger("tensorferry").addHandler(handler)
     try:
-        return load(kept, metadata, {}, own, environment), warned
+        return load(kept, metadata, options, own, environment), warned
     finally:
         logging.getLogger("tensorferry").removeHandler(handler)
         for name in environment:

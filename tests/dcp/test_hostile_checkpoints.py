@@ -19,7 +19,6 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from
 
 import tensorferry
 from tensorferry.dcp import FileReader, FileWriter, PeerReader, PeerWriter, index, load_plan, save_plan
-from tensorferry.memory.tensors import memory_for_bytes
 from tensorferry.pickles.allowlist import Allowed
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.filterwarnings("ignore")]
@@ -194,36 +193,6 @@ def test_the_announced_length_of_an_object_takes_no_memory(over, tmp_path, monke
             with pytest.raises(dcp.CheckpointException, match=error):
                 dcp.load({"o": ""}, storage_reader=reader)
             assert peak() < before + 256
-
-
-def test_room_takes_memory_when_bytes_come():
-    peak()
-    before = peak()
-    memory, start = memory_for_bytes(MUCH)
-    assert len(memory) == MUCH
-    assert start
-    assert peak() < before + 256
-    with pytest.raises(tensorferry.SystemRefused):
-        memory_for_bytes(1 << 50)
-    assert memory_for_bytes(0) == (b"", 0)
-    for nbytes in (1, 1 << 20):
-        memory, _ = memory_for_bytes(nbytes)
-        assert bytes(memory) == bytes(nbytes)
-
-
-def test_many_small_objects_are_held_a_few_at_a_time(tmp_path, monkeypatch):
-    monkeypatch.setattr(load_plan, "_SCRATCH", 3000)
-    saved = {f"o{i}": f"object {i}" for i in range(20)}
-    dcp.save(saved, storage_writer=FileWriter(tmp_path))
-    calls = []
-    read = FileReader._read
-    monkeypatch.setattr(
-        FileReader, "_read", lambda self, slices, **options: (calls.append(slices), read(self, slices, **options))
-    )
-    found = dict.fromkeys(saved, "")
-    dcp.load(found, storage_reader=FileReader(tmp_path))
-    assert found == saved
-    assert len(calls) > 3
 
 
 FAR = 200_000_000

@@ -73,15 +73,6 @@ def test_of_a_folder_of_torchs(tmp_path, torchs):
     assert found.storage_meta.save_id == torchs.storage_meta.save_id
 
 
-def test_a_writer_names_its_save_as_torchs_does(tmp_path):
-    writer = FileWriter(tmp_path / "a")
-    writer.reset(tmp_path / "b")
-    told = writer.storage_meta().save_id
-    writer.set_up_storage_writer(True, rank=0, use_collectives=True)
-    assert isinstance(told, str)
-    assert told in str(writer.rank_file().path)
-
-
 def test_an_index_of_an_earlier_version_knows_no_strides(tmp_path):
     dcp.save(STATE, storage_writer=FileWriter(tmp_path))
     (text,) = _file_entries(tmp_path / "index.safetensors", [reserved.INDEX])
@@ -96,11 +87,3 @@ def test_an_index_of_an_earlier_version_knows_no_strides(tmp_path):
     for wrong in wrongs if HAS_STRIDES else ():
         with pytest.raises(index.ProtocolError):
             index.decode(json.dumps({**fields, "strides": wrong}).encode(), "here", Allowed())
-
-
-def test_a_folder_that_is_not_to_be_overwritten_is_refused_in_torchs_words(tmp_path):
-    dcp.save(STATE, storage_writer=FileWriter(tmp_path))
-    for cls in (FileWriter, filesystem.FileSystemWriter):
-        dcp.save(STATE, storage_writer=cls(tmp_path / cls.__name__))
-        with pytest.raises(dcp.CheckpointException, match=r"Checkpoint already exists and self\.overwrite=False"):
-            dcp.save(STATE, storage_writer=cls(tmp_path / cls.__name__, overwrite=False))

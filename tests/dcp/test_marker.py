@@ -44,14 +44,6 @@ def test_torchs_reader_says_what_the_folder_is(tmp_path):
     assert loaded(tmp_path) == [1]
 
 
-def test_earlier_versions_do_not_take_it_for_a_newer_checkpoint_of_torchs(tmp_path):
-    save(tmp_path, 1)
-    for _ in range(2):
-        theirs, index = (tmp_path / name for name in (".metadata", "index.safetensors"))
-        assert theirs.stat().st_mtime_ns < index.stat().st_mtime_ns
-        save(tmp_path, 2)
-
-
 def test_ranks_without_a_coordinator_leave_none(tmp_path):
     import inspect
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import traceback
-from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from tensorferry import CorruptCheckpoint, IncompleteCheckpoint, InvalidArgument, UnsupportedLeaf
-from tensorferry.dcp import FileReader, FileWriter, PeerReader, own_errors
+from tensorferry import CorruptCheckpoint, IncompleteCheckpoint, UnsupportedLeaf
+from tensorferry.dcp import FileReader, FileWriter, own_errors
 from tensorferry.storage.folder import INDEX
 
 pytestmark = [
@@ -65,42 +64,3 @@ def test_errors_of_others_are_left_as_they_are(tmp_path):
         load(tmp_path / "none")
     with pytest.raises(CheckpointException), own_errors():
         load(tmp_path, {"other": torch.zeros(3)})
-
-
-@pytest.mark.parametrize(
-    "theirs",
-    [
-        {"thread_count": 2, "single_file_per_rank": True},
-        {"sync_files": True, "per_thread_copy_ahead": 10_000_000, "cache_staged_state_dict": False},
-    ],
-)
-def test_calls_of_torchs_writer_can_be_kept(tmp_path, theirs):
-    dcp.save(state(), storage_writer=FileWriter(tmp_path, **theirs), no_dist=True)
-    found = {"w": torch.zeros(1000)}
-    load(tmp_path, found)
-    assert torch.equal(found["w"], state()["w"])
-
-
-@pytest.mark.parametrize(
-    ("theirs", "message"),
-    [
-        ({"single_file_per_rank": False}, r"single_file_per_rank=False .* one file"),
-        ({"cache_staged_state_dict": True}, r"AsyncCheckpointer"),
-        ({"_extensions": [1]}, r"FileSystemWriter"),
-        ({"thread_count": 2, "threads": 2}, r"the same"),
-        ({"thread_count": 0}, r"thread_count must be 1 or more"),
-    ],
-)
-def test_what_cannot_be_followed_says_what_to_do(tmp_path, theirs, message):
-    with pytest.raises(InvalidArgument, match=message):
-        FileWriter(tmp_path, **theirs)
-
-
-def test_what_nobody_knows_is_a_type_error(tmp_path):
-    with pytest.raises(TypeError, match="no argument 'treads'"):
-        FileWriter(tmp_path, treads=2)
-
-
-def test_a_timeout_that_is_a_setting_is_not_negative():
-    with pytest.raises(InvalidArgument, match="timeout must not be negative"):
-        PeerReader("x", timeout=timedelta(seconds=-1))

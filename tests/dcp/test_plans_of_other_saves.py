@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import re
 import warnings
 
@@ -93,15 +92,6 @@ def test_the_index_describes_what_was_written(name, tmp_path):
         check(PeerReader(writer.metadata()), state)
     finally:
         writer.shutdown()
-
-
-@pytest.mark.skipif(
-    "no_dist" not in inspect.signature(dcp.async_save).parameters, reason="this torch asks for a process group"
-)
-def test_the_index_of_asynchronous_saves_describes_what_was_written(tmp_path):
-    for state in SAVES["narrower"]():
-        dcp.async_save(state, storage_writer=FileWriter(tmp_path), planner=caching(), no_dist=True).result()
-    check(FileReader(tmp_path), state)
 
 
 def check(reader, expected):

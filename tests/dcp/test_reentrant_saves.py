@@ -1,4 +1,4 @@
-"""Saves and loads in the middle of a save or load of the same thread: of the same object they are refused."""
+"""Saves and loads in the middle of a save or load of the same object: the other one is refused, or this one."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch.distributed.checkpoint as dcp
 
 from tensorferry.dcp import FileReader, FileWriter, PeerReader, PeerWriter, own_errors
 from tensorferry.errors import InvalidArgument
+from tensorferry.storage import commits
 
 pytestmark = [
     pytest.mark.timeout(60),
@@ -30,8 +31,8 @@ def state(value: float) -> dict:
 class Once:
     """Makes a call the first time that it is called, and keeps what it raises."""
 
-    def __init__(self) -> None:
-        self.call, self.raised = None, []
+    def __init__(self, call=None) -> None:
+        self.call, self.raised = call, []
 
     def __call__(self, *_: object) -> None:
         call, self.call = self.call, None
@@ -54,6 +55,26 @@ class Hooked:
         return set, ()
 
 
+@contextlib.contextmanager
+def handled_by(call):
+    before = signal.signal(signal.SIGUSR1, lambda *_: call())
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def interrupted(planner):
+    """A planner during whose planning a signal arrives."""
+
+    class Planner(planner):
+        def finish_plan(self, plan):
+            signal.raise_signal(signal.SIGUSR1)
+            return super().finish_plan(plan)
+
+    return Planner()
+
+
 def loaded(path) -> float:
     found = state(0)
     with own_errors():
@@ -62,15 +83,19 @@ def loaded(path) -> float:
     return found["step"]
 
 
+def refused(once) -> bool:
+    [error] = once.raised
+    # Callers may catch either.
+    return isinstance(error, InvalidArgument) and isinstance(error, RuntimeError) and "in the middle" in str(error)
+
+
 def test_a_file_writer_is_not_used_again_in_its_own_progress_and_another_one_is(tmp_path):
     once = Once()
     writer = FileWriter(tmp_path / "a", progress=once)
     once.call = lambda: dcp.save(state(2), storage_writer=writer, checkpoint_id=tmp_path / "b")
     with own_errors():
         dcp.save(state(1), storage_writer=writer)
-    [error] = once.raised
-    assert isinstance(error, InvalidArgument)
-    assert "in the middle" in str(error)
+    assert refused(once)
     once.call = lambda: dcp.save(state(4), storage_writer=FileWriter(tmp_path / "c"))
     dcp.save(state(3), storage_writer=writer, checkpoint_id=tmp_path / "d")
     assert len(once.raised) == 1
@@ -78,116 +103,96 @@ def test_a_file_writer_is_not_used_again_in_its_own_progress_and_another_one_is(
     assert not (tmp_path / "b").exists()
 
 
-def test_a_file_writer_that_a_signal_handler_used_between_two_steps_of_a_save_commits_nothing_wrong(tmp_path):
-    writer = FileWriter(tmp_path / "a")
+def in_a_thread(call):
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join()
 
-    class Planner(dcp.DefaultSavePlanner):
-        def finish_plan(self, plan):
-            signal.raise_signal(signal.SIGUSR1)
-            return super().finish_plan(plan)
 
-    before = signal.signal(
-        signal.SIGUSR1, lambda *_: dcp.save(state(2), storage_writer=writer, checkpoint_id=tmp_path / "b")
-    )
-    try:
-        with pytest.raises(InvalidArgument, match="in the middle of this one"), own_errors():
-            dcp.save(state(1), storage_writer=writer, planner=Planner())
-    finally:
-        signal.signal(signal.SIGUSR1, before)
+@pytest.mark.parametrize("where", ["by a handler", "in a thread", "in a thread, before the end"])
+def test_a_save_that_another_one_with_its_writer_has_replaced_commits_nothing(tmp_path, where):
+    def other():
+        dcp.save(state(2), storage_writer=writer, checkpoint_id=tmp_path / "b", no_dist=True)
+
+    late = Once(lambda: in_a_thread(other)) if where.endswith("end") else Once()
+
+    class Late(FileWriter):
+        def finish(self, metadata, results):
+            late()
+            super().finish(metadata, results)
+
+    writer = Late(tmp_path / "a")
+    planner = dcp.DefaultSavePlanner() if late.call else interrupted(dcp.DefaultSavePlanner)
+    with (
+        handled_by(other if where == "by a handler" else lambda: in_a_thread(other)),
+        pytest.raises(InvalidArgument, match="has begun in the middle of this one"),
+        own_errors(),
+    ):
+        dcp.save(state(1), storage_writer=writer, planner=planner)
+    assert not (tmp_path / "a" / "index.safetensors").exists()
     assert loaded(tmp_path / "b") == 2
 
 
 def test_the_end_of_a_save_is_not_entered_by_a_signal_handler_of_the_same_thread(tmp_path, monkeypatch):
-    raised = []
+    once = Once(lambda: dcp.save(state(2), storage_writer=FileWriter(tmp_path / "b")))
+    moments = []
 
-    def handle(*_):
-        try:
-            with own_errors():
-                dcp.save(state(2), storage_writer=FileWriter(tmp_path / "b"))
-        except InvalidArgument as e:
-            raised.append(str(e))
+    def reached(moment, _):
+        moments.append(moment)
+        if moment == "checked":
+            once()
 
-    from tensorferry.storage import commits
-
-    calls = []
-
-    def interrupted(moment, _):
-        calls.append(moment)
-        if calls.count("checked") == 1 and moment == "checked":
-            signal.raise_signal(signal.SIGUSR1)
-
-    monkeypatch.setattr(commits, "reached", interrupted)
-    before = signal.signal(signal.SIGUSR1, handle)
-    try:
-        dcp.save(state(1), storage_writer=FileWriter(tmp_path / "a"))
-    finally:
-        signal.signal(signal.SIGUSR1, before)
+    monkeypatch.setattr(commits, "reached", reached)
+    dcp.save(state(1), storage_writer=FileWriter(tmp_path / "a"))
     assert loaded(tmp_path / "a") == 1
-    assert len(raised) == 1
-    assert "in the middle" in raised[0]
+    assert refused(once)
 
 
-@pytest.mark.parametrize("kind", ["files", "peers"])
-def test_a_reader_is_not_used_again_in_its_own_progress(tmp_path, kind):
-    once = Once()
-    with_peers = kind == "peers"
-    writers = [PeerWriter() for _ in range(2)] if with_peers else []
-    ids = []
-    for number in range(2):
-        if with_peers:
-            dcp.save(state(number + 1), storage_writer=writers[number])
-            ids.append(writers[number].metadata())
-        else:
-            dcp.save(state(number + 1), storage_writer=FileWriter(tmp_path / str(number)))
-            ids.append(str(tmp_path / str(number)))
-    reader = (PeerReader if with_peers else FileReader)(ids[0], progress=once)
-    other, mine = state(0), state(0)
-    once.call = lambda: dcp.load(other, storage_reader=reader, checkpoint_id=ids[1])
-    dcp.load(mine, storage_reader=reader)
-    [error] = once.raised
-    assert isinstance(error, InvalidArgument)
-    assert "in the middle" in str(error)
-    assert (mine["step"], float(mine["w"][0]), other["step"]) == (1, 1.0, 0)
-    for writer in writers:
-        writer.shutdown()
-
-
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "files",
-        "peers",
-        "peers that do not relay",
-        pytest.param("files of each rank", marks=pytest.mark.skipif(not ALONE, reason="torch 2.8 has no such saves")),
-    ],
-)
-def test_a_reader_that_a_signal_handler_used_between_two_steps_of_a_load_mixes_nothing(tmp_path, kind):
+@contextlib.contextmanager
+def two_checkpoints(kind, path):
+    """The ids of two checkpoints, and what makes a reader."""
     with contextlib.ExitStack() as opened:
         ids = []
         for number in (1, 2):
-            if "peers" in kind:
+            if kind.startswith("peers"):
                 writer = PeerWriter(interface="127.0.0.1")
                 opened.callback(writer.shutdown)
                 dcp.save(state(number), storage_writer=writer)
                 ids.append(writer.metadata())
             else:
-                own = kind == "files of each rank"
-                writer = FileWriter(tmp_path / str(number))
-                dcp.save(state(number), storage_writer=writer, **({"use_collectives": False} if own else {}))
-                ids.append(str(tmp_path / str(number)))
-        relay = kind != "peers that do not relay"
-        reader = PeerReader(ids[0], relay=relay) if "peers" in kind else FileReader(ids[0])
-        other, mine = state(0), state(0)
+                alone = {"use_collectives": False} if kind == "files of each rank" else {}
+                dcp.save(state(number), storage_writer=FileWriter(path / str(number)), **alone)
+                ids.append(str(path / str(number)))
+        options = {"relay": False} if kind == "peers that do not relay" else {}
+        yield ids, lambda **more: (PeerReader if "peers" in kind else FileReader)(ids[0], **options, **more)
 
-        class Planner(dcp.DefaultLoadPlanner):
-            def finish_plan(self, plan):
-                signal.raise_signal(signal.SIGUSR1)
-                return super().finish_plan(plan)
 
-        before = signal.signal(signal.SIGUSR1, lambda *_: dcp.load(other, storage_reader=reader, checkpoint_id=ids[1]))
-        opened.callback(signal.signal, signal.SIGUSR1, before)
-        with pytest.raises(InvalidArgument, match="in the middle of this one"), own_errors():
-            dcp.load(mine, storage_reader=reader, planner=Planner())
+KINDS = [
+    "files",
+    "peers",
+    "peers that do not relay",
+    pytest.param("files of each rank", marks=pytest.mark.skipif(not ALONE, reason="torch 2.8 has no such saves")),
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_reader_that_is_used_again_in_the_middle_of_a_load_mixes_nothing(tmp_path, kind):
+    with two_checkpoints(kind, tmp_path) as (ids, make):
+        # In a read, the other load is refused.
+        once, other, mine = Once(), state(0), state(0)
+        reader = make(progress=once)
+        once.call = lambda: dcp.load(other, storage_reader=reader, checkpoint_id=ids[1])
+        dcp.load(mine, storage_reader=reader)
+        assert refused(once)
+        assert (mine["step"], float(mine["w"][0]), other["step"]) == (1, 1.0, 0)
+        # Between two steps, the other load is done, and this one is refused.
+        mine = state(0)
+        with (
+            handled_by(lambda: dcp.load(other, storage_reader=reader, checkpoint_id=ids[1])),
+            pytest.raises(InvalidArgument, match="in the middle of this one"),
+            own_errors(),
+        ):
+            dcp.load(mine, storage_reader=reader, checkpoint_id=ids[0], planner=interrupted(dcp.DefaultLoadPlanner))
         assert (float(mine["w"][0]), other["step"]) == (0.0, 2)
 
 
@@ -219,22 +224,20 @@ def test_a_rank_without_an_index_writes_nothing_into_the_save_in_the_middle_of_i
     assert found["b"].tolist() == [2.0] * 4
 
 
-def written(writer, planner, plan):
-    """Writes the file of the one rank of a save; returns what finishes it."""
-    [plan], metadata = planner.create_global_plan([plan])
-    [plan] = writer.prepare_global_plan([plan])
-    results = writer.write_data(plan, planner).wait()
-    return lambda: writer.finish(metadata, [results])
-
-
 @pytest.mark.parametrize("other", ["ours", "torch"])
 def test_what_another_save_has_committed_meanwhile_is_not_overwritten(tmp_path, other):
-    writer, theirs = (FileWriter(tmp_path, overwrite=False) for _ in range(2))
+    def written(writer, planner, plan):
+        [plan], metadata = planner.create_global_plan([plan])
+        [plan] = writer.prepare_global_plan([plan])
+        results = writer.write_data(plan, planner).wait()
+        return lambda: writer.finish(metadata, [results])
+
+    writer, earlier = (FileWriter(tmp_path, overwrite=False) for _ in range(2))
     # It begins earlier, and ends earlier.
-    other_save = planned(theirs, tmp_path, 0, 2.0)
+    other_save = planned(earlier, tmp_path, 0, 2.0)
     finish = written(writer, *planned(writer, tmp_path, 0, 1.0))
     if other == "ours":
-        written(theirs, *other_save)()
+        written(earlier, *other_save)()
     else:
         dcp.save({"a": torch.full((4,), 2.0)}, storage_writer=dcp.FileSystemWriter(tmp_path), no_dist=True)
     with pytest.raises(InvalidArgument, match="Checkpoint already exists"):
@@ -245,32 +248,12 @@ def test_what_another_save_has_committed_meanwhile_is_not_overwritten(tmp_path, 
     assert len(list(tmp_path.glob("rank*.safetensors"))) == (other == "ours")
 
 
-def test_a_thread_that_has_begun_no_save_writes_nothing(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    writer, called = FileWriter(tmp_path / "a"), []
-    planner, plan = planned(writer, tmp_path / "a", 0, 1.0)
-    [plan] = writer.prepare_global_plan(planner.create_global_plan([plan])[0])
-
-    def elsewhere():
-        for call in (lambda: writer.write_data(plan, planner), writer.rank_file, writer.go_on):
-            with pytest.raises(InvalidArgument, match="this thread has begun no save"):
-                call()
-            called.append(call)
-
-    thread = threading.Thread(target=elsewhere)
-    thread.start()
-    thread.join()
-    assert len(called) == 3
-    assert [path.name for path in tmp_path.iterdir()] == ["a"]
-
-
 def test_a_peer_writer_is_not_used_again_in_the_middle_of_its_save(monkeypatch):
-    once, writer = Once(), PeerWriter()
-    once.call = lambda: dcp.save(state(2), storage_writer=writer)
+    writer = PeerWriter()
+    once = Once(lambda: dcp.save(state(2), storage_writer=writer))
     with own_errors():
         dcp.save(state(1) | {"hooked": Hooked(once)}, storage_writer=writer)
-    [error] = once.raised
-    assert isinstance(error, InvalidArgument)
+    assert refused(once)
     found = state(0)
     dcp.load(found, storage_reader=PeerReader(writer.metadata()))
     assert found["step"] == 1

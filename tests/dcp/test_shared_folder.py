@@ -7,10 +7,7 @@ import fcntl
 import json
 import os
 import resource
-import shutil
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -61,43 +58,6 @@ def names(folder):
 def age(path, seconds):
     now = time.time() - seconds
     os.utime(path, (now, now))
-
-
-@pytest.fixture
-def delays(tmp_path):
-    """Builds the library that delays calls by random times, and returns its path."""
-    compiler = shutil.which("cc") or shutil.which("c++")
-    if compiler is None:
-        pytest.skip("there is no C compiler to build tests/dcp/delays.c with")
-    library = tmp_path / "delays.so"
-    source = Path(__file__).parent / "delays.c"
-    subprocess.run([compiler, "-shared", "-fPIC", "-x", "c", source, "-o", library, "-ldl"], check=True, timeout=60)
-    return library
-
-
-@pytest.mark.nightly
-@pytest.mark.timeout(300)
-def test_two_jobs_that_save_into_one_folder_leave_one_of_their_states_whole(tmp_path, delays, pytestconfig):
-    folder, log = tmp_path / "ck", tmp_path / "log"
-    seconds = 2 * pytestconfig.getoption("--kills")
-    command = [sys.executable, Path(__file__).parent / "two_jobs.py", folder, log, str(seconds)]
-    done = subprocess.run(
-        command, env=os.environ | {"LD_PRELOAD": str(delays)}, capture_output=True, text=True, timeout=280, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout)
-    assert report["wrong"] == {}
-    assert set(report["found"]) == {"1", "2"}, "both jobs have saved"
-    refused = log.read_text().splitlines() if log.exists() else []
-    assert all(line.startswith("IncompleteCheckpoint: ") and "began later" in line for line in refused), refused
-    # All files that the killed jobs left behind are removed.
-    left = names(folder)
-    assert len(left) > 2
-    for path in folder.iterdir():
-        age(path, 120)
-    save(folder, 6)
-    assert loaded(folder) == [6]
-    assert len(names(folder)) == 2
 
 
 def test_leftovers_go_when_their_writer_is_dead(tmp_path):
@@ -152,20 +112,6 @@ def test_nothing_is_removed_while_the_index_cannot_be_read(tmp_path, monkeypatch
     assert left not in names(tmp_path)
 
 
-def test_where_there_are_no_locks_only_age_counts(tmp_path, monkeypatch):
-    def refuse(*_):
-        raise OSError(errno.ENOLCK, "no locks here")
-
-    monkeypatch.setattr(fcntl, "flock", refuse)
-    left = [f"rank0000{n}-{new_id()}.safetensors.partial" for n in range(2)]
-    for name, seconds in zip(left, (3600, 25 * 3600), strict=True):
-        (tmp_path / name).write_text("x")
-        age(tmp_path / name, seconds)
-    save(tmp_path, 1)
-    assert left[0] in names(tmp_path)
-    assert left[1] not in names(tmp_path)
-
-
 def test_the_files_of_a_save_that_goes_on_elsewhere_are_not_leftovers(tmp_path):
     """The coordinator was thought dead: its ranks have written their files, but its index is still to come."""
     held, go = threading.Event(), threading.Event()
@@ -209,31 +155,6 @@ def test_a_file_that_was_removed_is_noticed_before_the_index_names_it(tmp_path):
     assert loaded(tmp_path) == [1]
 
 
-def test_one_writer_in_two_saves_at_once_keeps_their_folders_apart(tmp_path):
-    held, go = threading.Event(), threading.Event()
-
-    class Paused(dcp.DefaultSavePlanner):
-        def resolve_data(self, item):
-            held.set()
-            assert go.wait(60)
-            return super().resolve_data(item)
-
-    writer = FileWriter(tmp_path / "default")
-    state = {"a": torch.full((1000,), 1.0)}
-    saving = dcp.async_save(state, storage_writer=writer, checkpoint_id=tmp_path / "one", planner=Paused())
-    assert held.wait(60)
-    try:
-        save(None, 2, writer, checkpoint_id=tmp_path / "two")
-    finally:
-        go.set()
-    saving.result()
-    assert loaded(tmp_path / "one") == [1]
-    assert loaded(tmp_path / "two") == [2]
-    assert not (tmp_path / "default").exists()
-    save(None, 3, writer)
-    assert loaded(tmp_path / "two") == [3], "as with torch's writer, the last name stays"
-
-
 def test_a_rank_file_of_another_save_is_refused_though_its_layout_is_the_same(tmp_path):
     for n in (1, 2):
         save(tmp_path / str(n), n)
@@ -243,13 +164,6 @@ def test_a_rank_file_of_another_save_is_refused_though_its_layout_is_the_same(tm
     assert isinstance(error, tensorferry.CorruptCheckpoint)
     assert one.name in str(error)
     assert "not the file that was written under this name" in str(error)
-
-
-def without_files_entry(folder):
-    """Rewrites the index as earlier versions wrote it, without the entry that identifies the files."""
-    path = folder / "index.safetensors"
-    text, _ = commits.read(path)
-    Container(no_rows(), None, True, [(reserved.INDEX, text)], ABOUT).write(path, partial=folder / "p")
 
 
 @pytest.mark.parametrize(

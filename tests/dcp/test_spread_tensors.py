@@ -129,6 +129,16 @@ def test_one_value_on_several_meshes_is_one_tensor(jobs, tmp_path):
         jobs[4].run(spread_states.end)
 
 
+@pytest.mark.parametrize("door", ["files", "peers"])
+def test_a_tensor_of_several_shards_on_each_rank_is_saved_and_loaded_by_shard(jobs, tmp_path, door):
+    for saving in ("wrapper", "rows"):
+        where, errors = saved(jobs[2], door, saving, tmp_path / saving)
+        assert not any(errors), errors
+        for kind, world in (("wrapper", 2), ("wrapper", 3), ("rows", 2), ("whole", 1)):
+            assert jobs[world].run(spread_states.load, door, kind, where) == [("", [])] * world, (saving, kind)
+        jobs[2].run(spread_states.end)
+
+
 def test_two_values_under_one_key_are_not_mixed_by_a_reader_of_states(jobs, tmp_path):
     where, _ = saved(jobs[4], "states", "experts", tmp_path)
     for kind, world in (("experts", 4), ("whole", 1)):

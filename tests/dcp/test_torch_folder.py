@@ -18,15 +18,9 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
 import tensorferry
-from tensorferry.dcp import FileReader, FileWriter
+from tensorferry.dcp import FileReader
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-
-
-class Thing:
-    """A class that is not on the allow-list."""
-
-    value = 3
 
 
 class Evil:
@@ -80,19 +74,6 @@ def test_a_folder_of_torchs_loads_as_torch_loads_it_and_the_log_says_so(tmp_path
     assert torch.equal(nested["model"]["weight"], expected["model"]["weight"])
 
 
-def test_the_metadata_says_what_torchs_reader_says(tmp_path):
-    dcp.save(state(3), storage_writer=dcp.FileSystemWriter(tmp_path))
-    theirs, ours = dcp.FileSystemReader(tmp_path).read_metadata(), FileReader(tmp_path).read_metadata()
-    assert ours.state_dict_metadata.keys() == theirs.state_dict_metadata.keys()
-    assert ours.planner_data == theirs.planner_data
-    assert ours.storage_data.keys() == theirs.storage_data.keys()
-    for name, one in theirs.state_dict_metadata.items():
-        other = ours.state_dict_metadata[name]
-        assert type(one) is type(other)
-        if hasattr(one, "chunks"):
-            assert (one.size, one.chunks, one.properties.dtype) == (other.size, other.chunks, other.properties.dtype)
-
-
 def _alone(kept, folder):
     del kept
     rank = torch.distributed.get_rank()
@@ -112,19 +93,6 @@ def test_ranks_that_torch_saved_without_each_other(tmp_path):
         pytest.skip("this torch always coordinates")
     with Job(2) as job:
         assert job.run(_alone, tmp_path) == [[0] * 4, [1] * 4]
-
-
-def test_objects_are_read_by_the_allow_list(tmp_path):
-    dcp.save({"evil": Thing(), "fine": {"a": [1, 2.5]}}, checkpoint_id=tmp_path)
-    found = {"fine": {"a": [0, 0]}}
-    dcp.load(found, storage_reader=FileReader(tmp_path))
-    assert found == {"fine": {"a": [1, 2.5]}}
-    error = fails(lambda: dcp.load({"evil": None}, storage_reader=FileReader(tmp_path)))
-    assert "Thing for 'evil', which is not on the allow-list" in str(error)
-    for options in ({"safe_globals": iter([Thing])}, {"trust_pickle": True}):
-        found = {"evil": None}
-        dcp.load(found, storage_reader=FileReader(tmp_path, **options))
-        assert isinstance(found["evil"], Thing)
 
 
 @pytest.mark.parametrize("where", ["index", "path", "object", "tensor", "planner"])
@@ -231,36 +199,3 @@ def test_a_record_that_is_shorter_than_its_pickle_says_is_not_read_beyond(tmp_pa
         info.relative_path, info.offset, info.length = "lie", 0, len(small.getvalue())
 
     assert "the record of a storage of 64 bytes has 8 bytes" in damaged(tmp_path, lie)
-
-
-def _differ(kept, one, other):
-    del kept
-    folder = (one, other)[torch.distributed.get_rank()]
-    with pytest.raises(dcp.CheckpointException, match="a save has replaced the checkpoint"):
-        dcp.load({"a": torch.zeros(4)}, storage_reader=FileReader(folder))
-
-
-@pytest.mark.process
-def test_ranks_that_read_different_indexes_load_nothing(tmp_path):
-    for name in "xy":
-        dcp.save({"a": torch.ones(4)}, storage_writer=dcp.FileSystemWriter(tmp_path / name), no_dist=True)
-    with Job(2) as job:
-        job.run(_differ, tmp_path / "x", tmp_path / "y")
-
-
-def test_from_torchs_format_to_ours_in_the_same_folder(tmp_path):
-    dcp.save({"a": torch.full((4,), 1.0)}, checkpoint_id=tmp_path)
-    found = {"a": torch.zeros(4)}
-    dcp.load(found, storage_reader=FileReader(tmp_path))
-    found["a"] += 1
-    dcp.save(found, storage_writer=FileWriter(tmp_path))
-    found = {"a": torch.zeros(4)}
-    dcp.load(found, storage_reader=FileReader(tmp_path))
-    assert found["a"].tolist() == [2] * 4
-    assert not list(tmp_path.glob("*.distcp"))
-
-
-def test_errors_are_typed(tmp_path):
-    (tmp_path / ".metadata").write_bytes(pickle.dumps(Evil(tmp_path / "ran")))
-    with pytest.raises(tensorferry.UnsafePickle, match=r"mkdir"):
-        FileReader(tmp_path).read_metadata()

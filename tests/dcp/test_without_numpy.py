@@ -52,20 +52,7 @@ def test_readers_and_writers_of_peers_say_it_too(caplog):
 
 
 @pytest.mark.usefixtures("two_ranks_without_numpy")
-def test_a_save_without_collectives_needs_none(tmp_path, caplog):
-    FileWriter(tmp_path).set_up_storage_writer(False, rank=1, use_collectives=False)
-    assert ranks.WITHOUT_NUMPY not in caplog.text
-
-
-@pytest.mark.usefixtures("two_ranks_without_numpy")
 def test_checkpointers_refuse_to_save_without_it(tmp_path):
     for agree in (lambda: Ranks().new_save(1, tmp_path), lambda: Ranks().gather(1)):
         with pytest.raises(InvalidArgument, match="pip install numpy"):
             agree()
-    assert Ranks(0, 2, agree=lambda value: value).new_save(1, tmp_path).rank == 0
-
-
-def test_one_rank_needs_none(monkeypatch, tmp_path, caplog):
-    monkeypatch.setattr(ranks, "find_spec", lambda _: None)
-    dcp.save({"w": torch.ones(3)}, storage_writer=FileWriter(tmp_path))
-    assert ranks.WITHOUT_NUMPY not in caplog.text

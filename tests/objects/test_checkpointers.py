@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
@@ -15,6 +14,7 @@ from stores import objects
 from tensorferry.checkpointing import AsyncCheckpointer, SyncCheckpointer, latest_checkpoint, ranks
 from tensorferry.errors import ConnectError, FetchTimeout
 from tensorferry.storage.objects import upload
+from thread_ranks import checkpointers_of, on_all
 
 pytestmark = pytest.mark.process
 
@@ -77,29 +77,16 @@ def test_a_trainer_does_not_wait_for_a_store_that_stalls(gateway, server, monkey
 def test_a_rank_that_uploads_for_longer_than_others_are_patient_is_waited_for(gateway, server, monkeypatch, slow):
     part, patience = 5 << 20, 8.0
     monkeypatch.setattr(upload, "PART", part)
-    agreed, has_agreed = [], threading.Event()
-
-    def agree(value):
-        if not agreed:
-            agreed.append(value)
-            has_agreed.set()
-        has_agreed.wait(30)
-        return agreed[0]
-
     # Six parts, one after the other, take longer.
     gateway.act = lambda _, method, path: time.sleep(patience / 4) if method == "PUT" and "partNumber" in path else None
 
+    savers = checkpointers_of(2, patience=patience, threads=1)
+
     def save(rank):
         value = torch.full((6 * part if rank == slow else 10,), rank, dtype=torch.uint8)
-        saver = SyncCheckpointer(rank=rank, world_size=2, agree=agree, patience=patience, threads=1)
-        saver.save(server.place, {"w": value})
+        savers[rank].save(server.place, {"w": value})
 
-    with ThreadPoolExecutor(2) as pool:
-        first = pool.submit(save, 0)
-        has_agreed.wait(30)
-        second = pool.submit(save, 1)
-        for one in (first, second):
-            one.result(100)
+    assert on_all(2, save) == [None, None]
     assert len(objects(server.url, server.prefix)) == 3
     assert SyncCheckpointer().load(server.place)["w"].unique().item() == 0
 

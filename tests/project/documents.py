@@ -73,15 +73,15 @@ atexit.register(_server.__exit__, None, None, None)
 SURROUNDINGS = {
     'dcp.save(state, storage_writer=FileWriter("s3://': _BUCKET,
     # A keeper of its own, and the folder of checkpoints below the one in which the test runs.
-    "from tensorferry.checkpointing import make_async_checkpointer": f"""{_KEEPER}
+    "from tensorferry.checkpointing import AsyncCheckpointer": f"""{_KEEPER}
 import tensorferry.checkpointing
 class _Here:
     def __init__(self, made): self.made = made
     def save(self, path, *state, **options): return self.made.save("." + path, *state, **options)
     def load(self, path, *state): return self.made.load("." + path, *state)
     def close(self): self.made.close()
-_make = tensorferry.checkpointing.make_async_checkpointer
-tensorferry.checkpointing.make_async_checkpointer = lambda **options: _Here(_make(**options))
+_make = tensorferry.checkpointing.AsyncCheckpointer
+tensorferry.checkpointing.AsyncCheckpointer = lambda **options: _Here(_make(**options))
 state = {{"weight": torch.ones(1000)}}
 """,
     "from tensorferry.checkpointing import Keeper": _KEEPER,

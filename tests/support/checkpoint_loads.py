@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import queue
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from tensorferry.checkpointing import SyncCheckpointer, loading
 from tensorferry.storage.folder import read_index
+from thread_ranks import checkpointers_of, on_all
 
 
 def save_state(folder: Path, state: object, **options: Any) -> Path:
@@ -22,27 +21,9 @@ def save_state(folder: Path, state: object, **options: Any) -> Path:
 
 def save_states(folder: Path, states: Sequence[Any]) -> Path:
     """Saves the states of the ranks of a job, each from a thread."""
-    said: queue.Queue = queue.Queue()
-    wrong: list[BaseException] = []
-
-    def say(value):
-        for _ in states[1:]:
-            said.put(value)
-        return value
-
-    def work(rank):
-        agree = say if rank == 0 else lambda _: said.get(timeout=60)
-        try:
-            SyncCheckpointer(rank=rank, world_size=len(states), agree=agree).save(folder, states[rank])
-        except BaseException as e:
-            wrong.append(e)
-
-    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(len(states))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong, wrong
+    writers = checkpointers_of(len(states))
+    outcomes = on_all(len(states), lambda rank: writers[rank].save(folder, states[rank]))
+    assert outcomes == [None] * len(states), outcomes
     return folder
 
 

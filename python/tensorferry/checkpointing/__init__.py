@@ -1,4 +1,4 @@
-"""Checkpointers in the shape of torch's experimental ``Checkpointer``, and what they need.
+"""Checkpointers, and what they need.
 
 ``AsyncCheckpointer`` copies a state into shared memory and has another process write it; ``SyncCheckpointer`` writes it
 itself. The public names are imported on first use: the process that writes needs no torch.
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from .._first_use import on_first_use
 
 if TYPE_CHECKING:
-    from .checkpointers import AsyncCheckpointer, SyncCheckpointer, make_async_checkpointer, make_sync_checkpointer
+    from .checkpointers import AsyncCheckpointer, SyncCheckpointer
     from .keeper.client import Keeper
     from .keeper.snapshot import peer_metadata
     from .latest import latest_checkpoint
@@ -23,8 +23,6 @@ __all__ = [
     "SyncCheckpointer",
     "latest_checkpoint",
     "load_file",
-    "make_async_checkpointer",
-    "make_sync_checkpointer",
     "peer_metadata",
 ]
 
@@ -38,8 +36,6 @@ if not TYPE_CHECKING:  # With a module __getattr__, a type checker would accept 
             "SyncCheckpointer": ".checkpointers",
             "latest_checkpoint": ".latest",
             "load_file": ".loading",
-            "make_async_checkpointer": ".checkpointers",
-            "make_sync_checkpointer": ".checkpointers",
             "peer_metadata": ".keeper.snapshot",
         },
     )

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any
 
 from .. import _validate
 from ..errors import InvalidArgument, TransportClosed
@@ -17,16 +17,17 @@ from ..state.snapshot import StateSnapshot
 from ..storage.container import Container
 from ..storage.lineage import Lineage
 from ..storage.places import AnyPlace, any_place
-from .keepers import LoadingKeeper, StateKeeper
 from .latest import find_latest
 from .orders import Options, Order, perform
 from .ranks import Ranks
 from .saving import Saver
 from .shared_stager import SharedStager
-from .torch_parts import Checkpointer, StrPath, state_and_path
+from .torch_parts import Checkpointer
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
+
+    from .keeper.client import Keeper
 
 
 class _Checkpointer(Checkpointer):  # type: ignore[misc]  # mypy does not follow torch
@@ -34,7 +35,7 @@ class _Checkpointer(Checkpointer):  # type: ignore[misc]  # mypy does not follow
 
     _ranks: Ranks
     _allowed: Allowed
-    _keeper: StateKeeper | None = None
+    _keeper: Keeper | None = None
 
     def load(
         self,
@@ -67,7 +68,7 @@ class _Checkpointer(Checkpointer):  # type: ignore[misc]  # mypy does not follow
 
         save_id = self._agreed_save(path)
         keeper = self._keeper
-        prefer = partial(keeper.prefer, agreed=save_id) if isinstance(keeper, LoadingKeeper) else None
+        prefer = None if keeper is None else partial(keeper.prefer, agreed=save_id)
         state, _ = loading.read(
             path,
             state_dict,
@@ -83,7 +84,7 @@ class _Checkpointer(Checkpointer):  # type: ignore[misc]  # mypy does not follow
         if save_id is not None:
             self._agreed = None
         self._ranks.go_on_from(any_place(path, timeout=self._timeout))
-        if isinstance(keeper, LoadingKeeper):
+        if keeper is not None:
             self._ranks.note_beginning(keeper.newest_loaded)
         return state
 
@@ -111,8 +112,7 @@ class _Checkpointer(Checkpointer):  # type: ignore[misc]  # mypy does not follow
             TensorferryError: on all ranks, rank 0 finds none as :func:`latest_checkpoint` raises it, and the keepers
                 have none
         """
-        keeper = self._keeper if isinstance(self._keeper, LoadingKeeper) else None
-        self._agreed = find_latest(any_place(path, timeout=self._timeout), self._ranks, keeper)
+        self._agreed = find_latest(any_place(path, timeout=self._timeout), self._ranks, self._keeper)
         return None if self._agreed is None else str(self._agreed[0])
 
     def _agreed_save(self, path: str | os.PathLike[str]) -> str | None:
@@ -129,7 +129,6 @@ class SyncCheckpointer(_Checkpointer):
     Args:
         rank: the rank of this process, by default that of ``torch.distributed``, or 0
         world_size: how many ranks save together, by default as many as ``torch.distributed`` has, or 1
-        agree: returns on every rank what rank 0 passes to it; needed for several ranks without ``torch.distributed``
         process_group: the process group in which ranks agree
         threads: threads with which a rank writes; ``None`` chooses by the number of cores
         cached: whether large files are written through the page cache; ``None`` chooses, see ``FileWriter``
@@ -154,17 +153,16 @@ class SyncCheckpointer(_Checkpointer):
         *,
         rank: int | None = None,
         world_size: int | None = None,
-        agree: Callable[[Any], Any] | None = None,
         process_group: Any = None,
         threads: int | None = None,
         cached: bool | None = None,
         keep_last: int | None = None,
         patience: float = 600.0,
-        keeper: str | StateKeeper | None = None,
+        keeper: str | Keeper | None = None,
         safe_globals: Iterable[Any] = (),
         trust_pickle: bool = False,
     ) -> None:
-        self._ranks = Ranks(rank, world_size, agree, process_group)
+        self._ranks = Ranks(rank, world_size, process_group)
         self._allowed = Allowed(safe_globals, trust_pickle)
         self._options = Options(threads=threads, cached=cached, keep_last=keep_last, patience=patience)
         self._timeout = timedelta(seconds=self._options.patience)
@@ -179,35 +177,28 @@ class SyncCheckpointer(_Checkpointer):
         self._refusals = RefusalWarnings(self._allowed, REFUSED_LATER)
         self._is_open = True
 
-    @overload
-    def save(self, path: StrPath, state_dict: Any, *, step: int | None = None) -> None: ...
-    @overload
-    def save(self, state_dict: Any, path: StrPath, *, step: int | None = None) -> None: ...
-    def save(self, *args: Any, step: int | None = None, **kwargs: Any) -> None:
-        """Saves a state: ``save(path, state_dict)`` or ``save(state_dict, path)``, or both by name.
+    def save(self, path: str | os.PathLike[str], state_dict: Any, *, step: int | None = None) -> None:
+        """Saves a state.
 
         Args:
-            args: the path of the folder and the state, in either order
+            path: the path of the folder
+            state_dict: the state
             step: a number that is saved with the state
-            kwargs: ``path`` and ``state_dict``
 
         Raises:
-            InvalidArgument: what is the path and what the state cannot be told apart
             TransportClosed: it was closed
-            TypeError: path or state is missing, or there is another argument
             TensorferryError: the state cannot be saved
         """
-        path, state = state_and_path("save", args, kwargs)
         if not self._is_open:
             raise TransportClosed("this checkpointer was closed: make a new one")
         self._agreed = None
         if self._saver is not None:
-            self._saver.save(state, path, step)[1].result()
+            self._saver.save(state_dict, path, step)[1].result()
             return
         number = None if step is None else _validate.step_number(step)
         folder = any_place(path, timeout=self._timeout)
         order = Order(folder, self._ranks.new_save(number, folder), self._options)
-        perform(order, lambda: self._container(state), self._lineage)
+        perform(order, lambda: self._container(state_dict), self._lineage)
 
     def _container(self, state: Any) -> Container:
         snapshot = StateSnapshot(state, self._stager, "borrow")
@@ -241,7 +232,6 @@ class AsyncCheckpointer(_Checkpointer):
     Args:
         rank: as for :class:`SyncCheckpointer`
         world_size: as for :class:`SyncCheckpointer`
-        agree: as for :class:`SyncCheckpointer`
         process_group: as for :class:`SyncCheckpointer`
         threads: as for :class:`SyncCheckpointer`
         cached: as for :class:`SyncCheckpointer`
@@ -250,7 +240,7 @@ class AsyncCheckpointer(_Checkpointer):
         memory_limit: bytes of shared memory that there may be at a time; a save that does not fit waits for an earlier
             one, and is refused if there is none. ``None`` allows what the machine, or the control group of the
             process, has available
-        keeper: keeps the states in memory, too: the name of a keeper of this machine, or an object with ``offer``
+        keeper: keeps the states in memory, too: the name of a keeper of this machine, or a :class:`Keeper`
         safe_globals: as for :class:`SyncCheckpointer`
         trust_pickle: as for :class:`SyncCheckpointer`
 
@@ -264,35 +254,32 @@ class AsyncCheckpointer(_Checkpointer):
         *,
         rank: int | None = None,
         world_size: int | None = None,
-        agree: Callable[[Any], Any] | None = None,
         process_group: Any = None,
         threads: int | None = None,
         cached: bool | None = None,
         keep_last: int | None = None,
         patience: float = 600.0,
         memory_limit: int | None = None,
-        keeper: str | StateKeeper | None = None,
+        keeper: str | Keeper | None = None,
         safe_globals: Iterable[Any] = (),
         trust_pickle: bool = False,
     ) -> None:
-        self._ranks = Ranks(rank, world_size, agree, process_group)
+        self._ranks = Ranks(rank, world_size, process_group)
         self._allowed = Allowed(safe_globals, trust_pickle)
         options = Options(threads=threads, cached=cached, keep_last=keep_last, patience=patience)
         self._timeout = timedelta(seconds=options.patience)
         self._keeper = _connected(keeper)
         self._saver = Saver(self._ranks, options, SharedStager(memory_limit, ACCELERATOR, self._allowed), self._keeper)
 
-    @overload
-    def save(self, path: StrPath, state_dict: Any, *, step: int | None = None) -> tuple[Future[None], Future[None]]: ...
-    @overload
-    def save(self, state_dict: Any, path: StrPath, *, step: int | None = None) -> tuple[Future[None], Future[None]]: ...
-    def save(self, *args: Any, step: int | None = None, **kwargs: Any) -> tuple[Any, Any]:
-        """Saves a state: ``save(path, state_dict)`` or ``save(state_dict, path)``, or both by name.
+    def save(
+        self, path: str | os.PathLike[str], state_dict: Any, *, step: int | None = None
+    ) -> tuple[Future[None], Future[None]]:
+        """Saves a state.
 
         Args:
-            args: the path of the folder and the state, in either order
+            path: the path of the folder
+            state_dict: the state
             step: a number that is saved with the state
-            kwargs: ``path`` and ``state_dict``
 
         Returns:
             Two futures of ``None``. When the first is done, the state may change, and the save is accepted. When the
@@ -301,67 +288,35 @@ class AsyncCheckpointer(_Checkpointer):
             ``save`` logs the failure, and saves, and :meth:`close` raises it.
 
         Raises:
-            InvalidArgument: what is the path and what the state cannot be told apart, ``path`` or ``step`` cannot be
-                used, or a callback calls it that would have to wait
-            TypeError: path or state is missing, or there is another argument
+            InvalidArgument: ``path`` or ``step`` cannot be used; a callback of a future calls it; or a signal
+                handler does in the middle of a save
             TransportClosed: it was closed, or the interpreter is exiting
             ForkedProcess: this is a forked child
             TensorferryError: the state cannot be copied
             Exception: what a device reports when it copies
         """
-        path, state = state_and_path("save", args, kwargs)
         self._agreed = None
-        return self._saver.save(state, path, step)
+        return self._saver.save(state_dict, path, step)
 
     def close(self) -> None:
         """Waits for all saves, ends the process that writes, and closes ``keeper``. It may be called again.
 
         Raises:
-            InvalidArgument: a callback of a future calls it while another save is unfinished
+            InvalidArgument: a callback of a future calls it
             ForkedProcess: this is a forked child
             Exception: the error of a save that has failed, whose future's result nobody has read; all is closed then
         """
         self._saver.close()
 
 
-def _connected(keeper: str | StateKeeper | None) -> StateKeeper | None:
-    """Returns the keeper that the argument ``keeper`` gives, by name or as an object."""
-    if not isinstance(keeper, str):
-        if keeper is not None and not callable(getattr(keeper, "offer", None)):
-            raise InvalidArgument(f"keeper must be the name of a keeper or a connection, not {_validate.brief(keeper)}")
-        return keeper
+def _connected(keeper: str | Keeper | None) -> Keeper | None:
+    """Returns the keeper that the argument ``keeper`` gives, by name or as a connection."""
+    if keeper is None:
+        return None
     from .keeper.client import Keeper as NodeKeeper
 
+    if isinstance(keeper, NodeKeeper):
+        return keeper
+    if not isinstance(keeper, str):
+        raise InvalidArgument(f"keeper must be the name of a keeper or a Keeper, not {_validate.brief(keeper)}")
     return NodeKeeper(keeper)
-
-
-def make_sync_checkpointer(config: Any = None, rank_info: Any = None, **options: Any) -> SyncCheckpointer:
-    """Returns a :class:`SyncCheckpointer`; the arguments of torch's function of this name can be given.
-
-    Args:
-        config: torch's ``CheckpointerConfig``, of which ``writer_config.write_barrier_timeout_secs`` is used
-        rank_info: torch's ``RankInfo``
-        options: the arguments of the class
-    """
-    return SyncCheckpointer(**_options(config, rank_info, options))
-
-
-def make_async_checkpointer(config: Any = None, rank_info: Any = None, **options: Any) -> AsyncCheckpointer:
-    """Returns an :class:`AsyncCheckpointer`; ``config`` and ``rank_info`` are torch's.
-
-    Args:
-        config: torch's ``CheckpointerConfig``, of which ``writer_config.write_barrier_timeout_secs`` is used
-        rank_info: torch's ``RankInfo``
-        options: the arguments of the class
-    """
-    return AsyncCheckpointer(**_options(config, rank_info, options))
-
-
-def _options(config: Any, rank_info: Any, options: dict[str, Any]) -> dict[str, Any]:
-    """Returns ``options`` with what torch's ``CheckpointerConfig`` and ``RankInfo`` say besides."""
-    torch_options: dict[str, Any] = {}
-    if config is not None:
-        torch_options["patience"] = float(config.writer_config.write_barrier_timeout_secs)
-    if rank_info is not None:
-        torch_options.update(rank=rank_info.global_rank, world_size=rank_info.global_world_size)
-    return {**torch_options, **options}

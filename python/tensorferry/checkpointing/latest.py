@@ -27,7 +27,7 @@ from ..storage.whole_files import is_file, subfolders
 from . import other_formats
 
 if TYPE_CHECKING:
-    from .keepers import LoadingKeeper
+    from .keeper.client import Keeper
     from .ranks import Ranks
 
 logger = logging.getLogger("tensorferry")
@@ -179,12 +179,11 @@ def is_folder(path: Path) -> bool:
         raise SystemRefused(e.errno, f"{path} cannot be examined: {e.strerror}") from e
 
 
-def find_latest(root: AnyPlace, ranks: Ranks, keeper: LoadingKeeper | None) -> tuple[AnyPlace, str] | None:
+def find_latest(root: AnyPlace, ranks: Ranks, keeper: Keeper | None) -> tuple[AnyPlace, str] | None:
     """Returns the folder and the id of the newest save below ``root``, on all ranks the same; ``None`` without one.
 
     A save counts if it is committed on the disk as rank 0 sees it, or if every rank has its snapshot in the keeper of
-    its node or a buddy. Where ranks agree by a function of the user's, which cannot collect, rank 0's keeper must know
-    the snapshots of all ranks. Ranks agree on the name of the folder below ``root``, which may be a link that leads to
+    its node or a buddy. Ranks agree on the name of the folder below ``root``, which may be a link that leads to
     another place on each node.
 
     Raises:
@@ -194,12 +193,12 @@ def find_latest(root: AnyPlace, ranks: Ranks, keeper: LoadingKeeper | None) -> t
     own: list[list[Any]] = []
     if keeper is not None and isinstance(root, Path):
         known = keeper.below(root, ranks.rank, ranks.world_size)
-        own = [[one.began, Path(one.path).name, one.save_id, one.complete] for one in known]
+        own = [[one.began, Path(one.path).name, one.save_id] for one in known]
     gathered = ranks.gather(own)
     choice: list[Any] | None = None
     if ranks.rank == 0:
         try:
-            candidates = _kept_for_all_ranks(gathered or [own], gathered is not None)
+            candidates = _kept_for_all_ranks(gathered)
             if (newest := newest_complete(root, are_others=bool(candidates))) is not None:
                 candidates.append([newest[1].began, newest[0].name, newest[1].save_id])
             choice = max(candidates, default=None)
@@ -217,9 +216,7 @@ def find_latest(root: AnyPlace, ranks: Ranks, keeper: LoadingKeeper | None) -> t
     return root / choice[1], str(choice[2])
 
 
-def _kept_for_all_ranks(gathered: Sequence[list[list[Any]]], of_all: bool) -> list[list[Any]]:
-    """Returns what each rank has listed; of rank 0 alone, what it knows to be there for all ranks."""
-    common = {(began, name, save_id) for began, name, save_id, complete in gathered[0] if complete or of_all}
-    for listed in gathered[1:]:
-        common &= {(began, name, save_id) for began, name, save_id, _ in listed}
+def _kept_for_all_ranks(gathered: Sequence[list[list[Any]]]) -> list[list[Any]]:
+    """Returns the saves that each rank has listed."""
+    common = set.intersection(*({tuple(one) for one in listed} for listed in gathered))
     return [list(one) for one in common]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -28,20 +27,13 @@ class Ranks:
     Args:
         rank: the rank of this process; by default that of ``torch.distributed``, or 0 without it
         world_size: how many there are; likewise
-        agree: returns on every rank what rank 0 passes to it; by default a broadcast of ``torch.distributed``
-        group: the process group of the broadcast
+        group: the process group in which they agree
 
     Raises:
-        InvalidArgument: the arguments do not make sense, or several ranks have no way to agree
+        InvalidArgument: the arguments do not make sense, or ``torch.distributed`` has another number of ranks
     """
 
-    def __init__(
-        self,
-        rank: int | None = None,
-        world_size: int | None = None,
-        agree: Callable[[Any], Any] | None = None,
-        group: Any = None,
-    ) -> None:
+    def __init__(self, rank: int | None = None, world_size: int | None = None, group: Any = None) -> None:
         dist = torch.distributed
         started = dist.is_available() and dist.is_initialized()
         if (rank is None) != (world_size is None):
@@ -50,15 +42,13 @@ class Ranks:
             rank, world_size = (dist.get_rank(group), dist.get_world_size(group)) if started else (0, 1)
         self.world_size = _validate.integer("world_size", world_size, 1)
         self.rank = _validate.integer("rank", rank, 0, self.world_size - 1)
-        self._agree = _validate.function("agree", agree)
         self._group = group
         #: When the newest save began that this process knows of, and the lineage of what it has loaded, by parent.
         self._newest = 0
         self._lineages: dict[AnyPlace, str | None] = {}
-        if self.world_size > 1 and agree is None and not (started and dist.get_world_size(group) == self.world_size):
+        if self.world_size > 1 and not (started and dist.get_world_size(group) == self.world_size):
             raise InvalidArgument(
-                f"{self.world_size} ranks have to agree on each save: initialise torch.distributed with as many, or "
-                "pass agree=, a function that returns on every rank what rank 0 passes to it"
+                f"{self.world_size} ranks have to agree on each save: initialise torch.distributed with as many"
             )
 
     def new_save(self, step: int | None, folder: AnyPlace) -> SaveId:
@@ -73,7 +63,7 @@ class Ranks:
 
         Raises:
             InvalidArgument: ``torch.distributed`` cannot collect without NumPy, which is not installed
-            Exception: what ``agree`` or the process group raises
+            Exception: what the process group raises
         """
         own = SaveId.new(self.rank, self.world_size, step)
         if self.rank == 0:
@@ -98,12 +88,10 @@ class Ranks:
                 self.note_beginning(commit.began)
                 self._lineages[checkpoint.parent] = commit.lineage
 
-    def gather(self, value: Any) -> list[Any] | None:
-        """Returns what each rank passes, by rank; ``None`` where ranks agree by a function, which cannot collect."""
+    def gather(self, value: Any) -> list[Any]:
+        """Returns what each rank passes, by rank."""
         if self.world_size == 1:
             return [value]
-        if self._agree is not None:
-            return None
         self._check_numpy()
         values: list[Any] = [None] * self.world_size
         torch.distributed.all_gather_object(values, value, group=self._group)
@@ -117,8 +105,6 @@ class Ranks:
         """Returns on every rank what rank 0 passes."""
         if self.world_size == 1:
             return value
-        if self._agree is not None:
-            return self._agree(value)
         self._check_numpy()
         dist = torch.distributed
         values = [value]

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -14,23 +13,18 @@ from torch import Tensor
 
 from .._native import Stored, _read_file
 from ..errors import ProtocolError, StateMismatch, UnsupportedLeaf
-from ..memory.tensors import DTYPES, address, byte_strides, count_as_written, scratch, takes_bytes, why_not_writable
+from ..memory.tensors import DTYPES, count_as_written, scratch, takes_bytes, why_not_writable
 from ..state import tree
 from ..state.local_parts import is_spread, spread_tensor, whole_tensor
 from ..state.match import tensors_in
 from ..state.shards import Shard, described, entry_of, why_incomplete
+from ..state.slice_batch import Entry, SliceBatch
 from ..storage.boxes import Box
 from ..storage.folder import Index
 from ..storage.places import AnyPlace
 from ..storage.reserved import is_reserved
-from ..storage.slices import SliceTuple, contiguous_strides, runs
+from ..storage.slices import SliceTuple, contiguous_strides
 from .union import unite
-
-#: Runs of fewer bytes than this are not read one by one: all bytes from the first run to the last are read into a
-#: temporary buffer, and torch copies the elements out of it.
-_SHORT_RUN = 256
-#: Bytes of temporary memory after which what was scheduled is read, unless one part needs more.
-_SCRATCH = 256 << 20
 
 
 class _Part(NamedTuple):
@@ -70,9 +64,7 @@ class Resharding:
         self._parts: list[_Part] = []
         self._wholes: list[Tensor] = []
         self._entries: dict[int, _Entries] = {}
-        self._slices: dict[int, list[SliceTuple]] = defaultdict(list)
-        self._after: list[tuple[Tensor, Tensor]] = []
-        self._temporary = 0
+        self._batch = SliceBatch(self._read)
 
     def plan(self, target: Any, stored: Stored) -> set[int]:
         """Finds the tensors of ``target`` that cannot be filled from this rank's file; :meth:`fill` fills them.
@@ -176,9 +168,7 @@ class Resharding:
         for part in self._parts:
             for shard in part.shards:
                 self._schedule(part, shard)
-                if self._temporary > _SCRATCH:
-                    self._flush()
-        self._flush()
+        self._batch.flush()
         self._parts.clear()
 
     def _described(self, path: str, take_plain: bool) -> tuple[torch.dtype, list[int], list[Shard]] | None:
@@ -210,18 +200,16 @@ class Resharding:
             target = target.narrow(dim, a - o, n)
         strides = [step * size for step in shard.stride]
         start, span = shard.span(first, lengths, size)
-        entry, kind, nbytes, start = self._entry(part.path, shard, start, span)
-        if takes_bytes(target, dtype):
-            run, repeats = runs(lengths, strides, byte_strides(target), size)
-            if run >= _SHORT_RUN or not repeats:
-                self._slices[shard.rank].append((entry, kind, nbytes, start, run, address(target), repeats))
-                return
-        memory = scratch(span + -span % size)
-        self._temporary += span
-        self._slices[shard.rank].append((entry, kind, nbytes, start, span, address(memory), []))
-        self._after.append((target, memory.view(dtype).as_strided(lengths, shard.stride)))
+        entry, start = self._entry(part.path, shard, start, span)
 
-    def _entry(self, path: str, shard: Shard, start: int, span: int) -> tuple[str, str, int, int]:
+        def copy(read: Tensor | None) -> None:
+            if read is not None:
+                with torch.no_grad():
+                    target.copy_(read)
+
+        self._batch.add_box(entry, start, lengths, strides, target, dtype, copy, direct=takes_bytes(target, dtype))
+
+    def _entry(self, path: str, shard: Shard, start: int, span: int) -> tuple[Entry, int]:
         """Returns the entry with the bytes ``[start, start + span)`` of a shard's storage, and where they are in it."""
         of = self._rank_entries(shard.rank)
         try:
@@ -234,7 +222,7 @@ class Resharding:
         except KeyError:
             message = f"{self._path}: the file of rank {shard.rank} does not have its part of {path}"
             raise ProtocolError(message) from None
-        return of.names[entry], of.dtypes[entry], of.sizes[entry], start
+        return Entry(shard.rank, of.names[entry], of.dtypes[entry], of.sizes[entry]), start
 
     def open_file(self, rank: int, threads: int | None = None) -> Stored:
         """Opens the file of a rank."""
@@ -255,17 +243,10 @@ class Resharding:
             self._entries[rank] = _Entries(storages, numbers, names, stored.dtypes, stored.shapes, stored.sizes)
         return self._entries[rank]
 
-    def _flush(self) -> None:
-        """Reads all scheduled slices, and copies those that came into temporary memory into their tensors."""
-        for rank, slices in self._slices.items():
+    def _read(self, slices: Mapping[int, list[SliceTuple]]) -> None:
+        for rank, of_rank in slices.items():
             name, header = self._index.files[rank]
-            _read_file(self._path / name, slices, threads=self._threads, header=header)
-        with torch.no_grad():
-            for target, read in self._after:
-                target.copy_(read)
-        self._slices.clear()
-        self._after.clear()
-        self._temporary = 0
+            _read_file(self._path / name, of_rank, threads=self._threads, header=header)
 
 
 def _shards_in(stored: Stored) -> dict[str, dict[str, Any]]:

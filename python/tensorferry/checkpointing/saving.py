@@ -10,13 +10,13 @@ from __future__ import annotations
 import atexit
 import contextlib
 import logging
+import queue
 import threading
 import time
 import weakref
-from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .. import _validate
 from .._reentry import CallLock
@@ -29,12 +29,14 @@ from ..storage.objects.place import ObjectPlace
 from ..storage.places import any_place
 from .futures import SaveFuture
 from .handover import Handover
-from .keepers import StateKeeper
 from .orders import Options, Order
 from .ranks import Ranks
 from .shared_stager import SharedStager
-from .turns import IN_CALLBACK, Turns
+from .turns import Turns
 from .writer import Delivery, Writer
+
+if TYPE_CHECKING:
+    from .keeper.client import Keeper
 
 logger = logging.getLogger("tensorferry")
 
@@ -57,7 +59,7 @@ class Saver:
         SystemRefused: the process that writes cannot be started
     """
 
-    def __init__(self, ranks: Ranks, options: Options, stager: SharedStager, keeper: StateKeeper | None = None) -> None:
+    def __init__(self, ranks: Ranks, options: Options, stager: SharedStager, keeper: Keeper | None = None) -> None:
         self._ranks, self._options, self._stager, self._keeper = ranks, options, stager, keeper
         self._turns = Turns()
         self._writes: list[SaveFuture] = []
@@ -66,12 +68,20 @@ class Saver:
         self._offering = threading.RLock()
         self._writer = Writer()
         self._saving = CallLock("save() or close()")
+        #: Saves whose copies a thread completes and hands over, in their order. No signal handler can interrupt that.
+        self._copies: queue.SimpleQueue[tuple[Saver, _Save] | None] = queue.SimpleQueue()
+        self._copier = threading.Thread(target=_copy, args=(self._copies,), name="tensorferry-stage", daemon=True)
         self._is_open, self._is_closed = True, False
         self._warned = False
         if _exits.is_set():
             self._turns.end()
         self._writer.start()
-        weakref.finalize(self, self._writer.close, 0).atexit = False
+        try:
+            self._copier.start()
+        except RuntimeError as e:
+            self._writer.close(0)
+            raise SystemRefused(f"the thread that completes copies cannot be started: {e}") from e
+        weakref.finalize(self, _let_finish, self._copies, self._writer).atexit = False
         _savers.add(self)
 
     @property
@@ -91,7 +101,7 @@ class Saver:
             ForkedProcess: this is a forked child
             InvalidArgument: ``path`` or ``step`` cannot be used, or there is a keeper and ``path`` is in a store; a
                 signal handler, a ``__del__`` or a callback calls it in the middle of a save of the same thread; or a
-                callback of a future calls it that would have to wait
+                callback of a future calls it
             TensorferryError: the state cannot be copied
             Exception: what a device reports when it copies
         """
@@ -99,6 +109,7 @@ class Saver:
         if not self._is_open:
             raise TransportClosed("this checkpointer was closed: make a new one")
         self._turns.check()
+        self._check_thread()
         folder = any_place(path, timeout=timedelta(seconds=self._options.patience))
         if self._keeper is not None and isinstance(folder, ObjectPlace):
             raise InvalidArgument(
@@ -110,7 +121,7 @@ class Saver:
             # By the folder itself, a keeper tells jobs apart. If it cannot be made, the save fails.
             with contextlib.suppress(OSError):
                 folder.parent.mkdir(parents=True, exist_ok=True)
-        with self._alone():
+        with self._saving.held():
             order = Order(folder, self._ranks.new_save(step, folder), self._options)
             try:
                 snapshot = self._stage(state)
@@ -120,31 +131,21 @@ class Saver:
                 raise
             save = _Save(order, snapshot, self._turns)
             self._writes = [*(write for write in self._writes if not write.is_settled), save.written]
-            if snapshot.is_complete:
-                self._hand_over(save)
-            else:
-                thread = threading.Thread(target=self._complete, args=(save,), name="tensorferry-stage", daemon=True)
-                try:
-                    thread.start()
-                except RuntimeError as e:
-                    self._abandon(save, SystemRefused(f"the copy cannot be completed: {e}"))
+            self._copies.put((self, save))
         return save.staged, save.written
 
-    @contextlib.contextmanager
-    def _alone(self) -> Iterator[None]:
-        """While the block runs, no other save begins."""
+    def _check_thread(self) -> None:
+        """Refuses calls that would wait for what their own thread has to do.
+
+        Raises:
+            InvalidArgument: this thread is in a save, or is one that runs the callbacks of futures
+        """
         self._saving.check()
-        if self._writer.is_listening:
-            # The save that is under way may wait for what this thread has to hear.
-            if not self._saving.reentrant.acquire(blocking=False):
-                raise InvalidArgument(IN_CALLBACK.format("save() while another thread is in save()"))
-            try:
-                yield
-            finally:
-                self._saving.reentrant.release()
-            return
-        with self._saving.held():
-            yield
+        if self._writer.is_listening or threading.current_thread() is self._copier:
+            raise InvalidArgument(
+                "save() and close() cannot be called in a callback of a save's future, whose thread they would wait "
+                "for: let the callback wake a thread of your own"
+            )
 
     def close(self) -> None:
         """Waits for all saves, ends the process that writes, releases the memory and closes the keeper.
@@ -153,18 +154,17 @@ class Saver:
 
         Raises:
             InvalidArgument: it would wait for ever: it is called in the middle of a save of the same thread, by a
-                signal handler for example, or by a callback of a future while another save is unfinished
+                signal handler for example, or by a callback of a future
             ForkedProcess: this is a forked child
             Exception: the error of a save that has failed, at whose future nobody has looked; all is closed then
         """
         if self._is_closed:
             return
         self._writer.check_process()
-        self._saving.check()
-        if self._writer.is_listening and self._turns.is_any_taken:
-            raise InvalidArgument(IN_CALLBACK.format("close() while another save is unfinished"))
+        self._check_thread()
         self._is_open = False
         self._turns.wait_for_all(None)
+        self._copies.put(None)
         self._writer.close()
         self._stager.close()
         if self._keeper is not None:
@@ -175,54 +175,36 @@ class Saver:
 
     def _stage(self, state: Any) -> StateSnapshot:
         """Waits for a turn, and copies the state; if memory is short, waits until others give some back."""
-        self._turns.take(not self._writer.is_listening)
+        self._turns.take()
         try:
             while True:
                 try:
                     return self._stager.stage(state)
                 except NoRoom:
                     # An earlier save may be about to give memory back, and the keeper has what it can do without.
-                    may_wait = not self._writer.is_listening
-                    if not (
-                        self._turns.wait_for_another(may_wait) or self._keeper_lets_go() or self._leave_to_keeper()
-                    ):
+                    if not (self._turns.wait_for_another() or self._keeper_lets_go() or self._leave_to_keeper()):
                         raise
         except BaseException:
             self._turns.give()
             raise
 
-    def _complete(self, save: _Save) -> None:
-        try:
-            save.snapshot.complete()
-        except BaseException as e:  # A thread of its own has nobody else to tell.
-            self._abandon(save, e)
-            return
-        self._hand_over(save)
+    def complete(self, save: _Save) -> None:
+        """Completes the copy of a save, gives it to the process that writes, and offers it to the keeper.
 
-    def _hand_over(self, save: _Save) -> None:
-        """Gives a complete snapshot to the process that writes, and offers it to the keeper.
-
-        If the process cannot be given it, the save fails with that error, and is not offered; only an interrupt is
-        raised as well. What a signal handler raises once the process was sent the state ends this call, and not the
-        save, whose memory the process has.
+        If the process cannot be given it, the save fails with that error, and is not offered.
         """
         snapshot = save.snapshot
-        delivery: Delivery | None = None
         try:
+            snapshot.complete()
             given = self._stager.handover(_SAVE, save.order.fields(), snapshot)
-            delivery = Delivery(given, save.order, save.accept, save.finish)
-            self._writer.hand_over(delivery)
-        except BaseException as e:
-            if delivery is not None and delivery.sent:
-                raise
+            self._writer.hand_over(Delivery(given, save.order, save.accept, save.finish))
+        except BaseException as e:  # Its thread has nobody else to tell.
             self._abandon(save, e)
-            if not isinstance(e, Exception):
-                raise
             return
         if self._keeper is not None:
             self._offer(self._keeper, given, snapshot)
 
-    def _offer(self, keeper: StateKeeper, given: Handover, snapshot: StateSnapshot) -> None:
+    def _offer(self, keeper: Keeper, given: Handover, snapshot: StateSnapshot) -> None:
         """Offers a snapshot to the keeper, and holds its buffers for as long as the keeper has it."""
         buffers = snapshot.buffers()
         with self._offering:
@@ -336,6 +318,19 @@ class _Save:
                     future.set_result(None)
                 else:
                     future.set_exception(error)
+
+
+def _copy(copies: queue.SimpleQueue[tuple[Saver, _Save] | None]) -> None:
+    """Completes the copies of one :class:`Saver`, which this thread does not keep alive between them."""
+    while (item := copies.get()) is not None:
+        saver, save = item
+        saver.complete(save)
+        del item, saver, save
+
+
+def _let_finish(copies: queue.SimpleQueue[Any], writer: Writer) -> None:
+    copies.put(None)
+    writer.close(0)
 
 
 _savers: weakref.WeakSet[Saver] = weakref.WeakSet()

@@ -5,14 +5,11 @@ The base classes are torch's where torch has them (from 2.9 on).
 
 from __future__ import annotations
 
-import os
 import threading
 from concurrent.futures import Future
-from typing import Any, TypeAlias
+from typing import Any
 
-from .. import _validate
-from .._reentry import CallLock
-from ..errors import InvalidArgument, TransportClosed
+from ..errors import TransportClosed
 from ..memory.accelerator import ACCELERATOR
 from ..pickles.allowlist import Allowed
 from ..state.snapshot import StateSnapshot
@@ -24,39 +21,7 @@ try:
 except ImportError:  # torch 2.8 has none
     _TorchStager = Checkpointer = object
 
-__all__ = ["Checkpointer", "Stager", "state_and_path"]
-
-
-StrPath: TypeAlias = str | os.PathLike[str]
-
-
-def state_and_path(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-    """Tells path and state apart, which are given by position in either order, or by name; returns both.
-
-    Raises:
-        InvalidArgument: they cannot be told apart
-        TypeError: one is missing, or there is another argument
-    """
-    given = [*args]
-    named = {key: kwargs[key] for key in ("path", "state_dict") if key in kwargs}
-    if unknown := sorted(kwargs.keys() - named):
-        raise TypeError(f"{name}() got unexpected keyword arguments: {', '.join(unknown)}")
-    if len(given) + len(named) != 2:
-        raise TypeError(f"{name}() takes a path and a state, not {len(given) + len(named)} arguments")
-    if not named:
-        paths = [isinstance(value, (str, os.PathLike)) for value in given]
-        if paths[0] == paths[1]:
-            raise InvalidArgument(
-                f"{name}() cannot tell path and state apart: {_validate.brief(given[0])} and "
-                f"{_validate.brief(given[1])}; pass them as path= and state_dict="
-            )
-        path, state = given if paths[0] else reversed(given)
-        return path, state
-    if "path" not in named:
-        named["path"] = given.pop()
-    if "state_dict" not in named:
-        named["state_dict"] = given.pop()
-    return named["path"], named["state_dict"]
+__all__ = ["Checkpointer", "Stager"]
 
 
 class StagedFuture(Future[Any]):
@@ -65,7 +30,7 @@ class StagedFuture(Future[Any]):
     def __init__(self, snapshot: StateSnapshot) -> None:
         super().__init__()
         self._snapshot = snapshot
-        self._building = CallLock("the result of a staged state")
+        self._building = threading.RLock()
         self._built: Any = None
 
     def result(self, timeout: float | None = None) -> Any:
@@ -73,11 +38,10 @@ class StagedFuture(Future[Any]):
 
         Raises:
             TimeoutError: the copy is not complete within ``timeout`` seconds
-            InvalidArgument: it is called in the middle of such a call of the same thread
             Exception: what the copy has failed with
         """
         super().result(timeout)
-        with self._building.held():
+        with self._building:
             if self._built is None:
                 self._built = self._snapshot.rebuild()
             return self._built

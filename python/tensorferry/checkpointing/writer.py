@@ -49,8 +49,7 @@ main(int(sys.argv[2]), int(sys.argv[3]))
 class Delivery:
     """A state that is handed over. The functions are called at most once each, on the thread that hears the process.
 
-    They may not raise. If :meth:`Writer.hand_over` raises, neither is called, unless the state was ``sent``: then a
-    signal handler has raised.
+    They may not raise. If :meth:`Writer.hand_over` raises, neither is called.
 
     Attributes:
         given: the state; ``None`` once a process has accepted it
@@ -58,7 +57,6 @@ class Delivery:
         accepted: called without an argument when a process holds the memory
         done: called with the fields of ``written``, or with an exception; no process uses the memory any more
         attempts: how often it was handed over
-        sent: has an item for each process that it was sent to
     """
 
     def __init__(
@@ -71,7 +69,6 @@ class Delivery:
         self.given: Handover | None = given
         self.order, self.accepted, self.done = order, accepted, done
         self.attempts = 0
-        self.sent: list[int] = []
 
 
 class Writer:
@@ -82,8 +79,7 @@ class Writer:
     """
 
     def __init__(self) -> None:
-        #: A signal handler or a ``__del__`` may enter it again, in the same thread, here and in ``_Child``: no section
-        #: loses what another one of the same thread does between two of its steps.
+        #: A ``__del__`` may enter it again, in the same thread, here and in ``_Child``.
         self._lock = threading.RLock()
         self._child: _Child | None = None
         self._all: list[_Child] = []
@@ -117,17 +113,15 @@ class Writer:
             SystemRefused: no process can be started or reached, or there is no memory for the table of entries
             InvalidArgument: the message is too long, or the state lies in too many buffers
             ForkedProcess: this is a forked child
-            Exception: what a signal handler raises
         """
         self.check_process()
-        before = len(delivery.sent)
         with self._lock:
             for _ in range(_ATTEMPTS):
                 try:
                     child = self._running_child()
                     child.hand_over(delivery)
                 except OSError as e:
-                    if isinstance(e, TensorferryError) or len(delivery.sent) > before:
+                    if isinstance(e, TensorferryError):
                         raise
                     # It is just ending; a new one takes its place.
                     lost = e
@@ -249,28 +243,22 @@ class _Child:
         Raises:
             OSError: the process takes no more; or, as ``SystemRefused``, there is no memory for the table of entries
             InvalidArgument: the message is too long, or the state lies in too many buffers
-            Exception: what a signal handler raises
         """
         key, given = delivery.order.save.save, delivery.given
         assert given is not None
-        is_listed, before = False, len(delivery.sent)
+        with self._lock:
+            if not self.takes:
+                raise BrokenPipeError("the process has ended")
+            self._unconfirmed[key] = delivery
+        delivery.attempts += 1
         try:
-            with self._lock:
-                if not self.takes:
-                    raise BrokenPipeError("the process has ended")
-                self._unconfirmed[key] = delivery
-                is_listed = True
-            delivery.attempts += 1
-            handover.send(self._sock, given, delivery.sent)
+            handover.send(self._sock, given)
         except BaseException as e:
-            if len(delivery.sent) > before:
-                # A signal handler's: the process has the state, and whoever listens hears what becomes of it.
-                raise
             with self._lock:
                 # An error of our own, such as memory that the table cannot have, says nothing about the process.
                 if isinstance(e, OSError) and not isinstance(e, TensorferryError):
                     self.takes = False
-                if self._unconfirmed.pop(key, None) is None and is_listed:
+                if self._unconfirmed.pop(key, None) is None:
                     # Whoever listens has found the process gone, and has said so.
                     return
             raise

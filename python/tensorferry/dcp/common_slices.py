@@ -1,11 +1,11 @@
-"""Finds the containers of which several ranks of a load need the same slices, and who reads them with whom."""
+"""Finds the containers of which several ranks of a load need the same slices."""
 
 from __future__ import annotations
 
 import hashlib
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import MetadataIndex
@@ -16,44 +16,24 @@ from .index import EntryRef
 
 
 @dataclass(frozen=True)
-class Alone:
-    """What the plan of a rank carries that has nothing to do with other ranks.
+class PlanNote:
+    """What the plan of a rank carries to the coordinator, and back.
 
     Attributes:
-        digest: identifies what it reads from
+        digest: identifies what the rank reads from
+        needs: for each container of which it needs much, a digest of the slices that it needs
+        url: of the server at which it gives others what it has read; empty without one
+        partners: set by the coordinator: for each container, the ranks that need the same slices of it
     """
 
-    digest: str | None
-
-
-@dataclass(frozen=True)
-class Needs:
-    """What one rank needs, as its plan carries it to the coordinator.
-
-    Attributes:
-        digests: for each container of which it needs much, what stands for the slices that it needs
-        digest: identifies what it reads from
-    """
-
-    digests: Mapping[str, bytes]
     digest: str | None = None
+    needs: Mapping[str, bytes] = field(default_factory=dict)
+    url: str = ""
+    partners: Mapping[str, Partners] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Common:
-    """What one rank needs in common with others, as its plan carries it back from the coordinator.
-
-    Attributes:
-        containers: those of which other ranks need the same slices
-        digest: identifies what it reads from; ``None`` if it has not told
-    """
-
-    containers: frozenset[str]
-    digest: str | None = None
-
-
-def needs(plan: LoadPlan, refs: Mapping[MetadataIndex, EntryRef]) -> Needs:
-    """Returns what a rank with ``plan`` needs; ``refs`` says where each chunk and object is stored."""
+def slice_digests(plan: LoadPlan, refs: Mapping[MetadataIndex, EntryRef]) -> dict[str, bytes]:
+    """Returns the ``needs`` of a rank with ``plan``; ``refs`` says where each chunk and object is stored."""
     hashes: dict[str, Any] = defaultdict(lambda: hashlib.blake2b(digest_size=8))
     nbytes: dict[str, int] = defaultdict(int)
     for item in plan.items:
@@ -61,67 +41,26 @@ def needs(plan: LoadPlan, refs: Mapping[MetadataIndex, EntryRef]) -> Needs:
         if ref is not None:  # Otherwise the read raises, and says why.
             hashes[ref.container].update(repr((ref.entry, *item.storage_offsets, *item.lengths)).encode())
             nbytes[ref.container] += ref.nbytes
-    return Needs({name: found.digest() for name, found in hashes.items() if nbytes[name] >= LEAST_BYTES})
+    return {name: digest.digest() for name, digest in hashes.items() if nbytes[name] >= LEAST_BYTES}
 
 
-def in_common(needs: Sequence[Any]) -> list[Common]:
-    """Returns for each rank what others need as well.
-
-    Args:
-        needs: what each rank needs; what is no :class:`Needs` stands for a rank that tells nothing
-    """
-    told = [rank.digests if isinstance(rank, Needs) else {} for rank in needs]
-    count = Counter(need for rank in told for need in rank.items())
-    shared = [frozenset(name for name, digest in rank.items() if count[name, digest] > 1) for rank in told]
-    return [Common(of_rank, getattr(rank, "digest", None)) for of_rank, rank in zip(shared, needs, strict=True)]
-
-
-@dataclass(frozen=True)
-class Offer:
-    """What one rank of a load from a store tells the coordinator.
-
-    Attributes:
-        digest: that of the index that it has read
-        needs: what it needs
-        url: of the server at which it gives others what it has read
-    """
-
-    digest: str
-    needs: Needs
-    url: str
-
-
-@dataclass(frozen=True)
-class Divided:
-    """What one rank of a load from a store is told by the coordinator.
-
-    Attributes:
-        digest: that of the index that all have read
-        partners: for each container of which others need the same slices
-    """
-
-    digest: str
-    partners: Mapping[str, Partners]
-
-
-def divided(offers: Sequence[Any]) -> list[dict[str, Partners]]:
-    """Returns for each rank with whom it divides the read of which container.
-
-    Args:
-        offers: of each rank; what is no :class:`Offer` stands for a rank that reads for itself
-    """
+def with_partners(plans: Sequence[LoadPlan]) -> list[LoadPlan]:
+    """Returns the plans of all ranks, whose notes tell each rank with whom it has needs in common."""
     groups: dict[tuple[str, bytes], list[int]] = defaultdict(list)
-    for rank, offer in enumerate(offers):
-        if isinstance(offer, Offer):
-            for need in offer.needs.digests.items():
-                groups[need].append(rank)
-    found: list[dict[str, Partners]] = [{} for _ in offers]
+    notes = [plan.storage_data for plan in plans]
+    for rank, note in enumerate(notes):
+        for need in note.needs.items() if isinstance(note, PlanNote) else ():
+            groups[need].append(rank)
+    partners: list[dict[str, Partners]] = [{} for _ in plans]
     for (container, _), ranks in groups.items():
         for group in _in_groups(ranks):
-            urls = tuple(offers[rank].url for rank in group)
+            urls = tuple(notes[rank].url for rank in group)
             for number, rank in enumerate(group if len(group) > 1 else ()):
-                found[rank][container] = Partners(urls, number)
-    return found
+                partners[rank][container] = Partners(urls, number)
+    return [
+        replace(plan, storage_data=PlanNote(note.digest, partners=own)) if isinstance(note, PlanNote) else plan
+        for plan, note, own in zip(plans, notes, partners, strict=True)
+    ]
 
 
 def _in_groups(ranks: list[int]) -> Iterator[list[int]]:

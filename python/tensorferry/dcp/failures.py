@@ -42,16 +42,16 @@ def noted(read: F) -> F:
 
     @functools.wraps(read)
     def noting_errors(self: Any, *args: Any, **kwargs: Any) -> Any:
-        load = self._load
-        if kwargs.get("rank") is None:
-            load.failed = None
+        failed = self._load.failed
+        if kwargs.get("rank") is None or (failed is None and self._load.source is not None):
+            self.begin_load()
             fail_without_numpy()
-        elif load.failed is not None and not isinstance(load.failed, self._absent):
-            raise load.failed
+        elif failed is not None and not isinstance(failed, self._absent):
+            raise failed
         try:
             return read(self, *args, **kwargs)
         except TensorferryError as e:
-            load.failed = e
+            self._load.failed = e
             errors = _noted.get()
             if errors is not None:
                 errors.append(e)

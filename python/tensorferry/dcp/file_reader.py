@@ -28,9 +28,9 @@ from ..storage.places import AnyPlace, begun
 from ..storage.source import FolderSource, Progress, replaced
 from ..storage.whole_files import is_file, listed
 from . import index, marker, torch_folder
-from .common_slices import Alone, Divided, Needs, Offer, divided, needs
+from .common_slices import PlanNote, slice_digests, with_partners
 from .failures import noted
-from .in_folder import RANK_INDEX, TORCH_INDEX, InFolder, thread_count
+from .in_folder import RANK_INDEX, TORCH_INDEX, InFolder, checked_threads
 from .reader import SliceReader
 from .torch_folder import TorchFolderSource, with_stand_ins
 
@@ -47,7 +47,7 @@ class FileReader(InFolder, SliceReader):
     of all blocks that it reads. A checkpoint of torch's own is read as torch reads it, whole chunks without checksums,
     but for pickles, which are read with the allow-list; one thread reads it, and calls ``progress`` after each file.
 
-    Loads in several threads at once do not affect each other; all calls of one load are made in one thread.
+    One load at a time: a load that another one has replaced is refused.
 
     Args:
         path: the folder, or the URL of a place in an object store; the ``checkpoint_id`` of a load overrides it
@@ -92,7 +92,7 @@ class FileReader(InFolder, SliceReader):
         self._store_options, self._timeout = store_options, timeout
         self._relay = wants_relay(relay)
         self._path = self._place(path)
-        self._threads = thread_count(threads)
+        self._threads = checked_threads(threads)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begins a new load, from the folder ``checkpoint_id`` if it is given; later loads read from there, too.
@@ -102,9 +102,7 @@ class FileReader(InFolder, SliceReader):
             SystemRefused: ``checkpoint_id`` is relative, and the current folder is gone
         """
         self._loading.check()
-        self._load.checkpoint = path = self._next(checkpoint_id)
-        self._load.metadata = self._load.failed = None
-        self._path = path
+        self._path = self._next(checkpoint_id)
 
     @noted
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -122,7 +120,10 @@ class FileReader(InFolder, SliceReader):
         """
         del args
         rank = kwargs.get("rank")
-        folder: AnyPlace = self._load.checkpoint or begun(self._path)
+        load = self._load
+        if rank is None or load.folder is None:
+            load.folder = begun(self._path)
+        folder = load.folder
         path = folder / INDEX
         shared = is_file(path)
         if not shared:
@@ -135,15 +136,15 @@ class FileReader(InFolder, SliceReader):
                 raise _incomplete(folder)
         _refuse_two(path)
         source = FolderSource(path, self._threads)
-        metadata = self._open(source, str(path))
-        self._load.digest, self._load.shared = source.digest, shared
+        metadata = index.decode(load.begin(source), str(path), self._allowed)
+        load.digest, load.shared = source.digest, shared
         return index.described(metadata, folder if isinstance(folder, os.PathLike) else str(folder))
 
     def _open_theirs(self, path: AnyPlace, shared: bool) -> Metadata:
         """Reads the index ``path``, which torch's own writer wrote; ``shared`` says whether it is that of all ranks."""
         source = TorchFolderSource(path)
         allowed = with_stand_ins(self._safe_globals, self._allowed.trusts)
-        metadata = torch_folder.decode(self._begin(source), str(path), allowed)
+        metadata = torch_folder.decode(self._load.begin(source), str(path), allowed)
         self._load.digest, self._load.shared = source.digest, shared
         folder = path.parent
         return index.described(metadata, folder if isinstance(folder, os.PathLike) else str(folder))
@@ -153,32 +154,30 @@ class FileReader(InFolder, SliceReader):
 
         For the latter it starts a server, which ends with :meth:`read_data`, or when the time for the load is over.
         """
-        digest = self._load.digest
-        if digest is None or not self._load.shared:
-            return dataclasses.replace(plan, storage_data=Alone(digest))
-        self._load.close_server()
-        found = self._needs(plan)
-        if not found.digests:
-            return dataclasses.replace(plan, storage_data=digest)
-        try:
-            server, host = start(_RANK_PATIENCE_S, ServerOptions())
-        except (SystemRefused, InvalidArgument) as e:
-            # Of variables that are wrong, too: nobody else is needed for this load.
-            logger.warning("this rank reads for itself what others need as well: %s", e)
-            return dataclasses.replace(plan, storage_data=digest)
-        place = self._load.checkpoint or self._path
-        assert isinstance(place, ObjectPlace)
-        self._load.keep_server(server, place.seconds_left())
-        return dataclasses.replace(plan, storage_data=Offer(digest, found, server.url(host)))
+        load = self._load
+        load.close_server()
+        note = PlanNote(load.digest, self._needs(plan))
+        if note.needs:
+            try:
+                server, host = start(_RANK_PATIENCE_S, ServerOptions())
+            except (SystemRefused, InvalidArgument) as e:
+                # Of variables that are wrong, too: nobody else is needed for this load.
+                logger.warning("this rank reads for itself what others need as well: %s", e)
+                note = PlanNote(load.digest)
+            else:
+                assert isinstance(load.folder, ObjectPlace)
+                load.keep_server(server, load.folder.seconds_left())
+                note = dataclasses.replace(note, url=server.url(host))
+        return dataclasses.replace(plan, storage_data=note)
 
-    def _needs(self, plan: LoadPlan) -> Needs:
+    def _needs(self, plan: LoadPlan) -> Mapping[str, bytes]:
         """Returns what this rank may divide with others: nothing where there are none, or where it would not help."""
         load = self._load
         several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-        in_store = isinstance(load.source, FolderSource) and isinstance(load.checkpoint or self._path, ObjectPlace)
-        if not (self._relay and several and in_store and load.metadata is not None):
-            return Needs({})
-        return needs(plan, load.metadata.storage_data)
+        in_store = isinstance(load.source, FolderSource) and isinstance(load.folder, ObjectPlace)
+        if not (self._relay and several and in_store and load.shared and load.metadata is not None):
+            return {}
+        return slice_digests(plan, load.metadata.storage_data)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """Checks that all ranks have read the same index, and tells those that need the same slices of each other.
@@ -186,16 +185,10 @@ class FileReader(InFolder, SliceReader):
         Raises:
             SourceChanged: a save replaced the index after some ranks had read it
         """
-        told = [plan.storage_data for plan in plans]
-        digests = {one.digest if isinstance(one, Offer) else one for one in told if isinstance(one, Offer | str)}
-        if len(digests) > 1:
-            raise replaced(self._load.checkpoint or self._path)
-        return [
-            dataclasses.replace(plan, storage_data=Divided(offer.digest, partners))
-            if isinstance(offer, Offer)
-            else plan
-            for plan, offer, partners in zip(plans, told, divided(told), strict=True)
-        ]
+        digests = {plan.storage_data.digest for plan in plans if isinstance(plan.storage_data, PlanNote)}
+        if self._load.shared and len(digests) > 1:
+            raise replaced(self._load.folder or self._path)
+        return with_partners(plans)
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Reads all items of ``plan`` into their targets; of what others need as well, a part.
@@ -203,18 +196,15 @@ class FileReader(InFolder, SliceReader):
         Raises:
             Exception: as for :meth:`SliceReader.read_data`
         """
-        found = plan.storage_data
-        if not isinstance(found, Divided):
-            self._load.close_server()
+        note = plan.storage_data
+        with self._dividing(note.partners if isinstance(note, PlanNote) else {}):
             return super().read_data(plan, planner)
-        with self._dividing(found.partners):
-            return super().read_data(dataclasses.replace(plan, storage_data=found.digest), planner)
 
     @contextlib.contextmanager
     def _dividing(self, partners: Mapping[str, Partners]) -> Iterator[None]:
         """Within the block, this rank reads a part of what its partners need as well; then its server is gone."""
         load = self._load
-        source, server, place = load.source, load.server, load.checkpoint or self._path
+        source, server, place = load.source, load.server, load.folder
         try:
             if partners and server is not None and source is not None and isinstance(place, ObjectPlace):
                 options = ServerOptions()

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from .. import _gc, _validate
+from .._reentry import CallLock
 from ..errors import InvalidArgument
 from ..memory.accelerator import ACCELERATOR, Accelerator
 from ..memory.bounce import BounceBuffers
@@ -34,39 +35,9 @@ from ..storage.source import Progress
 from ..storage.whole_files import create_folder, listed
 from . import index, marker
 from .failures import fail_without_numpy
-from .in_folder import TORCH_INDEX, InFolder, thread_count
-from .running_saves import RunningSaves, SaveRecord, agreed, planned_for_others
+from .in_folder import TORCH_INDEX, InFolder, checked_threads
+from .running_saves import SaveRecord, agreed, planned_for_others
 from .save_plan import ABOUT, PlanSnapshot, check_left_to_others, objects_of
-
-#: What to do about arguments of torch's writer that ask for something else.
-_OTHERWISE = {
-    "single_file_per_rank": "a rank always writes one file: leave it out",
-    "cache_staged_state_dict": "tensorferry.checkpointing.AsyncCheckpointer keeps its buffers: leave it out",
-    "_extensions": "files are not compressed or encrypted: use torch's FileSystemWriter",
-    "serialization_format": "the format is safetensors: use torch's FileSystemWriter",
-}
-
-
-def _threads_of_torch(threads: int | None, theirs: dict[str, Any]) -> int | None:
-    """Returns the number of threads that the arguments of a writer ask for, of which ``theirs`` are torch's.
-
-    Raises:
-        InvalidArgument: one of torch's cannot be followed, or both ``threads`` and ``thread_count`` are given
-        TypeError: one is not torch's either
-    """
-    changes_nothing = {"single_file_per_rank": True, "cache_staged_state_dict": False, "_extensions": None}
-    for name, value in theirs.items():
-        if name in ("thread_count", "sync_files", "per_thread_copy_ahead"):
-            continue
-        if name not in _OTHERWISE:
-            raise TypeError(f"FileWriter has no argument {name!r}")
-        if name not in changes_nothing or value != changes_nothing[name]:
-            raise InvalidArgument(f"{name}={_validate.brief(value)} is not for FileWriter: {_OTHERWISE[name]}")
-    if "thread_count" not in theirs:
-        return threads
-    if threads is not None:
-        raise InvalidArgument("threads and thread_count are the same: give one of them")
-    return _validate.integer("thread_count", theirs["thread_count"], 1)
 
 
 @functools.lru_cache(maxsize=1)
@@ -135,14 +106,14 @@ class FileWriter(InFolder, StorageWriter):  # type: ignore[misc]  # mypy does no
     torch's reader. A folder may be saved into repeatedly: the old checkpoint stays whole until the index of the new one
     replaces the old index, in one step, and is removed afterwards.
 
-    Saves in several threads at once share :attr:`report`, and otherwise do not affect each other; all calls of one save
-    are made in one thread.
+    One save at a time: a save that another one has replaced, in another thread or by a signal handler, is refused.
 
     Args:
         path: the folder, or the URL of a place in an object store, such as ``s3://bucket/run/step-1000``; the
             ``checkpoint_id`` of a save overrides it
         threads: threads with which a rank writes, or for a store, how many parts are uploaded at a
             time; ``None`` chooses by the number of cores
+        thread_count: torch's name of ``threads``
         overwrite: ``False`` refuses a folder that has a checkpoint
         cached: whether files of 64 MiB or more are written through the page cache, so that a load soon after on this
             machine reads from memory (``True``), or bypass it where the file system supports that, which takes less
@@ -157,10 +128,6 @@ class FileWriter(InFolder, StorageWriter):  # type: ignore[misc]  # mypy does no
             not given comes from the environment. ``client_options``, ``retry_config`` and ``credential_provider`` are
             those of its stores
         timeout: how long all requests of a save to a store may take together; 10 minutes by default
-        theirs: arguments of torch's ``FileSystemWriter``, so that its calls can be kept: ``thread_count`` is
-            ``threads``; ``single_file_per_rank=True``, ``sync_files``, ``per_thread_copy_ahead`` and
-            ``cache_staged_state_dict=False`` change nothing, since there is one file for each rank, it is always synced
-            and nothing is copied ahead. Others are refused
 
     Attributes:
         report: what the last save wrote on this rank, without the index: ``bytes``, and of these ``direct``, the bytes
@@ -168,7 +135,6 @@ class FileWriter(InFolder, StorageWriter):  # type: ignore[misc]  # mypy does no
 
     Raises:
         InvalidArgument: an argument cannot be used; the message names it
-        TypeError: one of ``theirs`` is not an argument of torch's writer
         SystemRefused: ``path`` is relative, and the current folder is gone
     """
 
@@ -184,27 +150,35 @@ class FileWriter(InFolder, StorageWriter):  # type: ignore[misc]  # mypy does no
         trust_pickle: bool = False,
         store_options: Mapping[str, Any] | None = None,
         timeout: timedelta | None = None,
-        **theirs: Any,
+        thread_count: int | None = None,
     ) -> None:
         super().__init__()
         self._store_options, self._timeout = store_options, timeout
         self._path = self._place(path)
-        self._threads = thread_count(_threads_of_torch(threads, theirs))
+        if threads is not None and thread_count is not None:
+            raise InvalidArgument("threads and thread_count are the same: give one of them")
+        self._threads = checked_threads(threads if thread_count is None else thread_count)
         self._overwrite = _validate.boolean("overwrite", overwrite)
         self._cached = None if cached is None else _validate.boolean("cached", cached)
         self._progress = _validate.function("progress", progress)
         self._allowed = Allowed(safe_globals, trust_pickle)
         self.report: dict[str, int] = {"bytes": 0, "direct": 0}
-        self._running = RunningSaves()
+        self._start()
+
+    def _start(self) -> None:
+        self._saving = CallLock("a save with this writer")
+        #: Folder and id of the next save, once ``reset`` was called for it; the save that has begun.
+        self._next_save: tuple[AnyPlace, str] | None = None
+        self._save: SaveRecord | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns what another process needs to save with a copy of this writer; running saves are left out."""
-        return {name: value for name, value in self.__dict__.items() if name != "_running"}
+        return {name: value for name, value in self.__dict__.items() if name not in ("_saving", "_next_save", "_save")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restores a copy, which has no running save."""
         self.__dict__.update(state)
-        self._running = RunningSaves()
+        self._start()
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begins a new save, into the folder ``checkpoint_id`` if it is given; later saves go there, too.
@@ -213,9 +187,9 @@ class FileWriter(InFolder, StorageWriter):  # type: ignore[misc]  # mypy does no
             InvalidArgument: ``checkpoint_id`` cannot be used, or this thread is writing the file of a save
             SystemRefused: ``checkpoint_id`` is relative, and the current folder is gone
         """
-        self._running.calls.check()
-        self._running.path = self._path = self._next(checkpoint_id)
-        self._running.id = new_id()
+        self._saving.check()
+        self._path = self._next(checkpoint_id)
+        self._next_save = self._path, new_id()
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Creates the record of this save, from the rank and role that torch passes.
@@ -224,18 +198,25 @@ class FileWriter(InFolder, StorageWriter):  # type: ignore[misc]  # mypy does no
             InvalidArgument: this thread is writing the file of another save with this writer
         """
         del args
-        self._running.calls.check()
+        self._saving.check()
         coordinated = kwargs.get("use_collectives", True)
         if coordinated:
             fail_without_numpy()
-        self._running.save = save = SaveRecord(
-            self._running.path or begun(self._path),
-            kwargs.get("rank") or 0,
-            coordinated,
-            is_coordinator or not coordinated,
-        )
-        save.id = self._running.id or save.id
-        self._running.path = self._running.id = None
+        path, save_id = self._next_save or (begun(self._path), new_id())
+        self._next_save = None
+        is_writing_index = is_coordinator or not coordinated
+        self._save = SaveRecord(path, save_id, kwargs.get("rank") or 0, coordinated, is_writing_index)
+
+    def _ongoing(self, plan: SavePlan | None = None) -> SaveRecord:
+        """Returns the save that has begun, and that the caller goes on with: see :meth:`SaveRecord.check`.
+
+        Raises:
+            InvalidArgument: there is none, or it is another one
+        """
+        if self._save is None:
+            raise InvalidArgument("no save with this writer has begun: call set_up_storage_writer first")
+        self._save.check(plan)
+        return self._save
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Creates the folder, and records what the save will replace in it.
@@ -249,9 +230,9 @@ class FileWriter(InFolder, StorageWriter):  # type: ignore[misc]  # mypy does no
             SystemRefused: the folder cannot be created, synchronised or listed
             TensorferryError: the store does not answer, or refuses
             InvalidArgument: the folder has a checkpoint and ``overwrite`` is ``False``, or it has one with an index for
-                all ranks while this save has no coordinator; or no save has begun in this thread
+                all ranks while this save has no coordinator; or no save has begun
         """
-        save = self._running.ongoing()
+        save = self._ongoing()
         save.is_new_folder = create_folder(save.path)
         names = set() if save.coordinated and self._overwrite else _names_in(save.path)
         if not save.coordinated and names & {INDEX, TORCH_INDEX}:
@@ -297,7 +278,7 @@ class FileWriter(InFolder, StorageWriter):  # type: ignore[misc]  # mypy does no
                 f"the coordinator has planned this save for another writer ({_validate.brief(plan.storage_data)}): "
                 "give every rank a FileWriter, or call tensorferry.install() in every process"
             )
-        save = self._running.ongoing(None if caches else plan)
+        save = self._ongoing(None if caches else plan)
         done: Future[list[WriteResult]] = Future()
         self.report = {"bytes": 0, "direct": 0}
         # The folder stays: the rank that saves those objects is writing into it.
@@ -307,7 +288,7 @@ class FileWriter(InFolder, StorageWriter):  # type: ignore[misc]  # mypy does no
                 self._progress(0, 0)
             done.set_result([])
             return done
-        with self._running.calls.held(), save.undone():
+        with self._saving.held(), save.undone():
             written = self.rank_file().write(plan, planner, progress=self._progress, allowed=self._allowed)
         save.written, results = written
         self.report = {"bytes": save.written.bytes, "direct": save.written.direct}
@@ -315,26 +296,26 @@ class FileWriter(InFolder, StorageWriter):  # type: ignore[misc]  # mypy does no
         return done
 
     def rank_file(self) -> RankFile:
-        """Returns where and how this rank writes its file of the save that has begun in this thread.
+        """Returns where and how this rank writes its file of the save that has begun.
 
         With it another process can write the file in place of ``write_data``, without progress or
         warnings; the results come back to ``finish``.
 
         Raises:
-            InvalidArgument: no save has begun in this thread, or it has ended already
+            InvalidArgument: no save has begun, or it has ended already
         """
-        save = self._running.ongoing()
+        save = self._ongoing()
         return RankFile(save.path / f"rank{save.rank:05d}-{save.id}.safetensors", self._threads, self._cached)
 
     def go_on(self) -> None:
-        """The save that has begun in this thread goes on, after another process has written: see :meth:`rank_file`.
+        """The save that has begun goes on, after another process has written: see :meth:`rank_file`.
 
         In a store, the commit has a deadline of its own.
 
         Raises:
             InvalidArgument: the save has ended already
         """
-        self._running.ongoing().go_on()
+        self._ongoing().go_on()
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Writes the index, which commits the checkpoint, and removes the files of the checkpoint that it replaces.
@@ -350,7 +331,7 @@ class FileWriter(InFolder, StorageWriter):  # type: ignore[misc]  # mypy does no
             TensorferryError: the store does not answer in time, or refuses
             Exception: what pickling the planner's data raises
         """
-        save = self._running.ongoing()
+        save = self._ongoing()
         # What one rank saves alone may be its part.
         if len(results) > 1:
             index.check_whole(metadata)
@@ -378,7 +359,8 @@ class FileWriter(InFolder, StorageWriter):  # type: ignore[misc]  # mypy does no
 
     def storage_meta(self) -> StorageMeta:
         """Returns the folder of the checkpoint, and after :meth:`reset` the save's id, as torch's ``StorageMeta``."""
-        return StorageMeta(checkpoint_id=_id_of(self._running.path or self._path), save_id=self._running.id)
+        save_id = None if self._next_save is None else self._next_save[1]
+        return StorageMeta(checkpoint_id=_id_of(self._path), save_id=save_id)
 
 
 def _names_in(folder: AnyPlace) -> set[str]:

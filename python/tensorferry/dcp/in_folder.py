@@ -17,7 +17,7 @@ RANK_INDEX = "index-rank{:05d}.safetensors"
 TORCH_INDEX = marker.NAME
 
 
-def thread_count(threads: int | None) -> int | None:
+def checked_threads(threads: int | None) -> int | None:
     """Returns ``threads`` after checking that it is a number of threads, or ``None``."""
     return None if threads is None else _validate.integer("threads", threads, 1)
 

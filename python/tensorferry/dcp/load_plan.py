@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
@@ -18,31 +17,20 @@ from ..errors import ProtocolError, StateMismatch
 from ..memory.accelerator import ACCELERATOR
 from ..memory.tensors import (
     DTYPE_NAMES,
-    address,
-    byte_strides,
     count_as_written,
-    memory_for_bytes,
-    scratch,
     takes_bytes,
-    view_as,
     why_not_copied,
     why_not_writable,
     without_memory,
 )
 from ..pickles.allowlist import Allowed
 from ..pickles.torch_archives import unpickled
-from ..storage.slices import SliceTuple, contiguous_strides, runs
+from ..state.slice_batch import Entry, SliceBatch
+from ..storage.slices import SliceTuple, contiguous_strides
 from ..storage.source import Parts, Progress
 from .index import BUILT, ELEMENTS, PICKLED_TENSOR, EntryRef
 from .planner_objects import rewritten, saved
 from .shared_targets import without_aliases
-
-#: Runs of fewer bytes than this are not read one by one: all bytes from the first run to the last are read into a
-#: temporary buffer, and torch copies the elements out of it.
-_SHORT_RUN = 256
-#: Bytes of temporary memory at most for items that cannot be read directly into their targets, unless one item needs
-#: more.
-_SCRATCH = 256 << 20
 
 
 @runtime_checkable
@@ -102,10 +90,7 @@ class Reading:
         self._parts: Parts | None = None
         #: Bytes of the items that have been scheduled since the last read.
         self._scheduled = 0
-        self._slices: dict[str, list[SliceTuple]] = defaultdict(list)
-        self._after_read: list[Callable[[], None]] = []
-        self._temporary: list[torch.Tensor] = []
-        self._temporary_bytes = 0
+        self._batch = SliceBatch(self._read_slices, self._follow_up)
         self._accelerator = ACCELERATOR
         self._devices: set[torch.device] = set()
 
@@ -126,7 +111,7 @@ class Reading:
         # Not during the last fetch, which is the only one unless much passes through temporary memory.
         with _gc.gc_paused():
             self._schedule(plan)
-        self._flush()
+        self._batch.flush()
         if self._parts is not None:
             self._parts.end()
 
@@ -150,7 +135,7 @@ class Reading:
             self._parts = Parts(self._progress, wanted)
         for item, ref in objects:
             self._scheduled += ref.nbytes
-            self._schedule_entry(ref, partial(self._load_bytes, item))
+            self._batch.add_entry(_entry(ref), partial(self._load_bytes, item))
         direct = without_aliases([(item, target) for item, _, target in tensors])
         for (item, ref, target), alone in zip(tensors, direct, strict=True):
             if self._parts is not None:
@@ -165,12 +150,12 @@ class Reading:
             values = self._values([one[1] for one in (*built_objects, *built_tensors)], self._read)
             for (item, _), value in zip(built_objects, values, strict=False):
                 load = partial(self._planner.load_bytes, item, io.BytesIO(saved(value, item.storage_index.fqn)))
-                self._after_read.append(load)
+                self._batch.add_call(load)
             for (item, ref, target), value in zip(built_tensors, values[len(built_objects) :], strict=True):
                 if isinstance(value, torch.Tensor):
                     _check(item, without_memory(value))
                     _check(item, why_not_copied(value.dtype, target, dense=value.layout is torch.strided))
-                self._after_read.append(partial(self._copy_part, item, ref, target, value))
+                self._batch.add_call(partial(self._copy_part, item, ref, target, value))
         return [one for one in objects if one[1].kind != BUILT], [one for one in tensors if one[1].kind != BUILT]
 
     def _copy_part(self, item: ReadItem, ref: EntryRef, target: torch.Tensor, read: Any) -> None:
@@ -203,19 +188,15 @@ class Reading:
                 f"{e}): it was not updated, and other tensors may have new values already"
             ) from e
 
-    def _flush(self) -> None:
-        """Reads all scheduled slices, and then does what was scheduled for after the read."""
-        slices, after_read = dict(self._slices), self._after_read
-        self._slices, self._after_read = defaultdict(list), []
-        if slices:
-            self._read(slices, progress=None if self._parts is None else self._parts.next(self._scheduled))
+    def _read_slices(self, slices: Mapping[str, list[SliceTuple]]) -> None:
+        self._read(slices, progress=None if self._parts is None else self._parts.next(self._scheduled))
         self._scheduled = 0
+
+    def _follow_up(self, calls: Iterable[Callable[[], object]]) -> None:
         # Planners may copy to a device as well, in commit_tensor.
         with self._accelerator.writing({*self._accelerator.in_use(), *self._devices}):
-            for call in after_read:
+            for call in calls:
                 call()
-        self._temporary.clear()
-        self._temporary_bytes = 0
 
     def _nbytes(self, item: ReadItem, ref: EntryRef) -> int:
         """Returns how many bytes a part of a tensor has, as it is stored."""
@@ -262,26 +243,6 @@ class Reading:
         if item.dest_index not in self._targets:
             self._planner.commit_tensor(item, target)
 
-    def _scratch(self, nbytes: int) -> torch.Tensor:
-        self._make_room(nbytes)
-        memory = scratch(nbytes)
-        self._temporary.append(memory)
-        return memory
-
-    def _make_room(self, nbytes: int) -> None:
-        """Counts temporary memory that is about to be taken; what was scheduled before is read first if it is much."""
-        if self._temporary_bytes and self._temporary_bytes + nbytes > _SCRATCH:
-            self._flush()
-        self._temporary_bytes += nbytes
-
-    def _schedule_entry(self, ref: EntryRef, load: Callable[[bytes], None]) -> None:
-        """Schedules the read of a whole entry, and then a call of ``load`` with its bytes."""
-        self._make_room(ref.nbytes)
-        memory, start = memory_for_bytes(ref.nbytes)
-        if ref.nbytes:
-            self._schedule_slice(ref, 0, ref.nbytes, start, [])
-        self._after_read.append(lambda: load(bytes(memory)))
-
     def _schedule_tensor(self, item: ReadItem, ref: EntryRef, target: torch.Tensor, alone: bool) -> None:
         """Schedules the read of a part of a tensor; directly into ``target`` if that is possible, and it is ``alone``.
 
@@ -298,43 +259,18 @@ class Reading:
             def narrow(data: bytes) -> None:
                 self._copy_part(item, ref, target, unpickled(data, item.storage_index.fqn, self._allowed))
 
-            self._schedule_entry(ref, narrow)
+            self._batch.add_entry(_entry(ref), narrow)
             return
-        dtype, shape, lengths = *self._chunk(item, ref), list(item.lengths)
-        if not math.prod(lengths):
-            self._after_read.append(lambda: commit(None))
-            return
+        dtype, shape = self._chunk(item, ref)
         size = dtype.itemsize
         direct = alone and takes_bytes(target, dtype) and not self._accelerator.holding([target])
-        if direct and ref.layout is None and lengths == shape and target.is_contiguous():
-            self._schedule_slice(ref, 0, ref.nbytes, address(target), [])
-            self._after_read.append(lambda: commit(None))
+        if direct and ref.layout is None and list(item.lengths) == shape and target.is_contiguous():
+            self._batch.add_whole(_entry(ref), target, commit)
             return
         begin, steps = (0, None) if ref.layout is None else ref.layout
         strides = contiguous_strides(shape, size) if steps is None else [step * size for step in steps]
         start = begin + sum(offset * stride for offset, stride in zip(item.storage_offsets, strides, strict=True))
-        if direct:
-            run, repeats = runs(lengths, strides, byte_strides(target), size)
-            if run >= _SHORT_RUN or not repeats:
-                self._schedule_slice(ref, start, run, address(target), repeats)
-                self._after_read.append(lambda: commit(None))
-                return
-        packed = contiguous_strides(lengths, size)
-        run, repeats = runs(lengths, strides, packed, size)
-        if run >= _SHORT_RUN or not repeats:
-            memory = self._scratch(math.prod(lengths) * size)
-        else:
-            # Reads one run from the first byte to the last.
-            packed, repeats = strides, []
-            run = sum((n - 1) * stride for n, stride in zip(lengths, strides, strict=True)) + size
-            memory = self._scratch(run)
-        self._schedule_slice(ref, start, run, address(memory), repeats)
-        self._after_read.append(lambda: commit(view_as(memory, dtype, lengths, packed)))
-
-    def _schedule_slice(
-        self, ref: EntryRef, start: int, run: int, to: int, repeats: list[tuple[int, int, int]]
-    ) -> None:
-        self._slices[ref.container].append((ref.entry, ref.dtype, ref.nbytes, start, run, to, repeats))
+        self._batch.add_box(_entry(ref), start, list(item.lengths), strides, target, dtype, commit, direct=direct)
 
     def _chunk(self, item: ReadItem, ref: EntryRef) -> tuple[torch.dtype, list[int]]:
         """Returns dtype and shape of the chunk that contains an item.
@@ -373,6 +309,10 @@ class Reading:
             self._planner.load_object(item, unpickled(data, item.storage_index.fqn, self._allowed))
             return
         self._planner.load_bytes(item, io.BytesIO(rewritten(data, item.storage_index.fqn, self._allowed)))
+
+
+def _entry(ref: EntryRef) -> Entry:
+    return Entry(ref.container, ref.entry, ref.dtype, ref.nbytes)
 
 
 def _check(item: ReadItem, why: str | None) -> None:

@@ -25,7 +25,7 @@ from ..pickles.deadline import Deadline
 from ..storage.peers import SCHEME, PeerSource, parse_publication
 from ..storage.source import Progress
 from . import index
-from .common_slices import Alone, Common, in_common, needs
+from .common_slices import PlanNote, slice_digests, with_partners
 from .failures import noted
 from .reader import SliceReader
 from .states import States
@@ -96,9 +96,7 @@ class PeerReader(SliceReader):
             InvalidArgument: this thread is in the middle of a read
         """
         self._loading.check()
-        self._load.checkpoint = string = str(checkpoint_id) if checkpoint_id else self._string
-        self._string = string
-        self._load.metadata = self._load.failed = None
+        self._string = str(checkpoint_id) if checkpoint_id else self._string
 
     @noted
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -111,8 +109,9 @@ class PeerReader(SliceReader):
         """
         del args, kwargs
         step, urls = self._step_and_urls()
-        self._load.digest = hashlib.blake2b(f"{step} {urls}".encode(), digest_size=16).hexdigest()
-        allowed = self._load.allowed = self._allowed.until(Deadline(self._seconds))
+        load = self._load
+        load.digest = hashlib.blake2b(f"{step} {urls}".encode(), digest_size=16).hexdigest()
+        load.allowed = allowed = self._allowed.until(Deadline(self._seconds))
         source = PeerSource(
             step,
             urls,
@@ -123,25 +122,21 @@ class PeerReader(SliceReader):
         )
         if source.serves_states:
             states = States(source, allowed)
-            self._read_from(source, states.values)
+            load.source, load.values = source, states.values
             metadata = states.metadata()
         else:
-            metadata = self._open(source, "the publication")
+            metadata = index.decode(load.begin(source), "the publication", allowed)
         return index.described(metadata)
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Adds to the plan what this rank needs, for the coordinator."""
         metadata = self._load.metadata
-        digest = self._load.digest
-        if not self._relay or metadata is None:
-            return dataclasses.replace(plan, storage_data=Alone(digest))
-        found = needs(plan, metadata.storage_data)
-        return dataclasses.replace(plan, storage_data=dataclasses.replace(found, digest=digest))
+        needs = slice_digests(plan, metadata.storage_data) if self._relay and metadata is not None else {}
+        return dataclasses.replace(plan, storage_data=PlanNote(self._load.digest, needs))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """Adds to each rank's plan what other ranks need as well."""
-        found = in_common([plan.storage_data for plan in plans])
-        return [dataclasses.replace(plan, storage_data=common) for plan, common in zip(plans, found, strict=True)]
+        return with_partners(plans)
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Reads all items of ``plan`` into their targets, beside other ranks that need the same.
@@ -149,12 +144,12 @@ class PeerReader(SliceReader):
         Raises:
             Exception: as for :meth:`SliceReader.read_data`
         """
-        common = plan.storage_data
-        with self._sharing(common.containers if isinstance(common, Common) else frozenset()):
+        note = plan.storage_data
+        with self._sharing(note.partners if isinstance(note, PlanNote) else ()):
             return super().read_data(plan, planner)
 
     @contextlib.contextmanager
-    def _sharing(self, containers: frozenset[str]) -> Iterator[None]:
+    def _sharing(self, containers: Iterable[str]) -> Iterator[None]:
         """Within the block, the load brings other ranks what they need of ``containers`` as well."""
         source = self._load.source
         if not containers or not isinstance(source, PeerSource):
@@ -175,17 +170,17 @@ class PeerReader(SliceReader):
             except InvalidArgument as e:
                 # Of variables that are wrong: nobody else is needed for this load.
                 refused(e)
-            source.share(containers, server)
+            source.share(frozenset(containers), server)
             opened.callback(source.share, (), None)
             yield
 
     def _step_and_urls(self) -> tuple[int, list[str]]:
-        """Returns the step and the URLs in the metadata of the load, or else in that of the constructor.
+        """Returns the step and the URLs in the metadata.
 
         Raises:
             InvalidArgument: the metadata is not what ``metadata()`` of a :class:`PeerWriter` returns
         """
-        string = self._load.checkpoint or self._string
+        string = self._string
         found = parse_publication(string or "")
         if found is None:
             raise InvalidArgument(

@@ -41,8 +41,8 @@ _NOTHING = (
 )
 _CLOSED = "this PeerWriter was shut down and no longer serves anything: make a new one"
 _IN_BETWEEN = (
-    "another save or withdraw() of this PeerWriter was made in the middle of this save, by a signal handler for "
-    "example: nothing is published"
+    "another save or withdraw() of this PeerWriter was made in the middle of this save, in another thread or by a "
+    "signal handler: nothing is published"
 )
 
 

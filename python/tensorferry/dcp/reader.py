@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
@@ -14,27 +15,27 @@ from torch.futures import Future
 
 from .. import _validate
 from .._native import Server
-from .._reentry import CallMark
+from .._reentry import CallLock
 from ..errors import InvalidArgument
 from ..pickles.allowlist import Allowed
 from ..state.optimizers import warn_of_missing
+from ..storage.places import AnyPlace
 from ..storage.slices import SliceTuple
 from ..storage.source import Progress, Source
-from . import index
+from .common_slices import PlanNote
 from .load_plan import Reading, Values
 from .targets import checked
 
 
-class Load(threading.local):
-    """The load of the calling thread: one reader may run several loads at once, each in its own thread.
+class Load:
+    """One load.
 
     Attributes:
-        checkpoint: which checkpoint is loaded, once ``reset`` was called in this thread
+        folder: what is loaded, with the deadline of this load; ``None`` with peers
         metadata: the metadata from the index
         coordinates: whether this rank is the coordinator
         source: what the load reads from
         values: returns values that the source builds, by their entries; ``None`` if it builds none
-        report: what it has read
         digest: identifies what the load reads from, its index for one
         shared: whether that is the index of all ranks
         failed: why the index could not be read
@@ -43,18 +44,26 @@ class Load(threading.local):
     """
 
     def __init__(self) -> None:
-        self.checkpoint: Any = None
+        self.folder: AnyPlace | None = None
         self.metadata: Metadata | None = None
         self.coordinates = False
         self.source: Source | None = None
         self.values: Values | None = None
-        self.report: dict[str, int] = {}
         self.digest: str | None = None
         self.shared = False
         self.failed: Exception | None = None
         self.allowed: Allowed | None = None
         self.server: Server | None = None
         self._end: threading.Timer | None = None
+
+    def begin(self, source: Source) -> bytes:
+        """Begins to read from ``source``; returns its index, still encoded.
+
+        Raises:
+            TensorferryError: as for :meth:`Source.read_index`
+        """
+        self.source = source
+        return source.read_index()
 
     def keep_server(self, server: Server, seconds: float) -> None:
         """Has ``server`` until it is closed, or for so many seconds: a load that fails elsewhere does not come back."""
@@ -72,14 +81,8 @@ class Load(threading.local):
             server.shutdown(0.0)
 
 
-def _loading() -> CallMark:
-    return CallMark("a load with this reader")
-
-
 class SliceReader(StorageReader):  # type: ignore[misc]  # mypy does not follow torch
     """Loads a checkpoint by slices of its containers. A subclass chooses the source, in ``read_metadata``.
-
-    Loads in several threads at once do not affect each other; all calls of one load are made in one thread.
 
     Args:
         allowed: the globals that pickled objects may name
@@ -87,7 +90,7 @@ class SliceReader(StorageReader):  # type: ignore[misc]  # mypy does not follow 
         progress: reports how far a load is; ``None`` if nobody wants to know
 
     Attributes:
-        report: what the last load read, without the index; of several at once, the one that began last
+        report: what the last load read, without the index
     """
 
     #: The errors of ``read_metadata`` after which there may still be an index of the rank alone.
@@ -97,7 +100,7 @@ class SliceReader(StorageReader):  # type: ignore[misc]  # mypy does not follow 
         super().__init__()
         self._allowed = allowed
         self._progress = _validate.function("progress", progress)
-        self._load, self._loading = Load(), _loading()
+        self._start()
         self.report: dict[str, int] = dict.fromkeys(counts, 0)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -107,35 +110,20 @@ class SliceReader(StorageReader):  # type: ignore[misc]  # mypy does not follow 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restores a copy, which has no running load."""
         self.__dict__.update(state)
-        self._load, self._loading = Load(), _loading()
+        self._start()
 
-    def _read_from(self, source: Source, values: Values | None = None) -> None:
-        """Begins to read from ``source``, with a new ``report``; for ``values`` see :class:`Load`.
+    def _start(self) -> None:
+        self._load, self._loading = Load(), CallLock("a load with this reader")
+
+    def begin_load(self) -> None:
+        """Begins a load in place of the one before.
 
         Raises:
             InvalidArgument: this thread is in the middle of a read
         """
         self._loading.check()
-        self.report = self._load.report = dict.fromkeys(self.report, 0)
-        self._load.source, self._load.values = source, values
-
-    def _begin(self, source: Source) -> bytes:
-        """Begins to read from ``source``; returns its index, still encoded.
-
-        Raises:
-            InvalidArgument: this thread is in the middle of a read
-            TensorferryError: as for :meth:`Source.read_index`
-        """
-        self._read_from(source)
-        return source.read_index()
-
-    def _open(self, source: Source, name: str) -> Metadata:
-        """Reads the index of ``source``, from which the load will read; ``name`` is its name in messages.
-
-        Raises:
-            TensorferryError: as for :meth:`Source.read_index` and :func:`index.decode`
-        """
-        return index.decode(self._begin(source), name, self._load.allowed or self._allowed)
+        self._load = Load()
+        self.report = dict.fromkeys(self.report, 0)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Keeps the metadata from the index."""
@@ -169,14 +157,12 @@ class SliceReader(StorageReader):  # type: ignore[misc]  # mypy does not follow 
                 or refuses
             Exception: what ``progress`` or the planner raises
         """
-        load = self._load
-        assert load.metadata is not None
-        told = plan.storage_data
-        digest = told if isinstance(told, str) else getattr(told, "digest", None)
-        if digest is not None and digest != load.digest:
+        load, note = self._load, plan.storage_data
+        digest = note.digest if isinstance(note, PlanNote) else None
+        if load.metadata is None or digest not in (None, load.digest):
             raise InvalidArgument(
-                "another load with this reader has begun in the middle of this one, in the same thread, by a signal "
-                "handler for example: give each load a reader of its own"
+                "another load with this reader has begun in the middle of this one, in another thread or by a signal "
+                "handler: give each load a reader of its own"
             )
         if load.coordinates:
             stored = load.metadata.state_dict_metadata
@@ -186,7 +172,7 @@ class SliceReader(StorageReader):  # type: ignore[misc]  # mypy does not follow 
             Reading(
                 load.metadata,
                 planner,
-                self._read,
+                partial(self._read, load, self.report),
                 load.allowed or self._allowed,
                 load.values,
                 self._progress,
@@ -207,8 +193,14 @@ class SliceReader(StorageReader):  # type: ignore[misc]  # mypy does not follow 
         finally:
             self._load.source = source
 
-    def _read(self, slices: Mapping[str, list[SliceTuple]], progress: Progress | None = None) -> None:
-        """Reads slices from the source, and counts them in ``report``."""
-        assert self._load.source is not None
-        for name, count in self._load.source.read(slices, progress).items():
-            self._load.report[name] += count
+    def _read(
+        self,
+        load: Load,
+        report: dict[str, int],
+        slices: Mapping[str, list[SliceTuple]],
+        progress: Progress | None = None,
+    ) -> None:
+        """Reads slices from the source of a load, and counts them in its ``report``."""
+        assert load.source is not None
+        for name, count in load.source.read(slices, progress).items():
+            report[name] += count

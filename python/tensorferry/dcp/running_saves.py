@@ -1,4 +1,4 @@
-"""What a writer knows of the saves that it is in the middle of."""
+"""What a writer records of a save."""
 
 from __future__ import annotations
 
@@ -13,12 +13,10 @@ from typing import Any
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan
 
-from .._reentry import CallMark
 from ..errors import InvalidArgument
 from ..storage import commits, leftovers
 from ..storage.container import Stored
 from ..storage.folder import INDEX
-from ..storage.names import new_id
 from ..storage.places import AnyPlace, begun
 from ..storage.whole_files import listed
 from . import marker
@@ -33,49 +31,10 @@ _AGREED = ", agreed"
 _TORCH_FILES = re.compile(r"\.metadata|__(?P<rank>\d+)(\.metadata|_\d+\.distcp)")
 
 
-class RunningSaves(threading.local):
-    """The save of the calling thread: one writer may run several saves at once, each in its own thread.
-
-    Attributes:
-        path: the folder of the next save, once ``reset`` was called for it
-        id: its id, likewise
-        save: the save that has begun; ``None`` in a thread that has begun none
-        calls: marks that the save's file is being written
-    """
-
-    def __init__(self) -> None:
-        self.calls = CallMark("a save with this writer")
-        self.path: AnyPlace | None = None
-        self.id: str | None = None
-        self.save: SaveRecord | None = None
-
-    def ongoing(self, plan: SavePlan | None = None) -> SaveRecord:
-        """Returns the save that has begun.
-
-        Args:
-            plan: what is to be written by it
-
-        Raises:
-            InvalidArgument: it has ended already, or another one is planned in ``plan``: another save with this writer
-                has begun in the middle of this one; or this thread has begun none
-        """
-        if self.save is None:
-            raise InvalidArgument(
-                "this thread has begun no save with this writer: make all calls of a save in one thread"
-            )
-        told = None if plan is None else plan.storage_data
-        if self.save.is_over or (_is_agreed(told) and told != self.save.mark + _AGREED):
-            raise InvalidArgument(
-                "another save with this writer has begun in the middle of this one, in the same thread, by a signal "
-                "handler for example: give each save a writer of its own"
-            )
-        return self.save
-
-
 def agreed(plan: SavePlan) -> SavePlan:
     """Returns a rank's plan as the coordinator gives it back: its own writer is of this class, too."""
-    told = plan.storage_data
-    return dataclasses.replace(plan, storage_data=told + _AGREED) if _is_mark(told) else plan
+    note = plan.storage_data
+    return dataclasses.replace(plan, storage_data=note + _AGREED) if _is_mark(note) else plan
 
 
 def planned_for_others(plan: SavePlan) -> bool:
@@ -83,12 +42,12 @@ def planned_for_others(plan: SavePlan) -> bool:
     return plan.storage_data is not None and not _is_agreed(plan.storage_data)
 
 
-def _is_mark(told: Any) -> bool:
-    return isinstance(told, str) and told.startswith(_MARK)
+def _is_mark(note: Any) -> bool:
+    return isinstance(note, str) and note.startswith(_MARK)
 
 
-def _is_agreed(told: Any) -> bool:
-    return _is_mark(told) and told.endswith(_AGREED)
+def _is_agreed(note: Any) -> bool:
+    return _is_mark(note) and note.endswith(_AGREED)
 
 
 class SaveRecord:
@@ -96,12 +55,13 @@ class SaveRecord:
 
     Args:
         path: the folder
+        save_id: the unique id in the names of its files
         rank: the rank of this process
         coordinated: whether one index names the files of all ranks
         writes_index: whether this rank writes an index
 
     Attributes:
-        id: the unique id in the names of its files
+        id: ``save_id``
         began: when it began, in nanoseconds since the epoch
         written: this rank's file; while this object lives, the file is locked
         is_over: whether its index is written
@@ -109,15 +69,16 @@ class SaveRecord:
         objects: the pickled objects that this rank has, of which others may save some
     """
 
-    def __init__(self, path: AnyPlace, rank: int, coordinated: bool, writes_index: bool) -> None:
+    def __init__(self, path: AnyPlace, save_id: str, rank: int, coordinated: bool, writes_index: bool) -> None:
         self.path, self.rank, self.coordinated, self.writes_index = path, rank, coordinated, writes_index
         self.index = path / (INDEX if coordinated else RANK_INDEX.format(rank))
-        self.id = new_id()
+        self.id = save_id
         self.began = 0
         self.written: Stored | None = None
         self.is_over = self.is_new_folder = False
         self.objects: set[MetadataIndex] = set()
         self.seen: tuple[commits.Commit | None, Any] | None = None
+        self._thread = threading.get_ident()
 
     def begin(self) -> None:
         """Records when the save begins. A marker without the index to which it belongs is removed.
@@ -135,6 +96,23 @@ class SaveRecord:
                 # Somebody has removed the index; if this save were killed, tools would take it for a checkpoint.
                 leftovers.remove(self.path, [TORCH_INDEX])
         self.began = commits.begin_after(known)
+
+    def check(self, plan: SavePlan | None = None) -> None:
+        """Checks that this save is the one that the caller goes on with; all calls of a save are made in one thread.
+
+        Args:
+            plan: what is to be written by it
+
+        Raises:
+            InvalidArgument: another save with the writer has begun meanwhile
+        """
+        note = None if plan is None else plan.storage_data
+        is_other = _is_agreed(note) and note != self.mark + _AGREED
+        if self.is_over or is_other or self._thread != threading.get_ident():
+            raise InvalidArgument(
+                "another save with this writer has begun in the middle of this one, in another thread or by a signal "
+                "handler: give each save a writer of its own"
+            )
 
     def go_on(self) -> None:
         """The save goes on now: in a store, what is left of it has a deadline of its own."""

@@ -14,7 +14,7 @@ from typing import Any
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter, SerializationFormat
 
 from .. import _validate
-from .._reentry import ForkSafeCallLock
+from .._reentry import CallLock
 from ..dcp.file_reader import FileReader
 from ..dcp.file_writer import FileWriter
 from ..pickles.allowlist import Allowed
@@ -36,7 +36,7 @@ _SPAWNED = (multiprocessing.context.SpawnProcess, multiprocessing.context.ForkSe
 
 #: The installations that have not been undone, of all threads, and what guards them. The first one has done the work.
 _current: list[Installation] = []
-_lock = ForkSafeCallLock("install() or undo()")
+_lock = CallLock("install() or undo()", fork_safe=True)
 
 
 class _StandIn:
