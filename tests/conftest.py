@@ -42,7 +42,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--pull-kills", type=int, default=1, help="how often a pull is killed in test_pull.py")
     parser.addoption("--object-kills", type=int, default=2, help="at how many requests test_kills.py kills a save")
     parser.addoption("--fault-schedules", type=int, default=2, help="schedules of faults for test_schedules.py")
-    parser.addoption("--saves", type=int, default=10, help="how many saves test_save_endings.py makes in a row")
+    parser.addoption("--saves", type=int, default=10, help="how many saves are made beside readers")
     parser.addoption("--spread-states", type=int, default=12, help="random states for test_spread_tensors.py")
     parser.addoption("--pickle-seconds", type=float, default=2, help="how long test_hostile_pickles.py fuzzes")
     parser.addoption("--pickled-states", type=int, default=150, help="random states for test_native_pickles.py")

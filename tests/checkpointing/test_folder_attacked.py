@@ -140,52 +140,6 @@ def test_a_rank_that_is_killed_at_a_step_leaves_the_old_checkpoint_or_the_new_on
     assert len(files_in(tmp_path)) == RANKS + 1
 
 
-_JOB = """
-import sys, torch
-from tensorferry.checkpointing import AsyncCheckpointer
-from tensorferry.errors import IncompleteCheckpoint
-folder, value, saves = sys.argv[1], float(sys.argv[2]), int(sys.argv[3])
-one = AsyncCheckpointer()
-print("ready", flush=True)
-sys.stdin.readline()
-for n in range(saves):
-    error = one.save(folder, {"w": torch.full((1000,), value + n), "n": n}, step=n)[1].exception(120)
-    assert error is None or (isinstance(error, IncompleteCheckpoint) and "began later" in str(error)), error
-    print("refused" if error else "saved", flush=True)
-one.close()
-"""
-
-
-def test_two_jobs_that_save_into_one_folder_leave_a_whole_checkpoint_of_one_of_them(tmp_path) -> None:
-    saves, folder = 8, tmp_path / "ck"
-    jobs = [
-        subprocess.Popen(
-            [sys.executable, "-c", _JOB, str(folder), str(1000 * job), str(saves)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for job in (1, 2)
-    ]
-    for job in jobs:
-        assert job.stdout.readline() == "ready\n"
-    for job in jobs:
-        job.stdin.write("\n")
-        job.stdin.flush()
-    told = [job.communicate(timeout=200)[0].split() for job in jobs]
-    assert [job.returncode for job in jobs] == [0, 0]
-    assert all(len(one) == saves for one in told)
-    one = SyncCheckpointer()
-    state = one.load(folder)
-    job, n = int(state["w"][0]) // 1000, state["n"]
-    assert set(state["w"].tolist()) == {1000.0 * job + n}
-    assert told[job - 1][n] == "saved"
-    assert len(files_in(folder)) == 2
-    one.save(folder, {"w": torch.zeros(3)})
-    assert len(files_in(folder)) == 2
-    one.close()
-
-
 def test_readers_of_checkpoints_that_are_removed_get_a_whole_state_or_an_error(tmp_path, pytestconfig) -> None:
     saver = SyncCheckpointer(keep_last=1)
     over, wrong, loads = threading.Event(), [], []
@@ -259,18 +213,4 @@ def test_a_series_goes_on_in_its_order_after_the_clock_was_set_right(is_restarte
     saver.save(tmp_path / "step-3", {"w": torch.ones(1)}, step=3)
     assert latest_checkpoint(tmp_path) == str(tmp_path / "step-3")
     assert files_in(tmp_path) == ["step-3", "step-5"]
-    saver.close()
-
-
-def test_a_folder_is_saved_into_after_the_clock_was_set_right(tmp_path, clock) -> None:
-    clock(3600)
-    saver = SyncCheckpointer()
-    saver.save(tmp_path, {"n": 1})
-    future = read_index(tmp_path).began
-    clock(-3600)
-    saver.close()
-    saver = SyncCheckpointer()
-    saver.save(tmp_path, {"n": 2})
-    assert saver.load(tmp_path) == {"n": 2}
-    assert read_index(tmp_path).began == future + 1
     saver.close()

@@ -5,21 +5,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import random
-import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
-import torch
 
 from checkpoint_files import children, files_in, is_running, is_whole
-from tensorferry.checkpointing import AsyncCheckpointer
-from tensorferry.errors import IncompleteCheckpoint, SystemRefused, WriterLost
 from tensorferry.storage.folder import read_index
 
 pytestmark = pytest.mark.process
@@ -87,67 +80,3 @@ def test_a_killed_trainer_loses_no_accepted_save(tmp_path, pytestconfig) -> None
             # One that was handed over and of which the trainer has not said so any more; never half of one.
             assert is_whole(folder, int(folder.name))
     assert accepted_in_all > 0
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-def test_a_killed_writer_fails_its_saves_and_no_wrong_checkpoint_can_be_read(tmp_path, pytestconfig) -> None:
-    moments = random.Random(pytestconfig.getoption("--saver-kills"))
-    checkpointer = AsyncCheckpointer()
-    state = {"w": torch.zeros(6 << 20)}
-    outcomes: list[bool] = []
-    lost = 0
-    for kill in range(pytestconfig.getoption("--saver-kills")):
-        futures = []
-        end = time.monotonic() + moments.random() * 0.4
-        while time.monotonic() < end or not futures:
-            n = len(outcomes) + len(futures)
-            state["w"].fill_(n)
-            with contextlib.suppress(WriterLost):
-                futures.append(checkpointer.save(tmp_path / str(n), state, step=n)[1])
-            futures[-1].done()
-        pid = checkpointer._saver.writer.pid
-        if pid is not None:
-            os.kill(pid, signal.SIGKILL)
-        for future in futures:
-            failed = future.exception(WAIT_S)
-            outcomes.append(failed is None)
-            if failed is not None:
-                assert isinstance(failed, WriterLost), kill
-                assert "was ended by signal 9" in str(failed)
-                lost += 1
-        # The next one works, with a new writer, into a folder that may hold the remains of the one before.
-        n = len(outcomes)
-        state["w"].fill_(n - 1)
-        checkpointer.save(tmp_path / str(n - 1), state)[1].result(WAIT_S)
-        outcomes[-1] = True
-    checkpointer.close()
-    for n, written in enumerate(outcomes):
-        if written:
-            assert is_whole(tmp_path / str(n), n)
-            continue
-        with contextlib.suppress(IncompleteCheckpoint, SystemRefused):
-            read_index(tmp_path / str(n))
-            # It was committed and the writer could not say so any more.
-            assert is_whole(tmp_path / str(n), n)
-    assert len(outcomes) > lost
-
-
-@pytest.mark.nightly
-def test_the_orphan_of_a_killed_trainer_finishes_a_save_that_had_only_been_accepted(tmp_path: Path) -> None:
-    script = """
-import os, signal, sys, torch
-from tensorferry.checkpointing import AsyncCheckpointer
-checkpointer = AsyncCheckpointer()
-checkpointer.save(f"{sys.argv[1]}/0", {"w": torch.zeros(1)})[1].result(60)
-staged, _ = checkpointer.save(f"{sys.argv[1]}/1", {"w": torch.ones(40 << 20)})
-staged.result(60)
-print(checkpointer._saver.writer.pid, flush=True)
-os.kill(os.getpid(), signal.SIGKILL)
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE, text=True, timeout=WAIT_S, check=False
-    )
-    assert done.returncode == -signal.SIGKILL
-    wait_for_end([int(done.stdout)])
-    assert is_whole(tmp_path / "1", 1)

@@ -8,34 +8,27 @@ import urllib.request
 from collections import OrderedDict, deque
 from contextlib import closing
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-from checkpoint_loads import load_state, rank_file, save_state
+from checkpoint_loads import load_state, rank_file, save_by, save_state
 from equality import assert_same_state
 from leaves import CATALOGUE, Leaf
 from tensorferry import HTTPTransport
 from tensorferry._native import Stored
-from tensorferry.checkpointing import SyncCheckpointer, latest_checkpoint, load_file, loading
+from tensorferry.checkpointing import SyncCheckpointer, load_file, loading
 from tensorferry.errors import (
     CorruptCheckpoint,
-    InvalidArgument,
     ProtocolError,
     StateMismatch,
     TensorferryError,
     UnsafePickle,
 )
-from tensorferry.memory.accelerator import ACCELERATOR
-from tensorferry.memory.bounce import BounceBuffers
-from tensorferry.memory.staging import HostStager
 from tensorferry.memory.tensors import Unread
 from tensorferry.pickles.allowlist import Allowed
-from tensorferry.pickles.limits import Limits
-from tensorferry.state import build, load
-from tensorferry.state.snapshot import StateSnapshot
+from tensorferry.state import build
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 MIB = 1 << 20
@@ -74,14 +67,6 @@ def test_every_leaf_comes_back_whole_and_as_a_part(trust, tmp_path):
             compare(leaf, values[leaf.name], asked["leaves"][leaf.name])
 
 
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("leaf", [leaf for leaf in CATALOGUE.values() if leaf.root], ids=lambda leaf: leaf.name)
-def test_a_state_of_any_type_comes_back(leaf, tmp_path):
-    value = leaf.value()
-    save_state(tmp_path / "c", value)
-    compare(leaf, value, load_state(tmp_path / "c", allowed=Allowed(trust=leaf.trust)))
-
-
 def odd_tensors() -> dict[str, torch.Tensor]:
     """Tensors that torch's partial read gets wrong or refuses."""
     return {
@@ -102,11 +87,7 @@ def odd_tensors() -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("layout", ["same", "contiguous"])
 def test_odd_tensors_are_filled_in_place(writer, layout, tmp_path):
     state = odd_tensors()
-    if writer == "ours":
-        save_state(tmp_path / "c", state)
-    else:
-        (tmp_path / "c").mkdir()
-        torch.save(state, tmp_path / "c" / "checkpoint_0.pt")
+    save_by(writer, tmp_path / "c", state)
     asked = {}
     for name, value in state.items():
         if name == "sparse":
@@ -144,11 +125,7 @@ def test_what_is_built_of_values_is_not_built_of_those_that_were_not_read(kind, 
     monkeypatch.setattr(build, "Unread", Zeros)
     value = BUILT_OF_VALUES[kind]()
     state = {"value": value, "other": torch.ones(3)}
-    if writer == "ours":
-        save_state(tmp_path / "c", state)
-    else:
-        (tmp_path / "c").mkdir()
-        torch.save(state, tmp_path / "c" / "checkpoint_0.pt")
+    save_by(writer, tmp_path / "c", state)
     # Targets of compressed layouts have to have as many elements as what is saved.
     elsewhere = torch.zeros(3, 3)
     elsewhere[0, 0] = kind != "coo"
@@ -158,18 +135,6 @@ def test_what_is_built_of_values_is_not_built_of_those_that_were_not_read(kind, 
         assert missing == []
         assert loaded["value"].layout == value.layout
         assert torch.equal(loaded["value"].to_dense(), value.to_dense())
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_values_that_were_not_read_are_not_looked_at():
-    unread = torch.zeros(2, 1, dtype=torch.int64).set_(Unread(16), 0, (2, 1))
-    limits = Limits(100)
-    with pytest.raises(ProtocolError, match="values that have not been read"):
-        limits.private_copy(unread)
-    unread.untyped_storage().is_read = True
-    private = limits.private_copy(unread)
-    assert private.shape == (2, 1)
-    assert limits.private_copy(private.view(2)).shape == (2,)
 
 
 def _plain(value: torch.Tensor) -> torch.Tensor:
@@ -190,11 +155,7 @@ def _plain(value: torch.Tensor) -> torch.Tensor:
 )
 def test_what_does_not_fit_is_named_and_nothing_is_overwritten(writer, asked, named, tmp_path):
     state = {"a": torch.ones(2), "b": {"c": torch.ones(3)}, "n": 5, "t": (torch.ones(1), 2)}
-    if writer == "ours":
-        save_state(tmp_path / "c", state)
-    else:
-        (tmp_path / "c").mkdir()
-        torch.save(state, tmp_path / "c" / "checkpoint_0.pt")
+    save_by(writer, tmp_path / "c", state)
     with pytest.raises(StateMismatch, match="nothing was overwritten") as raised:
         load_state(tmp_path / "c", asked)
     assert named in str(raised.value)
@@ -202,21 +163,10 @@ def test_what_does_not_fit_is_named_and_nothing_is_overwritten(writer, asked, na
     assert not any(value.any() for value in asked.values() if isinstance(value, torch.Tensor))
 
 
-@pytest.mark.parametrize("path", [5, None, b"bytes", "", "a\0b", "http://host/x", Path("s3://bucket/x")])
-def test_what_is_no_path_is_refused_as_such(path):
-    for function, name in ((load_file, "path"), (latest_checkpoint, "root")):
-        with pytest.raises(InvalidArgument, match=rf"{name} must be|is not a path|{name} .* was a URL"):
-            function(path)
-
-
 @pytest.mark.parametrize("writer", ["ours", "torch"])
 def test_missing_keys_stay_and_strict_names_them(writer, tmp_path):
     state = {"a": torch.ones(2), "b": {"c": 1, "l": [torch.ones(1), {"x": 2, "y": 3}], "h": [1, {"x": 2}]}}
-    if writer == "ours":
-        save_state(tmp_path / "c", state)
-    else:
-        (tmp_path / "c").mkdir()
-        torch.save(state, tmp_path / "c" / "checkpoint_0.pt")
+    save_by(writer, tmp_path / "c", state)
     asked = {"a": torch.zeros(2), "b": {"z": 9, "l": [torch.zeros(1), {"x": 0, "q": 8}], "h": [0, {"q": 3}, 7]}}
     with pytest.raises(StateMismatch, match=r"b\.z"):
         load_state(tmp_path / "c", asked, strict=True)
@@ -274,69 +224,7 @@ def test_only_what_is_wanted_is_read(tmp_path):
         load_state(tmp_path / "c")
 
 
-@pytest.mark.parametrize("writer", ["ours", "torch"])
-def test_aliases_stay_aliases(writer, tmp_path):
-    base = torch.arange(6.0)
-    state = {"a": base, "b": base, "row": base.view(2, 3)[1]}
-    if writer == "ours":
-        save_state(tmp_path / "c", state)
-    else:
-        (tmp_path / "c").mkdir()
-        torch.save(state, tmp_path / "c" / "checkpoint_0.pt")
-    loaded = load_state(tmp_path / "c", {"a": None, "b": None, "row": None})
-    assert loaded["a"].untyped_storage().data_ptr() == loaded["row"].untyped_storage().data_ptr()
-    assert loaded["row"].tolist() == [3, 4, 5]
-
-
-def test_a_load_in_place_takes_little_memory(tmp_path):
-    state = {f"w{i}": torch.full((8 * MIB,), float(i)) for i in range(4)}
-    save_state(tmp_path / "c", state)
-    # Reset, the peak is what is resident now.
-    Path("/proc/self/clear_refs").write_text("5")
-    before = _peak()
-    load_state(tmp_path / "c", state)
-    assert _peak() - before < 32 * MIB
-
-
-def _peak() -> int:
-    status = Path("/proc/self/status").read_text()
-    return int(status.partition("VmHWM:")[2].split()[0]) << 10
-
-
-def test_memory_is_a_source_like_a_file():
-    state = {"w": torch.arange(MIB), "v": torch.arange(10)[::2], "n": 5}
-    snapshot = StateSnapshot(state, HostStager(ACCELERATOR), "borrow")
-    bounce = BounceBuffers(ACCELERATOR)
-
-    def stored(digests: bytes | None = None) -> Stored:
-        return Stored.over(snapshot.rows, snapshot._control(), snapshot.memory, digests=digests)
-
-    assert_same_state(load.receive(stored(), Allowed(), None, bounce)[0], state)
-    asked = {"v": torch.zeros(5, dtype=torch.int64), "n": 0, "q": 1}
-    found, missing = load.receive_part(stored(), Allowed(), asked, bounce)
-    assert (found["n"], missing, asked["v"].tolist()) == (5, ["q"], [0, 2, 4, 6, 8])
-    with pytest.raises(InvalidArgument, match="checksums"):
-        stored(b"12345678")
-    with pytest.raises(CorruptCheckpoint, match="memory was changed"):
-        load.receive(stored(bytes(8 * 9)), Allowed(), None, bounce)
-
-
 # ---- what ours do with torch's files
-
-
-def test_what_torchs_checkpointer_has_written_is_loaded(tmp_path):
-    writers = pytest.importorskip("torch.distributed.checkpoint._experimental.checkpoint_writer")
-    types = pytest.importorskip("torch.distributed.checkpoint._experimental.types")
-    info = types.RankInfo(global_world_size=1, global_rank=0)
-    state = {"w": torch.arange(6.0).reshape(2, 3).t(), "n": 5}
-    writers.CheckpointWriter(writers.CheckpointWriterConfig(), info).write(str(tmp_path / "torchs"), state)
-    checkpointer = SyncCheckpointer()
-    assert_same_state(checkpointer.load(tmp_path / "torchs"), state)
-    asked = {"w": torch.zeros(3, 2)}
-    assert checkpointer.load(tmp_path / "torchs", asked) is asked
-    assert torch.equal(asked["w"], state["w"])
-    with pytest.raises(RuntimeError, match="absent"):
-        checkpointer.load(tmp_path / "torchs", {"absent": None}, strict=True)
 
 
 def test_a_pickle_that_names_what_it_must_not_is_refused(tmp_path):
@@ -356,18 +244,6 @@ def test_a_pickle_that_names_what_it_must_not_is_refused(tmp_path):
     with pytest.raises(TensorferryError):
         load_state(tmp_path / "c")
     assert not (tmp_path / "ran").exists()
-
-
-def test_a_file_of_torch_that_was_cut_off_is_damaged_and_not_to_be_trusted(tmp_path):
-    file = tmp_path / "checkpoint_0.pt"
-    torch.save({"w": torch.ones(2000)}, file)
-    whole = file.read_bytes()
-    for length in (0, 100, len(whole) // 2, len(whole) - 10):
-        file.write_bytes(whole[:length])
-        for allowed in (Allowed(), Allowed((), True)):
-            with pytest.raises(ProtocolError, match=r"checkpoint_0\.pt cannot be read: it is damaged") as caught:
-                load_state(tmp_path, allowed=allowed)
-            assert "trust" not in str(caught.value)
 
 
 def test_a_file_on_its_own_is_a_state_again(tmp_path):
@@ -447,13 +323,3 @@ def test_a_state_that_only_a_keeper_has_and_that_does_not_fit_is_no_missing_chec
     # What is in the folder may fit.
     assert load_state(tmp_path / "c", {"w": torch.zeros(2)}, prefer=prefer)["w"].tolist() == [1, 1]
     assert "does not fit" in caplog.text
-
-
-def test_a_tensor_of_another_kind_is_refused_before_another_one_is_read(tmp_path):
-    save_state(tmp_path / "c", {"a": torch.ones(3), "s": torch.empty(2, 2, device="meta")})
-    target = {"a": torch.zeros(3), "s": torch.zeros(2, 2)}
-    with pytest.raises(
-        StateMismatch, match=r"nothing was overwritten.*\n  s: strided here, on the meta device, strided"
-    ):
-        SyncCheckpointer().load(tmp_path / "c", target)
-    assert_same_state(target, {"a": torch.zeros(3), "s": torch.zeros(2, 2)})

@@ -5,8 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-import threading
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,7 +17,6 @@ from tensorferry.checkpointing import (
     latest_checkpoint,
     loading,
 )
-from tensorferry.checkpointing.ranks import Ranks
 from tensorferry.errors import (
     CorruptCheckpoint,
     IncompleteCheckpoint,
@@ -154,33 +151,6 @@ def test_a_checkpoint_with_a_damaged_index_is_passed_over_with_a_warning_and_is_
         newest(tmp_path)
 
 
-def test_an_index_that_the_system_does_not_read_is_told_by_that(tmp_path, monkeypatch, caplog):
-    for step in (1, 2):
-        save_state(tmp_path / f"step-{step}", {"w": torch.tensor(step)})
-    real = latest.read_index
-    broken = {"step-2"}
-
-    def refused(folder):
-        if folder.name in broken:
-            raise SystemRefused(errno.EIO, f"{folder}: Input/output error")
-        return real(folder)
-
-    monkeypatch.setattr(latest, "read_index", refused)
-    assert latest_checkpoint(tmp_path) == str(tmp_path / "step-1")
-    assert "step-2: Input/output error" in caplog.text
-    broken.add("step-1")
-    with pytest.raises(SystemRefused, match="Input/output error"):
-        latest_checkpoint(tmp_path)
-
-
-def test_a_snapshot_of_a_keeper_is_found_beside_a_damaged_index(tmp_path, caplog):
-    (save_state(tmp_path / "step-1", {"w": torch.tensor(1)}) / INDEX).write_bytes(b"")
-    kept = SimpleNamespace(began=5, path=str(tmp_path / "step-2"), save_id="b" * 12, complete=True)
-    keeper = SimpleNamespace(below=lambda *_: [kept])
-    assert latest.find_latest(tmp_path, Ranks(0, 1), keeper) == (tmp_path / "step-2", "b" * 12)
-    assert "step-1 cannot be read" in caplog.text
-
-
 @pytest.mark.parametrize("is_replaced", [False, True])
 def test_a_damaged_index_that_is_removed_or_replaced_meanwhile_is_no_error(is_replaced, tmp_path, monkeypatch):
     index = save_state(tmp_path / "step-1", {"w": torch.tensor(1)}) / INDEX
@@ -233,26 +203,3 @@ def test_a_checkpoint_that_is_removed_while_it_is_loaded_is_incomplete(kept, tmp
     monkeypatch.setattr(loading, "Stored", Removing)
     with pytest.raises(IncompleteCheckpoint, match="while it was read"):
         load_state(tmp_path / "a")
-
-
-def test_a_load_beside_saves_into_the_same_folder_is_of_one_save(tmp_path):
-    save_state(tmp_path / "c", {"w": torch.zeros(MIB // 4), "n": 0})
-    stop = threading.Event()
-
-    def write():
-        writer, step = SyncCheckpointer(rank=0, world_size=1), 0
-        while not stop.is_set():
-            step += 1
-            writer.save(str(tmp_path / "c"), {"w": torch.full((MIB // 4,), float(step)), "n": step})
-        writer.close()
-
-    thread = threading.Thread(target=write)
-    thread.start()
-    try:
-        for number in range(15):
-            asked = {"w": torch.empty(MIB // 4), "n": 0} if number % 2 else None
-            loaded = load_state(tmp_path / "c", asked)
-            assert loaded["w"].eq(loaded["n"]).all()
-    finally:
-        stop.set()
-        thread.join()

@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 from torch import nn
 
-from checkpoint_loads import load_state, save_state
+from checkpoint_loads import load_state, save_by, save_state
 from stand_in import stand_in
-from tensorferry._native import Stored
 from tensorferry.checkpointing import checkpointers, load_file
-from tensorferry.errors import InvalidArgument, ProtocolError, TensorferryError
-from tensorferry.memory.accelerator import ACCELERATOR
-from tensorferry.memory.bounce import BounceBuffers
-from tensorferry.memory.staging import HostStager
-from tensorferry.pickles.allowlist import Allowed
-from tensorferry.state import load
-from tensorferry.state.manifest import Manifest
-from tensorferry.state.snapshot import StateSnapshot
+from tensorferry.errors import InvalidArgument, TensorferryError
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 
@@ -27,11 +17,7 @@ pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 @pytest.mark.parametrize("writer", ["ours", "torch"])
 def test_map_location_is_that_of_torch_load(writer, tmp_path):
     state = {"w": torch.ones(3), "v": torch.arange(6.0)[::2], "p": nn.Parameter(torch.ones(2))}
-    if writer == "ours":
-        save_state(tmp_path / "c", state)
-    else:
-        (tmp_path / "c").mkdir()
-        torch.save(state, tmp_path / "c" / "checkpoint_0.pt")
+    save_by(writer, tmp_path / "c", state)
     seen = []
 
     def note(storage, location):
@@ -92,38 +78,6 @@ def test_the_device_that_was_saved_is_the_location(tmp_path, monkeypatch):
             load_state(tmp_path / "c")
         with pytest.raises(InvalidArgument, match=r"cuda:1"):
             load_state(tmp_path / "c", map_location={"cuda:0": "cpu"})
-
-
-def test_what_a_transport_sends_says_where_it_was_and_receivers_do_not_care():
-    value = torch.arange(5.0)
-    with stand_in() as device:
-        device.adopt(value)
-        snapshot = StateSnapshot({"a": torch.zeros(2), "v": value}, HostStager(device), "borrow")
-        snapshot.complete()
-    assert json.loads(snapshot.manifest())["devices"] == {"cuda:0": [[1, 1]]}
-    state, _, _ = load.receive(
-        Stored.over(snapshot.rows, snapshot._control(), snapshot), Allowed(), None, BounceBuffers(ACCELERATOR)
-    )
-    assert torch.equal(state["v"], value)
-
-
-@pytest.mark.parametrize(
-    "devices", [[], {"cuda:0": 1}, {"cuda:0": [[0]]}, {"cuda:0": [["0", 1]]}, {"cuda:0": [[0, 1, 2]]}]
-)
-def test_devices_that_are_described_wrongly_are_refused_or_ignored(devices):
-    manifest = Manifest(json.dumps({"flags": "", "objects": 0, "storages": [], "devices": devices}), "{}")
-    if not devices:
-        assert manifest.location(0) == "cpu"
-    else:
-        with pytest.raises(ProtocolError, match="devices"):
-            manifest.location(0)
-
-
-@pytest.mark.parametrize("bad", [5, "nowhere", b"cpu"])
-def test_a_map_location_that_is_none_is_refused(bad, tmp_path):
-    save_state(tmp_path / "c", {"w": torch.ones(3)})
-    with pytest.raises(InvalidArgument, match="map_location"):
-        load_state(tmp_path / "c", map_location=bad)
 
 
 def test_a_file_of_torch_of_another_machines_devices_fills_a_state_of_the_cpu(tmp_path, monkeypatch):

@@ -46,14 +46,6 @@ def test_values_under_object_keys_land_under_their_own_key(shift, dropped, tmp_p
         assert all(state["deep"][0][key] is tensor for key, tensor in tensors.items())
 
 
-def test_object_keys_that_the_checkpoint_lacks_are_missing_and_no_others(tmp_path):
-    save_state(tmp_path / "c", {(1, 2): torch.ones(1), (3, 4): torch.full((1,), 2.0), 0.5: "kept"})
-    target = {(5, 6): torch.zeros(1), (3, 4): torch.zeros(1), 0.5: ""}
-    state, missing = loading.read(tmp_path / "c", target)
-    assert missing == ["(5, 6)"]
-    assert_same_state(state, {(5, 6): torch.zeros(1), (3, 4): torch.full((1,), 2.0), 0.5: "kept"})
-
-
 @pytest.mark.parametrize("key", [2**53 - 1, 2**53, -(2**53) + 1, -(2**53), 2**63 - 1, -(2**63), -(2**63) - 1])
 def test_keys_are_integers_of_any_size(key, tmp_path):
     state = {key: torch.arange(3.0), 1: torch.ones(2)}

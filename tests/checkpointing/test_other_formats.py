@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 from tensorferry.checkpointing import SyncCheckpointer, latest_checkpoint
 from tensorferry.cli.app import run
 from tensorferry.dcp import FileWriter
-from tensorferry.errors import IncompleteCheckpoint, ProtocolError
+from tensorferry.errors import ProtocolError
 
 pytestmark = [
     pytest.mark.process,
@@ -61,14 +61,6 @@ def test_latest_names_the_checkpoints_of_other_formats(save, what, tmp_path, cap
         assert not lines(caplog)
 
 
-def test_latest_says_nothing_of_folders_without_a_checkpoint(tmp_path, caplog):
-    (tmp_path / "logs").mkdir()
-    (tmp_path / "notes.txt").touch()
-    assert latest_checkpoint(tmp_path) is None
-    assert latest_checkpoint(tmp_path / "missing") is None
-    assert not lines(caplog)
-
-
 def test_a_load_of_what_torch_has_saved_says_how_to_convert_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     state = save_torch(tmp_path / "old")
@@ -77,12 +69,3 @@ def test_a_load_of_what_torch_has_saved_says_how_to_convert_it(tmp_path, monkeyp
             checkpointer.load("old", {"weight": torch.zeros(4)})
         assert run(["convert", "old", "new", "--to", "checkpoint"]) == 0
         assert torch.equal(checkpointer.load("new")["weight"], state["weight"])
-
-
-def test_an_index_that_filewriter_lost_is_still_an_incomplete_checkpoint(tmp_path, caplog):
-    save_own(tmp_path / "old")
-    (tmp_path / "old" / "index.safetensors").unlink()
-    with closing(SyncCheckpointer()) as checkpointer, pytest.raises(IncompleteCheckpoint):
-        checkpointer.load(tmp_path / "old")
-    assert latest_checkpoint(tmp_path) is None
-    assert not lines(caplog)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import signal
-import subprocess
-import sys
 import threading
 
 import pytest
@@ -15,7 +12,6 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from checkpoint_files import tensors_of
 from checkpoint_ranks import ranks_of
-from started import ended_with_the_block
 from tensorferry.checkpointing import AsyncCheckpointer
 from tensorferry.errors import IncompleteCheckpoint, UnsupportedLeaf
 from tensorferry.storage.folder import read_index
@@ -39,19 +35,6 @@ def save_and_fail(rank: int, root: str) -> None:
         print("other" if "rank 1 has failed" in str(e) else e, flush=True)
     checkpointer.close()
     dist.destroy_process_group()
-
-
-def test_no_process_outlives_a_test_that_fails() -> None:
-    def test() -> None:
-        with ended_with_the_block():
-            started.append(subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE))
-            raise AssertionError("the test fails")
-
-    started: list[subprocess.Popen] = []
-    with pytest.raises(AssertionError, match="the test fails"):
-        test()
-    (process,) = started
-    assert process.returncode == -signal.SIGKILL
 
 
 @pytest.mark.timeout(120)

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import gc
-import sys
-import threading
-import time
 
 import pytest
 import torch
@@ -16,7 +13,6 @@ from tensorferry.checkpointing.orders import Options
 from tensorferry.checkpointing.ranks import Ranks
 from tensorferry.checkpointing.saving import Saver
 from tensorferry.checkpointing.shared_stager import SharedStager
-from tensorferry.memory.shared import Budget, NoRoom
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(60)]
 WAIT_S = 30
@@ -91,74 +87,3 @@ def test_memory_for_copies_off_an_accelerator_is_page_locked_and_unlocked_when_i
     gc.collect()
     assert device.locked == {}
     assert stager.held == 0
-
-
-def test_where_the_system_refuses_to_lock_memory_it_is_pageable(device, caplog) -> None:
-    device.refuses_to_pin = True
-    stager = SharedStager(accelerator=device)
-    for _ in range(2):
-        snapshot = stager.stage({"w": on_device(device, 3)})
-        snapshot.complete()
-        memory = stager.handover("save", {}, snapshot).buffers[0]
-        assert (torch.frombuffer(memory, dtype=torch.float32)[:MIB] == 3).all()
-    assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert "ulimit -l" in caplog.text
-
-
-def test_many_small_tensors_and_a_large_one_are_copied_without_the_interpreter(monkeypatch) -> None:
-    """While the bytes are copied, other threads run Python."""
-    stager = SharedStager()
-    state = {str(n): torch.full((n % 50,), float(n)) for n in range(3000)} | {"large": torch.arange(4.0 * MIB)}
-    snapshot = stager.stage(state)
-    rebuilt = snapshot.rebuild()
-    assert all(torch.equal(rebuilt[key], value) for key, value in state.items())
-
-    from tensorferry.memory import staging
-
-    # Nobody asks for the interpreter: the other thread runs only where the copy gives it up.
-    copying, ticks, ended = False, 0, threading.Event()
-    real = staging.HostStager.copy_rows
-
-    class Watched:
-        def __init__(self, rows) -> None:
-            self.copied_size, self._rows = rows.copied_size, rows
-
-        def copy_into(self, *arguments, **options) -> None:
-            nonlocal copying
-            copying = True
-            self._rows.copy_into(*arguments, **options)
-            copying = False
-
-    def tick() -> None:
-        nonlocal ticks
-        while not ended.is_set():
-            ticks += copying
-            time.sleep(0)
-
-    monkeypatch.setattr(staging.HostStager, "copy_rows", lambda self, rows, without: real(self, Watched(rows), without))
-    thread = threading.Thread(target=tick)
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(2 * WAIT_S)
-    try:
-        thread.start()
-        deadline = time.monotonic() + WAIT_S
-        while not ticks and time.monotonic() < deadline:
-            stager.stage(state)
-    finally:
-        sys.setswitchinterval(interval)
-        ended.set()
-        thread.join(WAIT_S)
-    assert ticks
-
-
-def test_a_budget_counts_what_exists_and_forgets_what_is_gone() -> None:
-    budget = Budget(3 * MIB)
-    first, second = budget.make(MIB), budget.make(2 * MIB)
-    assert budget.held == 3 * MIB
-    assert budget.find(second.address) is second
-    with pytest.raises(KeyError):
-        budget.find(0)
-    with pytest.raises(NoRoom, match="raise memory_limit="):
-        budget.make(1)
-    del first
-    assert len(budget.make(MIB)) == MIB

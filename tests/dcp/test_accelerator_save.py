@@ -118,13 +118,9 @@ def odd(how: str) -> tuple[Any, torch.Tensor, Any]:
     base = torch.zeros(6, 4)
     if how == "transposed":
         return base.t(), base, torch.full((4, 6), 7.0)
-    if how == "every other column":
-        return base[:, ::2], base, torch.full((6, 2), 7.0)
     if how == "conj":
         base = torch.zeros(6, dtype=torch.complex64)
         return base.conj(), base, torch.full((6,), 7 - 0j)
-    if how == "neg":
-        return base._neg_view(), base, torch.full((6, 4), -7.0)
     if how == "sparse":
         value = torch.eye(4).to_sparse()
         return value, value._values(), 7 * torch.eye(4)
@@ -133,10 +129,11 @@ def odd(how: str) -> tuple[Any, torch.Tensor, Any]:
     return Measured(base[0]), base, [7.0] * 4
 
 
-@pytest.mark.parametrize("has_default", mostly_at_night([True, False]))
-@pytest.mark.parametrize("known", mostly_at_night([True, False]))
-@pytest.mark.parametrize("own_stream", mostly_at_night([False, True]))
-@pytest.mark.parametrize("how", ["transposed", "every other column", "conj", "neg", "sparse", "in an object", "read"])
+@pytest.mark.parametrize(
+    ("own_stream", "known", "has_default"),
+    mostly_at_night([(False, True, True), (True, False, True), (True, True, False)]),
+)
+@pytest.mark.parametrize("how", ["transposed", "conj", "sparse", "in an object", "read"])
 @pytest.mark.waits
 def test_queued_work_is_saved_for_tensors_that_are_not_dense(
     how: str, own_stream: bool, known: bool, has_default: bool, device: StandIn, tmp_path: Path
@@ -183,16 +180,15 @@ class Opaque:
         self.value = value
 
 
-@pytest.mark.parametrize("has_default", mostly_at_night([True, False]))
-@pytest.mark.parametrize("own_stream", mostly_at_night([False, True]))
-@pytest.mark.parametrize("how", ["dense", "transposed", "every other column"])
+@pytest.mark.parametrize(("own_stream", "has_default"), mostly_at_night([(False, True), (True, True), (True, False)]))
+@pytest.mark.parametrize("how", ["dense", "transposed"])
 @pytest.mark.parametrize("source", ["peers", "file_writer"])
 @pytest.mark.waits
 def test_a_load_comes_after_what_is_queued_and_is_over_when_it_returns(
     source: str, how: str, own_stream: bool, has_default: bool, device: StandIn, writer: ours.PeerWriter, tmp_path: Path
 ) -> None:
     base = torch.zeros(6, 4)
-    live = {"dense": base, "transposed": base.t(), "every other column": base[:, ::2]}[how]
+    live = {"dense": base, "transposed": base.t()}[how]
     sent = torch.arange(float(live.numel())).view(live.shape)
     save({"w": sent}, writer if source == "peers" else ours.FileWriter(tmp_path))
     reader = ours.PeerReader(writer.metadata()) if source == "peers" else ours.FileReader(tmp_path)
@@ -284,40 +280,37 @@ def test_nothing_is_published_before_it_is_copied(device: StandIn, writer: ours.
 
 
 @pytest.mark.waits
-def test_a_copy_that_fails_ends_the_save_and_leaves_what_was_published(
-    device: StandIn, writer: ours.PeerWriter
+@pytest.mark.parametrize("source", ["peers", "files"])
+def test_a_copy_that_fails_ends_the_save_and_leaves_what_was_there(
+    source: str, device: StandIn, writer: ours.PeerWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    save(weights(), writer)
-    before = writer.metadata()
+    monkeypatch.setattr(late, "SLOT", MIB)
+    monkeypatch.setattr(container, "_STEP", MIB)
+    target = writer if source == "peers" else ours.FileWriter(tmp_path)
+
+    def reader() -> Any:
+        return ours.PeerReader(before) if source == "peers" else ours.FileReader(tmp_path)
+
+    save(weights(), target)
+    before, files = writer.metadata() if source == "peers" else "", sorted(tmp_path.iterdir())
     state = weights(50.0)
     device.adopt(*(state[f"w{i}"] for i in range(4)))
     device.fails = lambda number: number == 3
     with pytest.raises(dcp.api.CheckpointException, match="the device is lost"):
-        save(state, writer)
-    assert_equal(load(ours.PeerReader(before)), weights())
+        save(state, target)
+    assert sorted(tmp_path.iterdir()) == files
+    assert_equal(load(reader()), weights())
     # The device may still write to the memory, so it is not reused, even when nothing references the error any more.
     device.fails = lambda _: False
     device.side[0].error = None
     gc.collect()
     assert not writer._stager._pinned._kept
-    save(state, writer)
-    assert_equal(load(ours.PeerReader(writer.metadata())), weights(50.0))
+    save(state, target)
+    before = writer.metadata() if source == "peers" else ""
+    assert_equal(load(reader()), weights(50.0))
 
 
-def test_page_locked_memory_is_kept_from_save_to_save(device: StandIn, writer: ours.PeerWriter) -> None:
-    state = weights()
-    device.adopt(*(state[f"w{i}"] for i in range(4)))
-    for seed in (1.0, 2.0, 3.0):
-        for name, value in weights(seed).items():
-            state[name].copy_(value)
-        save(state, writer)
-        assert_equal(load(ours.PeerReader(writer.metadata())), weights(seed))
-        writer.withdraw()
-        until(lambda: len(writer._stager._pinned._kept) == 1, "the memory has come back")
-    assert device.pinned_bytes == [12 * MIB]
-
-
-@pytest.mark.parametrize("odd", ["dense", "transposed", "sparse", "on two devices"])
+@pytest.mark.parametrize("odd", ["dense", "sparse", "on two devices"])
 def test_files_are_written_through_one_buffer_that_is_kept(
     odd: str, device: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -325,9 +318,7 @@ def test_files_are_written_through_one_buffer_that_is_kept(
     monkeypatch.setattr(late, "SLOT", MIB)
     monkeypatch.setattr(container, "_STEP", MIB)
     state = {**weights(), "long": torch.arange(5 * MIB // 4), "short": torch.arange(100.0), "none": torch.zeros(0, 3)}
-    if odd == "transposed":
-        state["w1"] = state["w1"].view(-1, 1024).t()
-    elif odd == "sparse":
+    if odd == "sparse":
         state["w1"] = state["w1"].to_sparse()
     for i, (name, value) in enumerate(state.items()):
         if name != "host":
@@ -346,19 +337,3 @@ def test_files_are_written_through_one_buffer_that_is_kept(
     assert device.pinned_bytes[0] <= MIB + 4096
     # No copy is longer than the buffer.
     assert max(nbytes for nbytes, _ in device.copies) <= MIB + 4096
-
-
-def test_a_copy_that_fails_leaves_no_file_and_what_was_saved(
-    device: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(late, "SLOT", MIB)
-    monkeypatch.setattr(container, "_STEP", MIB)
-    save(weights(), ours.FileWriter(tmp_path))
-    before = sorted(tmp_path.iterdir())
-    state = weights(50.0)
-    device.adopt(*(state[f"w{i}"] for i in range(4)))
-    device.fails = lambda number: number == 3
-    with pytest.raises(dcp.api.CheckpointException, match="the device is lost"):
-        save(state, ours.FileWriter(tmp_path))
-    assert sorted(tmp_path.iterdir()) == before
-    assert_equal(load(ours.FileReader(tmp_path)), weights())

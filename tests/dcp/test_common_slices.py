@@ -155,15 +155,3 @@ def load_warned(kept, metadata, options, own, environment):
         logging.getLogger("tensorferry").removeHandler(handler)
         for name in environment:
             del os.environ[name]
-
-
-def test_a_load_without_a_process_group_opens_no_server(monkeypatch):
-    opened = []
-    monkeypatch.setattr("tensorferry.dcp.peer_reader.relaying", lambda *given: opened.append(given))
-    with serving(max_bandwidth=None) as writer:
-        found = {"layer0": torch.zeros(1 << 20)}
-        reader = PeerReader(writer.metadata(), timeout=TIMEOUT)
-        dcp.load(found, storage_reader=reader, no_dist=True)
-        dcp.load(weights(2), storage_reader=reader)
-    assert opened == []
-    assert reader.report["relayed"] == 0

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-import math
 import random
 import re
 import time
@@ -15,7 +15,7 @@ from job import Job, context
 from safetensors import safe_open
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-import tensorferry
+import states
 from nights import mostly_at_night
 from tensorferry.dcp import FileReader, FileWriter, PeerReader, PeerWriter, index
 
@@ -88,15 +88,12 @@ def test_the_files_are_safetensors_files(tmp_path):
     assert index["sources"] == [rank.name]
 
 
-@pytest.mark.parametrize("save", [dcp.save, dcp.save_state_dict])
-def test_a_save_into_the_same_folder_replaces_the_one_before(tmp_path, save):
-    load = dcp.load if save is dcp.save else dcp.load_state_dict
-    options = {} if save is dcp.save else {"no_dist": True}
+def test_a_save_into_the_same_folder_replaces_the_one_before(tmp_path):
     for value in range(3):
-        save({"x": torch.full((10,), value)}, storage_writer=FileWriter(tmp_path), **options)
+        dcp.save({"x": torch.full((10,), value)}, storage_writer=FileWriter(tmp_path))
         assert len(list(tmp_path.glob("*.safetensors"))) == len(list(tmp_path.iterdir())) - 1 == 2
         found = {"x": torch.full((10,), -1)}
-        load(found, storage_reader=FileReader(tmp_path), **options)
+        dcp.load(found, storage_reader=FileReader(tmp_path))
         assert found["x"].tolist() == [value] * 10
     with pytest.raises(dcp.CheckpointException, match="overwrite=False"):
         dcp.save({"x": torch.ones(1)}, storage_writer=FileWriter(tmp_path, overwrite=False))
@@ -225,44 +222,30 @@ def _save_for_ever(folder, pipe):
 
 @pytest.mark.process
 def test_a_kill_at_any_moment_loses_nothing_and_leaves_nothing_wrong(tmp_path, pytestconfig):
-    forking = context()
     generator = random.Random(5)
-    whole = 0
     for kill in range(pytestconfig.getoption("--kills")):
-        folder = tmp_path / ("ck" if kill % 2 else f"fresh{kill}")
-        ours, theirs = forking.Pipe(duplex=False)
-        process = forking.Process(target=_save_for_ever, args=(folder, theirs))
+        ours, theirs = context().Pipe(duplex=False)
+        process = context().Process(target=_save_for_ever, args=(tmp_path, theirs))
         process.start()
         theirs.close()
-        last = 0
-        if kill % 2:
-            assert ours.poll(60)
-            last = ours.recv()
-        else:
-            while not folder.exists():
-                time.sleep(0.001)
+        # The first one may be killed in the first save.
+        last = ours.recv() if kill and ours.poll(60) else 0
         time.sleep(generator.random() * 0.08)
         process.kill()
         process.join()
-        while ours.poll():
-            try:
+        with contextlib.suppress(EOFError):
+            while ours.poll():
                 last = ours.recv()
-            except EOFError:
-                break
         ours.close()
         state = {f"t{i}": torch.zeros(60_000 + i, dtype=torch.int64) for i in range(6)} | {"number": 0}
-        reader = FileReader(folder)
-        if not (folder / "index.safetensors").exists():
+        if not (tmp_path / "index.safetensors").exists():
             assert last == 0, f"save {last} was complete, and is lost"
-            with pytest.raises(dcp.CheckpointException, match=r"incomplete checkpoint|there is no checkpoint"):
-                dcp.load(state, storage_reader=reader)
             continue
-        dcp.load(state, storage_reader=reader)
+        dcp.load(state, storage_reader=FileReader(tmp_path))
         # The next save may have completed although its message had not arrived.
         assert state["number"] in (last, last + 1), "an older checkpoint came back"
         assert all((state[f"t{i}"] == state["number"]).all() for i in range(6))
-        whole += 1
-    assert whole
+    assert last
 
 
 def _async(kept, folder, kind):
@@ -337,44 +320,24 @@ def _alone_coordinated(kept, folder):
     dcp.save({"x": torch.full((4,), 2.0)}, storage_writer=FileWriter(folder))
 
 
-#: The ways in which tensors with rows of 16 KiB and of 4 KiB are saved and loaded.
-WAYS = [
-    (4, "rows", (1, "rows")),
-    (4, "rows", (3, "rows")),
-    (4, "columns", (2, "columns")),
-    (2, "columns", (4, "columns")),
-    (4, "rows", (4, "columns")),
-    (2, "columns", (3, "rows")),
-]
-
-
 @pytest.mark.process
 @pytest.mark.slow
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize(("world", "saved", "loaded"), mostly_at_night(WAYS))
-def test_slices_cost_hardly_more_than_themselves(world, saved, loaded, tmp_path):
-    with Job(world) as saving, Job(loaded[0]) as loading:
+@pytest.mark.parametrize(("saved", "loaded"), mostly_at_night([("rows", "columns"), ("columns", "rows")]))
+def test_slices_cost_hardly_more_than_themselves(saved, loaded, tmp_path):
+    with Job(2) as saving, Job(2) as loading:
         metadata = saving.run(_save_large, tmp_path / "ck", saved)[0]
-        for report, held in loading.run(_load_large, tmp_path / "ck", metadata, loaded[1]):
-            for way, counts in report.items():
-                assert counts["wanted"] == held
-                assert counts["bytes"] <= 1.05 * held, (way, counts, held)
+        for reports, held in loading.run(_load_large, tmp_path / "ck", metadata, loaded):
+            for report in reports:
+                assert report["wanted"] == held
+                assert report["bytes"] <= 1.05 * held, (report, held)
         saving.run(_end_large)
 
 
 def _large(placement, blank):
-    import states
-
     mesh, placements = states.layouts(torch.distributed.get_world_size())[placement]
-    found = {}
-    # The small entries and those of odd lengths are in the same container.
-    for name, shape in (("b", (1001,)), ("w", (1024, 4096)), ("v", (1001, 4096)), ("u", (2048, 1024))):
-        value = torch.zeros(shape) if blank else torch.arange(float(math.prod(shape))).view(shape)
-        if len(shape) == 1:
-            found[name] = value
-        else:
-            found[name] = states.distribute_tensor(value, mesh, placements, src_data_rank=None)
-    return found
+    value = torch.zeros(1001, 4096) if blank else torch.arange(1001.0 * 4096).view(1001, 4096)
+    return {"w": states.distribute_tensor(value, mesh, placements, src_data_rank=None)}
 
 
 def _save_large(kept, folder, placement):
@@ -391,19 +354,13 @@ def _end_large(kept):
 
 def _load_large(kept, folder, metadata, placement):
     del kept
-    reports = {}
-    expected = _large(placement, blank=False)
-    for way, reader in (("files", FileReader(folder)), ("peers", PeerReader(metadata))):
+    reports, expected = [], _large(placement, blank=False)["w"].to_local()
+    for reader in (FileReader(folder), PeerReader(metadata)):
         state = _large(placement, blank=True)
         dcp.load(state, storage_reader=reader)
-        assert all(torch.equal(_local(state[name]), _local(expected[name])) for name in state)
-        # The report counts only bytes of tensors as wanted: the index was read before.
-        reports[way] = reader.report
-    return reports, sum(_local(value).nbytes for value in expected.values())
-
-
-def _local(value):
-    return value.to_local() if hasattr(value, "to_local") else value
+        assert torch.equal(state["w"].to_local(), expected)
+        reports.append(reader.report)
+    return reports, expected.nbytes
 
 
 def test_an_index_that_makes_no_sense_is_a_protocol_error(tmp_path, monkeypatch):
@@ -451,9 +408,3 @@ def test_an_index_that_makes_no_sense_is_a_protocol_error(tmp_path, monkeypatch)
             "the pickle cannot be read|no honest sender writes",
             message,
         ), name
-
-
-def test_a_folder_that_cannot_be_examined_is_an_error_of_the_system(tmp_path):
-    for path in (tmp_path / ("x" * 300), tmp_path / ("y" * 300) / "checkpoint"):
-        with pytest.raises(tensorferry.SystemRefused, match="cannot be examined"):
-            FileReader(path).read_metadata()

@@ -12,7 +12,6 @@ import torch.distributed.checkpoint as dcp
 
 import tensorferry
 from tensorferry.dcp import FileReader, FileWriter, marker
-from tensorferry.storage.names import new_id
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:torch.distributed is", "ignore:TypedStorage is", "ignore::FutureWarning", "ignore::DeprecationWarning"
@@ -135,16 +134,6 @@ def test_a_save_that_is_killed_anywhere_leaves_a_checkpoint_that_is_found_and_wh
     assert steps >= (1 if before == "ours" else 4)
 
 
-def test_what_a_store_says_of_a_marker_stays_what_it_is(tmp_path, monkeypatch):
-    def refuse(*_, **__):
-        raise tensorferry.FetchTimeout("the store has sent nothing for too long")
-
-    save(tmp_path, 1)
-    monkeypatch.setattr(marker, "write_whole", refuse)
-    with pytest.raises(tensorferry.FetchTimeout, match="for too long"):
-        marker.leave(tmp_path / "index.safetensors", "0")
-
-
 def test_a_marker_that_cannot_be_written_is_an_error_and_the_checkpoint_is_there(tmp_path, monkeypatch):
     def refuse(*_, **__):
         raise OSError("no space left")
@@ -158,11 +147,3 @@ def test_a_marker_that_cannot_be_written_is_an_error_and_the_checkpoint_is_there
     assert not list(tmp_path.glob(".metadata*"))
     save(tmp_path, 2)
     assert marker.is_marker(tmp_path / ".metadata")
-
-
-def test_a_marker_that_was_left_half_written_is_removed(tmp_path):
-    left = tmp_path / f".metadata.{new_id()}.partial"
-    left.write_text("L")
-    os.utime(left, (1, 1))
-    save(tmp_path, 1)
-    assert not left.exists()

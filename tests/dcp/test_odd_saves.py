@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import threading
-from pathlib import Path
 
 import pytest
 import torch
@@ -122,30 +120,6 @@ def test_tensors_without_memory_are_refused_by_name(make, tmp_path):
     error = fails(lambda: dcp.load({"a": target}, storage_reader=FileReader(tmp_path), no_dist=True))
     assert isinstance(error, tensorferry.StateMismatch)
     assert "was freed" in str(error)
-
-
-def test_folders_that_are_none(tmp_path):
-    (tmp_path / "file").write_text("x")
-    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
-    for name in ("file", "file/below", "dangling", "n" * 300):
-        error = fails(lambda name=name: save(tmp_path / name, 1))
-        assert isinstance(error, tensorferry.SystemRefused)
-        assert name in str(error)
-    (tmp_path / "linked").symlink_to(tmp_path / "real", target_is_directory=True)
-    (tmp_path / "real").mkdir()
-    for folder in (tmp_path / "linked", tmp_path / "with space/%20/ü", Path(os.path.relpath(tmp_path)) / "relative"):
-        save(folder, 2)
-        assert loaded(str(folder)) == 2
-
-
-def test_the_default_device_is_not_where_bytes_go(tmp_path):
-    saved = {"a": torch.arange(64.0).view(8, 8), "object": {"empty": b""}}
-    found = {"a": torch.zeros(8, 8, dtype=torch.float64), "object": {"empty": b"x"}}
-    with torch.device("meta"):
-        dcp.save(saved, storage_writer=FileWriter(tmp_path), no_dist=True)
-        dcp.load(found, storage_reader=FileReader(tmp_path), no_dist=True)
-    assert torch.equal(found["a"], saved["a"].double())
-    assert found["object"] == {"empty": b""}
 
 
 def test_a_writer_that_was_shut_down_publishes_nothing():

@@ -10,7 +10,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from tensorferry.checkpointing import AsyncCheckpointer, SyncCheckpointer, load_file
-from tensorferry.dcp import FileReader, FileWriter, PeerReader, PeerWriter
+from tensorferry.dcp import FileReader, FileWriter
 from tensorferry.state import optimizers
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning", "ignore::FutureWarning")
@@ -46,28 +46,6 @@ def test_a_fresh_optimizer_that_is_loaded_by_its_state_dict_is_warned_of_once(tm
     [text] = said(caplog)
     assert ("optim.state.*" if inside else "(state.*)") in text
     assert "get_state_dict" in text
-
-
-def test_an_optimizer_without_state_because_of_gradients_is_warned_of_with_the_remedy(tmp_path, caplog):
-    dcp.save({"optim": get_state_dict(*trained())[1]}, storage_writer=FileWriter(tmp_path))
-    model, optimizer = trained(steps=0)
-    model(torch.ones(1, 3)).sum().backward()
-    for remedy in (lambda: None, optimizer.zero_grad):
-        remedy()
-        target = {"optim": get_state_dict(model, optimizer)[1]}
-        with caplog.at_level(logging.WARNING, "tensorferry"):
-            dcp.load(target, storage_reader=FileReader(tmp_path))
-    [text] = said(caplog)
-    assert "optimizer.zero_grad()" in text
-    assert len(target["optim"]["state"]) == 2
-
-
-def test_of_a_running_job(caplog):
-    writer = PeerWriter()
-    dcp.save({"optim": trained()[1].state_dict()}, storage_writer=writer)
-    dcp.load({"optim": trained(steps=0)[1].state_dict()}, storage_reader=PeerReader(writer.metadata()))
-    writer.shutdown()
-    assert len(said(caplog)) == 1
 
 
 def load(reader):

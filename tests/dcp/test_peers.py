@@ -144,39 +144,6 @@ def test_secret_and_tls(open_writer, monkeypatch):
     assert torch.equal(read(metadata, state)["x"], state["x"])
 
 
-def test_a_source_that_is_gone_is_an_error_in_time(open_writer):
-    state = {"x": torch.ones(10)}
-    writer = open_writer()
-    dcp.save(state, storage_writer=writer)
-    metadata = writer.metadata()
-    writer.shutdown()
-    with pytest.raises(dcp.CheckpointException, match="cannot connect"):
-        read(metadata, state, timeout=timedelta(seconds=5))
-
-
-def test_what_a_transport_sends_is_a_checkpoint_of_one_rank(open_transport, ours):
-    if not ours:
-        pytest.skip("about our own transport")
-    transport = open_transport()
-    transport.send_checkpoint([1], 3, {"x": torch.arange(3)}, TIMEOUT)
-    found = read(f"tensorferry-dcp/1 3 {transport.metadata()}", {"x": torch.arange(3)})
-    assert found["x"].tolist() == [0, 1, 2]
-
-
-@pytest.mark.parametrize("rows", [1, 3])
-def test_what_a_transport_sends_has_sparse_tensors_as_they_are(rows, open_transport, ours):
-    """Their indices are looked at when they are built; with one element, those of unread memory can be valid."""
-    if not ours:
-        pytest.skip("about our own transport")
-    transport = open_transport()
-    indices = [[2, 3, 4][:rows], [1] * rows]
-    state = {"s": torch.sparse_coo_tensor(indices, [5.0] * rows, (6, 3), check_invariants=False).coalesce()}
-    transport.send_checkpoint([1], 3, state, TIMEOUT)
-    found = {"s": torch.zeros(6, 3).to_sparse()}
-    dcp.load(found, storage_reader=PeerReader(f"tensorferry-dcp/1 3 {transport.metadata()}", timeout=TIMEOUT))
-    assert torch.equal(found["s"].to_dense(), state["s"].to_dense())
-
-
 def test_a_writer_stays_in_its_process(open_writer):
     with pytest.raises(InvalidArgument, match=r"AsyncCheckpointerType\.THREAD"):
         pickle.dumps(open_writer())

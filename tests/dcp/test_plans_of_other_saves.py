@@ -42,14 +42,6 @@ def caching():
     return dcp.DefaultSavePlanner(enable_plan_caching=True)
 
 
-class Halving(dcp.DefaultSavePlanner):
-    """Writes tensors in another dtype than they have."""
-
-    def transform_object(self, write_item, value):
-        value = super().transform_object(write_item, value)
-        return value.bfloat16() if isinstance(value, torch.Tensor) else value
-
-
 def numbers(dtype=torch.float32, count=8):
     return torch.arange(count).to(dtype)
 
@@ -60,19 +52,12 @@ def unflattened():
 
 #: What is saved in turn into one folder.
 SAVES = {
-    "narrower": lambda: [{"a": numbers()}, {"a": numbers(torch.bfloat16)}],
-    "wider": lambda: [{"a": numbers()}, {"a": numbers(torch.float64)}],
+    "there and back": lambda: [{"a": numbers(d)} for d in (torch.float32, torch.bfloat16, torch.float32)],
     "a dtype that containers lack": lambda: [{"a": numbers()}, {"a": numbers(torch.complex128)}],
-    "a dtype that containers have": lambda: [{"a": numbers(torch.complex128)}, {"a": numbers(torch.int8)}],
     "sparse": lambda: [{"a": numbers()}, {"a": numbers(torch.float64).to_sparse()}],
-    "there and back": lambda: [{"a": numbers(d)} for d in (torch.float32, torch.float16, torch.float32)],
-    "another length": lambda: [{"a": numbers()}, {"a": numbers(torch.bfloat16, 5)}],
     "another shape": lambda: [{"a": numbers().view(2, 4)}, {"a": numbers().view(4, 2)}],
-    "a key more": lambda: [{"a": numbers()}, {"a": numbers(torch.bfloat16), "b": numbers()}],
-    "a key fewer": lambda: [{"a": numbers(), "b": numbers()}, {"a": numbers(torch.bfloat16)}],
-    "an object": lambda: [{"a": numbers()}, {"a": 5}],
-    "no object": lambda: [{"a": 5}, {"a": numbers()}],
-    "another object": lambda: [{"a": 5, "b": numbers()}, {"a": "text", "b": numbers(torch.float16)}],
+    "a key more, an object": lambda: [{"a": numbers()}, {"a": 5, "b": numbers()}],
+    "a key fewer, no object": lambda: [{"a": 5, "b": numbers()}, {"a": numbers(torch.bfloat16)}],
     "not flattened": lambda: [{"a": numbers(d), "o": {"x": numbers(d)}} for d in (torch.float32, torch.float16)],
 }
 PLANNERS = {"not flattened": unflattened}
@@ -102,13 +87,9 @@ def check(reader, expected):
     for key, value in expected.items():
         if isinstance(value, torch.Tensor):
             assert about[key].properties.dtype == value.dtype
-            assert torch.equal(dense(found[key]), dense(value))
+            assert torch.equal(found[key].to_dense(), value.to_dense())
         else:
             assert str(found[key]) == str(value)
-
-
-def dense(value):
-    return value.to_dense()
 
 
 def target(value):
@@ -116,15 +97,6 @@ def target(value):
         return None
     zeros = torch.zeros(value.shape, dtype=value.dtype)
     return zeros.to_sparse() if value.is_sparse else zeros
-
-
-def test_what_a_planner_makes_of_a_tensor_is_what_the_index_says(tmp_path):
-    dcp.save({"a": numbers()}, storage_writer=FileWriter(tmp_path), planner=Halving(), no_dist=True)
-    about = FileReader(tmp_path).read_metadata().state_dict_metadata["a"]
-    assert about.properties.dtype == torch.bfloat16
-    found = {"a": torch.zeros(8)}
-    dcp.load(found, storage_reader=FileReader(tmp_path), no_dist=True)
-    assert torch.equal(found["a"], numbers())
 
 
 class Wrong(dcp.DefaultSavePlanner):

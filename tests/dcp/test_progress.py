@@ -15,7 +15,6 @@ from torch.distributed.checkpoint import CheckpointException
 
 from nights import mostly_at_night
 from tensorferry.dcp import FileReader, FileWriter, PeerReader, PeerWriter
-from tensorferry.errors import InvalidArgument
 from tensorferry.storage.source import Parts
 
 pytestmark = pytest.mark.filterwarnings(
@@ -98,13 +97,6 @@ def test_loads_from_peers_report_their_progress(same_host):
     check(calls)
 
 
-def test_loads_of_a_folder_of_torchs_report_their_progress(tmp_path):
-    dcp.save(small(), checkpoint_id=tmp_path / "theirs")
-    calls = Calls()
-    dcp.load(blank(), storage_reader=FileReader(tmp_path / "theirs", progress=calls))
-    check(calls)
-
-
 class Enough(Exception):
     """Raised by a callback."""
 
@@ -123,12 +115,6 @@ def test_an_exception_of_the_callback_ends_the_save_or_load(tmp_path):
     with publication(small()) as metadata, pytest.raises(CheckpointException, match="Enough"):
         dcp.load(blank(), storage_reader=PeerReader(metadata, progress=enough))
     dcp.load(blank(), storage_reader=FileReader(tmp_path / "c"))
-
-
-@pytest.mark.parametrize("make", [FileWriter, FileReader, PeerReader])
-def test_progress_must_be_a_function(make):
-    with pytest.raises(InvalidArgument, match="progress must be a function"):
-        make("x", progress=3)
 
 
 def warnings_of(caplog):
@@ -157,12 +143,6 @@ def test_files_warn_once_of_what_a_load_refuses(tmp_path, caplog):
         dcp.load(state, storage_reader=FileReader(tmp_path / "a"))
 
 
-def test_peers_warn_of_what_a_load_refuses(caplog):
-    with publication({"own": own_class("OnPeer")()}):
-        (told,) = warnings_of(caplog)
-    assert "OnPeer for 'own'" in told
-
-
 def test_what_a_load_is_given_is_not_warned_of(tmp_path, caplog):
     listed, trusted = own_class("Listed"), own_class("Trusted")
     dcp.save({"o": listed()}, storage_writer=FileWriter(tmp_path / "a", safe_globals=[listed]))
@@ -181,12 +161,3 @@ def test_what_a_load_is_given_is_not_warned_of(tmp_path, caplog):
     dcp.save({"o": [print]}, storage_writer=FileWriter(tmp_path / "d"))
     (told,) = warnings_of(caplog)
     assert "names builtins.print for 'o" in told
-
-
-def test_a_plain_save_load_and_receive_log_nothing(tmp_path, caplog):
-    caplog.set_level(logging.INFO, "tensorferry")
-    dcp.save(small(), storage_writer=FileWriter(tmp_path / "c"))
-    dcp.load(blank(), storage_reader=FileReader(tmp_path / "c"))
-    with publication(small()) as metadata:
-        dcp.load(blank(), storage_reader=PeerReader(metadata))
-    assert [r.getMessage() for r in caplog.records if r.name.startswith("tensorferry")] == []

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from tensorferry.checkpointing import SyncCheckpointer, loading
 from tensorferry.storage.folder import read_index
 from thread_ranks import checkpointers_of, on_all
@@ -17,6 +19,15 @@ def save_state(folder: Path, state: object, **options: Any) -> Path:
     writer.save(str(folder), state)
     writer.close()
     return folder
+
+
+def save_by(writer: str, folder: Path, state: object) -> None:
+    """Saves a state by a checkpointer, or as torch's does."""
+    if writer == "ours":
+        save_state(folder, state)
+    else:
+        folder.mkdir()
+        torch.save(state, folder / "checkpoint_0.pt")
 
 
 def save_states(folder: Path, states: Sequence[Any]) -> Path:

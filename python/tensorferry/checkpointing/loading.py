@@ -17,8 +17,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from .._native import Stored
 from ..errors import (
     CorruptCheckpoint,
@@ -33,10 +31,9 @@ from ..errors import (
 )
 from ..memory.accelerator import ACCELERATOR
 from ..memory.bounce import BounceBuffers
-from ..memory.tensors import Unread, storage_key
 from ..pickles import torch_archives
 from ..pickles.allowlist import Allowed, refuse_unlisted
-from ..state import part, tree
+from ..state import part
 from ..state.load import receive, receive_part
 from ..storage import foreign
 from ..storage.folder import Index, missing_files, read_index
@@ -309,53 +306,8 @@ class _StateLoad:
         """Loads the archive ``path``, which messages call ``name``."""
         if self.state_dict is None:
             return torch_archives.load_file(path, self.allowed, self.map_location, name=name), []
-        # What is not asked for may be of any class.
-        allowed = self.allowed.sparing()
-        wanted = self._records(path, allowed)
         # Its own tensors stay where they are.
         others = "cpu" if self.map_location is None else self.map_location
-
-        def stand_in(name: str, nbytes: int) -> torch.Tensor | None:
-            return None if wanted is None or name in wanted else _untouched(nbytes)
-
-        state = torch_archives.load_file(path, allowed, others, stand_in, name=name)
+        # What is not asked for may be of any class.
+        state = torch_archives.load_file(path, self.allowed.sparing(), others, name=name)
         return part.fill(self.state_dict, state, self.strict)
-
-    def _records(self, path: Path, allowed: Allowed) -> set[str] | None:
-        """Returns the names of the records of an archive that are needed; ``None`` if that cannot be found out.
-
-        Raises:
-            StateMismatch: the archive does not fit into ``state_dict``
-            SystemRefused: the archive cannot be opened, or there is no memory
-        """
-        names: dict[int, str] = {}
-        held = []
-
-        def stand_in(name: str, nbytes: int) -> torch.Tensor:
-            held.append(_untouched(nbytes))
-            names[storage_key(held[-1].untyped_storage())] = name
-            return held[-1]
-
-        try:
-            state = torch_archives.load_file(path, allowed, _here, stand_in)
-            flat = tree.flatten(state)
-            chosen = part.chosen(flat, self.state_dict)
-            needed = part.storages_of(
-                [flat.plain[n] for n in chosen.leaves] + [flat.objects[n] for n in chosen.objects]
-            )
-        except (StateMismatch, SystemRefused):
-            raise
-        except Exception:  # What is built of no values may be refused for them: then all of it is read.
-            logger.debug("%s is read whole", path, exc_info=True)
-            return None
-        return {names[key] for key in needed if key in names}
-
-
-def _here(storage: torch.UntypedStorage, _: str) -> torch.UntypedStorage:
-    """The ``map_location`` that leaves storages where they are."""
-    return storage
-
-
-def _untouched(nbytes: int) -> torch.Tensor:
-    """Returns memory in place of a record that is not read."""
-    return torch.empty(0, dtype=torch.uint8, device="cpu").set_(Unread(nbytes))
