@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import argparse
+import collections
+import enum
 import os
 import pickle
 import urllib.request
 from collections import OrderedDict, deque
+from collections.abc import Callable
 from contextlib import closing
+from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,11 +23,14 @@ from torch import nn
 from checkpoint_loads import load_state, rank_file, save_by, save_state
 from equality import assert_same_state
 from leaves import CATALOGUE, Leaf
+from pickled_classes import Colour
+from stand_in import stand_in
 from tensorferry import HTTPTransport
 from tensorferry._native import Stored
-from tensorferry.checkpointing import SyncCheckpointer, load_file, loading
+from tensorferry.checkpointing import SyncCheckpointer, checkpointers, load_file, loading
 from tensorferry.errors import (
     CorruptCheckpoint,
+    InvalidArgument,
     ProtocolError,
     StateMismatch,
     TensorferryError,
@@ -31,6 +41,8 @@ from tensorferry.pickles.allowlist import Allowed
 from tensorferry.state import build
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
+
+
 MIB = 1 << 20
 
 
@@ -112,20 +124,18 @@ BUILT_OF_VALUES = {
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("writer", ["ours", "torch"])
 @pytest.mark.parametrize("kind", BUILT_OF_VALUES)
-def test_what_is_built_of_values_is_not_built_of_those_that_were_not_read(kind, writer, tmp_path, monkeypatch):
+def test_what_is_built_of_values_is_not_built_of_those_that_were_not_read(kind, tmp_path, monkeypatch):
     """Indices of zero would be valid here, and memory that nobody has written to is mostly zero."""
 
     class Zeros(Unread):
         def __new__(cls, *args, **kwargs):
             return super().__new__(cls, *args, **kwargs).fill_(0)
 
-    monkeypatch.setattr(loading, "Unread", Zeros)
     monkeypatch.setattr(build, "Unread", Zeros)
     value = BUILT_OF_VALUES[kind]()
     state = {"value": value, "other": torch.ones(3)}
-    save_by(writer, tmp_path / "c", state)
+    save_state(tmp_path / "c", state)
     # Targets of compressed layouts have to have as many elements as what is saved.
     elsewhere = torch.zeros(3, 3)
     elsewhere[0, 0] = kind != "coo"
@@ -224,9 +234,6 @@ def test_only_what_is_wanted_is_read(tmp_path):
         load_state(tmp_path / "c")
 
 
-# ---- what ours do with torch's files
-
-
 def test_a_pickle_that_names_what_it_must_not_is_refused(tmp_path):
     class Evil:
         def __reduce__(self):
@@ -323,3 +330,216 @@ def test_a_state_that_only_a_keeper_has_and_that_does_not_fit_is_no_missing_chec
     # What is in the folder may fit.
     assert load_state(tmp_path / "c", {"w": torch.zeros(2)}, prefer=prefer)["w"].tolist() == [1, 1]
     assert "does not fit" in caplog.text
+
+
+def keyed(value: float, shift: int = 0) -> dict:
+    """A state whose dicts have keys that are objects, in an order that ``shift`` turns."""
+    keys = [(1, 2), (3, 4), 1.5, 2.5, frozenset({7}), frozenset({8, 9}), Colour.RED, b"ab", 1 << 70, "text"]
+    turned = keys[shift:] + keys[:shift]
+    tensors = {key: torch.full((2,), value * (1 + keys.index(key))) for key in turned}
+    return {"deep": [tensors, {(key, 0): value * keys.index(key) for key in turned}], (0,): torch.full((3,), value)}
+
+
+@pytest.mark.parametrize("dropped", [None, (1, 2), 2.5, Colour.RED])
+@pytest.mark.parametrize("shift", [0, 3])
+def test_values_under_object_keys_land_under_their_own_key(shift, dropped, tmp_path):
+    save_state(tmp_path / "c", keyed(1.0))
+    torch.save(keyed(1.0), tmp_path / "f.pt")
+    allowed = Allowed([Colour])
+    for load_into in (
+        lambda target: loading.read(tmp_path / "c", target, allowed=allowed),
+        lambda target: load_file(tmp_path / "f.pt", target, safe_globals=[Colour]),
+        lambda target: load_file(rank_file(tmp_path / "c"), target, safe_globals=[Colour]),
+        lambda target: SyncCheckpointer(safe_globals=[Colour]).load(tmp_path / "c", target),
+    ):
+        target, expected = keyed(0.0, shift), keyed(1.0, shift)
+        for one in (target, expected):
+            one["deep"][0].pop(dropped, None)
+            one["deep"][1].pop((dropped, 0), None)
+        tensors = dict(target["deep"][0])
+        found = load_into(target)
+        state, missing = found if isinstance(found, tuple) else (found, [])
+        assert missing == []
+        assert_same_state(state, expected)
+        assert all(state["deep"][0][key] is tensor for key, tensor in tensors.items())
+
+
+@pytest.mark.parametrize("key", [2**53 - 1, 2**53, -(2**53) + 1, -(2**53), 2**63 - 1, -(2**63), -(2**63) - 1])
+def test_keys_are_integers_of_any_size(key, tmp_path):
+    state = {key: torch.arange(3.0), 1: torch.ones(2)}
+    loaded = load_state(save_state(tmp_path / "c", state))
+    assert_same_state(state, loaded)
+
+
+@pytest.mark.parametrize("writer", ["ours", "torch"])
+def test_map_location_is_that_of_torch_load(writer, tmp_path):
+    state = {"w": torch.ones(3), "v": torch.arange(6.0)[::2], "p": nn.Parameter(torch.ones(2))}
+    save_by(writer, tmp_path / "c", state)
+    seen = []
+
+    def note(storage, location):
+        seen.append(location)
+        return storage
+
+    for given, device in [
+        ("meta", "meta"),
+        (torch.device("meta"), "meta"),
+        ({"cpu": "meta"}, "meta"),
+        (note, "cpu"),
+        (lambda *_: None, "cpu"),
+        ("cpu", "cpu"),
+        ({"cuda:0": "meta"}, "cpu"),
+    ]:
+        loaded = load_state(tmp_path / "c", map_location=given)
+        assert {value.device.type for value in loaded.values()} == {device}, given
+        assert loaded["v"].stride() == (2,)
+        assert type(loaded["p"]) is nn.Parameter
+    assert set(seen) == {"cpu"}
+    if writer == "ours":
+        own = torch.zeros(3)
+        load_state(tmp_path / "c", asked := {"w": own, "v": None}, map_location="meta")
+        assert own.tolist() == [1, 1, 1]
+        assert asked["v"].device.type == "meta"
+
+
+def test_the_device_that_was_saved_is_the_location(tmp_path, monkeypatch):
+    base = torch.arange(12.0)
+    state = {"w": torch.ones(3), "on": [torch.full((4,), 2.0), torch.full((5,), 3.0)], "base": base, "view": base[::2]}
+    state["other"] = torch.full((2,), 4.0)
+    with stand_in() as device:
+        monkeypatch.setattr(checkpointers, "ACCELERATOR", device)
+        device.adopt(*state["on"], base)
+        device.adopt(state["other"], device=1)
+        save_state(tmp_path / "c", state)
+    monkeypatch.undo()
+    seen = {}
+
+    def note(storage, location):
+        seen[storage.nbytes()] = location
+        return storage
+
+    load_state(tmp_path / "c", map_location=note)
+    assert seen == {12: "cpu", 16: "cuda:0", 20: "cuda:0", 48: "cuda:0", 8: "cuda:1"}
+    loaded = load_state(tmp_path / "c", map_location={"cuda:0": "meta", "cuda:1": "cpu"})
+    assert {name: value.device.type for name, value in loaded.items() if name != "on"} == {
+        "w": "cpu", "view": "meta", "base": "meta", "other": "cpu",
+    }  # fmt: skip
+    assert {value.device.type for value in loaded["on"]} == {"meta"}
+    # In place, and to the CPU by name, no such device is needed.
+    asked = {"view": torch.zeros(6), "other": None}
+    load_state(tmp_path / "c", asked)
+    assert (asked["view"].tolist(), asked["other"].tolist()) == ([0, 2, 4, 6, 8, 10], [4, 4])
+    assert torch.equal(load_state(tmp_path / "c", map_location="cpu")["view"], base[::2])
+    if not torch.cuda.is_available():
+        with pytest.raises(InvalidArgument, match=r"cuda:0.*default_map_location"):
+            load_state(tmp_path / "c")
+        with pytest.raises(InvalidArgument, match=r"cuda:1"):
+            load_state(tmp_path / "c", map_location={"cuda:0": "cpu"})
+
+
+def test_a_file_of_torch_of_another_machines_devices_fills_a_state_of_the_cpu(tmp_path, monkeypatch):
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.serialization, "location_tag", lambda _: "cuda:999")
+        torch.save({"a": torch.arange(3.0), "b": torch.ones(2)}, tmp_path / "a.pt")
+    asked = {"a": torch.zeros(3), "b": None}
+    assert load_file(tmp_path / "a.pt", asked) is asked
+    assert asked["a"].tolist() == [0, 1, 2]
+    assert (asked["b"].tolist(), asked["b"].device.type) == ([1, 1], "cpu")
+    with pytest.raises(TensorferryError):
+        load_file(tmp_path / "a.pt")
+
+
+class Stage(enum.Enum):
+    FIRST = 1
+
+
+class Scaled(torch.Tensor):
+    pass
+
+
+@dataclass
+class Config:
+    value: Any
+
+
+class Text:
+    """Makes something else of its state."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.value = str(state)
+
+
+def noted() -> torch.nn.Parameter:
+    made = torch.nn.Parameter(torch.ones(2))
+    made.note = argparse.Namespace(a=1)
+    return made
+
+
+NAMESPACE = argparse.Namespace(a=1)
+
+
+#: By name: a leaf, and the class in it that is not allowed, where ``Config`` and ``Text`` are.
+LEAVES: dict[str, tuple[Any, str]] = {
+    "object": (NAMESPACE, "argparse.Namespace"),
+    "key": ({Stage.FIRST: torch.ones(3), "z": 2}, "Stage"),
+    "tensor": (torch.ones(3).as_subclass(Scaled), "Scaled"),
+    "parameter": (noted(), "argparse.Namespace"),
+    "in an object": (Config([NAMESPACE]), "argparse.Namespace"),
+    "in containers": (collections.OrderedDict(a=collections.deque([(NAMESPACE, 1)])), "argparse.Namespace"),
+}
+
+
+SAFE = (Config, Text)
+
+
+def as_checkpoint(state: Any, folder: Path) -> Callable[..., Any]:
+    SyncCheckpointer().save(folder / "checkpoint", state)
+    return lambda target=None: SyncCheckpointer(safe_globals=SAFE).load(folder / "checkpoint", target)
+
+
+def as_archive(state: Any, folder: Path) -> Callable[..., Any]:
+    torch.save(state, folder / "state.pt")
+    return lambda target=None: load_file(folder / "state.pt", target, safe_globals=SAFE)
+
+
+DOORS = pytest.mark.parametrize("door", [as_checkpoint, as_archive])
+
+
+@DOORS
+@pytest.mark.parametrize("name", LEAVES)
+def test_what_does_not_ask_for_it_loads(name: str, door: Callable[..., Any], tmp_path: Path) -> None:
+    leaf, refused = LEAVES[name]
+    load = door({"model": {"w": torch.arange(4.0)}, "x": leaf, "step": 5}, tmp_path)
+    found = load({"model": {"w": torch.zeros(4)}, "step": 0})
+    assert (found["model"]["w"].tolist(), found["step"], len(found)) == ([0, 1, 2, 3], 5, 2)
+    asked = {"x": None, **({"x": {Stage.FIRST: torch.zeros(3)}} if name == "key" else {})}
+    for target in (asked, None):
+        with pytest.raises(UnsafePickle, match=refused):
+            load(target)
+    if name == "key":
+        assert not asked["x"][Stage.FIRST].any()
+
+
+@DOORS
+def test_one_error_names_all(door: Callable[..., Any], tmp_path: Path) -> None:
+    state = {"w": torch.ones(3), "a": NAMESPACE, "b": Stage.FIRST, "c": [torch.__version__], "d": Config(NAMESPACE)}
+    load = door(state, tmp_path)
+    for target, names in ((None, {"a", "b", "c"}), ({"b": None, "c": None}, {"b", "c"}), ({"d": None}, {"a"})):
+        with pytest.raises(UnsafePickle) as error:
+            load(target)
+        text = str(error.value)
+        assert text.count("Namespace") == 2 * ("a" in names), text
+        assert text.count("Stage") == 2 * ("b" in names), text
+        assert text.count("TorchVersion") == 2 * ("c" in names), text
+
+
+@DOORS
+def test_code_of_the_users_is_given_nothing_that_is_not_allowed(door: Callable[..., Any], tmp_path: Path) -> None:
+    """It could make a value of it in which nothing shows that."""
+    load = door({"w": torch.ones(3), "x": Text(NAMESPACE)}, tmp_path)
+    for target in ({"w": torch.zeros(3)}, {"x": None}, None):
+        with pytest.raises(UnsafePickle, match=r"argparse\.Namespace"):
+            load(target)

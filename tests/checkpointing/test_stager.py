@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import inspect
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from saves import MIB, WAIT_S, state_of
 
 from checkpoint_files import tensors_of
 from stand_in import StandIn, stand_in
+from tensorferry.checkpointing import Stager
 from tensorferry.checkpointing.orders import Options
 from tensorferry.checkpointing.ranks import Ranks
 from tensorferry.checkpointing.saving import Saver
 from tensorferry.checkpointing.shared_stager import SharedStager
+from tensorferry.dcp import FileReader, FileWriter
+from tensorferry.errors import TransportClosed
+from tensorferry.memory.shared import NoRoom
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(60)]
-WAIT_S = 30
-MIB = 1 << 20
 
 
 @pytest.fixture
@@ -87,3 +93,120 @@ def test_memory_for_copies_off_an_accelerator_is_page_locked_and_unlocked_when_i
     gc.collect()
     assert device.locked == {}
     assert stager.held == 0
+
+
+class _Keeper:
+    """A keeper that counts, and keeps what it is offered until it is told to release."""
+
+    def __init__(self, fails: bool = False) -> None:
+        self.offered: list = []
+        self.fails = fails
+        self.closed = 0
+
+    def offer(self, given, released) -> None:
+        if self.fails:
+            raise ConnectionError("the keeper is gone")
+        self.offered.append((given, released))
+
+    def let_go(self) -> bool:
+        if self.fails:
+            raise ConnectionError("the keeper is gone")
+        if self.offered:
+            self.offered.pop(0)[1]()
+            return True
+        return False
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+def saver(keeper: _Keeper, memory_limit: int | None = None):
+    return contextlib.closing(Saver(Ranks(0, 1), Options(), SharedStager(memory_limit), keeper))
+
+
+def test_memory_that_a_keeper_holds_is_not_used_again(tmp_path) -> None:
+    keeper = _Keeper()
+    with saver(keeper) as saves:
+        for n in range(4):
+            saves.save(state_of(n), tmp_path / str(n))[1].result(WAIT_S)
+        while len(keeper.offered) < 4:
+            pass
+        for n in range(4):
+            given, released = keeper.offered.pop(0)
+            assert (given.kind, given.fields["path"]) == ("keep", str(tmp_path / str(n)))
+            memory = torch.frombuffer(given.buffers[0], dtype=torch.float32)
+            assert (memory[: MIB // 4] == n).all()
+            del given, memory
+            released()
+        held = saves._stager.held
+        saves.save(state_of(0), tmp_path / "0")[1].result(WAIT_S)
+        assert saves._stager.held <= held
+    assert keeper.closed == 1
+
+
+def test_a_keeper_lets_go_of_memory_that_a_save_needs(tmp_path) -> None:
+    keeper = _Keeper()
+    with saver(keeper, 20 * MIB) as saves:
+        for n in range(6):
+            saves.save(state_of(n, 4), tmp_path / str(n))[1].result(WAIT_S)
+        with pytest.raises(NoRoom):
+            saves.save(state_of(1, 40), tmp_path / "x")
+    assert not keeper.offered
+
+
+def test_a_keeper_that_fails_never_reaches_the_trainer(tmp_path, caplog) -> None:
+    with saver(_Keeper(fails=True)) as saves:
+        for n in range(3):
+            saves.save(state_of(n), tmp_path / str(n))[1].result(WAIT_S)
+    assert [record.message for record in caplog.records if "keeper" in record.message] == [
+        "the keeper cannot be used, saving goes on without it: ConnectionError: the keeper is gone"
+    ]
+
+
+WAIT_S = 60
+
+
+def test_the_stager_is_torchs_where_torch_has_one() -> None:
+    staging = pytest.importorskip("torch.distributed.checkpoint._experimental.staging")
+    assert issubclass(Stager, staging.CheckpointStager)
+
+
+@pytest.mark.skipif(
+    "async_stager" not in inspect.signature(dcp.async_save).parameters, reason="this torch takes no stager"
+)
+def test_dcp_async_save_works_with_our_stager_and_file_writer(tmp_path) -> None:
+    from torch.distributed.checkpoint.staging import AsyncStager
+
+    stager = Stager()
+    assert isinstance(stager, AsyncStager)
+    state = {"a": torch.arange(1000.0), "b": {"c": torch.ones(3, 4).t(), "n": 5}}
+    for n in range(3):
+        state["a"].fill_(n)
+        saved = dcp.async_save(state, storage_writer=FileWriter(tmp_path / str(n)), async_stager=stager, no_dist=True)
+        if not hasattr(saved, "upload_completion"):
+            saved.result(WAIT_S)
+        else:
+            saved.staging_completion.result(WAIT_S)
+            state["a"].fill_(99)
+            saved.upload_completion.result(WAIT_S)
+    stager.close()
+    for n in range(3):
+        target = {"a": torch.zeros(1000), "b": {"c": torch.zeros(3, 4).t(), "n": 0}}
+        dcp.load(target, storage_reader=FileReader(tmp_path / str(n)), no_dist=True)
+        assert (target["a"] == n).all()
+        assert target["b"]["n"] == 5
+
+
+def test_a_staged_state_is_not_overwritten_by_later_ones_while_somebody_has_it() -> None:
+    """torch's stager reuses its buffers: there, the first result changes with the second stage."""
+    with contextlib.closing(Stager()) as stager:
+        staged = [stager.stage(state_of(n)).result(WAIT_S) for n in range(4)]
+        for n, state in enumerate(staged):
+            assert (state["w"] == n).all()
+            assert state["step"] == n
+        kept = staged[2]["w"]
+        del staged, state
+        stager.stage(state_of(7)).result(WAIT_S)
+        assert (kept == 2).all()
+    with pytest.raises(TransportClosed):
+        stager.stage(state_of(1))

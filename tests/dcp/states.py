@@ -1,14 +1,19 @@
-"""How tensors lie on the ranks of a job."""
+"""States that tests save and load."""
 
 from __future__ import annotations
 
 import functools
 from datetime import timedelta
 
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-__all__ = ["TIMEOUT", "Replicate", "distribute_tensor", "layouts"]
+from tensorferry.dcp import FileReader, FileWriter
+
+__all__ = ["TIMEOUT", "Replicate", "distribute_tensor", "fails", "layouts", "loaded", "save"]
 
 TIMEOUT = timedelta(seconds=60)
 
@@ -18,3 +23,24 @@ def layouts(world):
     """Returns meshes and placements for a job of that size, by name."""
     mesh = init_device_mesh("cpu", (world,))
     return {"rows": (mesh, [Shard(0)]), "columns": (mesh, [Shard(1)])}
+
+
+def save(folder, value, writer=None, **options):
+    """Saves a tensor of one value in a process without ranks."""
+    writer = writer or FileWriter(folder)
+    dcp.save({"a": torch.full((1000,), float(value))}, storage_writer=writer, no_dist=True, **options)
+
+
+def loaded(folder, reader=None):
+    """The value that was saved."""
+    state = {"a": torch.zeros(1000)}
+    dcp.load(state, storage_reader=reader or FileReader(folder), no_dist=True)
+    (value,) = state["a"].unique().tolist()
+    return value
+
+
+def fails(call):
+    """Returns the exception that the only rank raised."""
+    with pytest.raises(dcp.CheckpointException) as caught:
+        call()
+    return caught.value.failures[0][0]

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import logging
 import traceback
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorProperties, TensorStorageMetadata
 
 from tensorferry import CorruptCheckpoint, IncompleteCheckpoint, UnsupportedLeaf
-from tensorferry.dcp import FileReader, FileWriter, own_errors
+from tensorferry._native import _file_entries
+from tensorferry.checkpointing.ranks import Ranks
+from tensorferry.dcp import FileReader, FileWriter, PeerReader, PeerWriter, failures, index, own_errors
+from tensorferry.errors import InvalidArgument
+from tensorferry.pickles.allowlist import Allowed
+from tensorferry.state import ranks
+from tensorferry.storage import reserved
 from tensorferry.storage.folder import INDEX
 
 pytestmark = [
@@ -64,3 +76,114 @@ def test_errors_of_others_are_left_as_they_are(tmp_path):
         load(tmp_path / "none")
     with pytest.raises(CheckpointException), own_errors():
         load(tmp_path, {"other": torch.zeros(3)})
+
+
+@pytest.fixture
+def two_ranks_without_numpy(monkeypatch):
+    monkeypatch.setattr(ranks, "find_spec", lambda _: None)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda _=None: 2)
+    monkeypatch.setattr(dist, "get_rank", lambda _=None: 0)
+
+
+@pytest.mark.parametrize("named", [{}, {"checkpoint_id": "elsewhere"}], ids=["", "checkpoint_id"])
+def test_what_to_do_is_said_once_by_each_save_and_load_of_torch(named, tmp_path, monkeypatch, caplog):
+    # torch goes its own way through writer and reader, without the collectives that would fail.
+    monkeypatch.setattr(failures, "lack_numpy", lambda: True)
+    monkeypatch.chdir(tmp_path)
+    state = {"w": torch.ones(3)}
+
+    def said(act, *arguments, **options):
+        caplog.clear()
+        with caplog.at_level(logging.ERROR, "tensorferry"):
+            act(state, *arguments, **options, **named, no_dist=True)
+        return [record.getMessage() for record in caplog.records].count(ranks.WITHOUT_NUMPY)
+
+    assert said(dcp.save, storage_writer=FileWriter(tmp_path / "c")) == 1
+    assert said(dcp.load, storage_reader=FileReader(tmp_path / "c")) == 1
+
+
+@pytest.mark.usefixtures("two_ranks_without_numpy")
+def test_readers_and_writers_of_peers_say_it_too(caplog):
+    with caplog.at_level(logging.ERROR, "tensorferry"):
+        PeerWriter().set_up_storage_writer(True, rank=0, use_collectives=True)
+        with pytest.raises(InvalidArgument):
+            PeerReader("no metadata").read_metadata()
+    assert [record.getMessage() for record in caplog.records].count(ranks.WITHOUT_NUMPY) == 2
+
+
+@pytest.mark.usefixtures("two_ranks_without_numpy")
+def test_checkpointers_refuse_to_save_without_it(tmp_path):
+    for agree in (lambda: Ranks().new_save(1, tmp_path), lambda: Ranks().gather(1)):
+        with pytest.raises(InvalidArgument, match="pip install numpy"):
+            agree()
+
+
+STATE = {
+    "plain": torch.arange(24.0).reshape(2, 3, 4),
+    "turned": torch.arange(12.0).reshape(3, 4).t(),
+    "every_second": torch.arange(10)[::2],
+    "scalar": torch.tensor(1.5),
+    "empty": torch.zeros(0, 3),
+    "text": "x",
+}
+
+
+HAS_STRIDES = any(field.name == "strides" for field in dataclasses.fields(TensorProperties))
+
+
+def properties(metadata: Metadata) -> dict:
+    return {
+        key: value.properties if isinstance(value, TensorStorageMetadata) else None
+        for key, value in metadata.state_dict_metadata.items()
+    }
+
+
+@pytest.fixture
+def torchs(tmp_path) -> Metadata:
+    dcp.save(STATE, storage_writer=filesystem.FileSystemWriter(tmp_path / "torch"))
+    return filesystem.FileSystemReader(tmp_path / "torch").read_metadata()
+
+
+def check(found: Metadata, theirs: Metadata) -> None:
+    assert properties(found) == properties(theirs)
+    assert getattr(found, "version", None) == getattr(theirs, "version", None)
+    for name in ("save_id", "load_id"):
+        if hasattr(StorageMeta(), name):
+            assert isinstance(getattr(found.storage_meta, name), str), name
+
+
+def test_of_files_and_of_peers(tmp_path, torchs):
+    dcp.save(STATE, storage_writer=FileWriter(tmp_path / "a"))
+    first, second = (FileReader(tmp_path / "a").read_metadata() for _ in range(2))
+    check(first, torchs)
+    assert first.storage_meta.save_id == second.storage_meta.save_id
+    assert first.storage_meta.load_id != second.storage_meta.load_id
+    dcp.save(STATE, storage_writer=FileWriter(tmp_path / "a"))
+    assert FileReader(tmp_path / "a").read_metadata().storage_meta.save_id != first.storage_meta.save_id
+    writer = PeerWriter()
+    dcp.save(STATE, storage_writer=writer)
+    check(PeerReader(writer.metadata()).read_metadata(), torchs)
+    writer.shutdown()
+
+
+def test_of_a_folder_of_torchs(tmp_path, torchs):
+    found = FileReader(tmp_path / "torch").read_metadata()
+    check(found, torchs)
+    assert found.storage_meta.save_id == torchs.storage_meta.save_id
+
+
+def test_an_index_of_an_earlier_version_knows_no_strides(tmp_path):
+    dcp.save(STATE, storage_writer=FileWriter(tmp_path))
+    (text,) = _file_entries(tmp_path / "index.safetensors", [reserved.INDEX])
+    fields = json.loads(text)
+    assert fields.pop("save")
+    if HAS_STRIDES:
+        assert fields.pop("strides") == {"turned": [1, 4], "every_second": [2]}
+    found = index.decode(json.dumps(fields).encode(), "here", Allowed())
+    assert all(getattr(one, "strides", None) is None for one in properties(found).values())
+    # A torch that has no strides reads none.
+    wrongs = ({"plain": [1]}, {"plain": [1, 2, "3"]}, {"plain": [-1, 2, 3]}, [], {"plain": [2**63, 1, 1]}, 5)
+    for wrong in wrongs if HAS_STRIDES else ():
+        with pytest.raises(index.ProtocolError):
+            index.decode(json.dumps({**fields, "strides": wrong}).encode(), "here", Allowed())

@@ -13,7 +13,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException
 
-from nights import mostly_at_night
 from tensorferry.dcp import FileReader, FileWriter, PeerReader, PeerWriter
 from tensorferry.storage.source import Parts
 
@@ -63,15 +62,21 @@ def check(calls):
     assert calls[-1][0] == calls[-1][1] >= 300_000 * 4
 
 
-def test_saves_and_loads_of_files_report_their_progress(tmp_path):
+def test_saves_and_loads_report_their_progress(tmp_path):
     calls = Calls()
     dcp.save(small(), storage_writer=FileWriter(tmp_path / "c", progress=calls))
     check(calls)
-    calls = Calls()
-    state = blank()
-    dcp.load(state, storage_reader=FileReader(tmp_path / "c", progress=calls))
-    check(calls)
-    assert torch.equal(state["t"], small()["t"])
+    dcp.save(small(), checkpoint_id=tmp_path / "torchs")
+    with publication(small()) as metadata:
+        for make in (
+            lambda calls: FileReader(tmp_path / "c", progress=calls),
+            lambda calls: FileReader(tmp_path / "torchs", progress=calls),
+            lambda calls: PeerReader(metadata, progress=calls),
+        ):
+            calls, state = Calls(), blank()
+            dcp.load(state, storage_reader=make(calls))
+            check(calls)
+            assert torch.equal(state["t"], small()["t"])
 
 
 def test_each_file_of_a_load_counts_once():
@@ -87,14 +92,6 @@ def test_each_file_of_a_load_counts_once():
     nothing = Calls()
     Parts(nothing, 0).end()
     assert nothing == [(0, 0)]
-
-
-@pytest.mark.parametrize("same_host", mostly_at_night([False, True]))
-def test_loads_from_peers_report_their_progress(same_host):
-    calls = Calls()
-    with publication(small()) as metadata:
-        dcp.load(blank(), storage_reader=PeerReader(metadata, same_host=same_host, progress=calls))
-    check(calls)
 
 
 class Enough(Exception):

@@ -11,11 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from job import Job
 
 import tensorferry
-from tensorferry.dcp import FileReader, FileWriter, file_writer, marker
+from states import fails, loaded, save
+from tensorferry.dcp import FileReader, FileWriter, PeerWriter, file_writer, marker
 from tensorferry.dcp.save_plan import ABOUT
 from tensorferry.memory.tensors import no_rows
 from tensorferry.storage import commits, leftovers, reserved
@@ -26,24 +28,6 @@ pytestmark = [
     pytest.mark.timeout(120),
     pytest.mark.filterwarnings("ignore:torch.distributed is", "ignore:TypedStorage is", "ignore::FutureWarning"),
 ]
-
-
-def loaded(folder, reader=None):
-    state = {"a": torch.zeros(1000)}
-    dcp.load(state, storage_reader=reader or FileReader(folder), no_dist=True)
-    return state["a"].unique().tolist()
-
-
-def save(folder, value, writer=None, **options):
-    writer = writer or FileWriter(folder)
-    dcp.save({"a": torch.full((1000,), float(value))}, storage_writer=writer, no_dist=True, **options)
-
-
-def fails(call):
-    """Returns the exception that the only rank raised."""
-    with pytest.raises(dcp.CheckpointException) as caught:
-        call()
-    return caught.value.failures[0][0]
 
 
 def names(folder):
@@ -89,7 +73,7 @@ def test_leftovers_go_when_their_writer_is_dead(tmp_path):
         assert {*old, young}.isdisjoint(names(tmp_path))
     save(tmp_path, 4)
     assert locked not in names(tmp_path)
-    assert loaded(tmp_path) == [4]
+    assert loaded(tmp_path) == 4
     assert len(names(tmp_path)) == 2 + len(foreign) + 1
 
 
@@ -127,14 +111,14 @@ def test_the_files_of_a_save_that_goes_on_elsewhere_are_not_leftovers(tmp_path):
         age(path, 48 * 3600)
     try:
         save(tmp_path, 3)
-        assert loaded(tmp_path) == [3]
+        assert loaded(tmp_path) == 3
         assert len(names(tmp_path)) == 3, "the file of the save that is paused"
     finally:
         go.set()
     error = fails(saving.result)
     assert isinstance(error, tensorferry.IncompleteCheckpoint)
     assert "began later" in str(error)
-    assert loaded(tmp_path) == [3]
+    assert loaded(tmp_path) == 3
     assert len(names(tmp_path)) == 2, "the rank file of the refused save is left behind"
 
 
@@ -149,7 +133,7 @@ def test_a_file_that_was_removed_is_noticed_before_the_index_names_it(tmp_path):
     error = fails(lambda: save(tmp_path, 2, Robbed(tmp_path)))
     assert isinstance(error, tensorferry.IncompleteCheckpoint)
     assert "was removed by another process" in str(error)
-    assert loaded(tmp_path) == [1]
+    assert loaded(tmp_path) == 1
 
 
 def test_a_rank_file_of_another_save_is_refused_though_its_layout_is_the_same(tmp_path):
@@ -177,7 +161,7 @@ def test_an_index_with_an_invalid_list_of_files_is_refused(entry, tmp_path):
     with pytest.raises(dcp.CheckpointException, match=r"index\.safetensors"):
         loaded(tmp_path)
     save(tmp_path, 2)
-    assert loaded(tmp_path) == [2]
+    assert loaded(tmp_path) == 2
 
 
 @pytest.mark.parametrize("name", ["../precious", "precious", "index.safetensors"])
@@ -195,7 +179,7 @@ def test_nothing_but_files_of_ranks_is_removed_whatever_an_index_names(name, tmp
     (tmp_path / "precious").write_text("mine")
     (folder / "precious").write_text("mine")
     save(folder, 2)
-    assert loaded(folder) == [2]
+    assert loaded(folder) == 2
     assert (tmp_path / "precious").exists()
     assert (folder / "precious").exists()
 
@@ -218,7 +202,7 @@ class Between(FileReader):
 
 def test_a_save_while_a_checkpoint_is_loaded_is_reported_as_such(tmp_path, monkeypatch):
     save(tmp_path, 1)
-    assert loaded(tmp_path, Between(tmp_path, "before")) == [2]
+    assert loaded(tmp_path, Between(tmp_path, "before")) == 2
     error = fails(lambda: loaded(tmp_path, Between(tmp_path, "after")))
     assert isinstance(error, tensorferry.SourceChanged)
     assert "load again" in str(error)
@@ -277,7 +261,7 @@ def test_a_checkpoint_of_torch_is_replaced_or_kept_as_overwrite_says(tmp_path):
     assert ".metadata" in str(error)
     assert names(tmp_path) == there
     save(tmp_path, 2)
-    assert loaded(tmp_path) == [2]
+    assert loaded(tmp_path) == 2
     left = names(tmp_path)
     assert left[:2] == ["index.safetensors", "notes.txt"]
     assert len(left) == 3
@@ -285,11 +269,11 @@ def test_a_checkpoint_of_torch_is_replaced_or_kept_as_overwrite_says(tmp_path):
     torch_saves(3)
     with pytest.raises(dcp.CheckpointException, match=r"holds two checkpoints, and torch's \.metadata is newer"):
         loaded(tmp_path)
-    assert loaded(None, dcp.FileSystemReader(tmp_path)) == [3]
+    assert loaded(None, dcp.FileSystemReader(tmp_path)) == 3
     age(tmp_path / ".metadata", 3600)
-    assert loaded(tmp_path) == [2], "a save that was killed before it removed torch's"
+    assert loaded(tmp_path) == 2, "a save that was killed before it removed torch's"
     save(tmp_path, 4)
-    assert loaded(tmp_path) == [4]
+    assert loaded(tmp_path) == 4
     assert len(names(tmp_path)) == 3
 
 
@@ -303,7 +287,7 @@ def test_a_checkpoint_of_ranks_that_were_not_coordinated_goes_when_it_is_replace
     error = fails(lambda: save(None, 2, FileWriter(tmp_path, overwrite=False)))
     assert "index-rank00000.safetensors" in str(error)
     save(tmp_path, 2)
-    assert loaded(tmp_path) == [2]
+    assert loaded(tmp_path) == 2
     assert len(names(tmp_path)) == 2
 
 
@@ -330,6 +314,129 @@ def test_a_folder_whose_name_is_not_valid_text(tmp_path):
     folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/ck-\xff\xfe"))
     for value in (1, 2):
         save(folder, value)
-        assert loaded(folder) == [value]
+        assert loaded(folder) == value
     next(folder.glob("rank*")).unlink()
     assert isinstance(fails(lambda: loaded(folder)), tensorferry.IncompleteCheckpoint)
+
+
+class Slow(FileWriter):
+    """Pauses a save that has begun, before or after its data is written."""
+
+    def __init__(self, path, when):
+        super().__init__(path)
+        self._when = when
+        self.reached, self.go = threading.Event(), threading.Event()
+
+    def _stop(self, when):
+        if when == self._when:
+            self.reached.set()
+            assert self.go.wait(60)
+
+    def write_data(self, plan, planner):
+        self._stop("planned")
+        return super().write_data(plan, planner)
+
+    def finish(self, metadata, results):
+        self._stop("written")
+        super().finish(metadata, results)
+
+
+@pytest.mark.parametrize("when", ["planned", "written"])
+@pytest.mark.parametrize("older_first", [True, False])
+def test_saves_into_one_folder_that_overlap_lose_nothing(when, older_first, tmp_path):
+    save(tmp_path, 1)
+    older = Slow(tmp_path, "planned" if older_first else when)
+    newer = Slow(tmp_path, when if older_first else "none")
+    running = []
+    for number, writer in ((2, older), (3, newer)):
+        running.append(dcp.async_save({"a": torch.full((1000,), float(number))}, storage_writer=writer))
+        assert writer is newer or writer.reached.wait(60)
+    if older_first:
+        assert newer.reached.wait(60)
+        older.go.set()
+        running[0].result()
+        assert loaded(tmp_path) == 2
+        newer.go.set()
+        running[1].result()
+    else:
+        running[1].result()
+        assert loaded(tmp_path) == 3
+        older.go.set()
+        error = fails(running[0].result)
+        assert isinstance(error, tensorferry.IncompleteCheckpoint)
+        assert "began later" in str(error)
+    assert loaded(tmp_path) == 3
+    save(tmp_path, 4)
+    assert loaded(tmp_path) == 4
+    assert len(list(tmp_path.glob("*.safetensors"))) == len(list(tmp_path.iterdir())) - 1 == 2
+
+
+class Shrinking(dcp.DefaultSavePlanner):
+    """Another thread gives a tensor another shape once the save is planned."""
+
+    def resolve_data(self, write_item):
+        return super().resolve_data(write_item).resize_(10)
+
+
+@pytest.mark.parametrize("make", [FileWriter, lambda _: PeerWriter()], ids=["files", "peers"])
+def test_a_tensor_of_another_shape_than_planned_is_not_committed(make, tmp_path):
+    save(tmp_path, 1)
+    writer, planner = make(tmp_path), Shrinking()
+    state = {"a": torch.full((1000,), 2.0)}
+    error = fails(lambda: dcp.save(state, storage_writer=writer, planner=planner, no_dist=True))
+    assert isinstance(error, tensorferry.UnsupportedLeaf)
+    assert "a cannot be saved (ValueError: its shape was (1000,) when the save was planned, and is (10,)" in str(error)
+    getattr(writer, "shutdown", lambda: None)()
+    assert loaded(tmp_path) == 1
+
+
+@pytest.mark.parametrize("make", [FileWriter, lambda _: PeerWriter()], ids=["files", "peers"])
+def test_tensors_without_memory_are_refused_by_name(make, tmp_path):
+    freed = torch.zeros(8)
+    freed.untyped_storage().resize_(0)
+    for gone in (torch._efficientzerotensor(8), freed, torch.empty(8, device="meta")):
+        writer = make(tmp_path)
+        error = fails(lambda gone=gone, w=writer: dcp.save({"x": {"a": gone}}, storage_writer=w, no_dist=True))
+        assert isinstance(error, tensorferry.UnsupportedLeaf)
+        assert "x.a cannot be saved" in str(error)
+        getattr(writer, "shutdown", lambda: None)()
+    save(tmp_path, 1)
+    target = torch.zeros(1000)
+    target.untyped_storage().resize_(0)
+    error = fails(lambda: dcp.load({"a": target}, storage_reader=FileReader(tmp_path), no_dist=True))
+    assert isinstance(error, tensorferry.StateMismatch)
+    assert "was freed" in str(error)
+
+
+def test_a_writer_that_was_shut_down_publishes_nothing():
+    writer = PeerWriter()
+    dcp.save({"a": torch.ones(3)}, storage_writer=writer, no_dist=True)
+    writer.shutdown()
+    error = fails(lambda: dcp.save({"a": torch.ones(3)}, storage_writer=writer, no_dist=True))
+    assert isinstance(error, tensorferry.TransportClosed)
+    with pytest.raises(tensorferry.InvalidArgument, match="nothing is published"):
+        writer.metadata()
+
+
+def _save_installed_on(kept, path, rank):
+    if dist.get_rank() == rank:
+        kept["installed"] = tensorferry.install()
+    state = {f"of_{dist.get_rank()}": torch.ones(3)}
+    try:
+        dcp.save(state, checkpoint_id=path)
+    except dcp.CheckpointException as e:
+        return str(e)
+    finally:
+        if "installed" in kept:
+            kept.pop("installed").undo()
+    return None
+
+
+@pytest.mark.process
+def test_ranks_without_it_beside_ranks_with_it_fail_the_save(tmp_path):
+    with Job(2) as job:
+        for rank in (0, 1):
+            said = job.run(_save_installed_on, tmp_path / str(rank), rank)
+            assert all(said), said
+            assert not (tmp_path / str(rank) / ".metadata").exists()
+        assert any("call tensorferry.install() in every process" in one for one in said)

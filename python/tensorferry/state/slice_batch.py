@@ -39,9 +39,9 @@ class SliceBatch:
     def __init__(
         self,
         read: Callable[[Mapping[Any, list[SliceTuple]]], object],
-        follow_up: Callable[[Iterable[Callable[[], object]]], object] = lambda calls: [call() for call in calls],
+        follow_up: Callable[[Iterable[Callable[[], object]]], object] | None = None,
     ) -> None:
-        self._read, self._follow_up = read, follow_up
+        self._read, self._follow_up = read, follow_up or _call_all
         self._slices: dict[Any, list[SliceTuple]] = defaultdict(list)
         self._calls: list[Callable[[], object]] = []
         self._temporary: list[Any] = []
@@ -130,3 +130,8 @@ class SliceBatch:
         self._follow_up(calls)
         self._temporary.clear()
         self._temporary_bytes = 0
+
+
+def _call_all(calls: Iterable[Callable[[], object]]) -> None:
+    for call in calls:
+        call()
