@@ -1,63 +1,21 @@
-"""Two ranks of ``torch.distributed`` save together: what the index says of DTensors, and a rank that fails."""
+"""Ranks that save together: what is incomplete is refused, and all load the save that they have agreed on."""
 
 from __future__ import annotations
 
-import threading
 import time
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
 
-from checkpoint_files import tensors_of
 from checkpoint_loads import load_state, save_states
-from checkpoint_ranks import ranks_of, run
 from keepers import KeeperAtWork, offered
-from rank_worker import SHARDED, TENSORS
 from tensorferry import SourceChanged, TensorferryError
-from tensorferry.checkpointing import AsyncCheckpointer, Keeper, latest_checkpoint
-from tensorferry.errors import CorruptCheckpoint, IncompleteCheckpoint, UnsupportedLeaf
+from tensorferry.checkpointing import Keeper, latest_checkpoint
+from tensorferry.errors import IncompleteCheckpoint
 from tensorferry.storage.folder import read_index
 from thread_ranks import checkpointers_of, on_all
 
 pytestmark = pytest.mark.process
-
-
-def save_and_fail(rank: int, root: str) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{root}/store", rank=rank, world_size=2)
-    mesh = init_device_mesh("cpu", (2,))
-    whole = torch.arange(20.0).reshape(5, 4)
-    state = {"w": torch.full((100,), float(rank)), "sharded": distribute_tensor(whole, mesh, [Shard(0)])}
-    checkpointer = AsyncCheckpointer()
-    for step in range(3):
-        checkpointer.save(f"{root}/a", state, step=step)[1].result(60)
-    try:
-        checkpointer.save(f"{root}/b", {"bad": threading.Lock()} if rank else state)[1].result(60)
-    except UnsupportedLeaf:
-        print("own", flush=True)
-    except IncompleteCheckpoint as e:
-        print("other" if "rank 1 has failed" in str(e) else e, flush=True)
-    checkpointer.close()
-    dist.destroy_process_group()
-
-
-@pytest.mark.timeout(120)
-def test_two_ranks_agree_commit_and_fail_together(tmp_path) -> None:
-    with ranks_of(2, save_and_fail, str(tmp_path)) as ranks:
-        # Gloo of torch 2.8 writes to stdout too.
-        said = [rank.end()[-1] for rank in ranks]
-    assert said == ["other", "own"]
-    index = read_index(tmp_path / "a")
-    assert (index.world_size, index.step) == (2, 2)
-    assert [tensors_of(tmp_path / "a", rank)["w"].unique().tolist() for rank in range(2)] == [[0.0], [1.0]]
-    (sharded,) = index.shards.values()
-    assert (sharded["dtype"], sharded["global_shape"]) == ("torch.float32", [5, 4])
-    assert [(p["rank"], p["offsets"], p["shape"]) for p in sharded["parts"]] == [
-        (0, [0, 0], [3, 4]),
-        (1, [3, 0], [2, 4]),
-    ]
 
 
 class Ranks:
@@ -122,34 +80,6 @@ def test_a_snapshot_that_is_lost_is_not_replaced_by_what_is_on_the_disk(folder, 
         ranks = Ranks()
         assert ranks.latest(tmp_path / "run") == [str(path)] * 2
         assert [value(one, path) for one in ranks.both] == [1, 1]
-
-
-def test_spread_tensors_are_put_together_for_other_ranks_and_placements(tmp_path):
-    folder = tmp_path / "c"
-    # With its own placements and with others, and then with another number of ranks.
-    run("save", 2, folder)
-    run("load", 3, folder)
-    # In a process without ranks, every DTensor is whole.
-    state = load_state(folder)
-    for name, (value, *_) in TENSORS.items():
-        assert torch.equal(torch.as_tensor(state[name]), value), name
-    assert (state["note"], state["plain"].tolist()) == (0, [0, 0, 0])
-    assert torch.equal(state["sharded"], SHARDED)
-    asked = {name: torch.zeros_like(value[0]) for name, value in TENSORS.items()}
-    asked["sharded"] = torch.zeros_like(SHARDED)
-    load_state(folder, asked)
-    assert torch.equal(asked.pop("sharded"), SHARDED)
-    for name, (value, *_) in TENSORS.items():
-        assert torch.equal(asked[name], value), name
-    # Damage in the file of another rank is noticed by whoever reads it.
-    file = folder / read_index(folder).files[1][0]
-    data = bytearray(file.read_bytes())
-    at = data.find(TENSORS["rows"][0][5:].contiguous().numpy().tobytes())
-    data[at + 3] ^= 1
-    file.write_bytes(data)
-    with pytest.raises(CorruptCheckpoint):
-        load_state(folder, {"rows": torch.zeros(10, 7)})
-    assert load_state(folder, {"note": None})["note"] == 0
 
 
 def test_a_folder_that_lacks_the_file_of_a_rank_is_refused_by_all(tmp_path):

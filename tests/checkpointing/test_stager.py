@@ -22,7 +22,11 @@ from tensorferry.dcp import FileReader, FileWriter
 from tensorferry.errors import TransportClosed
 from tensorferry.memory.shared import NoRoom
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(60)]
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.timeout(60),
+    pytest.mark.filterwarnings("ignore:torch.distributed is", "ignore::FutureWarning", "ignore:TypedStorage"),
+]
 
 
 @pytest.fixture
@@ -161,9 +165,6 @@ def test_a_keeper_that_fails_never_reaches_the_trainer(tmp_path, caplog) -> None
     assert [record.message for record in caplog.records if "keeper" in record.message] == [
         "the keeper cannot be used, saving goes on without it: ConnectionError: the keeper is gone"
     ]
-
-
-WAIT_S = 60
 
 
 def test_the_stager_is_torchs_where_torch_has_one() -> None:
