@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import os
 import random
 import zlib
 from datetime import timedelta
@@ -265,11 +264,6 @@ def save(kept: dict, door: str, spreads: dict[str, Spread], folder: str) -> tupl
                 with_closed(SyncCheckpointer(patience=30), lambda made: made.save(folder, state))
             case "async":
                 with_closed(AsyncCheckpointer(patience=30), lambda made: made.save(folder, state)[1].result(60))
-            case "keeper":
-                with_closed(
-                    AsyncCheckpointer(patience=30, keeper="default"),
-                    lambda made: made.save(folder, state)[1].result(60),
-                )
             case "files" | "files alone":
                 dcp.save(state, storage_writer=FileWriter(folder), **alone)
             case "peers" | "peers alone":
@@ -285,12 +279,6 @@ def save(kept: dict, door: str, spreads: dict[str, Spread], folder: str) -> tupl
     except BaseException as e:  # torch's CheckpointException is no Exception
         return metadata, f"{type(e).__name__}: {e}"
     return metadata, ""
-
-
-def use_keeper(kept: dict, folder: str) -> None:
-    """The keeper that works with ``folder`` is that of this rank from now on."""
-    del kept
-    os.environ["TENSORFERRY_KEEPER_DIR"] = folder
 
 
 def with_closed(made: Any, use: Any) -> None:
@@ -311,9 +299,8 @@ def load(kept: dict, door: str, spreads: dict[str, Spread], where: str) -> tuple
     expected, asked, before = (state_of(kept, spreads, blank) for blank in (False, True, True))
     try:
         match door:
-            case "sync" | "async" | "keeper":
-                keeper = "default" if door == "keeper" else None
-                with_closed(SyncCheckpointer(keeper=keeper), lambda made: made.load(where, asked, strict=True))
+            case "sync" | "async":
+                with_closed(SyncCheckpointer(), lambda made: made.load(where, asked, strict=True))
             case "files" | "files alone" | "torch":
                 dcp.load(asked, storage_reader=FileReader(where))
             case _:

@@ -266,19 +266,6 @@ def test_a_graph_that_is_captured_is_left_alone(device: StandIn, tmp_path: Path)
         dcp.load(state, storage_reader=ours.FileReader(tmp_path))
 
 
-def test_nothing_is_published_before_it_is_copied(device: StandIn, writer: ours.PeerWriter) -> None:
-    state = weights()
-    device.adopt(state["w0"], state["w1"])
-    device.hold_new = True
-    with in_background(save, state, writer) as saving:
-        until(lambda: len(device.copies) > 0, "copies are queued")
-        assert not writer._server.allowed
-        device.release()
-        saving.result(30)
-    assert writer._server.allowed
-    assert_equal(load(ours.PeerReader(writer.metadata())), weights())
-
-
 @pytest.mark.waits
 @pytest.mark.parametrize("source", ["peers", "files"])
 def test_a_copy_that_fails_ends_the_save_and_leaves_what_was_there(

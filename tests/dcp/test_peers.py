@@ -153,23 +153,6 @@ def test_a_writer_stays_in_its_process(open_writer):
         open_writer(max_bandwidth=0)
 
 
-def test_plans_of_another_writer_are_refused(open_writer):
-    def planner():
-        return dcp.DefaultSavePlanner(enable_plan_caching=True)
-
-    state = {"x": torch.ones(10)}
-    first, second = open_writer(), open_writer()
-    for value in (1, 2):
-        state["x"].fill_(value)
-        dcp.save(state, storage_writer=first, planner=planner())
-        assert read(first.metadata(), state)["x"].sum() == 10 * value
-    with pytest.raises(dcp.CheckpointException, match="make one writer and keep it"):
-        dcp.save(state, storage_writer=second, planner=planner())
-    for cache in ("_cached_save_plan", "_cached_final_save_plan", "_cached_all_plans", "_cached_global_plan"):
-        getattr(dcp.planner.SavePlanner, cache).clear()
-    dcp.planner.SavePlanner._cached_metadata.clear()
-
-
 class Unpicklable:
     def __reduce__(self):
         raise ValueError("not this one")

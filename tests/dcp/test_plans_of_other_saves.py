@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import warnings
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from job import Job
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import SavePlanner
 
 import tensorferry
-from tensorferry.dcp import FileReader, FileWriter, PeerReader, PeerWriter
+from tensorferry.dcp import FileReader, FileWriter, PeerReader, PeerWriter, index
+from tensorferry.dcp.index import ELEMENTS, EntryRef
 
 pytestmark = [
     pytest.mark.timeout(120),
@@ -147,41 +152,12 @@ def test_what_contradicts_what_was_written_is_not_committed(how, says, tmp_path)
     assert torch.equal(found["a"], numbers())
 
 
-def _save_sharded(kept, folder, dtypes):
-    """Saves a DTensor in each of ``dtypes`` in turn, and then with a dtype for each rank."""
-    import states
-
-    del kept
-    warnings.simplefilter("ignore")
-    rank, world = dist.get_rank(), dist.get_world_size()
-    mesh, rows = states.layouts(world)["rows"]
-    for dtype in dtypes:
-        dtype = dtype[rank] if isinstance(dtype, list) else dtype
-        whole = torch.arange(24).view(6, 4).to(dtype)
-        state = {"w": states.distribute_tensor(whole, mesh, rows, src_data_rank=None)}
-        try:
-            dcp.save(state, storage_writer=FileWriter(folder), planner=caching())
-        except dcp.CheckpointException as e:
-            return str(next(iter(e.failures.values()))[0])
-    return None
-
-
-def _load_sharded(kept, folder, dtype):
-    import states
-
-    del kept
-    mesh, rows = states.layouts(dist.get_world_size())["rows"]
-    state = {"w": states.distribute_tensor(torch.zeros(6, 4, dtype=dtype), mesh, rows, src_data_rank=None)}
-    dcp.load(state, storage_reader=FileReader(folder))
-    return torch.equal(state["w"].full_tensor(), torch.arange(24).view(6, 4).to(dtype))
-
-
-@pytest.mark.process
-def test_parts_of_ranks_have_the_dtype_of_this_save(tmp_path):
-    with Job(2) as job:
-        assert job.run(_save_sharded, tmp_path, [torch.float32, torch.float64]) == [None, None]
-        assert FileReader(tmp_path).read_metadata().state_dict_metadata["w"].properties.dtype == torch.float64
-        assert job.run(_load_sharded, tmp_path, torch.float64) == [True, True]
-        said = job.run(_save_sharded, tmp_path, [[torch.float64, torch.float32]])
-        assert any("its parts have different dtypes (float32, float64)" in str(one) for one in said)
-        assert job.run(_load_sharded, tmp_path, torch.float64) == [True, True]
+def test_parts_that_were_written_in_different_dtypes_are_refused():
+    chunks = [ChunkStorageMetadata(torch.Size([at]), torch.Size([2])) for at in (0, 2)]
+    about = TensorStorageMetadata(TensorProperties(dtype=torch.float64), torch.Size([4]), chunks)
+    stored = {
+        MetadataIndex("w", chunk.offsets): EntryRef("f", str(number), "U8", 8, ELEMENTS, 1, (dtype, [2]))
+        for number, (chunk, dtype) in enumerate(zip(chunks, ("float32", "float64"), strict=True))
+    }
+    with pytest.raises(tensorferry.InvalidArgument, match=r"its parts have different dtypes \(float32, float64\)"):
+        index.encode(Metadata({"w": about}), stored)

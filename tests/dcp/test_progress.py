@@ -14,7 +14,6 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException
 
 from tensorferry.dcp import FileReader, FileWriter, PeerReader, PeerWriter
-from tensorferry.storage.source import Parts
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:torch.distributed is:UserWarning", "ignore:TypedStorage is:UserWarning", "ignore::FutureWarning"
@@ -77,21 +76,6 @@ def test_saves_and_loads_report_their_progress(tmp_path):
             dcp.load(state, storage_reader=make(calls))
             check(calls)
             assert torch.equal(state["t"], small()["t"])
-
-
-def test_each_file_of_a_load_counts_once():
-    calls = Calls()
-    parts = Parts(calls, 30)
-    first, second = parts.next(10), parts.next(20)
-    first(1, 2)
-    first(2, 2)
-    second(0, 7)
-    second(7, 7)
-    parts.end()
-    assert calls == [(5, 30), (10, 30), (30, 30)]
-    nothing = Calls()
-    Parts(nothing, 0).end()
-    assert nothing == [(0, 0)]
 
 
 class Enough(Exception):

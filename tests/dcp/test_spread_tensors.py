@@ -13,7 +13,6 @@ import torch.distributed.checkpoint as dcp
 from job import Job
 
 import spread_states
-from keepers import KeeperAtWork
 from tensorferry import cli
 from tensorferry.checkpointing import SyncCheckpointer
 
@@ -66,22 +65,6 @@ def test_random(jobs, tmp_path, request):
         for error, differing in jobs[loading].run(spread_states.load, door, asked, where):
             assert (error, differing) == ("", []), about
         jobs[saving].run(spread_states.end)
-
-
-@pytest.mark.nightly
-def test_random_through_a_keeper(jobs, tmp_path, monkeypatch):
-    folder = tmp_path / "sockets"
-    monkeypatch.setenv("TENSORFERRY_KEEPER_DIR", str(folder))
-    with KeeperAtWork(folder):
-        for seed in range(1000, 1008):
-            world = seed % 4 + 1
-            spreads, asked = spread_states.random_states(seed, world, world)
-            jobs[world].run(spread_states.use_keeper, str(folder))
-            where, errors = saved(jobs[world], "keeper", spreads, tmp_path / str(seed))
-            assert not any(errors), (seed, errors)
-            # The first fits what the keeper has, for the second ranks need the parts of others.
-            for of in (spreads, asked):
-                assert jobs[world].run(spread_states.load, "keeper", of, where) == [("", [])] * world, (seed, of)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore::UserWarning")

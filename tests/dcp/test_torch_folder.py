@@ -12,7 +12,6 @@ import pickle
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from job import Job
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
@@ -71,27 +70,6 @@ def test_a_folder_of_torchs_loads_as_torch_loads_it_and_the_log_says_so(tmp_path
     nested = _load_state_dict_from_keys(None, storage_reader=FileReader(tmp_path))
     assert nested["list"][1] == {"lr": pytest.approx(0.3)}
     assert torch.equal(nested["model"]["weight"], expected["model"]["weight"])
-
-
-def _alone(kept, folder):
-    del kept
-    rank = torch.distributed.get_rank()
-    writer = dcp.FileSystemWriter(folder)
-    dcp.save({"x": torch.full((4,), rank)}, storage_writer=writer, use_collectives=False)
-    torch.distributed.barrier()
-    found = {"x": torch.full((4,), -1)}
-    dcp.load(found, storage_reader=FileReader(folder))
-    return found["x"].tolist()
-
-
-@pytest.mark.process
-def test_ranks_that_torch_saved_without_each_other(tmp_path):
-    import inspect
-
-    if "use_collectives" not in inspect.signature(dcp.save).parameters:
-        pytest.skip("this torch always coordinates")
-    with Job(2) as job:
-        assert job.run(_alone, tmp_path) == [[0] * 4, [1] * 4]
 
 
 @pytest.mark.parametrize("where", ["index", "path", "object", "tensor", "planner"])

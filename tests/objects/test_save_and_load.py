@@ -125,7 +125,7 @@ def test_a_save_that_goes_on_has_a_deadline_of_its_own(server):
         plans, metadata = planner.create_global_plan([plan])
         (plan,) = writer.prepare_global_plan(plans)
         results = writer.write_data(plan, planner).value()
-        writer._running.save.path.end()
+        writer._save.path.end()
         if goes_on:
             writer.go_on()
             writer.finish(metadata, [results])

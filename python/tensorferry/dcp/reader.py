@@ -122,6 +122,8 @@ class SliceReader(StorageReader):  # type: ignore[misc]  # mypy does not follow 
             InvalidArgument: this thread is in the middle of a read
         """
         self._loading.check()
+        # Of a load that has failed on another rank.
+        self._load.close_server()
         self._load = Load()
         self.report = dict.fromkeys(self.report, 0)
 
