@@ -24,38 +24,6 @@ except ImportError:  # torch 2.8 has none
 __all__ = ["Checkpointer", "Stager"]
 
 
-class StagedFuture(Future[Any]):
-    """What :meth:`Stager.stage` returns: a future of the staged state, which is built over the shared memory."""
-
-    def __init__(self, snapshot: StateSnapshot) -> None:
-        super().__init__()
-        self._snapshot = snapshot
-        self._building = threading.RLock()
-        self._built: Any = None
-
-    def result(self, timeout: float | None = None) -> Any:
-        """Returns the staged state, of which no tensor is on an accelerator; each call returns the same one.
-
-        Raises:
-            TimeoutError: the copy is not complete within ``timeout`` seconds
-            Exception: what the copy has failed with
-        """
-        super().result(timeout)
-        with self._building:
-            if self._built is None:
-                self._built = self._snapshot.rebuild()
-            return self._built
-
-    def complete(self) -> None:
-        """Makes the copies off accelerators, and settles the future."""
-        try:
-            self._snapshot.complete()
-        except Exception as e:
-            self.set_exception(e)
-        else:
-            self.set_result(None)
-
-
 class Stager(_TorchStager):  # type: ignore[misc]  # mypy does not follow torch
     """Stages states in shared memory: torch's ``CheckpointStager``, and the ``AsyncStager`` of ``dcp.async_save``.
 
@@ -74,7 +42,7 @@ class Stager(_TorchStager):  # type: ignore[misc]  # mypy does not follow torch
         # What writes the state knows what loads will allow, and warns.
         self._stager: SharedStager | None = SharedStager(memory_limit, ACCELERATOR, Allowed(trust=True))
 
-    def stage(self, state_dict: Any, **kwargs: Any) -> StagedFuture:
+    def stage(self, state_dict: Any, **kwargs: Any) -> Future[Any]:
         """Copies a state.
 
         Args:
@@ -93,12 +61,12 @@ class Stager(_TorchStager):  # type: ignore[misc]  # mypy does not follow torch
         if self._stager is None:
             raise TransportClosed("this stager was closed: make a new one")
         snapshot = self._stager.stage(state_dict)
-        staged = StagedFuture(snapshot)
+        staged: Future[Any] = Future()
         staged.set_running_or_notify_cancel()
         if snapshot.is_complete:
-            staged.set_result(None)
+            _settle(staged, snapshot)
         else:
-            threading.Thread(target=staged.complete, name="tensorferry-stage", daemon=True).start()
+            threading.Thread(target=_settle, args=(staged, snapshot), name="tensorferry-stage", daemon=True).start()
         return staged
 
     @property
@@ -114,3 +82,12 @@ class Stager(_TorchStager):  # type: ignore[misc]  # mypy does not follow torch
         if self._stager is not None:
             self._stager.close()
             self._stager = None
+
+
+def _settle(staged: Future[Any], snapshot: StateSnapshot) -> None:
+    """Makes the copies off accelerators, and builds the state over them."""
+    try:
+        snapshot.complete()
+        staged.set_result(snapshot.rebuild())
+    except Exception as e:
+        staged.set_exception(e)
