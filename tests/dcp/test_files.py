@@ -378,6 +378,9 @@ def test_an_index_that_makes_no_sense_is_a_protocol_error(tmp_path, monkeypatch)
         "a negative length": [[*chunk[:2], [0, "x", "F32", -48, "t"]]],
         "a length beyond all": [[*chunk[:2], [0, "x", "F32", 2**64, "t"]]],
         "another kind": [[*chunk[:2], [0, "x", "F32", 48, "z"]]],
+        "an object": [[*chunk[:2], [0, "x", "F32", 48, "b"]]],
+        "another dtype": [[*chunk[:2], [0, "x", "I32", 48, "t"]]],
+        "too few bytes": [[*chunk[:2], [0, "x", "F32", 44, "t"]]],
         "a name that is not text": [[*chunk[:2], [0, "\ud800", "F32", 48, "t"]]],
     }
     changes = {name: {"state": {"x": ["t", "float32", [4, 3], False, chunks]}} for name, chunks in tensors.items()}
@@ -404,7 +407,7 @@ def test_an_index_that_makes_no_sense_is_a_protocol_error(tmp_path, monkeypatch)
         # torch wraps the exception from reading the index in an error of its own that has our text.
         message = str(failed.value)
         assert re.search(
-            "its index cannot be read|not in its list of files|has no dtype|invalid path|planner's data|"
+            "its index cannot be read|the index says|not in its list of files|has no dtype|invalid path|planner's data|"
             "the pickle cannot be read|no honest sender writes",
             message,
         ), name
