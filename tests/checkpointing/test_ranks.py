@@ -94,3 +94,11 @@ def test_a_folder_that_lacks_the_file_of_a_rank_is_refused_by_all(tmp_path):
         with pytest.raises(IncompleteCheckpoint, match=name):
             load_state(tmp_path / "c", rank=rank, world_size=2)
     assert latest_checkpoint(tmp_path) is None
+
+
+def test_all_ranks_hear_that_the_first_one_cannot_find_the_latest(tmp_path):
+    (tmp_path / "file").write_text("")
+    ranks = Ranks()
+    first, other = on_all(2, lambda rank: ranks.both[rank].latest(tmp_path / "file"))
+    assert "is a file" in str(first)
+    assert "rank 0 cannot find the newest checkpoint: InvalidArgument" in str(other)

@@ -19,7 +19,7 @@ from tensorferry.checkpointing.ranks import Ranks
 from tensorferry.checkpointing.saving import Saver
 from tensorferry.checkpointing.shared_stager import SharedStager
 from tensorferry.dcp import FileReader, FileWriter
-from tensorferry.errors import TransportClosed
+from tensorferry.errors import InvalidArgument, TransportClosed
 from tensorferry.memory.shared import NoRoom
 
 pytestmark = [
@@ -156,6 +156,12 @@ def test_a_keeper_lets_go_of_memory_that_a_save_needs(tmp_path) -> None:
         with pytest.raises(NoRoom):
             saves.save(state_of(1, 40), tmp_path / "x")
     assert not keeper.offered
+
+
+def test_a_keeper_and_a_store_do_not_go_together() -> None:
+    pytest.importorskip("obstore")
+    with saver(_Keeper()) as saves, pytest.raises(InvalidArgument, match="a keeper holds what is saved into folders"):
+        saves.save(state_of(1), "s3://bucket/a")
 
 
 def test_a_keeper_that_fails_never_reaches_the_trainer(tmp_path, caplog) -> None:
