@@ -221,6 +221,7 @@ def _save_for_ever(folder, pipe):
 
 
 @pytest.mark.process
+@pytest.mark.timeout(300)
 def test_a_kill_at_any_moment_loses_nothing_and_leaves_nothing_wrong(tmp_path, pytestconfig):
     generator = random.Random(5)
     for kill in range(pytestconfig.getoption("--kills")):
