@@ -16,7 +16,7 @@ import torch
 from keepers import KeeperAtWork, eventually, loaded, offered
 from secured import make_certificate
 from tensorferry import HTTPTransport
-from tensorferry.checkpointing import Keeper, AsyncCheckpointer
+from tensorferry.checkpointing import AsyncCheckpointer, Keeper
 from tensorferry.checkpointing.keeper import client
 from tensorferry.errors import IncompleteCheckpoint
 from tensorferry.net.certificates import fingerprint_of

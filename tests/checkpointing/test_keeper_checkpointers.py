@@ -26,10 +26,10 @@ from keepers import PATIENCE, KeeperAtWork, eventually, loaded
 from rank_worker import SHARDED, TENSORS
 from tensorferry import cli
 from tensorferry.checkpointing import (
-    Keeper,
-    latest_checkpoint,
     AsyncCheckpointer,
+    Keeper,
     SyncCheckpointer,
+    latest_checkpoint,
     peer_metadata,
 )
 from tensorferry.checkpointing.keeper import place
