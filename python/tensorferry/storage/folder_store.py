@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from .._native import _check_machine_has
-from .._reentry import ForkSafeCallLock
+from .._reentry import CallLock
 from ..errors import IncompleteCheckpoint, ProtocolError, SystemRefused
 from .container import Container
 from .names import machine, new_id, parts_of_name, writer_of
@@ -32,7 +32,7 @@ _BATCH = 64
 
 #: Held between the second reading of an index and the rename: there may be file systems without any locks. A signal
 #: handler that commits in the middle of a commit is refused.
-_committing = ForkSafeCallLock("the commit of a checkpoint")
+_committing = CallLock("the commit of a checkpoint", fork_safe=True)
 
 
 class FolderStore:
