@@ -10,8 +10,8 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-
 from few_files import descriptors, few_files
+
 from nights import mostly_at_night
 from tensorferry import HTTPTransport
 from tensorferry.checkpointing import AsyncCheckpointer, SyncCheckpointer

@@ -8,11 +8,11 @@ import re
 from typing import TYPE_CHECKING
 
 import pytest
+import spread_states
 import torch
 import torch.distributed.checkpoint as dcp
 from job import Job
 
-import spread_states
 from tensorferry import cli
 from tensorferry.checkpointing import SyncCheckpointer
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from documents import ROOT, blocks, run
 
 import tensorferry
-from documents import ROOT, blocks, run
 
 #: Where the pages and files of the repository can be read, for those who have no checkout.
 REPOSITORY = re.compile(

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from documents import MEGATRON, ROOT, Block, blocks, run
 
 import forked
-from documents import MEGATRON, ROOT, Block, blocks, run
 
 pytestmark = pytest.mark.nightly
 
