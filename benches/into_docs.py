@@ -19,17 +19,13 @@ from typing import TYPE_CHECKING, Any
 import checkpointing
 import dcp
 import report
-from checkpointers import FLOOR, KEEPER, OURS
-from dcp_ranks import MAPPED, MIB, SHAPES
+from dcp_ranks import MIB, SHAPES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
 ROOT = Path(__file__).parents[1]
-PAGES = (
-    *("README.md", "docs/index.md"),
-    *(f"docs/explanation/{page}.md" for page in ("checkpoint-performance", "measurements", "performance")),
-)
+PAGES = ("README.md", "docs/index.md", "docs/explanation/performance.md")
 #: Rows of the README's table: row, line, and what the README calls it.
 _HEALS = (
     ("large", "first", "1 GiB in 8 tensors, into fresh memory"),
@@ -99,11 +95,6 @@ def _dcp_rows(results: dict[str, Any], row: str) -> Iterable[list[str]]:
         for key in ("save_s", "load_s", "dropped_load_s"):
             values = [sample[key] for sample in samples if sample.get(key)]
             cells.append(_spread(values, 1e3))
-        read = "" if name == dcp.FLOOR else f"{statistics.median(s['read_ratio'] for s in samples):.3f}"
-        cells.append("mapped" if name in MAPPED else read)
-        for key in ("save_extra", "load_extra"):
-            values = [sample[key] / MIB for sample in samples]
-            cells.append("" if name == dcp.FLOOR else f"{statistics.median(values):.0f} MiB")
         yield cells
 
 
@@ -116,40 +107,16 @@ def _dcp_setting(results: dict[str, Any], row: str) -> str:
     return f"{size:.0f} MiB in {SHAPES[row][1]} tensors, {ranks}, {_setting(results, rounds)}, milliseconds:"
 
 
-_DCP_HEAD = ("", "save", "load right after", "load from the disk", "read / needed", "extra memory, save", "load")
-
-
 def dcp_short(results: dict[str, Any]) -> str:
     """Return the table of saves and loads of a state by one rank."""
-    rows = [cells[:4] for cells in _dcp_rows(results, "large") if cells[0] != "tensorferry peers"]
-    return f"{_dcp_setting(results, 'large')}\n\n{_table(_DCP_HEAD[:4], rows)}"
-
-
-def dcp_long(results: dict[str, Any]) -> str:
-    """Return the tables with all rows and columns."""
-    names = [row["name"] for row in results["rows"] if row["name"] in ("large", "reshard")]
-    parts = [f"{_dcp_setting(results, name)}\n\n{_table(_DCP_HEAD, _dcp_rows(results, name))}" for name in names]
-    if any(row["name"] == "small" for row in results["rows"]):
-        rows = [
-            (
-                name,
-                *(_spread([s[key] for s in samples], 1e3) for key in ("save_s", "load_s")),
-                f"{statistics.median((s['on_disk'] - s['bytes']) / SHAPES['small'][1] for s in samples):.0f}"
-                if samples[0]["on_disk"]
-                else "",
-            )
-            for name, samples in _samples(results, "small").items()
-            if name != dcp.FLOOR
-        ]
-        head = ("1000 tensors of 32 bytes", "save ms", "load ms", "bytes beyond a tensor's own")
-        parts.append(_table(head, rows))
-    return "\n\n".join(parts)
+    rows = [cells for cells in _dcp_rows(results, "large") if cells[0] != "tensorferry peers"]
+    return f"{_dcp_setting(results, 'large')}\n\n{_table(('', 'save', 'load right after', 'load from the disk'), rows)}"
 
 
 def checkpointers(results: dict[str, Any]) -> str:
-    """Return the table of the checkpointers, and how ours compare with the best of the others."""
+    """Return the table of the checkpointers."""
     good = [s for s in results["samples"] if "error" not in s]
-    warm_up, rows, medians = results["warm_up"], [], {}
+    warm_up, rows = results["warm_up"], []
     for name in checkpointing.CONTENDERS:
         samples = [s for s in good if s["contender"] == name]
         if not samples:
@@ -160,34 +127,14 @@ def checkpointers(results: dict[str, Any]) -> str:
         extra = [max(e) for s in samples if (e := [v["extra"] for v in s["saves"] if "extra" in v])]
         still = [save["stand_still_s"] for save in later]
         durable = [save["durable_s"] for save in later if "durable_s" in save]
-        medians[name] = {"still": still, "durable": durable, "load": loads}
         rate = f"{statistics.median(rates):.2f} ({min(rates):.2f}-{max(rates):.2f})" if rates else ""
         load = _spread(loads, 1e3) + (f", {way}" if way not in ("", "load") else "")
         rows.append((name, _spread(still, 1e3), rate, _spread(durable, 1e3), load, _spread(extra, 1 / MIB)))
-    rounds = max(sum(s["contender"] == name for s in good) for name in medians)
+    rounds = max(sum(s["contender"] == name for s in good) for name, *_ in rows)
     size = f"{good[0]['bytes'] / MIB:.0f} MiB, {_setting(results, rounds)}"
     saves = f"{size}, {len(good[0]['saves']) - warm_up} saves of each process:"
     head = ("", "stands still, ms", "step rate while it writes", "on the disk, ms", "load, ms", "memory, MiB")
-    return "\n\n".join([saves, _table(head, rows), *_claims(medians)])
-
-
-def _claims(medians: dict[str, dict[str, list[float]]]) -> Iterable[str]:
-    """Yield what ours takes as a multiple of the best of the others."""
-    keys = {"still": "standing still", "durable": "until it is on the disk", "load": "a load"}
-    for ours in (OURS, KEEPER):
-        parts = []
-        for key, what in keys.items():
-            theirs = {
-                name: statistics.median(found[key])
-                for name, found in medians.items()
-                if name not in (FLOOR, OURS, KEEPER) and found[key]
-            }
-            mine = medians.get(ours, {}).get(key)
-            if mine and theirs:
-                best = min(theirs, key=theirs.__getitem__)
-                parts.append(f"{what} {statistics.median(mine) / theirs[best]:.2f} of what {best} takes")
-        if parts:
-            yield f"Medians of {ours} beside the best of the others: {', '.join(parts)}."
+    return f"{saves}\n\n{_table(head, rows)}"
 
 
 def _brackets(values: Sequence[float]) -> str:
@@ -202,46 +149,12 @@ def megatron_saves(results: dict[str, Any]) -> str:
     return f"{results['mib']} MiB, {_setting(results, rounds)}:\n\n{_table(('', 'save ms', 'load ms'), rows)}"
 
 
-_SPREADS = {
-    "tensorferry two-stage": "`TwoStageDataParallelLoadShardedStrategy`",
-    "tensorferry alone": "each rank alone, tensorferry",
-    "torch_dist alone": "each rank alone, torch_dist",
-    **{each: f"`FullyParallelLoadStrategyWrapper`, {each}" for each in ("broadcast", "gather_rounds", "gather_object")},
-}
-
-
-def megatron_spreads(results: dict[str, Any]) -> str:
-    """Return the table of loads of a state that all ranks need."""
-    worlds = results["spreads"]
-    first = next(iter(worlds.values()))
-    head = ["", *(cell for world in worlds for cell in (f"{world} ranks, ms", "read"))]
-    rows = [
-        [
-            _SPREADS[name],
-            *(
-                cell
-                for each in worlds.values()
-                for cell in (_brackets(each["ms"][name]), f"{statistics.median(each['read'][name]):.3f}")
-            ),
-        ]
-        for name in first["ms"]
-    ]
-    rounds = len(next(iter(first["ms"].values())))
-    return f"{results['mib']} MiB that each rank needs, {_setting(results, rounds)}:\n\n{_table(head, rows)}"
-
-
 #: What writes a block, and from which file of the folder.
 BLOCKS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "heal": ("results.json", heal_short),
-    "heal-all": ("results.json", lambda results: report.as_markdown(results).strip()),
     "dcp": ("dcp.json", dcp_short),
-    "dcp-all": ("dcp.json", dcp_long),
     "checkpointers": ("checkpointing.json", checkpointers),
-    "checkpointers-busy": ("checkpointing-busy.json", checkpointers),
     "megatron-saves": ("megatron.json", megatron_saves),
-    "megatron": ("megatron.json", megatron_spreads),
-    "megatron-cold": ("megatron-cold.json", megatron_spreads),
-    "megatron-storage": ("megatron-storage.json", megatron_spreads),
 }
 _BLOCK = re.compile(r"(<!-- figures (?P<name>[\w-]+): begin -->\n).*?(^<!-- figures (?P=name): end -->)", re.M | re.S)
 

@@ -4,8 +4,7 @@
 //! half of an ordinary thread's share, so that a busy trainer slows a transfer and never starves it.
 
 /// Half of the weight of an ordinary thread. With it the source's main loop keeps as much of its rate as beside one raw
-/// stream of other processes, and a third of the weight made heals slower and the loop no faster
-/// (docs/explanation/measurements.md).
+/// stream of other processes, and a third of the weight made heals slower and the loop no faster.
 const NICE: i32 = 3;
 /// How long a thread runs at a stretch while others wait, in nanoseconds: a tenth of what they otherwise would wait.
 const SLICE: u64 = 300_000;

@@ -1,7 +1,7 @@
 //! The route between two processes of one user on one machine: the same HTTP over a Unix-domain socket.
 //!
-//! Nothing but the socket differs, so every promise about snapshots, digests and deadlines holds as it stands. Whether
-//! it is faster is another matter (docs/explanation/measurements.md).
+//! Nothing but the socket differs, so every promise about snapshots, digests and deadlines holds as it stands. docs/explanation/performance.md
+//! has how fast it is.
 //!
 //! A source announces the socket's name in its answers. The name is random and lives in the source's network namespace,
 //! and both sides check the user of the other: a peer is on the same machine and runs as the same user.
