@@ -104,7 +104,7 @@ def compare(outcomes: dict[str, Outcome]) -> None:
     print(
         "The source is held up by send_checkpoint and disallow_checkpoint; the slowest of its heals is shown. At work\n"
         "is what the calling thread took of a core. The rest it waited, mostly for one: the replicas share them here.\n"
-        'docs/guides/torchft.md, "What the demo prints", says what a send does in that time, and how long it takes.'
+        'docs/guides/torchft.md, "What the demo prints", says more.'
     )
 
 
