@@ -252,7 +252,7 @@ class LoadStrategy(OfRanks, LoadShardedStrategy):
             TensorferryError: the folder cannot be examined, or a store does not answer, or refuses
         """
         folder = self.place(checkpoint_dir)
-        if is_file(folder / INDEX) and not (folder / CONFIG_FNAME).exists():
+        if is_file(folder / INDEX) and not is_file(folder / CONFIG_FNAME):
             # A save by this package's strategy itself, without Megatron's save, which writes that file. A load with
             # Megatron's load insists on it.
             return
