@@ -227,8 +227,16 @@ def test_a_bucket_that_is_missing_is_named():
 @pytest.mark.parametrize("work", [save, load])
 def test_ctrl_c_ends_it_soon(gateway, server, work):
     save(state(8), server.place)
-    gateway.act = lambda _, method, path: "stall" if "/rank" in path and method in ("PUT", "GET") else None
-    threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT)).start()
+    interrupt = once(lambda: os.kill(os.getpid(), signal.SIGINT))
+
+    def act(_, method, path):
+        if "/rank" not in path or method not in ("PUT", "GET"):
+            return None
+        if act_now := interrupt():
+            act_now()
+        return "stall"
+
+    gateway.act = act
     # torch collects it like any exception of a rank.
     with pytest.raises(dcp.api.CheckpointException, match="KeyboardInterrupt"):
         work(state(8), server.place, 600)

@@ -1,17 +1,12 @@
-"""What a save and a search ask of the checkpoints beside has one deadline, and its failure is no "there is none"."""
+"""What a save asks of the checkpoints beside it has one deadline."""
 
 from __future__ import annotations
-
-import threading
 
 import pytest
 import torch
 
-from stores import BUCKET, FORBIDDEN, client, objects
+from stores import BUCKET, client, objects
 from tensorferry.checkpointing import SyncCheckpointer
-from tensorferry.checkpointing.latest import find_latest
-from tensorferry.checkpointing.ranks import Ranks
-from tensorferry.errors import StoreRefused, TensorferryError
 from tensorferry.storage.places import any_place
 from tensorferry.storage.series import checkpoints
 
@@ -47,23 +42,3 @@ def test_a_save_waits_once_for_indexes_that_stall(gateway, series, caplog):
     assert "does not remove what earlier runs have saved" in caplog.text
     gateway.act = lambda *_: None
     assert len(checkpoints(any_place(series.place))) == BESIDE + 1
-
-
-def test_a_refusal_to_rank_0_is_told_to_all_ranks(gateway, series):
-    gateway.act = lambda *_: FORBIDDEN
-    told, is_told = [], threading.Event()
-
-    def first(value):
-        told.append(value)
-        is_told.set()
-        return value
-
-    def other(_):
-        is_told.wait(30)
-        return told[0]
-
-    root = any_place(series.place)
-    with pytest.raises(StoreRefused):
-        find_latest(root, Ranks(0, 2, first), None)
-    with pytest.raises(TensorferryError, match=r"rank 0 cannot find the newest checkpoint: StoreRefused.*AccessDenied"):
-        find_latest(root, Ranks(1, 2, other), None)
