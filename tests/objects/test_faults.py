@@ -9,7 +9,6 @@ import os
 import re
 import signal
 import socket
-import threading
 import time
 from datetime import timedelta
 
