@@ -9,7 +9,6 @@ from datetime import timedelta
 import pytest
 import torch
 
-from child import Child
 from stores import objects
 from tensorferry.checkpointing import AsyncCheckpointer, SyncCheckpointer, latest_checkpoint, ranks
 from tensorferry.errors import ConnectError, FetchTimeout
@@ -116,31 +115,12 @@ def test_no_search_waits_longer_than_it_may(gateway, server, search):
     assert time.monotonic() - began < 20
 
 
-RANK = """
-import warnings
-warnings.simplefilter("ignore")
-import torch.distributed as dist
-from tensorferry.checkpointing import SyncCheckpointer
-rank, store, place = {rank}, {store!r}, {place!r}
-dist.init_process_group("gloo", init_method=f"file://{{store}}", rank=rank, world_size=2)
-checkpointer = SyncCheckpointer(patience=30)
-value = {{"w": torch.full((64,), float(rank))}}
-checkpointer.save(place, value, step=1)
-print("saved", checkpointer.load(place)["w"][0].item())
-dist.destroy_process_group()
-"""
+def test_two_ranks(server):
+    ranks = checkpointers_of(2, patience=30)
 
+    def work(rank):
+        ranks[rank].save(server.place, {"w": torch.full((64,), float(rank))}, step=1)
+        return ranks[rank].load(server.place)["w"].unique().item()
 
-@pytest.mark.slow
-def test_two_ranks(server, tmp_path):
-    ranks = [Child(forks=True) for _ in range(2)]
-    try:
-        for rank, child in enumerate(ranks):
-            child.start(RANK.format(rank=rank, store=str(tmp_path / "store"), place=server.place))
-        # Gloo of torch 2.8 writes to stdout too.
-        assert [child.finish(90).splitlines()[-1] for child in ranks] == ["saved 0.0", "saved 1.0"]
-    finally:
-        for child in ranks:
-            child.end()
-
+    assert on_all(2, work) == [0.0, 1.0]
     assert len(objects(server.url, server.prefix)) == 3

@@ -6,11 +6,10 @@ from datetime import timedelta
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
+from dcp_doors import save
 
 from stores import BUCKET, FORBIDDEN, SLOW_DOWN, client, objects
 from tensorferry.checkpointing import SyncCheckpointer
-from tensorferry.dcp import FileWriter, own_errors
 from tensorferry.errors import FetchTimeout, IncompleteCheckpoint, StoreRefused, TensorferryError
 from tensorferry.memory.tensors import no_rows
 from tensorferry.storage import commits
@@ -122,8 +121,8 @@ def test_a_damaged_index_is_replaced(server):
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_a_store_that_refuses_what_tools_look_for_is_told_as_it_is(gateway, server):
     gateway.act = lambda _, method, path: FORBIDDEN if method == "PUT" and path.endswith("/.metadata") else None
-    with pytest.raises(StoreRefused, match=r"does not permit it.*The checkpoint is complete"), own_errors():
-        dcp.save({"w": torch.ones(3)}, storage_writer=FileWriter(server.place), no_dist=True)
+    with pytest.raises(StoreRefused, match=r"does not permit it.*The checkpoint is complete"):
+        save({"w": torch.ones(3)}, server.place)
 
 
 @pytest.mark.parametrize("began", [100, 300])

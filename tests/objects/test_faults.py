@@ -12,13 +12,14 @@ import socket
 import time
 from datetime import timedelta
 
+import dcp_doors
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
 from stores import BUCKET, FORBIDDEN, SLOW_DOWN, LyingStore, client, objects, uploads
 from tensorferry.checkpointing import SyncCheckpointer
-from tensorferry.dcp import FileReader, FileWriter, own_errors
+from tensorferry.dcp import FileReader
 from tensorferry.errors import (
     CorruptCheckpoint,
     FetchTimeout,
@@ -52,14 +53,11 @@ def state(seed=0, parts=2):
 
 
 def save(value, place, seconds=30.0):
-    with own_errors():
-        dcp.save(value, storage_writer=FileWriter(place, timeout=timedelta(seconds=seconds)), no_dist=True)
+    dcp_doors.save(value, place, timeout=timedelta(seconds=seconds))
 
 
 def load(value, place, seconds=30.0):
-    into = {name: torch.zeros_like(tensor) for name, tensor in value.items()}
-    with own_errors():
-        dcp.load(into, storage_reader=FileReader(place, timeout=timedelta(seconds=seconds)), no_dist=True)
+    into = dcp_doors.load(value, place, timeout=timedelta(seconds=seconds))
     return all(torch.equal(into[name], tensor) for name, tensor in value.items())
 
 

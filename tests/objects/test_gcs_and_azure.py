@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
+from dcp_doors import load, save
 from other_stores import other_store
 
 from tensorferry import checkpointing
 from tensorferry.checkpointing import SyncCheckpointer
-from tensorferry.dcp import FileReader, FileWriter, own_errors
 from tensorferry.errors import IncompleteCheckpoint
 
 pytestmark = [pytest.mark.nightly, pytest.mark.filterwarnings("ignore::UserWarning")]
@@ -21,18 +20,6 @@ def store(request, monkeypatch):
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
         yield made
-
-
-def save(state, place):
-    with own_errors():
-        dcp.save(state, storage_writer=FileWriter(place), no_dist=True)
-
-
-def load(state, place):
-    into = {name: torch.zeros_like(one) for name, one in state.items()}
-    with own_errors():
-        dcp.load(into, storage_reader=FileReader(place), no_dist=True)
-    return into
 
 
 def conditions(store):

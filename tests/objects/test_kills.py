@@ -11,11 +11,10 @@ import signal
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
+from dcp_doors import load, save
 
 from stores import FORBIDDEN, Gateway, environment, objects, survive_kills
 from tensorferry.checkpointing import AsyncCheckpointer, SyncCheckpointer
-from tensorferry.dcp import FileReader, FileWriter, own_errors
 from tensorferry.errors import IncompleteCheckpoint, StoreRefused, WriterLost
 from tensorferry.storage import commits
 from tensorferry.storage.objects import bucket
@@ -43,10 +42,8 @@ SAVER = """
 
 
 def held(place):
-    into = {"w": torch.zeros(3 << 19, dtype=torch.float64)}
-    dcp.load(into, storage_reader=FileReader(place), no_dist=True)
-    assert bool((into["w"] == into["w"][0]).all())
-    return int(into["w"][0])
+    (number,) = load({"w": torch.zeros(3 << 19, dtype=torch.float64)}, place)["w"].unique()
+    return int(number)
 
 
 @pytest.mark.slow
@@ -59,7 +56,7 @@ def test_kill_9_at_the_requests_of_a_save(server, pytestconfig, forked_child, mo
             saver = forked_child.start(SAVER.format(place=server.place), listens=True)
         pids: queue.SimpleQueue[int] = queue.SimpleQueue()
 
-        def save(number):
+        def save_one(number):
             saver.stdin.write(f"{number}\n")
             saver.stdin.flush()
             pids.put(int(saver.stdout.readline()))
@@ -71,9 +68,9 @@ def test_kill_9_at_the_requests_of_a_save(server, pytestconfig, forked_child, mo
 
         try:
             kills = pytestconfig.getoption("--object-kills")
-            assert survive_kills(between, kills, save, lambda: pids.get(timeout=30), lambda: held(server.place))
+            assert survive_kills(between, kills, save_one, lambda: pids.get(timeout=30), lambda: held(server.place))
             days_later()
-            dcp.save({"v": torch.ones(3)}, storage_writer=FileWriter(server.place), no_dist=True)
+            save({"v": torch.ones(3)}, server.place)
             assert len(objects(server.url, server.prefix)) == 3
         finally:
             saver.stdin.close()
@@ -86,7 +83,7 @@ def test_kill_9_at_the_requests_of_a_save(server, pytestconfig, forked_child, mo
 def test_kill_9_of_the_process_that_writes(gateway, server, pytestconfig):
     checkpointer = AsyncCheckpointer()
 
-    def save(number):
+    def save_one(number):
         try:
             checkpointer.save(server.place, {"w": torch.full((3 << 20,), float(number))}, step=number)[1].result(60)
         except WriterLost:
@@ -94,35 +91,46 @@ def test_kill_9_of_the_process_that_writes(gateway, server, pytestconfig):
         return False
 
     def there():
-        found = SyncCheckpointer().load(server.place)["w"]
-        assert bool((found == found[0]).all())
-        return int(found[0])
+        (number,) = SyncCheckpointer().load(server.place)["w"].unique()
+        return int(number)
 
     try:
         kills = pytestconfig.getoption("--object-kills")
-        assert survive_kills(gateway, kills, save, lambda: checkpointer._saver.writer.pid, there)
+        assert survive_kills(gateway, kills, save_one, lambda: checkpointer._saver.writer.pid, there)
     finally:
         checkpointer.close()
 
 
-@pytest.mark.parametrize("has_conditions", [True, False])
-def test_what_a_living_save_has_written_stays(server, monkeypatch, has_conditions):
-    """Another save commits while an upload is under way: it removes nothing of that, and stays."""
+def at_the_first_part(monkeypatch, meanwhile):
+    del monkeypatch
+    return {"progress": lambda *_: meanwhile()}
+
+
+def between_the_look_and_the_write(monkeypatch, meanwhile):
+    monkeypatch.setattr(commits, "reached", lambda moment, _: meanwhile() if moment == "checked" else None)
+    return {}
+
+
+@pytest.mark.parametrize("is_first", [True, False], ids=["where nothing is", "where a checkpoint is"])
+@pytest.mark.parametrize(
+    ("at", "has_conditions"),
+    [(at_the_first_part, True), (at_the_first_part, False), (between_the_look_and_the_write, True)],
+)
+def test_a_later_save_that_commits_meanwhile_stays(server, monkeypatch, is_first, at, has_conditions):
+    """The earlier one removes nothing of it, and gives up."""
     monkeypatch.setattr(bucket, "_warned", set() if has_conditions else {"s3://bucket"})
-    dcp.save({"u": torch.ones(2)}, storage_writer=FileWriter(server.place), no_dist=True)
+    if not is_first:
+        save({"u": torch.ones(2)}, server.place)
     began = []
 
-    def progress(done, _):
+    def meanwhile():
         if not began:
-            began.append(done)
-            dcp.save({"v": torch.ones(3)}, storage_writer=FileWriter(server.place), no_dist=True)
+            began.append(True)
+            save({"v": torch.ones(3)}, server.place)
 
-    writer = FileWriter(server.place, progress=progress)
-    with pytest.raises(IncompleteCheckpoint, match="began later has finished before"), own_errors():
-        dcp.save({"w": torch.ones(5)}, storage_writer=writer, no_dist=True)
-    into = {"v": torch.zeros(3)}
-    dcp.load(into, storage_reader=FileReader(server.place), no_dist=True)
-    assert into["v"].tolist() == [1, 1, 1]
+    with pytest.raises(IncompleteCheckpoint, match="began later has finished before"):
+        save({"w": torch.ones(5)}, server.place, **at(monkeypatch, meanwhile))
+    assert load({"v": torch.zeros(3)}, server.place)["v"].tolist() == [1, 1, 1]
     assert len(objects(server.url, server.prefix)) == 3
 
 
@@ -132,33 +140,12 @@ def test_what_a_save_has_left_goes_a_day_later(gateway, server, fails, days_late
         refused = "/index." in path if fails else "delete" in path
         return FORBIDDEN if refused and method in ("PUT", "POST", "DELETE") else None
 
-    dcp.save({"w": torch.ones(2)}, storage_writer=FileWriter(server.place), no_dist=True)
+    save({"w": torch.ones(2)}, server.place)
     gateway.act = act
-    with pytest.raises(StoreRefused) if fails else contextlib.nullcontext(), own_errors():
-        dcp.save({"w": torch.ones(3)}, storage_writer=FileWriter(server.place), no_dist=True)
+    with pytest.raises(StoreRefused) if fails else contextlib.nullcontext():
+        save({"w": torch.ones(3)}, server.place)
     gateway.act = lambda *_: None
     for left in (4, 3):
-        dcp.save({"w": torch.ones(4)}, storage_writer=FileWriter(server.place), no_dist=True)
+        save({"w": torch.ones(4)}, server.place)
         assert len(objects(server.url, server.prefix)) == left
         days_later()
-
-
-@pytest.mark.parametrize("first", [True, False], ids=["where nothing is", "where a checkpoint is"])
-def test_a_save_that_commits_between_the_look_and_the_write_stays(server, monkeypatch, first):
-    if not first:
-        dcp.save({"u": torch.ones(2)}, storage_writer=FileWriter(server.place), no_dist=True)
-    moments = []
-
-    def reached(moment, _):
-        if moment == "checked" and not moments:
-            moments.append(moment)
-            # It began later, and so it wins.
-            dcp.save({"v": torch.ones(3)}, storage_writer=FileWriter(server.place), no_dist=True)
-
-    monkeypatch.setattr(commits, "reached", reached)
-    with pytest.raises(IncompleteCheckpoint, match="began later has finished before"), own_errors():
-        dcp.save({"w": torch.ones(5)}, storage_writer=FileWriter(server.place), no_dist=True)
-    into = {"v": torch.zeros(3)}
-    dcp.load(into, storage_reader=FileReader(server.place), no_dist=True)
-    assert into["v"].tolist() == [1, 1, 1]
-    assert len(objects(server.url, server.prefix)) == 3

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
+from dcp_doors import load, save
 
 from stand_in import stand_in
-from tensorferry.dcp import FileReader, FileWriter
 from tensorferry.memory import late
 
 MIB = 1 << 20
@@ -32,10 +31,9 @@ def state(device, seed):
 def test_all_of_it_comes_back(server, device):
     for seed in (1.0, 2.0):
         saved = state(device, seed)
-        dcp.save(saved, storage_writer=FileWriter(server.place), no_dist=True)
+        save(saved, server.place)
         found = {name: torch.zeros(value.shape) for name, value in saved.items()}
-        found["sparse"] = found["sparse"].to_sparse()
-        dcp.load(found, storage_reader=FileReader(server.place), no_dist=True)
+        found = load(found | {"sparse": found["sparse"].to_sparse()}, server.place)
         for name, value in saved.items():
             assert torch.equal(found[name].to_dense(), value.to_dense()), name
     assert len(device.pinned_bytes) == 1

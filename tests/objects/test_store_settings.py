@@ -6,7 +6,7 @@ import os
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
+from dcp_doors import save
 
 from stores import KEYS, Gateway, objects
 from tensorferry.dcp import FileWriter, own_errors
@@ -35,8 +35,7 @@ def test_all_requests_go_to_the_endpoint_of_the_options(server, monkeypatch, nam
         given = {**options(there.url), name: there.url}
         if name != "endpoint":
             del given["endpoint"]
-        writer = FileWriter(server.place, store_options=given)
-        dcp.save({"w": torch.ones(3)}, storage_writer=writer, no_dist=True)
+        save({"w": torch.ones(3)}, server.place, store_options=given)
         assert len(objects(server.url, server.prefix)) == 3
 
 
@@ -47,8 +46,7 @@ def test_all_requests_go_to_the_endpoint_of_the_options(server, monkeypatch, nam
 )
 def test_bodies_have_a_checksum_that_is_signed_and_are_signed_themselves_where_that_is_said(server, said, signs):
     with Gateway(server.url) as there:
-        writer = FileWriter(server.place, store_options={**options(there.url), **said})
-        dcp.save({"w": torch.ones(3)}, storage_writer=writer, no_dist=True)
+        save({"w": torch.ones(3)}, server.place, store_options={**options(there.url), **said})
         puts = [headers for (method, _), headers in zip(there.seen, there.headers, strict=True) if method == "PUT"]
     assert len(puts) == 3
     for headers in puts:

@@ -12,11 +12,10 @@ from datetime import timedelta
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
+from dcp_doors import load, save
 
 from stores import BUCKET, environment
 from tensorferry.checkpointing import SyncCheckpointer, latest_checkpoint, load_file
-from tensorferry.dcp import FileReader, FileWriter, own_errors
 from tensorferry.errors import ConnectError, IncompleteCheckpoint, InvalidArgument, TensorferryError
 from tensorferry.storage.objects import client
 
@@ -88,21 +87,11 @@ def certificates(tmp_path_factory):
     return folder / "ca.pem", (folder / "own.pem", folder / "own.key")
 
 
-def save(place=PLACE):
-    with own_errors():
-        dcp.save({"w": torch.ones(2)}, storage_writer=FileWriter(place, timeout=TIMEOUT), no_dist=True)
-
-
-def load(place=PLACE):
-    with own_errors():
-        dcp.load({"w": torch.ones(2)}, storage_reader=FileReader(place, timeout=TIMEOUT), no_dist=True)
-
-
 DOORS = {
     "latest": lambda: latest_checkpoint(PLACE, timeout=TIMEOUT),
     "load_file": lambda: load_file(f"{PLACE}/x.pt", timeout=TIMEOUT),
-    "save": save,
-    "load": load,
+    "save": lambda: save({"w": torch.ones(2)}, PLACE, timeout=TIMEOUT),
+    "load": lambda: load({"w": torch.ones(2)}, PLACE, timeout=TIMEOUT),
     "checkpointer saves": lambda: SyncCheckpointer(patience=60).save(PLACE, {"w": torch.ones(2)}),
     "checkpointer loads": lambda: SyncCheckpointer(patience=60).load(PLACE),
 }
@@ -128,7 +117,7 @@ def test_an_address_at_which_nothing_listens_is_named_with_the_cause(at, door):
 def test_an_endpoint_that_is_no_url_is_refused(at):
     at("me:secret-1@127.0.0.1:9000")
     with pytest.raises(InvalidArgument, match="must be a URL such as https://host:9000"):
-        load()
+        DOORS["load"]()
 
 
 @pytest.mark.process
@@ -156,4 +145,4 @@ def test_a_bundle_that_cannot_be_read_is_named(at, monkeypatch):
     at("https://127.0.0.1:9")
     monkeypatch.setenv("AWS_CA_BUNDLE", "/there/is/none.pem")
     with pytest.raises(InvalidArgument, match=r"AWS_CA_BUNDLE=/there/is/none\.pem"):
-        load()
+        DOORS["load"]()
