@@ -33,12 +33,12 @@ class Rank:
         del world
         self.rank = rank
 
-    def load(self, variables, place, options):
+    def load(self, variables, place):
         """Returns whether all is right, and what was read."""
         os.environ.update(variables)
         expected = weights()
         found = {name: torch.zeros_like(one) for name, one in expected.items()}
-        reader = FileReader(place, **options)
+        reader = FileReader(place)
         with own_errors():
             dcp.load(found, storage_reader=reader)
         return all(torch.equal(found[name], one) for name, one in expected.items()), reader.report
@@ -88,11 +88,10 @@ def counted(server):
         yield gateway, sent
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_the_store_sends_once_what_all_need(counted, server, world):
-    gateway, sent = counted
+def test_the_store_sends_once_what_all_need(counted, server):
+    (gateway, sent), world = counted, 3
     with job_of(world) as job:
-        results = job("load", environment(gateway.url), server.place, {})
+        results = job("load", environment(gateway.url), server.place)
     assert all(equal for equal, _ in results), results
     assert sum(sent) < 1.1 * (24 << 20), results
     for _, report in results:
@@ -105,14 +104,3 @@ def test_of_a_load_that_failed_elsewhere_no_server_stays(counted, server):
     gateway, _ = counted
     with job_of(2) as job:
         assert job("load_that_fails", environment(gateway.url), server.place) == [(True, False)] * 2
-
-
-@pytest.mark.parametrize("side", ["reader", "environment"])
-def test_each_reads_for_itself_where_that_is_wanted(counted, server, side):
-    gateway, sent = counted
-    variables = {"TENSORFERRY_RELAY": "0"} if side == "environment" else {}
-    with job_of(2) as job:
-        options = {"relay": False} if side == "reader" else {}
-        results = job("load", environment(gateway.url) | variables, server.place, options)
-    assert [(equal, report["relayed"]) for equal, report in results] == [(True, 0)] * 2
-    assert sum(sent) >= 48 << 20

@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import random
 import time
-from collections import Counter
 from datetime import timedelta
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
+from dcp_doors import load, save
 
 from stores import SLOW_DOWN, objects
-from tensorferry.dcp import FileReader, FileWriter, own_errors
 from tensorferry.errors import IncompleteCheckpoint, TensorferryError
 from tensorferry.storage import leftovers
 from tensorferry.storage.objects import client, reader, upload
@@ -48,7 +46,7 @@ def changed(rng):
     return change
 
 
-def schedule(rng, done):
+def schedule(rng):
     """Returns what a gateway does: the same faults for the same numbers of requests."""
     share = rng.choice((0.03, 0.15, 0.5))
     kinds = ["slow down", "error", "break", "lost", "stall", "changed"]
@@ -61,7 +59,6 @@ def schedule(rng, done):
             return None
         if kind == "changed" and method != "GET":
             kind = "lost"
-        done[kind] += 1
         return {
             "slow down": SLOW_DOWN,
             "error": (rng.choice((500, 502, 503, 429)), b""),
@@ -80,40 +77,29 @@ def state(rng, number):
     return {f"w{at}": torch.full((length,), float(number)) for at, length in enumerate(lengths)}
 
 
-def ended(work):
-    """Returns the error with which it ends in time; ``None`` without one."""
+def ended(work, value, place):
+    """Returns the error with which it ends in time; without one, what it returns."""
     began = time.monotonic()
     try:
-        with own_errors():
-            work()
+        return work(value, place, timeout=timedelta(seconds=TIMEOUT_S))
     except TensorferryError as e:
         return e
     finally:
         assert time.monotonic() - began < TIMEOUT_S + LATE_S
-    return None
 
 
-def save(place, value):
-    writer = FileWriter(place, timeout=timedelta(seconds=TIMEOUT_S))
-    return ended(lambda: dcp.save(value, storage_writer=writer, no_dist=True))
-
-
-def load(place, value):
+def loaded(value, place):
     """Returns the error, or which save the state is of."""
-    into = {name: torch.zeros_like(tensor) for name, tensor in value.items()}
-    reader_ = FileReader(place, timeout=timedelta(seconds=TIMEOUT_S))
-    error = ended(lambda: dcp.load(into, storage_reader=reader_, no_dist=True))
-    if error is not None:
-        return error
-    (found,) = set(torch.cat(list(into.values())).tolist())
-    return int(found)
+    if isinstance(found := ended(load, value, place), TensorferryError):
+        return found
+    (number,) = torch.cat(list(found.values())).unique()
+    return int(number)
 
 
 def test_no_schedule_of_faults_leads_to_a_wrong_byte_or_a_hang(gateway, server, monkeypatch, pytestconfig):
     monkeypatch.setattr(upload, "PART", 5 << 20)
     monkeypatch.setattr(reader, "_STALL_S", 0.4)
     monkeypatch.setattr(client, "STALL_S", 0.8)
-    told, faults = Counter(), Counter()
     seeds = range(pytestconfig.getoption("--fuzz-seed"), 1 << 30)[: pytestconfig.getoption("--fault-schedules")]
     for seed in seeds:
         rng, place, last = random.Random(seed), f"{server.place}/{seed}", 0
@@ -121,12 +107,11 @@ def test_no_schedule_of_faults_leads_to_a_wrong_byte_or_a_hang(gateway, server, 
         for number in range(1, 4):
             value = state(random.Random(shapes), number)
             gateway.seen.clear()
-            gateway.act = schedule(rng, faults)
-            error = save(place, value)
-            told["saved" if error is None else f"save: {type(error).__name__}"] += 1
-            under_faults = load(place, value)
+            gateway.act = schedule(rng)
+            error = ended(save, value, place)
+            under_faults = loaded(value, place)
             gateway.act = lambda *_: None
-            found = load(place, value)
+            found = loaded(value, place)
             # A save whose answers were lost may be committed, although it has failed.
             if error is None:
                 assert found == number, (seed, number, found)
@@ -136,14 +121,12 @@ def test_no_schedule_of_faults_leads_to_a_wrong_byte_or_a_hang(gateway, server, 
                 assert found in {last, number} - {0}, (seed, number, found, error)
             if isinstance(under_faults, int):
                 assert under_faults == found, (seed, number)
-            told["loaded" if isinstance(under_faults, int) else f"load: {type(under_faults).__name__}"] += 1
             last = found if isinstance(found, int) else 0
         # What a save had sent when it gave up may arrive later than the next one looks.
         gateway.settle()
         # A day later, nothing is left of those that have failed. With as much time as busy cores need:
         with monkeypatch.context() as later:
             later.setattr(leftovers, "_ABANDONED_S", -60.0)
-            dcp.save(value, storage_writer=FileWriter(place, timeout=timedelta(seconds=60)), no_dist=True)
+            save(value, place, timeout=timedelta(seconds=60))
         folder = f"{server.prefix}/{seed}"
         assert len(objects(server.url, f"{folder}/")) == 3, seed
-    print(f"{len(seeds)} schedules: {dict(told)}; faults: {dict(faults)}")
