@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from unittest import mock
 
 import pytest
 from placed import Placement, digest, expected, perform, sharded_state
@@ -33,20 +34,25 @@ def save(kept, variables, url, value=0, sizes=PLACE):
     return None
 
 
-def load(kept, variables, url, value=0, sizes=(1, 1, 2)):
+def load(kept, variables, url, value=0, sizes=(1, 1, 2), is_shared=False):
+    """Returns an error; or, if ranks read for each other, what they have read."""
     import tensorferry.megatron as ours
 
-    del kept
     os.environ.update(variables)
-    place = Placement(*sizes)
+    place, strategy = Placement(*sizes), None
+    if is_shared:
+        group = kept.setdefault("all", place.group())
+        strategy = ours.TwoStageDataParallelLoadShardedStrategy(group, interface="127.0.0.1")
     try:
-        found = ours.load(sharded_state(place, empty=True), url)
+        # The state is small.
+        with mock.patch("tensorferry.storage.divided.LEAST_BYTES", 1):
+            found = ours.load(sharded_state(place, empty=True), url, strategy)
     except Exception as e:
         return f"{type(e).__name__}: {e}"
     assert ours.load_content_metadata(url) == {"by": value}
     found.pop("content_metadata")
     assert digest(found) == expected(place, value=value)
-    return None
+    return strategy.report if is_shared else None
 
 
 def test_a_checkpoint_in_a_bucket_is_one_in_a_folder(host, address, tmp_path):
@@ -113,25 +119,9 @@ def test_every_rank_raises_what_a_store_says(host, address):
     assert ranks.run(load, variables, url, 1) == [None, None]
 
 
-def load_once(kept, variables, url):
-    from unittest import mock
-
-    import tensorferry.megatron as ours
-
-    os.environ.update(variables)
-    place = Placement(1, 1, 2)
-    group = kept.setdefault("all", place.group())
-    strategy = ours.TwoStageDataParallelLoadShardedStrategy(group, interface="127.0.0.1")
-    # The state is small.
-    with mock.patch("tensorferry.storage.divided.LEAST_BYTES", 1):
-        found = ours.load(sharded_state(place, empty=True), url, strategy)
-    found.pop("content_metadata")
-    assert digest(found) == expected(place, value=3)
-    return strategy.report
-
-
 def test_ranks_read_from_a_bucket_once_what_several_of_them_need(host, address):
     variables, url = environment(address), f"s3://{BUCKET}/once"
     ranks = host.job(2)
     assert ranks.run(save, variables, url, 3) == [None, None]
-    assert all(report["relayed"] > 0 for report in ranks.run(load_once, variables, url))
+    for report in ranks.run(load, variables, url, 3, (1, 1, 2), True):
+        assert report["relayed"] > 0

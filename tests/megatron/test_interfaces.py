@@ -59,32 +59,6 @@ def test_a_strategy_that_is_called_itself_loads_what_it_has_saved_and_lists_what
     assert ("common_state/shard_0_1" in whole) == (each_host.release.startswith("0.19"))
 
 
-def load_without_state(kept, folder):
-    from unittest import mock
-
-    from megatron.core.dist_checkpointing import ShardedTensor
-
-    import tensorferry.megatron as ours
-    from tensorferry.state import optimizers
-
-    del kept
-
-    def state(*keys):
-        return {key: ShardedTensor.from_rank_offsets(key, torch.ones(2), replica_id=0) for key in keys}
-
-    keys = ["w", "optimizer.fp32_param.w", "optimizer.state.exp_avg.w"]
-    ours.save_strategy().save(state(*keys), folder)
-    with mock.patch.object(optimizers, "logger") as logger:
-        for asked in (keys, keys[:1], keys[:2]):
-            assert not logger.warning.called
-            ours.load_strategy().load(state(*asked), folder)
-    assert "optimizer.state" in str(logger.warning.call_args)
-
-
-def test_a_load_that_leaves_an_optimizer_without_its_state_warns(host, tmp_path):
-    host.job(1).run(load_without_state, str(tmp_path))
-
-
 def look(kept):
     from importlib import import_module
     from importlib.util import find_spec

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from placed import Placement, digest, expected, perform, sharded_state
+from placed import Placement, digest, expected, perform, save, sharded_state
 
 pytestmark = pytest.mark.process
 
@@ -163,13 +163,6 @@ def test_a_killed_writer_is_an_error_on_every_rank_and_the_checkpoint_before_sta
     for text, before, after in host.job(2).run(kill_writer, str(tmp_path)):
         assert re.search(r"has ended without writing it: .* Save again \(rank 1\)", text)
         assert (before, after) == (True, True)
-
-
-def save(kept, folder, value):
-    import tensorferry.megatron as ours
-
-    kept["place"] = Placement(*PLACE)
-    ours.save(sharded_state(kept["place"], value=value), folder)
 
 
 def ask(kept, folder):

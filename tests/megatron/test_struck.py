@@ -142,6 +142,31 @@ def strike(job, victim, way):
     return told
 
 
+def try_to_strike(host, folder, job, phase, victim, way, at_once=False):
+    """Has ranks do something until one of them is struck; returns what each says, once the checkpoint was looked at."""
+    folder.mkdir()
+    try:
+        job.run(save, str(folder))
+        if at_once:
+            os.kill(job.pids[victim], SIGNALS[way])
+        job.start(go_on, phase, str(folder))
+        time.sleep(0.1 + random.random() * 0.4)
+        told = strike(job, victim, way)
+        if way == "stopped":
+            # It finds out when it goes on.
+            os.kill(job.pids[victim], signal.SIGCONT)
+            assert job._pipes[victim].poll(40)
+            told[victim] = job._pipes[victim].recv()[1]
+    finally:
+        job.kill()
+    for rank, text in told.items():
+        own = {"interrupted": "KeyboardInterrupt", "raises": "struck"}.get(way) if rank == victim else None
+        assert re.search(own or "^cannot (save|load|write|spread)", text), (phase, way, victim, rank, text)
+    (numbers,) = {frozenset(one) for one in host.job(2).run(check, str(folder))}
+    assert len(numbers) == 1, (phase, way, numbers)
+    return told
+
+
 def test_all_others_raise_and_the_checkpoint_before_stays(host, tmp_path, pytestconfig):
     random.seed(pytestconfig.getoption("--fuzz-seed"))
     rounds = max(1, pytestconfig.getoption("--kills") * 6 // 10)
@@ -149,25 +174,8 @@ def test_all_others_raise_and_the_checkpoint_before_stays(host, tmp_path, pytest
     for number in range(rounds):
         phase, way = PHASES[number % len(PHASES)], list(SIGNALS)[(number + number // len(PHASES)) % len(SIGNALS)]
         world = random.choice((2, 4))
-        victim = random.randrange(world)
-        folder = tmp_path / f"{number}"
-        folder.mkdir()
         job = Job(host, world, GROUP_S, over_tcp=True)
-        try:
-            job.run(save, str(folder))
-            job.start(go_on, phase, str(folder))
-            time.sleep(0.1 + random.random() * 0.4)
-            told = strike(job, victim, way)
-        finally:
-            job.kill()
-        for rank, text in told.items():
-            where = (number, phase, way, victim, rank, text)
-            if rank == victim:
-                assert re.search("KeyboardInterrupt" if way == "interrupted" else "struck", text), where
-            else:
-                assert re.match("cannot (save|load|write|spread)", text), where
-        (numbers,) = {frozenset(one) for one in host.job(2).run(check, str(folder))}
-        assert len(numbers) == 1, (phase, way, numbers)
+        try_to_strike(host, tmp_path / str(number), job, phase, random.randrange(world), way)
 
 
 def hurry(kept):
@@ -181,28 +189,8 @@ def test_a_stopped_rank_that_hosts_the_store_makes_nobody_wait_for_ever(host, tm
     """As without torchrun: the store does not answer either, whatever its time-out."""
     random.seed(pytestconfig.getoption("--fuzz-seed"))
     for number in range(max(2, pytestconfig.getoption("--kills") // 5)):
-        phase = ("save", "load", "load two-stage", "save in the background")[number % 4]
-        folder = tmp_path / str(number)
-        folder.mkdir()
         job = Job(host, 2, GROUP_S, hosts=0)
-        try:
-            job.run(hurry)
-            job.run(save, str(folder))
-            if number % 2:
-                # Before it comes: the others cannot even ask the store whether it has.
-                os.kill(job.pids[0], signal.SIGSTOP)
-            job.start(go_on, phase, str(folder))
-            time.sleep(0.1 + random.random() * 0.4)
-            told = strike(job, 0, "stopped")
-            if number % 2:
-                assert "the store of the process group has not answered within 7 s" in told[1]
-            # It finds out when it goes on.
-            os.kill(job.pids[0], signal.SIGCONT)
-            assert job._pipes[0].poll(40)
-            told[0] = job._pipes[0].recv()[1]
-        finally:
-            job.kill()
-        for rank, text in told.items():
-            assert re.match("cannot (save|load|write|spread)", text), (phase, rank, text)
-        (numbers,) = {frozenset(one) for one in host.job(2).run(check, str(folder))}
-        assert len(numbers) == 1, (phase, numbers)
+        job.run(hurry)
+        # Before it comes, the others cannot even ask the store whether it has.
+        told = try_to_strike(host, tmp_path / str(number), job, PHASES[number % 4], 0, "stopped", number % 2 == 1)
+        assert number % 2 == 0 or "the store of the process group has not answered within 7 s" in told[1]

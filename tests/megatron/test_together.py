@@ -89,25 +89,6 @@ def unmatched(kept, folder, how):
     return outcome(lambda: ours.load(state(rank, world), folder, strategy))
 
 
-def interrupt(kept, folder):
-    import tensorferry.megatron as ours
-
-    del kept
-    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
-
-    class Interrupts:
-        def __reduce__(self):
-            raise KeyboardInterrupt
-
-    from megatron.core.dist_checkpointing.mapping import ShardedObject
-
-    with_object = state(rank, world) | {"o": ShardedObject("o", Interrupts() if rank else 1, (world,), (rank,))}
-    try:
-        return outcome(lambda: ours.save(with_object, folder))
-    except KeyboardInterrupt:
-        return "interrupted"
-
-
 UNMATCHED = {
     "save and load": r"it is about to save, and rank 0 to load: call one function on all ranks, .* \(rank 1\)",
     "strategies": "load in different ways, LoadStrategy and TwoStage.*: make the same strategy on all ranks",
@@ -120,13 +101,6 @@ def test_ranks_that_do_different_things_are_told(host, tmp_path):
     for how, text in UNMATCHED.items():
         for one in host.job(3).run(unmatched, str(tmp_path), how):
             assert re.search(text, one), (how, one)
-
-
-def test_ctrl_c_on_one_rank_is_told_to_the_others(host, tmp_path):
-    first, second = host.job(2).run(interrupt, str(tmp_path))
-    assert "KeyboardInterrupt" in first
-    assert "(rank 1)" in first
-    assert "KeyboardInterrupt" in second
 
 
 def interrupt_between(kept, folder, where):
