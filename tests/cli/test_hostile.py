@@ -19,7 +19,7 @@ import hostile_servers
 from fuzzing import status
 from tensorferry._native import Remote
 from tensorferry.cli import exits, peers
-from tensorferry.storage.download import partial_of
+from tensorferry.cli.download import partial_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable

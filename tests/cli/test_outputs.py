@@ -19,8 +19,7 @@ from commands import command, incomplete, make_state, until, write_archive, writ
 from equality import assert_same_state
 from nights import mostly_at_night
 from tensorferry.checkpointing import SyncCheckpointer, load_file
-from tensorferry.cli import conversion, exits
-from tensorferry.storage import download
+from tensorferry.cli import conversion, download, exits
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -18,6 +18,7 @@ from equality import assert_same_state
 from nights import mostly_at_night
 from tensorferry.checkpointing import SyncCheckpointer, load_file
 from tensorferry.cli import exits
+from tensorferry.cli.download import Download, partial_of
 from tensorferry.cli.peers import TIMEOUT, open_source
 from tensorferry.dcp import FileReader, PeerWriter
 from tensorferry.errors import InvalidArgument, ProtocolError, SystemRefused, UnprovenSource
@@ -25,7 +26,6 @@ from tensorferry.memory.accelerator import ACCELERATOR
 from tensorferry.memory.staging import HostStager
 from tensorferry.state.snapshot import StateSnapshot
 from tensorferry.storage import commits
-from tensorferry.storage.download import Download, partial_of
 from tensorferry.storage.folder import INDEX
 from tensorferry.storage.folder_save import FolderSave, SaveId
 

@@ -12,11 +12,10 @@ import torch.distributed.checkpoint as dcp
 from stores import Gateway, client, objects, put_folder
 from tensorferry import HTTPTransport
 from tensorferry.checkpointing import SyncCheckpointer, load_file
-from tensorferry.cli import copying, exits, places
+from tensorferry.cli import copies, copying, exits, places
 from tensorferry.cli.app import run
 from tensorferry.dcp import FileWriter
 from tensorferry.errors import SourceChanged
-from tensorferry.storage import copies
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 

@@ -29,7 +29,7 @@ from tensorferry.errors import (
     SystemRefused,
     TensorferryError,
 )
-from tensorferry.storage.objects import bucket, reader, upload
+from tensorferry.storage.objects import bucket, reader, requests, upload
 from tensorferry.storage.objects import client as making
 from tensorferry.storage.objects.requests import Calls, Deadline
 from tensorferry.storage.places import any_place
@@ -212,6 +212,13 @@ def test_an_exit_waits_for_what_was_cancelled_just_before(cancel):
         # What a caller cancels is cancelled in the loop.
         asyncio.run_coroutine_threadsafe(asyncio.sleep(0), making.loop()).result(10)
         assert making.loop().cancelled >= before
+
+
+def test_a_request_that_outlives_its_deadline_is_given_up(monkeypatch):
+    """As one that does not end although it was told to."""
+    monkeypatch.setattr(requests, "_LATE_S", 0.0)
+    with pytest.raises(FetchTimeout, match="x: reading it"):
+        Calls(Deadline(0.1)).finish(concurrent.futures.Future(), "x", "reading it")
 
 
 @pytest.mark.usefixtures("server")

@@ -15,7 +15,6 @@ from .._validate import brief
 from ..dcp import marker
 from ..errors import CorruptCheckpoint, IncompleteCheckpoint, InvalidArgument, SystemRefused
 from ..storage import commits
-from ..storage.copies import Check, download_folder, read_index, refuse_taken, unchecked, upload_folder, upload_new
 from ..storage.folder import INDEX
 from ..storage.objects.download import download_file
 from ..storage.objects.place import ObjectPlace
@@ -24,6 +23,7 @@ from ..storage.places import AnyPlace
 from ..storage.settled import read_settled
 from ..storage.stores import store_of
 from ..storage.whole_files import is_file, listed, subfolders
+from .copies import Check, download_folder, read_index, refuse_taken, unchecked, upload_folder, upload_new
 from .intact import require_undamaged
 from .places import CheckpointKind, Place
 

@@ -13,8 +13,8 @@ from .._native import FilePages, Stored, Table
 from ..errors import SourceChanged, SystemRefused, UnsupportedLeaf
 from ..storage import foreign, reserved
 from ..storage.container import VERSION, Container
-from ..storage.download import PULLED
 from ..storage.places import AnyPlace
+from .download import PULLED
 
 #: A row of what is published counts dimensions in one byte.
 _MOST_DIMENSIONS = 255

@@ -222,7 +222,7 @@ def checkpoint_that_was_not_pulled(folder: Path) -> str | None:
     ``None`` if there is no such checkpoint.
     """
     from ..storage import commits
-    from ..storage.download import was_pulled
+    from .download import was_pulled
 
     torch_index = folder / marker.NAME
     if _holds_megatron(folder):

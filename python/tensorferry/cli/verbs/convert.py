@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ...errors import InvalidArgument, ProtocolError, TensorferryError
-from ...storage.copies import scratch_folder
 from ...storage.objects.place import ObjectPlace
 from ...storage.places import AnyPlace, any_place, is_store_url
 from .. import console, copying, exits, places
+from ..copies import scratch_folder
 from ..places import CheckpointKind
 
 #: What can be written.

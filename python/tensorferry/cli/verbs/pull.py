@@ -20,14 +20,14 @@ from ...errors import InvalidArgument, ProtocolError, SystemRefused, Tensorferry
 from ...net.options import ServerOptions, wants_relay
 from ...net.serve import relaying
 from ...storage import commits, leftovers, reserved
-from ...storage.copies import scratch_folder
-from ...storage.download import Download, partial_of, remove_others, was_pulled
 from ...storage.folder import INDEX
 from ...storage.folder_save import FolderSave, SaveId
 from ...storage.places import AnyPlace, any_place, begun, is_store_url, local_path
 from ...storage.whole_files import remove_empty
 from .. import console, copying, exits, peers, places
+from ..copies import scratch_folder
 from ..distributed import write_index
+from ..download import Download, partial_of, remove_others, was_pulled
 
 if TYPE_CHECKING:
     from ..._native import Remote, Server

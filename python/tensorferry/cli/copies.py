@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import TypeAlias
 
 from ..errors import InvalidArgument, SourceChanged, SystemRefused, TensorferryError
-from .objects.bucket import put_new
-from .objects.download import download_file
-from .objects.place import ObjectPlace
-from .objects.upload import upload_file
-from .places import AnyPlace
-from .whole_files import read_whole, sync_folder, write_whole
+from ..storage.objects.bucket import put_new
+from ..storage.objects.download import download_file
+from ..storage.objects.place import ObjectPlace
+from ..storage.objects.upload import upload_file
+from ..storage.places import AnyPlace
+from ..storage.whole_files import read_whole, sync_folder, write_whole
 
 logger = logging.getLogger("tensorferry")
 

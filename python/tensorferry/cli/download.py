@@ -21,9 +21,9 @@ from typing import Any
 
 from .._native import FilePages, Remote, Report, Stored, _seal_file
 from ..errors import InvalidArgument, ProtocolError, SystemRefused, TensorferryError
-from .pending import rename_new, stem
-from .reserved import DIGESTS
-from .whole_files import open_at_once, sync_folder
+from ..storage.pending import rename_new, stem
+from ..storage.reserved import DIGESTS
+from ..storage.whole_files import open_at_once, sync_folder
 
 #: The payload of a file begins at a multiple of this.
 _PAGE = 4096
