@@ -42,25 +42,6 @@ def test_a_save_in_a_forked_process_holds_the_state_as_it_was(each_host, tmp_pat
         assert found == wanted
 
 
-def send(kept):
-    from multiprocessing.reduction import ForkingPickler
-
-    from tensorferry.megatron.save_job import HeldData
-
-    del kept
-    data = torch.arange(5.0)
-    at = data.data_ptr()
-    sent = ForkingPickler.loads(bytes(ForkingPickler.dumps(HeldData([data, b"object"]))))
-    data.fill_(99)
-    return (data.data_ptr() == at and not data.is_shared()), [
-        one if isinstance(one, bytes) else one.tolist() for one in sent.on_host()
-    ]
-
-
-def test_what_is_sent_to_a_spawned_process_is_a_copy(alone):
-    assert alone.run(send) == [(True, [[0, 1, 2, 3, 4], b"object"])]
-
-
 def save_by_worker(kept, folders):
     from unittest import mock
 

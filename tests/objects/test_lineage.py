@@ -78,19 +78,6 @@ def test_what_a_run_was_made_from_stays_unless_its_name_differs_in_the_step_alon
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("with_steps", [True, False])
-def test_one_run_keeps_its_last_checkpoints(root, with_steps) -> None:
-    run = SyncCheckpointer(keep_last=2)
-    for step in (8, 9, 10, 11):
-        save(run, root / f"step-{step:05d}", step, step if with_steps else None)
-    assert root.checkpoints() == ["step-00010", "step-00011"]
-    # One that is saved again is the newest.
-    save(run, root / "step-00010", 10, 10 if with_steps else None)
-    save(run, root / "step-00012", 12, 12 if with_steps else None)
-    assert root.checkpoints() == ["step-00010", "step-00012"]
-
-
-@pytest.mark.process
 @pytest.mark.parametrize("loads", [True, False])
 def test_a_run_that_goes_on_removes_what_it_goes_on_from(root, loads) -> None:
     """It has loaded the newest checkpoint; or it has loaded nothing, and saves beside it under such a name."""
