@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from hostile_pickles import torch_archive
 from tensorferry.cli import states
 from tensorferry.errors import ProtocolError
 from tensorferry.pickles.allowlist import Allowed
@@ -21,26 +22,9 @@ KNOWS_LENGTHS = hasattr(torch._C.PyTorchFileReader, "get_record_size")
 STATE = {"w": torch.arange(64, dtype=torch.float32)}
 
 
-def saved() -> bytes:
-    file = io.BytesIO()
-    torch.save(STATE, file)
-    return file.getvalue()
-
-
-def packed(pickled: bytes | None = None, compression: int = zipfile.ZIP_DEFLATED) -> bytes:
-    """Returns an archive as another tool would pack it, with another pickle if one is given."""
-    file = io.BytesIO()
-    with zipfile.ZipFile(io.BytesIO(saved())) as old, zipfile.ZipFile(file, "w", compression) as new:
-        for record in old.infolist():
-            data = old.read(record)
-            new.writestr(record.filename, pickled if pickled and record.filename.endswith("data.pkl") else data)
-    return file.getvalue()
-
-
 def overlapping(count: int) -> bytes:
     """Returns an archive in which ``count`` names stand for the bytes of one record."""
-    whole = saved()
-    end = whole.rindex(b"PK\x05\x06")
+    whole = torch_archive(state=STATE)
     with zipfile.ZipFile(io.BytesIO(whole)) as archive:
         names = archive.namelist()
         directory = archive.start_dir
@@ -56,12 +40,11 @@ def overlapping(count: int) -> bytes:
     tail = struct.pack(
         "<4sHHHHIIH", b"PK\x05\x06", 0, 0, len(central + more), len(central + more), len(table), directory, 0
     )
-    assert end
     return whole[:directory] + table + tail
 
 
 def test_a_pickle_that_is_compressed_is_not_unpacked(tmp_path: Path) -> None:
-    bomb = packed(b"\x80\x02](" + b"]" * (8 * MIB) + b"e.")
+    bomb = torch_archive(b"\x80\x02](" + b"]" * (8 * MIB) + b"e.", STATE, zipfile.ZIP_DEFLATED)
     assert len(bomb) < MIB // 8
     path = tmp_path / "bomb.pt"
     path.write_bytes(bomb)
@@ -99,7 +82,6 @@ def test_pages_of_a_compressed_record_are_not_taken_for_a_tensor(tmp_path: Path)
 
 def test_what_another_tool_has_packed_without_compression_is_read(tmp_path: Path) -> None:
     path = tmp_path / "stored.pt"
-    path.write_bytes(packed(compression=zipfile.ZIP_STORED))
+    path.write_bytes(torch_archive(state=STATE))
     assert torch.equal(load_file(path, Allowed())["w"], STATE["w"])
     assert torch.equal(states.state_of_archive(path)["w"], STATE["w"])
-    assert torch.equal(unpickled(saved(), "an object", Allowed())["w"], STATE["w"])

@@ -7,7 +7,6 @@ import base64
 import collections
 import datetime
 import decimal
-import fractions
 import io
 import json
 import pickle
@@ -16,9 +15,8 @@ import subprocess
 import sys
 import time
 import types
-import uuid
 from collections.abc import Callable
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,10 +24,9 @@ import pytest
 import torch
 
 import tensorferry
-from hostile_pickles import Raw, again, build, call, global_, new, persistent, read, say, whole
+from hostile_pickles import Raw, again, build, call, global_, new, persistent, read, say, torch_archive, whole
 from pickled_classes import Colour, Holder, a_function
 from tensorferry.pickles.allowlist import Allowed
-from tensorferry.pickles.globals import kinds
 from tensorferry.pickles.globals import table as reviewed
 from tensorferry.pickles.torch_archives import unpickled
 
@@ -67,14 +64,6 @@ def record(module: str, name: str, **fields: Any) -> Raw:
     return build(new(global_(module, name)), fields)
 
 
-def structures(levels: int) -> Raw:
-    made = F4
-    for _ in range(levels):
-        state = (3, "|", None, ("a",), {"a": (made, 0)}, 4, 1, 0)
-        made = build(call(global_("numpy", "dtype"), "V4", False, True), state)
-    return made
-
-
 def quantised(dtype: str, **metadata: bool) -> Raw:
     return call(V2, persistent("typed", 0, dtype), 0, (4,), (1,), False, HOOKS, metadata)
 
@@ -85,23 +74,18 @@ VOID = call(global_("numpy", "dtype"), "V4", False, True)
 
 ATTACKS: dict[str, Any] = {
     "a record of a deep tuple, as a key": {REMOTE: None},
-    "a record of a deep tuple, in a tuple, as a key": {(REMOTE,): None},
-    "a record of a deep tuple, as an element": call(global_("builtins", "frozenset"), [REMOTE]),
     "a record of a deep tuple, if it is a key": REMOTE,
-    "a record that takes for ever, if it is a key": record("torch.distributed.remote_device", "_remote_device", _worker_name=bomb(60), _device=1, _rank=1),
     "records in records, as a key": {Raw(b"".join([new(global_("torch.distributed.remote_device", "_remote_device")) + b"}" + say("_worker_name")] * 2000) + b"N" + b"sb" * 2000): None},
     "an array of objects in an array of objects": build(ARRAY, (1, (1,), OBJECTS, False, [build(ARRAY, (1, (1,), OBJECTS, False, [1]))])),
     "dtypes in dtypes": Raw((VOID + b"(K\x03" + say("|") + b"N" + say(("a",)) + b"}" + say("a")) * 2000 + F4 + b"K\x00\x86sK\x04K\x01K\x00tb" * 2000),
     "a dtype that takes for ever to hash": Raw(F4 + b"\x94" + (b"0" + VOID + b"(K\x03" + say("|") + b"N" + say(("a", "b")) + b"}(" + say("a") + b"h\x00K\x00\x86" + say("b") + b"h\x00K\x00\x86uK\x04K\x01K\x00tbq\x00") * 31),
     **{f"{dtype} without its scales": quantised(dtype) for dtype in ("qint8", "quint4x2")},
     "quantised by v3": call(global_("torch._utils", "_rebuild_tensor_v3"), persistent("typed", 0, "uint8"), 0, (4,), (1,), False, HOOKS, global_("torch", "qint8")),
-    "quantised without memory": call(global_("torch._utils", "_rebuild_meta_tensor_no_storage"), global_("torch", "qint8"), (4,), (1,), False),
     "conj of what is not complex": quantised("float32", conj=True),
     "sparse indices that share memory": call(SPARSE, layout("torch.sparse_coo"), (tensor("int64", 1, 1 << 25, stride=(0, 0)), tensor("float32", 1 << 25, stride=(0,)), (5,), False)),
     "a reference of tuples": Raw(say(("storage", (1, 2), "0", "cpu", 4)) + b"Q"),
     "a reference that takes for ever to print": Raw(b"(" + bomb(60) + say(1) + b"tQ"),
     "a reference of a long text": persistent("typed", 0, "x" * 100_000),
-    "a reference of a huge number": persistent("typed", 1 << 80, "float32"),
     "a reference that is not a tuple": Raw(say("leaf") + b"Q"),
     "one pending built twice for another": Raw(DTYPE + b"2" + say((3, "<", None, None, None, -1, -1, 0)) + b"b0" + say((3, "<", None, None, None, -1, -1, 0)) + b"b" + DTYPE + b"\x86"),
     "an array in itself": Raw(ARRAY + b"q\x20" + b"(K\x01K\x01\x85" + OBJECTS + b"\x89]h\x20atb"),
@@ -117,9 +101,7 @@ ATTACKS: dict[str, Any] = {
     ),
     "ndarray called": call(global_("numpy", "ndarray"), (10**12,)),
     "dtype of objects by flags": build(call(global_("numpy", "dtype"), "V8", False, True), (3, "|", None, ("a",), {"a": (OBJECTS, 0)}, 4, 1, 27)),
-    "structures in structures": structures(100),
     "dtype of dtypes": call(global_("numpy", "dtype"), "f4,O", False, True),
-    "array without state": ARRAY,
     "dtype without state": DTYPE,
     "scalar of an object": call(global_("numpy._core.multiarray", "scalar"), OBJECTS, b"\x41" * 8),
     "scalar too short": call(global_("numpy._core.multiarray", "scalar"), F4, b"\x41"),
@@ -129,30 +111,16 @@ ATTACKS: dict[str, Any] = {
     "a method hidden": build(persistent("leaf", 0), {"size": 3}),
     "a class set": build(call(global_("types", "SimpleNamespace")), {"__class__": global_("builtins", "dict")}),
     "from_type of any function": call(global_("torch._tensor", "_rebuild_from_type_v2"), global_("builtins", "dict"), global_("torch", "Tensor"), (), {}),
-    "from_type to a DTensor": call(
-        global_("torch._tensor", "_rebuild_from_type_v2"), V2, global_("torch.distributed.tensor", "DTensor"),
-        (FLOATS, 0, (2,), (1,), False, HOOKS), {},
-    ),
     "a wrapper as a Tensor": call(
         global_("torch._tensor", "_rebuild_from_type_v2"), global_("torch._utils", "_rebuild_wrapper_subclass"),
         global_("torch", "Tensor"),
         (global_("torch.distributed.tensor", "DTensor"), NO, (8,), (1,), 0, layout("torch.strided"), "cpu", False), {},
     ),
-    "Tensor as a wrapper": call(
-        global_("torch._utils", "_rebuild_wrapper_subclass"), global_("torch", "Tensor"), NO, (8,), (1,), 0,
-        layout("torch.strided"), "cpu", False,
-    ),
     "tensor beyond its storage": tensor("float32", 1000),
-    "tensor by a huge offset": tensor("float32", 1, offset=1 << 40),
     "tensor by a huge stride": tensor("float32", 2, stride=(1 << 61,)),
     "tensor of a huge size": tensor("float32", 1 << 62, stride=(0,)),
-    "tensor of negative stride": tensor("float32", 2, stride=(-1,)),
     "v3 beyond its storage": call(global_("torch._utils", "_rebuild_tensor_v3"), FLOATS, 0, (64,), (1,), False, HOOKS, global_("torch", "complex64")),
     "hooks": call(V2, FLOATS, 0, (2,), (1,), True, {1: global_("builtins", "dict")}),
-    "sparse, indices outside": call(
-        global_("torch._utils", "_rebuild_sparse_tensor"), layout("torch.sparse_coo"),
-        (tensor("int64", 1, 2, stride=(2, 1)), tensor("float32", 2), (1,), True),
-    ),
     "sparse rows outside": call(
         global_("torch._utils", "_rebuild_sparse_tensor"), layout("torch.sparse_csr"),
         (tensor("int64", 2), tensor("int64", 2), tensor("float32", 2), (1, 1)),
@@ -174,8 +142,6 @@ ATTACKS: dict[str, Any] = {
     "bytearray8 of 2**60": Raw(b"\x96" + (1 << 60).to_bytes(8, "little")),
     "memo at 2**32": Raw(b"Nr\xff\xff\xff\xff" * 2 + b"0" + b"j\xfe\xff\xff\xff"),
     "list(range(10**12))": call(global_("builtins", "list"), call(global_("builtins", "range"), 10**12)),
-    "deque(range(10**12))": call(global_("collections", "deque"), call(global_("builtins", "range"), 10**12)),
-    "Size(range(10**12))": call(global_("torch", "Size"), call(global_("builtins", "range"), 10**12)),
     "BytesIO called": call(global_("_io", "BytesIO"), b"x" * 10),
     "BytesIO beyond its end": build(new(global_("_io", "BytesIO")), (b"", 1 << 60, None)),
     "a codec": call(global_("_codecs", "encode"), "x", "bz2_codec"),
@@ -188,18 +154,14 @@ ATTACKS: dict[str, Any] = {
     "a namespace as a namedtuple's class": build(call(global_("types", "SimpleNamespace")), {"_make": global_("builtins", "list")}),
     "a day that is none": call(global_("datetime", "datetime"), b"\x07\xea\x01\xff\xff\xff\xff\xff\xff\xff"),
     "a key that takes for ever to hash": Raw(b"}" + bomb(60) + b"Ns"),
-    "an element that takes for ever": Raw(b"\x8f(" + bomb(60) + b"\x90"),
-    "a frozenset that takes for ever": Raw(b"(" + bomb(60) + b"\x91"),
     "an object that takes for ever, if it is a key": bomb(60),
     "a key deeper than the stack": Raw(b"}" + again((1,), 200_000, b"\x85") + b"Ns"),
     "a set deeper than the stack": call(global_("builtins", "frozenset"), [again((1,), 200_000, b"\x85")]),
     "copies of copies": Raw(say(b"x" * 4000) + b"\x94(" + b"".join(say(global_("builtins", "bytearray")) + b"h\x00\x85R" for _ in range(400)) + b"t"),
     "extension codes": Raw(b"\x82\x01"),
     "an old class": Raw(b"(cbuiltins\nlist\no"),
-    "INST": Raw(b"(ibuiltins\nlist\n"),
     "nothing on the stack": Raw(b"R"),
     "a tuple for arguments": Raw(global_("builtins", "list") + say([]) + b"R"),
-    "a list as a function": Raw(say([]) + b")R"),
     "items of a number": Raw(say(3) + say(4) + b"a"),
     "items of a class": Raw(global_("builtins", "list") + say(4) + b"a"),
     "os.system": call(global_("os", "system"), "true"),
@@ -251,33 +213,20 @@ def test_the_planners_data_goes_through_the_same_machine(monkeypatch: pytest.Mon
     assert not ran
 
 
-def hostile_save(pickled: bytes) -> bytes:
-    """Returns a file of ``torch.save`` in which the pickle is replaced by ``pickled``."""
-    import zipfile
-
-    good, bad = io.BytesIO(), io.BytesIO()
-    torch.save([1], good)
-    with zipfile.ZipFile(good) as old, zipfile.ZipFile(bad, "w") as changed:
-        for entry in old.namelist():
-            changed.writestr(entry, pickled if entry.endswith("data.pkl") else old.read(entry))
-    return bad.getvalue()
-
-
 def test_objects_in_files_go_through_the_same_machine_and_are_written_again(monkeypatch: pytest.MonkeyPatch) -> None:
     from tensorferry.dcp import planner_objects
 
     ran: list[Any] = []
     monkeypatch.setattr("os.system", ran.append)
     with pytest.raises(tensorferry.UnsafePickle, match=r"'?opt\.lr"):
-        planner_objects.rewritten(hostile_save(whole(ATTACKS["os.system"])), "opt.lr", Allowed())
+        planner_objects.rewritten(torch_archive(whole(ATTACKS["os.system"])), "opt.lr", Allowed())
     assert not ran
-    good = io.BytesIO()
-    torch.save({"lr": 0.1, "w": torch.ones(3)}, good)
+    good = torch_archive(state={"lr": 0.1, "w": torch.ones(3)})
     # torch's planner reads its bytes without limits, so none of them may come from the source.
-    handed = planner_objects.rewritten(good.getvalue(), "opt", Allowed())
+    handed = planner_objects.rewritten(good, "opt", Allowed())
     monkeypatch.setattr(planner_objects, "unpickled", lambda *_: "another")
     assert torch.load(io.BytesIO(handed), weights_only=True)["lr"] == 0.1
-    assert torch.load(io.BytesIO(planner_objects.rewritten(good.getvalue(), "opt", Allowed()))) == "another"
+    assert torch.load(io.BytesIO(planner_objects.rewritten(good, "opt", Allowed()))) == "another"
 
 
 def test_every_pickle_from_elsewhere_is_read_by_the_one_machine() -> None:
@@ -328,25 +277,14 @@ def test_what_python_writes_comes_back(protocol: int) -> None:
 #: What hardly any state has: the reader has not reviewed it, and says what to do.
 RARE: dict[str, tuple[Callable[[], Any], list[Any]]] = {
     "numpy.random._pickle.__generator_ctor": (lambda: np.random.default_rng(3), []),
-    "numpy.random._pickle.__randomstate_ctor": (lambda: np.random.RandomState(3), []),
     "decimal.Decimal": (lambda: decimal.Decimal("-1.50"), [decimal.Decimal]),
-    "fractions.Fraction": (lambda: fractions.Fraction(-2, 3), [fractions.Fraction]),
-    "uuid.UUID": (lambda: uuid.UUID(int=5), [uuid.UUID, uuid.SafeUUID]),
     "builtins.slice": (lambda: slice(1, None, 2), [slice]),
-    "_io.StringIO": (lambda: io.StringIO("text"), [io.StringIO]),
     "torch._utils._rebuild_qtensor": (
         lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 3, torch.quint8), [torch._utils._rebuild_qtensor],
-    ),
-    "torch._utils._rebuild_nested_tensor": (
-        lambda: torch.nested.nested_tensor([torch.ones(2)]), [torch._utils._rebuild_nested_tensor],
     ),
     "torch.nested._internal.nested_tensor._rebuild_njt": (
         lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged), [],
     ),
-    "torch.masked.maskedtensor.core.MaskedTensor": (
-        lambda: torch.masked.masked_tensor(torch.ones(2), torch.tensor([True, False])), [torch.masked.MaskedTensor],
-    ),
-    "torch.return_types.max": (lambda: torch.ones(2, 2).max(0), [torch.return_types.max]),
 }  # fmt: skip
 
 
@@ -378,20 +316,14 @@ def test_classes_of_the_users_own_are_read_as_python_reads_them() -> None:
 
 
 def test_an_allowed_class_allows_no_call_of_its_instances_and_no_state_for_its_own() -> None:
-    class Kind(type):
-        pass
-
-    class Made(metaclass=Kind):
+    class Made:
         def __call__(self) -> str:
             return "called"
 
-    allowed = Allowed([Kind, Made])
     cls = global_(Made.__module__, Made.__qualname__)
-    assert type(read(whole(new(cls)), allowed)[0]) is Made
     for hostile in (call(new(cls)), build(cls, (None, {"__call__": 3}))):
         with pytest.raises(tensorferry.UnsafePickle):
-            read(whole(hostile), allowed)
-    assert Made()() == "called"
+            read(whole(hostile), Allowed([Made]))
 
 
 def test_torchs_own_list_of_the_users_classes_counts() -> None:
@@ -420,21 +352,6 @@ def test_what_torch_allows_and_we_have_not_reviewed_is_known() -> None:
         f"torch._utils._rebuild_{what}"
         for what in ("device_tensor_from_numpy", "device_tensor_from_cpu_tensor", "qtensor")
     }
-
-
-def test_a_row_stands_for_the_object_of_its_name() -> None:
-    for module, name in reviewed.names():
-        try:
-            found = reviewed.find(module, name)
-        except LookupError:
-            continue
-        if isinstance(found, kinds.Function):
-            assert not callable(found)
-        elif isinstance(found, type):
-            assert found.__qualname__ == name or found in (Path, PurePath), (module, name)
-            assert kinds.kind_of(found).cls is found
-        else:
-            assert isinstance(found, torch.dtype | torch.qscheme) or found in (..., NotImplemented)
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support:UserWarning")
@@ -474,16 +391,12 @@ objects = build(call(global_("numpy", "dtype"), "O", False, True), (3, "|", None
 shell = call(global_("numpy._core.multiarray", "_reconstruct"), global_("numpy", "ndarray"), (0,), b"b")
 array = shell + b"(K\\x01K\\x01\\x85" + KIND + b"\\x89]" + GET + b"atb" + PUT
 for name, value in {
-    "tuple": chain(b"", b"\\x85"), "list": chain(b"]", b"a"), "dict": chain(b"}K\\x01", b"s"),
-    "ordered": chain(od + b")RK\\x01", b"s"), "ordered's": chain(od + b")R}" + say("a"), b"sb"),
-    "namespace": chain(global_("types", "SimpleNamespace") + b")R}" + say("a"), b"sb"),
+    "tuple": chain(b"", b"\\x85"), "dict": chain(b"}K\\x01", b"s"),
     "deque": chain(deque, b"a"),
-    "deque, outside first": Raw(deque + (deque + b"q\\x07ah\\x07") * N + b"0" * N),
     "deque of its items": Raw(b"N" + (b"q\\x070" + deque[:-2] + b"]h\\x07a\\x85R") * N),
     "defaultdict": chain(global_("collections", "defaultdict") + b"N\\x85RK\\x01", b"s"),
     "array and deque": within(array + deque[:-2] + b"]" + GET + b"a\\x85R"),
     "array and deque that is there": within(array + deque + GET + b"a"),
-    "array and defaultdict": within(array + global_("collections", "defaultdict") + b")RK\\x01" + GET + b"s"),
     "array, list and deque": within(array + b"]" + GET + b"a" + PUT + deque + GET + b"a"),
 }.items():
     try:
@@ -496,7 +409,7 @@ for name, value in {
     root = Path(__file__).parents[2]
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=90, cwd=root)
     assert done.returncode == 0, done.stderr[-2000:] + done.stdout
-    assert done.stdout.count("ended") == 14
+    assert done.stdout.count("ended") == 8
 
 
 @pytest.mark.process

@@ -14,7 +14,6 @@ import tensorferry
 from equality import assert_same_state
 from leaves import ALONE, Leaf, cases
 from pickled_classes import Colour
-from tensorferry.state import in_place
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -71,14 +70,6 @@ def test_a_module_and_its_optimizer_follow(heal: Callable[..., Any]) -> None:
     assert all(weight.requires_grad for weight in broken.parameters())
 
 
-def test_optimizer_state_that_is_not_there_yet_comes_fresh(heal: Callable[..., Any]) -> None:
-    """A replica that has just started has no moments: the optimizer makes them in its first step."""
-    (_, optimizer), (_, sleeping) = trained(1), trained(2, steps=0)
-    received = heal({"optim": optimizer.state_dict()}, {"optim": sleeping.state_dict()})
-    sleeping.load_state_dict(received["optim"])
-    assert_same_state(sleeping.state_dict(), optimizer.state_dict())
-
-
 def test_parameters_stay_parameters_and_tensors_stay_tensors(heal: Callable[..., Any]) -> None:
     frozen = nn.Parameter(torch.zeros(2), requires_grad=False)
     live = {"w": nn.Parameter(torch.zeros(4, 3)), "frozen": frozen, "plain": torch.zeros(4)}
@@ -118,15 +109,6 @@ def test_strided_targets(name: str, heal: Callable[..., Any]) -> None:
         assert heal({"w": sent, "other": 1}, {"w": live, "other": 0})["w"] is live
         assert live.stride() == stride
         assert torch.equal(buffer, expected), "values in place, and nothing else of the buffer touched"
-
-
-def test_each_dtype_is_written_bit_by_bit(heal: Callable[..., Any]) -> None:
-    names = ["bool", "bfloat16", "complex128", "float8_e4m3fn", "uint16"]
-    live = {name: torch.zeros(32, dtype=torch.uint8).view(getattr(torch, name)) for name in names}
-    bits = torch.arange(32, dtype=torch.uint8)
-    heal({name: (bits % 2 if name == "bool" else bits).view(value.dtype) for name, value in live.items()}, live)
-    for name, value in live.items():
-        assert torch.equal(value.view(torch.uint8), bits % 2 if name == "bool" else bits), name
 
 
 def test_tensors_without_elements_need_no_memory(heal: Callable[..., Any]) -> None:
@@ -190,7 +172,6 @@ FITTING: dict[str, Any] = {
         ({"w": torch.zeros(5)}, [r"w: torch\.float32 \[5\] here"]),
         ({"w": torch.zeros(4, dtype=torch.float64)}, ["w: torch.float64"]),
         ({"w": torch.zeros(5), "inner": [torch.zeros(1), torch.zeros(3)]}, ["w: ", "inner.0: ", "inner.1: "]),
-        ({"last": nn.Parameter(torch.zeros(7))}, ["last: "]),
         ({"scalar": torch.zeros(1)}, ["scalar: "]),
         ({"w": torch.empty(4, device="meta")}, ["w: .*meta device"]),
         ({"w": torch.zeros(1).expand(4)}, ["w: .*share one place"]),
@@ -223,7 +204,6 @@ def test_a_mismatch_names_every_leaf_and_changes_nothing(
     ("here", "there"),
     [
         (lambda: torch.eye(3).to_sparse(), lambda: torch.ones(3, 3)),
-        (lambda: torch.eye(3).to_sparse(), lambda: torch.ones(3, 6)[:, ::2]),
         (lambda: torch.eye(3).to_sparse_csr(), lambda: torch.eye(3).to_sparse()),
         (lambda: torch.eye(3), lambda: torch.eye(3).to_sparse()),
         (lambda: torch.eye(3), lambda: torch.empty(3, 3, device="meta")),
@@ -238,15 +218,6 @@ def test_tensors_of_another_kind_are_named(
         heal({"direct": torch.ones(2), "late": torch.ones(4)[::2], "s": there()}, live)
     assert not live["direct"].any()
     assert not live["late"].any()
-
-
-def test_what_torch_cannot_copy_is_named(heal: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: Any) -> None:
-        raise NotImplementedError("no kernel")
-
-    monkeypatch.setattr(in_place, "copy_into", fail)
-    with pytest.raises(tensorferry.StateMismatch, match=r"^s cannot take .*no kernel"):
-        heal({"s": torch.ones(4)[::2]}, {"s": torch.zeros(2)})
 
 
 @pytest.mark.parametrize("stock", [False, True])

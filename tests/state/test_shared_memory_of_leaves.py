@@ -46,7 +46,6 @@ def clashing() -> dict[str, Callable[[], dict[str, torch.Tensor]]]:
 
     return {
         "one object": of(lambda t: (t[:8], t[:8])),
-        "one whole object": lambda: dict.fromkeys("ab", torch.zeros(8)),
         "detached": of(lambda t: (t, t.detach()), 8),
         "from one array": lambda: dict(zip("ab", from_array(), strict=True)),
         "parts of one array": lambda: dict(
@@ -89,12 +88,10 @@ def shared_alike() -> dict[str, Callable[[float], dict[str, torch.Tensor]]]:
 
     return {
         "one object": of(lambda t: (t, t)),
-        "tied weights of a state_dict": of(lambda t: (t.detach(), t.detach())),
         "tied and in another shape": of(lambda t: (t, t.view(8, 8), t.view(8, 8).t())),
         "views of a flat buffer, and the buffer": of(lambda t: (t, t[:32].view(4, 8), t[32:])),
         "overlapping": of(lambda t: (t[:40], t[20:])),
         "another dtype": of(lambda t: (t, t.view(torch.int32))),
-        "bytes": of(lambda t: (t[3:9], t.view(torch.uint8)[14:22])),
         "from one array": of(lambda t: (lambda x: (torch.from_numpy(x), torch.from_numpy(x)))(t.numpy())),
         "parts of one array": of(lambda t: (lambda x: (torch.from_numpy(x[:40]), torch.from_numpy(x[20:])))(t.numpy())),
         "windows": of(lambda t: (t.unfold(0, 8, 4), t)),

@@ -21,7 +21,6 @@ Pair = collections.namedtuple("Pair", "one two")
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("0", "a"),
         ("-1", Pair),
         (' {"x" : 0 , "\\u00e9\\"": [ "l" , 1 , 0 ] } ', {"x": "a", 'é"': ["b", "a"]}),
         ('["t"]', ()),
@@ -52,8 +51,12 @@ def test_every_container_is_made(text: str, expected: Any) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "{", '{"a":0', '["l",0', "0 0", "-0", '["x"]', "[0]", '["d","d",[[["t",1],0]]]', '{"a":0,}', "[" * 300],
-)
+    [
+        "", "{", '{"a":0', '["l",0', "0 0", "-0", '["x"]', "[0]", '["d","d",[[["t",1],0]]]', '{"a":0,}', "[" * 300,
+        '["q",99999999999999999999,0]', f'["d","d",[[{2**53},0]]]', f'["d","d",[[{-(2**53)},0]]]',
+        '["d","d",[[1.5,0]]]',
+    ],
+)  # fmt: skip
 def test_text_that_is_not_a_tree_is_named(text: str) -> None:
     with pytest.raises(tensorferry.ProtocolError, match="the source's tree is malformed at byte"):
         tree.unflatten(text, ["a"], [])
@@ -64,24 +67,14 @@ def test_text_that_is_not_a_tree_is_named(text: str) -> None:
     [
         ('["d","d",[[["r",0],0]]]', "dict .*TypeError"),
         ('["n",0,0]', "namedtuple of a class that is none"),
-        ('["q",99999999999999999999,0]', None),
         ('["q",18446744073709551615,0]', "deque .*OverflowError"),
         ('["f",0,{}]', "defaultdict .*TypeError"),
         ('["f",0,["o",{"x":0}]]', "defaultdict whose items are no dict"),
-        ('["f",0,["l"]]', "defaultdict whose items are no dict"),
-        ('["f",0,0]', "defaultdict whose items are no dict"),
-        (f'["d","d",[[{2**53},0]]]', None),
-        (f'["d","d",[[{-(2**53)},0]]]', None),
-        (f'["d","d",[[{2**61 - 1},0]]]', None),
-        (f'["d","d",[[{2**64},0]]]', None),
-        ('["d","d",[[1.5,0]]]', None),
-        ('["d","d",[[1e3,0]]]', None),
         ('["a",0,["l"]]', "dict whose attributes are no dict"),
     ],
 )
-def test_what_cannot_be_made_is_named(text: str, what: str | None) -> None:
-    message = "malformed" if what is None else f"has a {what}"
-    with pytest.raises(tensorferry.ProtocolError, match=message):
+def test_what_cannot_be_made_is_named(text: str, what: str) -> None:
+    with pytest.raises(tensorferry.ProtocolError, match=f"has a {what}"):
         tree.unflatten(text, ["a"], [[]])
 
 
@@ -114,11 +107,8 @@ class Made:
 @pytest.mark.parametrize(
     ("factory", "options", "known"),
     [
-        (None, {}, True),
         (list, {}, True),
         (DeviceMesh, {}, False),
-        (Made, {}, False),
-        (Made, {"extra": [Made]}, True),
         (Made(), {}, False),
         (Made(), {"extra": [Made]}, True),
         (len, {}, False),

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import http.server
 import importlib.util
 import json
 import re
 import subprocess
 import sys
-import threading
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -28,10 +25,13 @@ from written_format import (
 )
 
 from equality import assert_same_state
+from exchange import Listener
+from hostile_servers import answer, head_of
 from tensorferry.dcp import FileReader
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    import socket
+    from collections.abc import Callable
     from pathlib import Path
 
 pytestmark = [
@@ -47,43 +47,24 @@ same_torch = pytest.mark.skipif(
 )
 
 
-@contextlib.contextmanager
-def source(answers: dict[str, bytes], prefix: str) -> Iterator[str]:
-    """Serves these bodies over plain HTTP and nothing else; yields the metadata with which to receive them."""
+def receive(bodies: dict[str, bytes], prefix: str, open_transport: Callable[..., Any], **options: Any) -> Any:
+    """Receives from a server that has these bodies and nothing else."""
 
-    class Handler(http.server.BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
+    def serve(connection: socket.socket) -> None:
+        head = head_of(connection).decode()
+        body = bodies.get(head.split(" ")[1].partition("?")[0].removeprefix(prefix))
+        if body is None:
+            connection.sendall(answer("404 Not Found", b"", "Connection: close"))
+        elif found := re.search(r"range: bytes=(\d+)-(\d*)", head, re.IGNORECASE):
+            first = int(found[1])
+            part = body[first : int(found[2] or len(body)) + 1]
+            ranged = f"Content-Range: bytes {first}-{first + len(part) - 1}/{len(body)}"
+            connection.sendall(answer("206 Partial Content", part, 'ETag: "kept"', ranged, "Connection: close"))
+        else:
+            connection.sendall(answer("200 OK", body, 'ETag: "kept"', "Connection: close"))
 
-        def do_GET(self) -> None:
-            body = answers.get(self.path.partition("?")[0].removeprefix(prefix))
-            partial = body is not None and "Range" in self.headers
-            self.send_response(404 if body is None else 206 if partial else 200)
-            if body is not None:
-                self.send_header("ETag", '"kept"')
-            if body is not None and partial:
-                first, last = self.headers["Range"].removeprefix("bytes=").split("-")
-                whole, body = len(body), body[int(first) : int(last or len(body)) + 1]
-                self.send_header("Content-Range", f"bytes {first}-{int(first) + len(body) - 1}/{whole}")
-            self.send_header("Content-Length", str(len(body or b"")))
-            self.end_headers()
-            self.wfile.write(body or b"")
-
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}{prefix}"
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
-
-
-def receive(answers: dict[str, bytes], prefix: str, open_transport: Callable[..., Any], **options: Any) -> Any:
-    with source(answers, prefix) as metadata:
+    with Listener(serve) as listener:
+        metadata = f"http://127.0.0.1:{listener.port}{prefix}"
         return open_transport(**options).recv_checkpoint(0, metadata, STEP, TIMEOUT)
 
 

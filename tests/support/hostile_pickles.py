@@ -6,6 +6,7 @@ import, open, run or connect to anything meanwhile and has little memory to allo
 
 from __future__ import annotations
 
+import io
 import itertools
 import pickle
 import random
@@ -14,6 +15,7 @@ import struct
 import sys
 import time
 import warnings
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +81,16 @@ def persistent(*pid: Any) -> Raw:
 def whole(value: Any) -> bytes:
     """Returns the pickle of a list with this one object."""
     return b"\x80\x04" + say([value]) + b"."
+
+
+def torch_archive(pickled: bytes | None = None, state: Any = (1,), compression: int = zipfile.ZIP_STORED) -> bytes:
+    """Returns a file of ``torch.save`` as another tool would pack it, with another pickle if one is given."""
+    saved, packed = io.BytesIO(), io.BytesIO()
+    torch.save(state, saved)
+    with zipfile.ZipFile(saved) as old, zipfile.ZipFile(packed, "w", compression) as new_:
+        for name in old.namelist():
+            new_.writestr(name, pickled if pickled is not None and name.endswith("data.pkl") else old.read(name))
+    return packed.getvalue()
 
 
 def read(data: bytes, allowed: Allowed | None = None) -> list[Any]:
