@@ -13,7 +13,7 @@ import torch
 from tensorferry.memory.accelerator import ACCELERATOR, Accelerator, Streams, drain_after_error
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
 pytestmark = pytest.mark.beyond_torchft
 
@@ -103,21 +103,6 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Torch:
     return fake
 
 
-class Target:
-    """Records on which stream it was copied to."""
-
-    def __init__(self, fake: Torch, device: torch.device, during: Callable[[], Any] = lambda: None) -> None:
-        self._fake = fake
-        self._device = device
-        self._during = during
-        self.copied: list[tuple[str, int, bool]] = []
-
-    def copy_(self, source: Any, non_blocking: bool) -> None:
-        del source
-        self._during()
-        self.copied.append((self._fake.current_stream(self._device).name, self._fake.device(), non_blocking))
-
-
 def test_copies_wait_for_the_callers_stream_and_for_the_default_one_of_each_device(fake: Torch) -> None:
     """torchft calls the transport on its own stream, which does not wait for the trainer's."""
     fake.set_stream(Stream(CUDA[0], fake, "recovery"))
@@ -133,7 +118,7 @@ def backend(monkeypatch: pytest.MonkeyPatch, kind: str, **functions: Any) -> tor
     return torch.device(kind, 0)
 
 
-@pytest.mark.parametrize("kind", ["mtia", "xpu", "hpu", "privateuseone"])
+@pytest.mark.parametrize("kind", ["xpu", "privateuseone"])
 def test_copies_wait_for_the_default_stream_of_every_kind_of_device(
     kind: str, fake: Torch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -154,7 +139,6 @@ def refuse(_: Any) -> None:
         {},
         {"default_stream": refuse},
         {"default_stream": lambda: None},
-        # An object of a type that torch's streams cannot wait for.
         {"default_stream": lambda _: object()},
         None,
     ],
@@ -166,29 +150,6 @@ def test_the_whole_device_is_waited_for_where_the_default_stream_is_unknown(
     device = torch.device("privateuseone", 0) if functions is None else backend(monkeypatch, "xpu", **functions)
     Streams(ACCELERATOR).synced([device])
     assert fake.done == [str(device)]
-
-
-def test_what_torch_does_for_us_comes_after_what_is_queued(fake: Torch) -> None:
-    own = Stream(CUDA[0], fake, "recovery")
-    fake.set_stream(own)
-    with ACCELERATOR.reading([CUDA[0], CUDA[0]]) as also:
-        assert own.waited == ["default 0"]
-        also([CUDA[1], CUDA[0]])
-        # On device 1 the thread uses the default stream, so there is nothing to wait for.
-        assert fake.default[1].waited == []
-        assert own.waited == ["default 0"]
-    assert fake.done == []
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_what_torch_has_written_for_us_is_done_at_the_end(fails: bool, fake: Torch) -> None:
-    fake.set_stream(Stream(CUDA[0], fake, "recovery"))
-    with pytest.raises(KeyError) if fails else contextlib.nullcontext(), ACCELERATOR.writing([CUDA[0]]) as also:
-        also([CUDA[1]])
-        assert fake.done == []
-        if fails:
-            raise KeyError
-    assert sorted(fake.done) == ["default 1", "recovery"]
 
 
 def test_devices_in_use(fake: Torch, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,22 +170,6 @@ def test_devices_in_use(fake: Torch, monkeypatch: pytest.MonkeyPatch) -> None:
     assert ACCELERATOR.in_use() == [torch.device("xpu", 2)]
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: None)
     assert ACCELERATOR.in_use() == []
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_a_copy_leaves_stream_and_device_as_they_were(fails: bool, fake: Torch) -> None:
-    def lose() -> None:
-        raise RuntimeError("the device is lost")
-
-    own, side = Stream(CUDA[1], fake, "own"), Stream(CUDA[1], fake, "side")
-    with fake.device_index(1):
-        fake.set_stream(own)
-    target = Target(fake, CUDA[1], lose if fails else lambda: None)
-    with pytest.raises(RuntimeError, match="lost") if fails else contextlib.nullcontext():
-        ACCELERATOR.copy(side, [(target, None)])  # type: ignore[list-item]
-    assert target.copied == ([] if fails else [("side", 1, True)])
-    assert fake.current_stream(CUDA[1]) is own
-    assert fake.device() == 0
 
 
 @pytest.mark.parametrize(

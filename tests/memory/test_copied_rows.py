@@ -14,10 +14,8 @@ import torch
 from torch import nn
 
 from equality import assert_same_state
-from tensorferry.checkpointing.shared_stager import SharedStager
 from tensorferry.memory.accelerator import ACCELERATOR
 from tensorferry.memory.staging import HostStager
-from tensorferry.state import tree
 from tensorferry.state.snapshot import StateSnapshot
 
 pytestmark = [pytest.mark.beyond_torchft, pytest.mark.timeout(60)]
@@ -82,37 +80,3 @@ def test_what_was_copied_is_not_kept() -> None:
         time.sleep(0.01)
     assert gone == [True]
     assert made.rebuild()["view"].tolist() == [2.0, 3.0, 4.0]
-
-
-def test_rows_that_are_left_out_stay_and_a_buffer_that_is_too_small_is_refused() -> None:
-    state = {"a": torch.ones(100), "b": torch.arange(1000.0), "c": torch.ones(3)}
-    rows = tree.flatten(state).rows
-    before = [rows.address(n) for n in range(3)]
-    needed = rows.copied_size([1])
-    assert needed == 448 + 12
-    target = torch.zeros(needed + 1, dtype=torch.uint8)
-    with pytest.raises(ValueError, match="do not fit"):
-        rows.copy_into(target, target.data_ptr(), needed - 1, [1], threads=2)
-    assert [rows.address(n) for n in range(3)] == before
-    assert not target.any()
-    rows.copy_into(target, target.data_ptr(), needed, [1], threads=2)
-    assert [rows.address(n) for n in range(3)] == [target.data_ptr(), before[1], target.data_ptr() + 448]
-    assert [owner is target for owner in rows.owners] == [True, False, True]
-    assert target[:400].view(torch.float32).tolist() == [1.0] * 100
-    assert target[448:460].view(torch.float32).tolist() == [1.0] * 3
-    assert not target[460:].any()
-
-
-def test_the_memory_of_a_save_is_that_of_the_one_before_if_it_is_free() -> None:
-    stager = SharedStager()
-    state = {str(n): torch.randn(1000) for n in range(100)}
-    addresses = []
-    for _ in range(4):
-        (buffer,) = stager.stage(state).buffers()
-        addresses.append(buffer.address)
-        del buffer
-    assert len(set(addresses)) == 1
-    kept = [stager.stage(state), stager.stage(state)]
-    assert len({buffer.address for one in kept for buffer in one.buffers()}) == 2
-    del kept
-    stager.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import pickle
 import socket
@@ -17,7 +18,10 @@ from torch.distributed._serialization import _Entry as Entry
 
 import tensorferry
 from exchange import Listener
+from hostile_pickles import again, build, global_, new, whole
 from nights import mostly_at_night
+from tensorferry.pickles.allowlist import Allowed
+from tensorferry.torchft import compat
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -89,28 +93,14 @@ def then(first: bytes, rest: Iterator[bytes]) -> Iterator[bytes]:
 HUGE = 1 << 46
 ANSWERS: dict[str, Callable[[], Iterator[bytes]]] = {
     "a head without end": lambda: then(b"HTTP/1.1 200 OK\r\n", forever(b"X: " + b"a" * 60_000 + b"\r\n")),
-    "one field without end": lambda: then(b"HTTP/1.1 200 OK\r\nX: ", forever(b"a" * 60_000)),
-    "interim answers without end": lambda: forever(b"HTTP/1.1 100 Continue\r\n\r\n" * 2000),
     "a header longer than memory": lambda: then(part(container(b"{", 1 << 62), HUGE), forever(bytes(60_000))),
     "a header of the longest kind": lambda: then(part(container(b"{", 99_000_000), HUGE), forever(bytes(60_000))),
     "a payload longer than memory": lambda: then(part(container(entry(HUGE)), HUGE), forever(bytes(60_000))),
     "a body longer than asked for": lambda: then(part(container(entry(10)), 10, HUGE), forever(bytes(60_000))),
-    "a body without a length": lambda: then(b"HTTP/1.1 200 OK\r\n\r\n", forever(bytes(60_000))),
     "an error that is long": lambda: then(
         b"HTTP/1.1 400 No\r\nContent-Length: 9999999999999\r\n\r\n", forever(b"no" * 30_000)
     ),
 }
-
-
-@pytest.fixture
-def answering() -> Iterator[Callable[[Callable[[], Iterator[bytes]]], str]]:
-    """Runs a source that sends the same answer to every request, as fast as the receiver reads."""
-    with contextlib.ExitStack() as listeners:
-
-        def start(make: Callable[[], Iterator[bytes]]) -> str:
-            return listeners.enter_context(Listener(lambda connection: say(connection, make()))).metadata
-
-        yield start
 
 
 def say(connection: socket.socket, answer: Iterator[bytes]) -> None:
@@ -121,11 +111,10 @@ def say(connection: socket.socket, answer: Iterator[bytes]) -> None:
 
 
 @pytest.mark.parametrize("name", mostly_at_night(ANSWERS, by_day=3))
-def test_a_receiver_allocates_for_what_came_not_for_what_is_announced(
-    name: str, answering: Callable[[Callable[[], Iterator[bytes]]], str], forked_child: Child
-) -> None:
-    script = RECEIVE.replace("METADATA", repr(answering(ANSWERS[name])))
-    for line in forked_child.run(script, within=60).splitlines():
+def test_a_receiver_allocates_for_what_came_not_for_what_is_announced(name: str, forked_child: Child) -> None:
+    with Listener(lambda connection: say(connection, ANSWERS[name]())) as listener:
+        lines = forked_child.run(RECEIVE.replace("METADATA", repr(listener.metadata)), within=60).splitlines()
+    for line in lines:
         grown, ended = line.split(" ", 1)
         assert not ended.startswith("healed")
         # A header may have 100 MB, and is in memory twice while it is read.
@@ -138,7 +127,6 @@ def test_a_receiver_allocates_for_what_came_not_for_what_is_announced(
         ([], "healed"),
         ([[2_500_000_000, []]], "healed"),
         ([[20_000_000_000, []]] * 50, "SystemRefused: the memory that the source's views look into"),
-        ([[1_000_000, []]] * 2000, "healed"),
         ([[2**62, []], [2**62 - 1, []]], "SystemRefused"),
     ],
 )
@@ -175,10 +163,8 @@ class Announced:
 
 
 STOCK = {
-    "a record of negative length": [Announced(-1)],
     "a record without end": [Announced(1 << 50)],
     "records that are too long together": [Announced(1 << 62), Announced(1 << 62)],
-    "a record whose length is none": [Announced("7")],
 }
 
 
@@ -204,7 +190,7 @@ except (tensorferry.ProtocolError, tensorferry.SystemRefused) as error:
         assert int(forked_child.run(script)) < 24
 
 
-@pytest.mark.parametrize("crowd", ["silent", "slow heads", "answers not read"])
+@pytest.mark.parametrize("crowd", ["silent", "answers not read"])
 def test_a_source_holds_little_for_thousands_of_slow_connections(crowd: str, forked_child: Child) -> None:
     state = {"w": torch.arange(float(4 * MIB))}
     process = forked_child.start(
@@ -228,7 +214,6 @@ source.disallow_checkpoint()
     url = urlsplit(metadata)
     sent = {
         "silent": b"",
-        "slow heads": f"GET {url.path}1.safetensors HTTP/1.1\r\nX: ".encode() + b"a" * 100_000,
         "answers not read": f"GET {url.path}1.safetensors HTTP/1.1\r\nHost: a\r\n\r\n".encode(),
     }[crowd]
     target = tensorferry.HTTPTransport(timedelta(seconds=60))
@@ -257,29 +242,10 @@ source.disallow_checkpoint()
     assert grown < 128, f"{grown} MiB"
 
 
-#: Where an entry's length, name and kind belong is a tuple that takes for ever to print, traverse or hash.
-ENDLESS = """
-import io, resource
-resource.setrlimit(resource.RLIMIT_AS, (12 << 30, 12 << 30))
-from tensorferry.pickles.allowlist import Allowed
-from tensorferry.torchft import compat
-
-def entry(field):
-    fields = {"key": b"X\\x01\\0\\0\\0k", "is_storage": b"\\x89", "length": b"K\\x00"}
-    fields[field] = b"K\\x01" + b"2\\x86" * 40
-    pickled = b"".join(b"X" + len(k).to_bytes(4, "little") + k.encode() + v for k, v in fields.items())
-    return b"\\x80\\x02]ctorch.distributed._serialization\\n_Entry\\n)\\x81}(" + pickled + b"uba."
-
-for field in ("length", "key", "is_storage"):
-    started = time.monotonic()
-    try:
-        compat._load(compat._Exact(io.BytesIO(entry(field)), 1 << 20), Allowed())
-    except tensorferry.TensorferryError as error:
-        assert time.monotonic() - started < 10
-        print("refused", type(error).__name__)
-"""
-
-
-def test_what_a_stock_source_sent_is_looked_at_before_it_is_shown(forked_child: Child) -> None:
-    """It runs in a process of its own, since a failure would take unlimited time and memory."""
-    assert forked_child.run(ENDLESS).count("refused") == 3
+@pytest.mark.parametrize("field", ["key", "is_storage", "length"])
+def test_what_a_stock_source_sent_is_looked_at_before_it_is_shown(field: str) -> None:
+    """There is a tuple that takes for ever to print, traverse or hash."""
+    fields = {"key": "k", "is_storage": False, "length": 0, field: again((1,), 40, b"2\x86")}
+    hostile = build(new(global_("torch.distributed._serialization", "_Entry")), fields)
+    with pytest.raises(tensorferry.TensorferryError):
+        compat._load(compat._Exact(io.BytesIO(whole(hostile)), 1 << 20), Allowed())

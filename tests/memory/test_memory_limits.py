@@ -18,33 +18,13 @@ import pytest
 import torch
 
 from tensorferry import HTTPTransport
-from tensorferry._native import _available_memory, _check_machine_has, _memory_limit
 from tensorferry.checkpointing import SyncCheckpointer
-from tensorferry.errors import SystemRefused
 
 pytestmark = pytest.mark.nightly
 
 
 MIB = 1 << 20
 GROUP = 512 * MIB
-
-ASKS = """
-import sys
-if len(sys.argv) > 1:
-    open(sys.argv[1], "w").write("0")
-import resource
-from tensorferry._native import SharedBuffer, _available_memory, _check_machine_has, _memory_limit
-from tensorferry.checkpointing.keeper.limits import memory_limit
-from tensorferry.errors import SystemRefused
-
-def refused(nbytes):
-    try:
-        _check_machine_has(nbytes, "what was announced")
-    except SystemRefused as e:
-        return str(e)
-    return ""
-"""
-
 
 IN_GROUP = """
 import sys
@@ -53,6 +33,7 @@ open(sys.argv[1], "w").write("0")
 verb, metadata, path = sys.argv[2:]
 import torch
 from tensorferry import HTTPTransport
+from tensorferry._native import SharedBuffer
 from tensorferry.checkpointing import SyncCheckpointer, load_file
 from tensorferry.cli.app import run
 from tensorferry.errors import SystemRefused
@@ -67,6 +48,8 @@ try:
         SyncCheckpointer().load(path)
     elif verb == "load_file":
         load_file(path)
+    elif verb == "shared":
+        SharedBuffer(9 << 30, threads=1)
     else:
         print("done", run([verb, path] + [path] * (verb == "diff")))
 except SystemRefused as e:
@@ -107,45 +90,8 @@ def limited(nbytes: int) -> Iterator[Path]:
         group.rmdir()
 
 
-def run(code: str, *arguments: str) -> None:
-    command = [sys.executable, "-W", "ignore", "-c", ASKS + code, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.stdout == "through\n", (done.returncode, done.stderr[-3000:])
-
-
-def test_this_machine_has_memory_and_not_any_number_of_bytes() -> None:
-    has, free = _memory_limit(), _available_memory()
-    assert has is not None
-    assert free is not None
-    assert MIB < free <= has
-    _check_machine_has(has, "what fits")
-    with pytest.raises(SystemRefused, match=r"what does not has \d+ bytes, and"):
-        _check_machine_has(1 << 62, "what does not")
-
-
 @pytest.mark.process
-def test_a_process_in_a_control_group_can_have_what_the_group_may_have() -> None:
-    code = f"""
-assert _memory_limit() == {GROUP}, _memory_limit()
-assert 0 < _available_memory() < {GROUP}, _available_memory()
-# An announced length that the machine has memory for, and the group does not.
-assert "the control group of this process may have" in refused({GROUP} + (8 << 30)), refused({GROUP} + (8 << 30))
-assert refused({GROUP}) == ""
-assert memory_limit("50%") == {GROUP // 2}
-try:
-    SharedBuffer({GROUP} + (8 << 30), threads=1)
-except SystemRefused as e:
-    assert "control group" in str(e)
-else:
-    raise AssertionError("the kernel would have ended this process")
-print("through")
-"""
-    with limited(GROUP) as processes:
-        run(code, str(processes))
-
-
-@pytest.mark.process
-@pytest.mark.parametrize("verb", ["receive", "receive in place", "load", "load_file", "inspect", "diff"])
+@pytest.mark.parametrize("verb", ["receive", "receive in place", "load", "load_file", "shared", "inspect", "diff"])
 def test_a_state_that_is_larger_than_the_control_group_is_refused_and_not_killed(verb, tmp_path) -> None:
     """The kernel would end the process, without a word: what has to fit is compared before it is allocated."""
     large = {"w": torch.zeros((GROUP + 64 * MIB) // 4), "small": torch.ones(3)}
@@ -174,18 +120,3 @@ def test_a_state_that_is_larger_than_the_control_group_is_refused_and_not_killed
             assert "the control group of this process may have" in done.stdout
     finally:
         source.shutdown()
-
-
-@pytest.mark.process
-def test_a_process_with_a_limited_address_space_can_have_no_more_than_that() -> None:
-    run(
-        f"""
-used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
-before = _memory_limit()
-resource.setrlimit(resource.RLIMIT_AS, (used + 300 * {MIB}, used + 300 * {MIB}))
-assert _memory_limit() == min(before, used + 300 * {MIB})
-assert 0 < _available_memory() <= 300 * {MIB}, _available_memory()
-assert "the address space of this process may have" in refused(64 << 40)
-print("through")
-"""
-    )

@@ -21,7 +21,6 @@ pytestmark = [pytest.mark.timeout(120), pytest.mark.beyond_torchft]
 #: Operations that replace the memory of the Parameter `p`, which belongs to the module `m`.
 REPLACEMENTS = {
     "data": "p.data = torch.full((4,), 7.0)",
-    "data of the same shape": "p.data = torch.full(p.shape, 7.0)",
     "set_": "torch.no_grad()(lambda: p.set_(torch.full((4,), 7.0)))()",
     "half": "m.half()",
     "swapped": "torch.utils.swap_tensors(p, nn.Parameter(torch.full((4,), 7.0)))",

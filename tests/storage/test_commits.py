@@ -180,14 +180,22 @@ def test_without_locks_the_index_is_still_read_again(at, tmp_path, monkeypatch) 
     assert held(tmp_path) == all_of(4)
 
 
-def test_a_pull_or_another_commit_that_began_before_a_save_does_not_replace_it(tmp_path) -> None:
+@pytest.mark.parametrize(
+    ("error", "why"), [(IncompleteCheckpoint, "began later"), (SystemRefused, "Too many open files")]
+)
+def test_a_commit_that_began_before_a_save_does_not_replace_it(error, why, at, tmp_path, monkeypatch) -> None:
+    """Nor where it may not read the index, which then is not taken for damaged."""
     save(tmp_path, 1)
     began = commits.begin_after(commits.beginnings(tmp_path / INDEX))
     name = f"rank00000-{names.new_id()}.safetensors"
     Container(no_rows(), None, True).write(tmp_path / name, partial=tmp_path / f"{name}.partial")
     save(tmp_path, 2)
-    with pytest.raises(IncompleteCheckpoint, match="began later"):
+    if error is SystemRefused:
+        at("written", lambda: refusing(monkeypatch, commits))
+    with pytest.raises(error, match=why):
         commits.commit_index(tmp_path / INDEX, [(reserved.INDEX, b"{}")], commits.Commit({name: 0}, began))
+    commits.remove_earlier(tmp_path / INDEX, began)
+    monkeypatch.undo()
     assert held(tmp_path) == all_of(2)
     assert len(files(tmp_path)) == 2
 
@@ -223,20 +231,6 @@ def refusing(monkeypatch, module) -> None:
         raise SystemRefused(f"{path}: cannot be read: Too many open files (os error 24)")
 
     monkeypatch.setattr(module, "_file_entries", refused)
-
-
-def test_a_save_that_may_not_read_the_index_does_not_take_it_for_damaged(at, tmp_path, monkeypatch) -> None:
-    save(tmp_path, 1)
-    began = commits.begin_after(commits.beginnings(tmp_path / INDEX))
-    name = f"rank00000-{names.new_id()}.safetensors"
-    Container(no_rows(), None, True).write(tmp_path / name, partial=tmp_path / f"{name}.partial")
-    save(tmp_path, 2)
-    at("written", lambda: refusing(monkeypatch, commits))
-    with pytest.raises(SystemRefused, match="Too many open files"):
-        commits.commit_index(tmp_path / INDEX, [(reserved.INDEX, b"{}")], commits.Commit({name: 0}, began))
-    commits.remove_earlier(tmp_path / INDEX, began)
-    monkeypatch.undo()
-    assert held(tmp_path) == all_of(2)
 
 
 def test_an_index_that_another_machine_removes_before_it_is_read_is_none(tmp_path, monkeypatch) -> None:

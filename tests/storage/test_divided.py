@@ -98,44 +98,13 @@ def both(readers, **options):
 @pytest.mark.waits
 def test_each_reads_a_half_of_what_both_need_and_all_of_the_rest(readers, entries):
     total = sum(map(len, entries.values()))
-    for turn in (1, 2):
-        for reader in readers:
-            reader.memory = Arena([len(data) for data in entries.values()])
-            for container, of_container in reader.slices.items():
-                numbers = [number for number, name in enumerate(entries) if name[0] == container]
-                addresses = [reader.memory.part(number).address for number in numbers]
-                reader.slices[container] = [
-                    (*one[:5], address, []) for one, address in zip(of_container, addresses, strict=True)
-                ]
-        reports = both(readers)
-        assert [reader.is_right() for reader in readers] == [True, True]
-        assert [report["wanted"] for report in reports] == [total, total]
-        assert all(report["relayed"] + report["bytes"] == total for report in reports)
-        read = sum((reader.source.read_bytes for reader in readers), Counter())
-        alone = {name: sum(len(data) for (at, _), data in entries.items() if at == name) for name in ("one", "two")}
-        assert read == Counter({name: turn * nbytes for name, nbytes in {**alone, "small": 2000}.items()})
-
-
-@pytest.mark.waits
-def test_each_container_may_have_other_partners():
-    """Three ranks, of which each shares another container with each other one."""
-    names = ["one", "two", "three"]
-    rng = random.Random(3)
-    data = {(name, "a"): rng.randbytes(9 * MIB) for name in names}
-    ranks = [Reader({at: data[at] for at in data if at[0] != names[rank]}) for rank in range(3)]
-    try:
-        for rank, reader in enumerate(ranks):
-            pairs = {name: [r for r in range(3) if r != number] for number, name in enumerate(names) if number != rank}
-            reader.meets((), 0)
-            reader.divided._partners = {
-                name: Partners(tuple(ranks[r].url for r in pair), pair.index(rank)) for name, pair in pairs.items()
-            }
-        for report in both(ranks):
-            assert (report["relayed"], report["bytes"]) == (9 * MIB, 9 * MIB)
-        assert all(reader.is_right() for reader in ranks)
-    finally:
-        for reader in ranks:
-            reader.server.shutdown(0.0)
+    reports = both(readers)
+    assert [reader.is_right() for reader in readers] == [True, True]
+    assert [report["wanted"] for report in reports] == [total, total]
+    assert all(report["relayed"] + report["bytes"] == total for report in reports)
+    read = sum((reader.source.read_bytes for reader in readers), Counter())
+    alone = {name: sum(len(data) for (at, _), data in entries.items() if at == name) for name in ("one", "two")}
+    assert read == Counter({**alone, "small": 2000})
 
 
 @pytest.mark.waits
@@ -233,18 +202,6 @@ def test_nothing_is_fetched_any_more_after_an_interruption(readers, monkeypatch,
     with pytest.raises(KeyboardInterrupt):
         readers[0].read()
     assert [thread.is_alive() for thread in begun] == [False]
-
-
-def test_a_panic_of_the_fetch_is_not_taken_for_bytes(readers, monkeypatch):
-    class Panic(BaseException):
-        pass
-
-    def panics(*_, **__):
-        raise Panic
-
-    monkeypatch.setattr(divided, "_fetch_slices", panics)
-    with pytest.raises(Panic):
-        readers[0].read()
 
 
 def test_the_parts_are_the_same_wherever_they_go():

@@ -40,13 +40,10 @@ def state_of(value: float) -> dict:
     ("path", "place"),
     [
         ("ckpt/step-1", "here/ckpt/step-1"),
-        ("ckpt/step-1//", "here/ckpt/step-1"),
         ("./ckpt/./step-1/.", "here/ckpt/step-1"),
         ("run/../ckpt/step-1", "elsewhere/ckpt/step-1"),
-        ("run/../ckpt/../step-1", "elsewhere/step-1"),
         ("run/..", "elsewhere"),
         ("run", "here/run"),
-        ("run/", "here/run"),
         ("run/x", "elsewhere/run/x"),
         ("none/../x", "here/x"),
         ("~/x", "here/~/x"),
