@@ -11,7 +11,6 @@ import itertools
 import pickle
 import random
 import resource
-import struct
 import sys
 import time
 import warnings
@@ -43,7 +42,8 @@ def say(value: Any) -> Raw:
         case Raw():
             return value
         case bool() | None | float() | int() | str() | bytes():
-            return Raw(pickle.dumps(value, 4)[2:-1].removeprefix(b"\x95" + struct.pack("<Q", 0))[_framed(value) :])
+            pickled = pickle.dumps(value, 4)[2:-1]
+            return Raw(pickled[9:] if pickled.startswith(b"\x95") else pickled)
         case tuple():
             return Raw(b"(" + b"".join(map(say, value)) + b"t")
         case list():
@@ -51,10 +51,6 @@ def say(value: Any) -> Raw:
         case dict():
             return Raw(b"}(" + b"".join(say(k) + say(v) for k, v in value.items()) + b"u")
     raise TypeError(type(value))
-
-
-def _framed(value: Any) -> int:
-    return 9 if pickle.dumps(value, 4)[2:3] == b"\x95" else 0
 
 
 def call(function: Any, *args: Any) -> Raw:
@@ -175,18 +171,16 @@ class Maker:
                 made = Raw(say(cls) + say(tuple(args)) + say({"a": 1}) + b"\x92")
             case _:
                 made = global_(*name)
-        match chance.randrange(12):
+        match chance.randrange(11):
             case 0 | 1 | 2:
                 made = build(made, self.value(depth - 1))
             case 3:
                 made = build(made, (None, {"size": self.value(1), "__class__": self.value(1)}))
             case 4:
-                made = Raw(made + say(self.value(1)) + b"a")
+                made = Raw(made + say(self.value(1)) + chance.choice([b"a", say(self.value(1)) + b"s"]))
             case 5:
-                made = Raw(made + say(self.value(1)) + say(self.value(1)) + b"s")
-            case 6:
                 made = Raw(made + b"(" + say(self.value(1)) + b"\x90")
-            case 7:
+            case 6:
                 made = Raw(made + b"\x94h" + bytes([chance.randrange(4)]) + b"\x86")
         return made
 

@@ -144,17 +144,14 @@ ANSWERS: dict[str, Callable[[], Callable[[socket.socket], None]]] = {
     "drips its head": lambda: dripping(b"HTTP/1.1 206 Partial Content\r\n" + b"X-Long: y\r\n" * 1000),
     "drips its body": lambda: dripping(part_of(MIB, b"\x08" * MIB), 120),
     "head without end": lambda: endless(b"HTTP/1.1 200 OK\r\n", b"X-More: and more\r\n" * 1000),
-    "header line without end": lambda: endless(b"HTTP/1.1 200 OK\r\nX-Long: ", b"x" * 65536),
     "status line without end": lambda: endless(b"HTTP/1.1 200 ", b"x" * 65536),
     "continues for ever": lambda: endless(b"", b"HTTP/1.1 100 Continue\r\n\r\n" * 1000),
     "body without end": lambda: endless(b"HTTP/1.1 200 OK\r\n\r\n", b"x" * 65536),
     "refusal without end": lambda: endless(b"HTTP/1.1 500 No\r\n\r\n", b"x" * 65536),
-    "counters without end": lambda: endless(b"HTTP/1.1 200 OK\r\n\r\n", b"tensorferry_" * 5000),
     "chunks without end": lambda: endless(
         b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n", b"10000\r\n" + b"x" * 65536 + b"\r\n"
     ),
     "escapes": lambda: constant(f"HTTP/1.1 400 {ESCAPES}\r\nX-{ESCAPES}: y\r\n\r\n{ESCAPES}".encode()),
-    "escapes in its body": lambda: constant(answer("500 No", ESCAPES.encode())),
     "escapes first": lambda: constant(ESCAPES.encode() + b"\r\n\r\n"),
     "a page for people": lambda: constant(
         answer("200 OK", b"<html><script>alert(1)</script></html>", "Content-Type: text/html")
@@ -163,7 +160,6 @@ ANSWERS: dict[str, Callable[[], Callable[[socket.socket], None]]] = {
     "a bomb in parts": lambda: constant(part_of(65536, bomb()[:65536], "Content-Encoding: gzip")),
     "too long": lambda: constant(part_of((1 << 63) - 1, header({}) + bytes(100))),
     "a length beyond numbers": lambda: constant(answer("206 P", b"", length=10**30)),
-    "a header of 2^62 bytes": lambda: constant(part_of((1 << 62) + 8, (1 << 62).to_bytes(8, "little") * 8)),
     "a tensor of 2^50 bytes": lambda: constant(announced(1 << 50)),
     "another step each time": going_on,
     "a step beyond numbers": serving_no_step,
@@ -245,7 +241,7 @@ CHANGES: dict[str, Callable[[str, int, bytes], bytes]] = {
     "other digests each time": other_digests,
     "wrong bytes": wrong_bytes,
     "another snapshot each time": other_snapshots,
-    **{f"gone after {count} answers": gone_after(count) for count in (1, 2, 3)},
+    **{f"gone after {count} answers": gone_after(count) for count in (1, 2)},
     **{f"cut after {length} bytes": cut_at(length) for length in (1, 12, 40, 100, 200, 400, 1000)},
 }
 
@@ -257,27 +253,9 @@ def state(tree: Any, names: list[str], **fields: Any) -> tuple[bytes, list[str]]
     return text + b" " * (-len(text) % 64), names
 
 
-def dotted(path: str, leaf: int) -> Iterator[Any]:
-    """Yields dicts in which the leaf has the same path each time, cut at other dots."""
-    yield {path: leaf}
-    for at, character in enumerate(path):
-        if character == ".":
-            for below in dotted(path[at + 1 :], leaf):
-                yield {path[:at]: below}
-
-
-def merged(trees: Iterator[Any]) -> Any:
-    """Returns one dict with the items of all."""
-    found: dict[str, Any] = {}
-    for tree in trees:
-        into = found
-        while isinstance(tree, dict):
-            ((key, tree),) = tree.items()
-            if isinstance(tree, dict):
-                into = into.setdefault(key, {})
-            else:
-                into[key] = tree
-    return found
+def cut_at_dots(parts: int) -> Any:
+    """Returns dicts in which one leaf has the same path each time, cut at other dots."""
+    return {".".join("a" * n): cut_at_dots(parts - n) if n < parts else 0 for n in range(1, parts + 1)}
 
 
 def nested(node: Any, depth: int) -> Any:
@@ -297,9 +275,8 @@ CONTENT: dict[str, Callable[[], tuple[bytes, list[str]]]] = {
     "many aliases": lambda: state({"w": 0, "a": ["l", *[0] * many]}, ["w"]),
     "aliases of a long name": lambda: state({"w": 0, "a": ["l", *[0] * many]}, ["w" * MIB]),
     "long paths": lambda: state({"k" * MIB: ["l", *[-1] * many]}, [], objects=1),
-    "one path for many": lambda: state(merged(dotted(".".join("a" * 14), 0)), ["a"]),
+    "one path for many": lambda: state(cut_at_dots(14), ["a"]),
     "deeply nested": lambda: state(nested(0, 250), ["w"]),
-    "a shape that says nothing": lambda: state({"w": -1}, ["w"], objects=1, tensors=[[0, 0, "x", "y"]]),
     "numbers as notes": lambda: state({"w": 0}, ["w"], shared=[[[0], [0]], [[5]], [["x", {}]]], shards={"w": 3}),
     "no manifest": lambda: (b"", [ESCAPES]),
     "nothing": lambda: (b"", []),
