@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import io
 import struct
 import zipfile
@@ -14,7 +15,7 @@ from hostile_pickles import torch_archive
 from tensorferry.cli import states
 from tensorferry.errors import ProtocolError
 from tensorferry.pickles.allowlist import Allowed
-from tensorferry.pickles.torch_archives import load_file, unpickled
+from tensorferry.pickles.torch_archives import SavedTensor, load_file, unpickled
 
 MIB = 1 << 20
 #: Other versions of torch have to read a record to know its length: there, the archive's directory is asked.
@@ -85,3 +86,18 @@ def test_what_another_tool_has_packed_without_compression_is_read(tmp_path: Path
     path.write_bytes(torch_archive(state=STATE))
     assert torch.equal(load_file(path, Allowed())["w"], STATE["w"])
     assert torch.equal(states.state_of_archive(path)["w"], STATE["w"])
+
+
+def test_a_tensor_saved_in_parts_is_copied_from_wherever_a_copy_begins() -> None:
+    saved = SavedTensor(torch.arange(1 << 20, dtype=torch.uint8))
+
+    def copied(begin: int, end: int) -> bytes:
+        target = (ctypes.c_char * (end - begin))()
+        for source, to, nbytes in saved.copies(begin, end, ctypes.addressof(target)):
+            ctypes.memmove(to, source, nbytes)
+        return target.raw
+
+    whole = copied(0, saved.nbytes)
+    assert torch.equal(torch.load(io.BytesIO(whole)), torch.arange(1 << 20, dtype=torch.uint8))
+    for begin in (0, 1, 1000, saved.nbytes // 2):
+        assert copied(begin, begin + 900) == whole[begin : begin + 900]

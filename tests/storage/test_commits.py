@@ -13,7 +13,6 @@ import sys
 import threading
 import time
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
@@ -294,10 +293,6 @@ def test_a_file_that_cannot_be_locked_is_not_held(tmp_path, monkeypatch) -> None
         fcntl.flock(file, fcntl.LOCK_EX)
         with pytest.raises(SystemRefused, match="another process has kept"), FolderStore(tmp_path).holding([name]):
             pass
-    refusal = OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-    monkeypatch.setattr(folder_store.os, "open", mock.Mock(side_effect=refusal))
-    with pytest.raises(SystemRefused, match="Too many open files"), FolderStore(tmp_path).holding([name]):
-        pass
 
 
 def test_an_old_checkpoint_that_is_saved_anew_while_it_is_to_be_removed_stays(at, tmp_path, monkeypatch) -> None:
