@@ -91,7 +91,6 @@ ATTACKS: dict[str, Any] = {
     "an array in itself": Raw(ARRAY + b"q\x20" + b"(K\x01K\x01\x85" + OBJECTS + b"\x89]h\x20atb"),
     "dots": call(global_("collections", "abc.sys.exit"), 3),
     "a module": global_("torch", "os"),
-    "a loader": call(global_("torch.storage", "_load_from_bytes"), b"N."),
     "torch's list, unreviewed": call(global_("torch", "FloatTensor"), 10**12),
     "object array from bytes": build(ARRAY, (1, (1,), OBJECTS, False, b"\x41" * 8)),
     "object array, list too short": build(ARRAY, (1, (100,), OBJECTS, False, [1])),
@@ -108,8 +107,6 @@ ATTACKS: dict[str, Any] = {
     "_set_obj_state on a class": call(global_("torch._utils", "_set_obj_state"), global_("torch", "Tensor"), {"size": 3}),
     "a function's state": build(V2, (None, {"__defaults__": (1,)})),
     "a leaf's state": build(persistent("leaf", 0), (FLOATS, 0, (10**12,), (1,))),
-    "a method hidden": build(persistent("leaf", 0), {"size": 3}),
-    "a class set": build(call(global_("types", "SimpleNamespace")), {"__class__": global_("builtins", "dict")}),
     "from_type of any function": call(global_("torch._tensor", "_rebuild_from_type_v2"), global_("builtins", "dict"), global_("torch", "Tensor"), (), {}),
     "a wrapper as a Tensor": call(
         global_("torch._tensor", "_rebuild_from_type_v2"), global_("torch._utils", "_rebuild_wrapper_subclass"),
@@ -119,13 +116,11 @@ ATTACKS: dict[str, Any] = {
     "tensor beyond its storage": tensor("float32", 1000),
     "tensor by a huge stride": tensor("float32", 2, stride=(1 << 61,)),
     "tensor of a huge size": tensor("float32", 1 << 62, stride=(0,)),
-    "v3 beyond its storage": call(global_("torch._utils", "_rebuild_tensor_v3"), FLOATS, 0, (64,), (1,), False, HOOKS, global_("torch", "complex64")),
     "hooks": call(V2, FLOATS, 0, (2,), (1,), True, {1: global_("builtins", "dict")}),
     "sparse rows outside": call(
         global_("torch._utils", "_rebuild_sparse_tensor"), layout("torch.sparse_csr"),
         (tensor("int64", 2), tensor("int64", 2), tensor("float32", 2), (1, 1)),
     ),
-    "UntypedStorage called": call(global_("torch.storage", "UntypedStorage"), 10**13),
     "Generator of a bad state": build(
         call(global_("torch", "Generator"), call(global_("torch", "device"), "cpu")), (1, None, tensor("uint8", 64))
     ),
@@ -139,19 +134,15 @@ ATTACKS: dict[str, Any] = {
     "a placement half made": new(global_("torch.distributed.tensor.placement_types", "Shard")),
     "a placement of any field": build(new(global_("torch.distributed.tensor.placement_types", "Shard")), {"dim": "x"}),
     "bytearray(10**12)": call(global_("builtins", "bytearray"), 10**12),
-    "bytearray8 of 2**60": Raw(b"\x96" + (1 << 60).to_bytes(8, "little")),
     "memo at 2**32": Raw(b"Nr\xff\xff\xff\xff" * 2 + b"0" + b"j\xfe\xff\xff\xff"),
     "list(range(10**12))": call(global_("builtins", "list"), call(global_("builtins", "range"), 10**12)),
-    "BytesIO called": call(global_("_io", "BytesIO"), b"x" * 10),
     "BytesIO beyond its end": build(new(global_("_io", "BytesIO")), (b"", 1 << 60, None)),
     "a codec": call(global_("_codecs", "encode"), "x", "bz2_codec"),
-    "an integer as text": Raw(b"I" + b"9" * 100_000 + b"\n"),
     "a new Enum": call(global_("enum", "Enum"), "X", "a b"),
     "_reconstructor": call(global_("copyreg", "_reconstructor"), global_("builtins", "bytearray"), global_("builtins", "object"), None),
     "__reduce_ex__": call(global_("builtins", "object.__reduce_ex__"), 3, 4),
     "partial": call(global_("functools", "partial"), global_("builtins", "print")),
     "a factory": call(global_("collections", "defaultdict"), global_("torch.storage", "UntypedStorage")),
-    "a namespace as a namedtuple's class": build(call(global_("types", "SimpleNamespace")), {"_make": global_("builtins", "list")}),
     "a day that is none": call(global_("datetime", "datetime"), b"\x07\xea\x01\xff\xff\xff\xff\xff\xff\xff"),
     "a key that takes for ever to hash": Raw(b"}" + bomb(60) + b"Ns"),
     "an object that takes for ever, if it is a key": bomb(60),
@@ -160,9 +151,7 @@ ATTACKS: dict[str, Any] = {
     "copies of copies": Raw(say(b"x" * 4000) + b"\x94(" + b"".join(say(global_("builtins", "bytearray")) + b"h\x00\x85R" for _ in range(400)) + b"t"),
     "extension codes": Raw(b"\x82\x01"),
     "an old class": Raw(b"(cbuiltins\nlist\no"),
-    "nothing on the stack": Raw(b"R"),
     "a tuple for arguments": Raw(global_("builtins", "list") + say([]) + b"R"),
-    "items of a number": Raw(say(3) + say(4) + b"a"),
     "items of a class": Raw(global_("builtins", "list") + say(4) + b"a"),
     "os.system": call(global_("os", "system"), "true"),
     "a class's state": build(global_("pathlib", "Path"), (None, {"__add__": 3})),
@@ -202,14 +191,10 @@ def test_the_planners_data_goes_through_the_same_machine(monkeypatch: pytest.Mon
 
     ran: list[Any] = []
     monkeypatch.setattr("os.system", ran.append)
-    for hostile, error in (
-        (whole(ATTACKS["os.system"]), tensorferry.UnsafePickle),
-        (b"", tensorferry.ProtocolError),
-    ):
-        planner = {"pickle": base64.b64encode(hostile).decode()}
-        text = json.dumps({"version": index.VERSION, "sources": [], "state": {}, "planner": planner})
-        with pytest.raises(error):
-            index.decode(text.encode(), "here", Allowed())
+    planner = {"pickle": base64.b64encode(whole(ATTACKS["os.system"])).decode()}
+    text = json.dumps({"version": index.VERSION, "sources": [], "state": {}, "planner": planner})
+    with pytest.raises(tensorferry.UnsafePickle):
+        index.decode(text.encode(), "here", Allowed())
     assert not ran
 
 
