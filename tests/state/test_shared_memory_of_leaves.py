@@ -46,6 +46,7 @@ def clashing() -> dict[str, Callable[[], dict[str, torch.Tensor]]]:
 
     return {
         "one object": of(lambda t: (t[:8], t[:8])),
+        "one whole object": lambda: dict.fromkeys("ab", torch.zeros(8)),
         "detached": of(lambda t: (t, t.detach()), 8),
         "from one array": lambda: dict(zip("ab", from_array(), strict=True)),
         "parts of one array": lambda: dict(
