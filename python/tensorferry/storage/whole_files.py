@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from pathlib import Path
 
 from .folder_store import open_at_once as open_at_once
 from .places import AnyPlace
@@ -90,7 +91,11 @@ def missing(folder: AnyPlace, names: Sequence[str]) -> list[str]:
         SystemRefused: the system does not say what is
         TensorferryError: a store does not answer, or refuses
     """
-    there = store_of(folder).entries("rank")
+    store = store_of(folder)
+    if isinstance(folder, Path):
+        # The folder may be gone by now, and what lies under a name may be no file.
+        return [name for name in names if store.stat(name) is None]
+    there = store.entries("rank")
     return [name for name in names if name not in there]
 
 
