@@ -9,7 +9,7 @@ import torch
 
 from equality import assert_same_state
 from nights import mostly_at_night
-from tensorferry.checkpointing import AsyncCheckpointer, SyncCheckpointer
+from tensorferry.checkpointing import AsyncCheckpointer
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -62,20 +62,3 @@ def test_what_is_queued_is_saved_and_what_comes_later_is_not(own_stream: bool, t
     written.result(60)
     assert_same_state(checkpointer.load(str(tmp_path / "one")), weights("cpu", 2.0))
     checkpointer.close()
-
-
-def test_a_load_writes_into_tensors_on_the_device(tmp_path: Path) -> None:
-    saving = SyncCheckpointer()
-    saving.save(str(tmp_path / "one"), weights("cuda", 5.0))
-    live = weights("cuda", 0.0)
-    addresses = {name: tensor.data_ptr() for name, tensor in live.items()}
-    torch.cuda._sleep(LONG_CYCLES)
-    for name, tensor in live.items():
-        if name != "host":
-            tensor.fill_(-1)
-    found = saving.load(str(tmp_path / "one"), live)
-    with torch.cuda.stream(torch.cuda.Stream()):
-        copies = {name: tensor.clone() for name, tensor in found.items()}
-    assert {name: tensor.data_ptr() for name, tensor in found.items()} == addresses
-    assert_same_state({name: tensor.cpu() for name, tensor in copies.items()}, weights("cpu", 5.0))
-    saving.close()

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
+import signal
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 
 from checkpoint_files import files_in
+from checkpoint_ranks import ranks_of
 from nights import mostly_at_night
 from tensorferry._native import _file_header
 from tensorferry.checkpointing import SyncCheckpointer, latest_checkpoint
@@ -23,39 +22,11 @@ from tensorferry.storage import commits
 from tensorferry.storage.container import Container
 from tensorferry.storage.folder import missing_files, read_index
 from tensorferry.storage.folder_save import FolderSave, SaveId
+from thread_ranks import on_all
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 WAIT_S = 60
 RANKS = 3
-
-#: A rank of a save that kills itself at a step.
-_RANK = """
-import os, signal, sys
-from pathlib import Path
-from tensorferry._native import Table
-from tensorferry.storage import commits
-from tensorferry.storage.container import Container
-from tensorferry.storage.folder_save import FolderSave, SaveId
-folder, save, began, rank, ranks, step = sys.argv[1:]
-
-def at(now, index=None):
-    if now == step:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-commits.reached = at
-at("nothing")
-one = FolderSave(Path(folder), SaveId(save, int(began), int(rank), int(ranks)), patience=60)
-at("folder")
-if step == "half":
-    one.path.with_name(one.path.name + ".partial").write_bytes(bytes(100))
-    at("half")
-content = [("w", rank.encode())]
-one.write(Container(Table(), None, True, content))
-at("file")
-one.commit()
-at("committed")
-one.close()
-"""
 
 
 def is_whole(folder: Path) -> bool:
@@ -65,11 +36,15 @@ def is_whole(folder: Path) -> bool:
     )
 
 
-def rank_saves(folder: Path, save: SaveId, patience: float) -> None:
+def rank_saves(folder: Path, save: SaveId, patience: float, reached=lambda *_: None) -> None:
+    reached("nothing", folder)
     one = FolderSave(folder, save, patience=patience)
+    reached("folder", one.path)
     try:
         one.write(Container(no_rows(), None, True, [("w", b"x")]))
+        reached("file", one.path)
         one.commit()
+        reached("committed", one.path)
     except BaseException as e:
         one.fail(str(e))
         raise
@@ -77,16 +52,21 @@ def rank_saves(folder: Path, save: SaveId, patience: float) -> None:
         one.close()
 
 
-def all_save(folder: Path, save: SaveId, ranks, patience: float) -> list[Exception | None]:
-    def one(rank: int) -> Exception | None:
-        try:
-            rank_saves(folder, SaveId(save.save, save.began, rank, RANKS), patience)
-        except Exception as e:
-            return e
-        return None
+def rank_is_killed(_: int, folder: Path, save: SaveId, step: str) -> None:
+    def reached(now: str, path: Path) -> None:
+        is_half = (now, step) == ("folder", "half")
+        if is_half:
+            path.with_name(path.name + ".partial").write_bytes(bytes(100))
+        if is_half or now == step:
+            os.kill(os.getpid(), signal.SIGKILL)
 
-    with ThreadPoolExecutor(RANKS) as pool:
-        return list(pool.map(one, ranks))
+    commits.reached = reached
+    rank_saves(folder, save, 60, reached)
+
+
+def all_save(folder: Path, save: SaveId, ranks, patience: float) -> list[Exception | None]:
+    saves = [SaveId(save.save, save.began, rank, RANKS) for rank in ranks]
+    return on_all(len(saves), lambda at: rank_saves(folder, saves[at], patience))
 
 
 @pytest.mark.parametrize(
@@ -111,19 +91,16 @@ def test_a_rank_that_is_killed_at_a_step_leaves_the_old_checkpoint_or_the_new_on
     before = SaveId.new(world_size=RANKS)
     assert all_save(tmp_path, before, range(RANKS), 60) == [None] * RANKS
     save = SaveId.new(world_size=RANKS, known=[before.began])
-    command = [sys.executable, "-c", _RANK, tmp_path, save.save, str(save.began), str(rank), str(RANKS), step]
-    killed = subprocess.Popen(command)
-    # Ranks that wait for one that is dead already give up soon; those beside a living one have time.
-    ended = threading.Thread(target=killed.wait)
-    ended.start()
     others = [other for other in range(RANKS) if other != rank]
-    if not is_saved and step in ("nothing", "folder", "half"):
-        ended.join(WAIT_S)
-        told = all_save(tmp_path, save, others, 0.5)
-    else:
-        told = all_save(tmp_path, save, others, 10 if step in ("file", "written", "checked") and rank == 0 else 60)
-    ended.join(WAIT_S)
-    assert killed.returncode == -9
+    about = tmp_path, SaveId(save.save, save.began, rank, RANKS), step
+    with ranks_of(1, rank_is_killed, *about) as [killed]:
+        # Ranks that wait for one that is dead already give up soon; those beside a living one have time.
+        is_early = not is_saved and step in ("nothing", "folder", "half")
+        if is_early:
+            killed.end(-signal.SIGKILL)
+        patience = 10 if step in ("file", "written", "checked") and rank == 0 else 60
+        told = all_save(tmp_path, save, others, 0.5 if is_early else patience)
+        killed.end(-signal.SIGKILL)
     assert is_whole(tmp_path)
     if is_saved:
         assert told == [None] * len(others)
@@ -144,68 +121,46 @@ def test_readers_of_checkpoints_that_are_removed_get_a_whole_state_or_an_error(t
     saver = SyncCheckpointer(keep_last=1)
     over, wrong, loads = threading.Event(), [], []
 
-    def state_of(value: float) -> dict:
-        return {f"w{n}": torch.full((20_000,), value) for n in range(4)}
-
     def read(in_place: bool) -> None:
         reader = SyncCheckpointer()
         while not over.is_set() or not loads:
             found = latest_checkpoint(tmp_path)
             if found is None:
                 continue
-            state = state_of(-1.0) if in_place else None
             try:
-                state = reader.load(found, state)
+                state = reader.load(found, {f"w{n}": torch.zeros(20_000) for n in range(4)} if in_place else None)
             except (IncompleteCheckpoint, SourceChanged):
                 continue
             except Exception as e:
                 wrong.append(e)
                 return
-            values = {value for tensor in state.values() for value in tensor.unique().tolist()}
-            loads.append(values)
-            if len(values) != 1:
-                wrong.append(values)
+            loads.append({value for tensor in state.values() for value in tensor.unique().tolist()})
 
     readers = [threading.Thread(target=read, args=(in_place,)) for in_place in (False, True)]
     for reader in readers:
         reader.start()
-    for value in range(max(40, pytestconfig.getoption("--saves"))):
+    for value in range(1, max(40, pytestconfig.getoption("--saves"))):
         # Into new folders, and into ones that were removed, or are saved anew.
-        saver.save(tmp_path / f"step-{value % 7}", state_of(float(value)), step=value)
+        state = {f"w{n}": torch.full((20_000,), float(value)) for n in range(4)}
+        saver.save(tmp_path / f"step-{value % 7}", state, step=value)
     over.set()
     for reader in readers:
         reader.join(WAIT_S)
     assert wrong == []
-    assert loads
-    saver.close()
-
-
-@pytest.fixture
-def clock(monkeypatch):
-    """Sets the clock by which saves begin: by how many seconds it is ahead."""
-    real = time.time_ns
-    ahead = [0]
-    monkeypatch.setattr(commits.time, "time_ns", lambda: real() + ahead[0] * 10**9)
-
-    def set_to(seconds: int) -> None:
-        ahead[0] = seconds
-
-    return set_to
+    assert {len(values) for values in loads} == {1}
 
 
 @pytest.mark.parametrize("is_restarted", [False, True])
-def test_a_series_goes_on_in_its_order_after_the_clock_was_set_right(is_restarted, tmp_path, clock) -> None:
-    def opened():
-        return SyncCheckpointer(keep_last=2)
-
-    clock(3600)
-    saver = opened()
+def test_a_series_goes_on_in_its_order_after_the_clock_was_set_right(is_restarted, tmp_path, monkeypatch) -> None:
+    now, ahead = time.time_ns, [3600]
+    monkeypatch.setattr(commits.time, "time_ns", lambda: now() + ahead[0] * 10**9)
+    saver = SyncCheckpointer(keep_last=2)
     saver.save(tmp_path / "step-1", {"w": torch.ones(1)}, step=1)
-    clock(0)
+    ahead[0] = 0
     for step in range(2, 6):
         if is_restarted:
             saver.close()
-            saver = opened()
+            saver = SyncCheckpointer(keep_last=2)
         saver.save(tmp_path / f"step-{step}", {"w": torch.ones(1)}, step=step)
         assert latest_checkpoint(tmp_path) == str(tmp_path / f"step-{step}")
         assert files_in(tmp_path) == [f"step-{step - 1}", f"step-{step}"]

@@ -264,14 +264,12 @@ PIN = f"sha256-{'a' * 64}"
     ("address", "tls", "secret", "expected"),
     [
         ("node2:7070", False, True, "http://node2:7070/keeper/checkpoint/"),
-        ("[::1]:7070", False, True, "http://[::1]:7070/keeper/checkpoint/"),
         (f"https://{PIN}@node2:7070", True, True, f"https://{PIN}@node2:7070/keeper/checkpoint/"),
         (f"https://{PIN}@node2:7070/keeper/checkpoint/", True, True, f"https://{PIN}@node2:7070/keeper/checkpoint/"),
         ("node2:7070", False, False, "set TENSORFERRY_SECRET or TENSORFERRY_SECRET_FILE"),
         ("node2:7070", True, True, "sha256-FINGERPRINT"),
         ("https://node2:7070", True, True, "sha256-FINGERPRINT"),
         ("node2", False, True, "is not the address of a buddy"),
-        ("ftp://node2:1", False, True, "is not the address of a buddy"),
     ],
 )
 def test_addresses_of_buddies(address, tls, secret, expected):

@@ -101,9 +101,8 @@ def test_the_latest_complete_checkpoint_is_found(tmp_path):
 
 @pytest.mark.parametrize("call", ["stat", "listdir"])
 @pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE, errno.EACCES])
-@pytest.mark.parametrize("newest", [latest_checkpoint, SyncCheckpointer().latest], ids=["function", "method"])
 def test_a_root_of_which_the_system_does_not_say_what_it_is_is_not_one_without_checkpoints(
-    call, code, newest, tmp_path, monkeypatch
+    call, code, tmp_path, monkeypatch
 ):
     """A job that goes on from ``None`` begins anew, and its saves remove the checkpoint that was there."""
     save_state(tmp_path / "run" / "step-1", {"w": torch.tensor(1)})
@@ -117,41 +116,40 @@ def test_a_root_of_which_the_system_does_not_say_what_it_is_is_not_one_without_c
     with monkeypatch.context() as patched:
         patched.setattr(os, call, broken)
         with pytest.raises(SystemRefused, match=os.strerror(code)):
-            newest(tmp_path / "run")
-    assert newest(tmp_path / "run") == str(tmp_path / "run" / "step-1")
+            latest_checkpoint(tmp_path / "run")
+    assert latest_checkpoint(tmp_path / "run") == str(tmp_path / "run" / "step-1")
     (tmp_path / "file").write_text("")
     for nothing in ("none", "file/none"):
-        assert newest(tmp_path / nothing) is None
+        assert latest_checkpoint(tmp_path / nothing) is None
     with pytest.raises(InvalidArgument, match="file is a file: give the folder"):
-        newest(tmp_path / "file")
+        latest_checkpoint(tmp_path / "file")
     with pytest.raises(InvalidArgument, match="step-1 is a checkpoint itself: give the folder above"):
-        newest(tmp_path / "run" / "step-1")
+        latest_checkpoint(tmp_path / "run" / "step-1")
 
 
 DAMAGE = {
     "empty": lambda index: index.write_bytes(b""),
     "cut": lambda index: index.write_bytes(index.read_bytes()[:100]),
-    "garbage": lambda index: index.write_bytes(bytes(range(256)) * 16),
     "flipped": lambda index: index.write_bytes(index.read_bytes().replace(b'"began"', b'"begun"')),
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-@pytest.mark.parametrize("newest", [latest_checkpoint, SyncCheckpointer().latest], ids=["function", "method"])
-def test_a_checkpoint_with_a_damaged_index_is_passed_over_with_a_warning_and_is_never_none(
-    newest, damage, tmp_path, caplog
-):
+def test_a_checkpoint_with_a_damaged_index_is_passed_over_with_a_warning_and_is_never_none(damage, tmp_path, caplog):
     for step in (1, 2, 3):
         save_state(tmp_path / f"step-{step}", {"w": torch.tensor(step)})
     for step in (3, 2):
         DAMAGE[damage](tmp_path / f"step-{step}" / INDEX)
         caplog.clear()
-        assert newest(tmp_path) == str(tmp_path / f"step-{step - 1}")
+        assert latest_checkpoint(tmp_path) == str(tmp_path / f"step-{step - 1}")
         [line] = [record.getMessage() for record in caplog.records]
         assert all((f"step-{passed}" in line) == (passed >= step) for passed in (1, 2, 3)), line
     DAMAGE[damage](tmp_path / "step-1" / INDEX)
     with pytest.raises(CorruptCheckpoint, match=f"{tmp_path}/step-.*there is no other checkpoint"):
-        newest(tmp_path)
+        latest_checkpoint(tmp_path)
+    save_state(tmp_path / "step-1", {"w": torch.tensor(4)})
+    assert "so its files are not removed" in caplog.text
+    assert latest_checkpoint(tmp_path) == str(tmp_path / "step-1")
 
 
 @pytest.mark.parametrize("is_replaced", [False, True])

@@ -11,8 +11,8 @@ import pytest
 import torch
 from saves import MIB, WAIT_S, state_of, stopped, writer_of
 
-from checkpoint_files import files_in, is_whole, resources, tensors_of
-from tensorferry.checkpointing import AsyncCheckpointer, SyncCheckpointer
+from checkpoint_files import files_in, is_whole, resources
+from tensorferry.checkpointing import AsyncCheckpointer, Stager, SyncCheckpointer
 from tensorferry.errors import InvalidArgument, SystemRefused
 from tensorferry.memory.shared import NoRoom
 from tensorferry.storage.folder import read_index
@@ -100,15 +100,6 @@ def test_a_state_beyond_the_limit_is_refused_and_the_next_one_is_saved(opened, t
         opened().save(tmp_path / "a", state_of(1, 8))
 
 
-def test_aliases_and_views_are_written_once(opened, tmp_path) -> None:
-    base = torch.arange(float(MIB))
-    state = {"a": base, "tied": base, "view": base[10:20], "t": base.view(1024, 1024).t()}
-    opened().save(tmp_path, state)[1].result(WAIT_S)
-    size = sum(path.stat().st_size for path in tmp_path.iterdir())
-    assert size < 1.2 * base.nbytes
-    assert torch.equal(tensors_of(tmp_path)["a"], base)
-
-
 @pytest.mark.parametrize("make", [SyncCheckpointer, AsyncCheckpointer])
 def test_arguments_of_a_save_that_cannot_be_used_are_named(make, tmp_path) -> None:
     with contextlib.closing(make()) as checkpointer:
@@ -117,10 +108,17 @@ def test_arguments_of_a_save_that_cannot_be_used_are_named(make, tmp_path) -> No
                 checkpointer.save(path, state_of(1))
 
 
-def test_the_classes_are_torchs_checkpointers_where_torch_has_them() -> None:
-    experimental = pytest.importorskip("torch.distributed.checkpoint._experimental.checkpointer")
-    assert issubclass(AsyncCheckpointer, experimental.Checkpointer)
-    assert issubclass(SyncCheckpointer, experimental.Checkpointer)
+@pytest.mark.parametrize(
+    ("module", "name", "own"),
+    [
+        ("checkpointer", "Checkpointer", AsyncCheckpointer),
+        ("checkpointer", "Checkpointer", SyncCheckpointer),
+        ("staging", "CheckpointStager", Stager),
+    ],
+)
+def test_the_classes_are_torchs_where_torch_has_them(module, name, own) -> None:
+    experimental = pytest.importorskip(f"torch.distributed.checkpoint._experimental.{module}")
+    assert issubclass(own, getattr(experimental, name))
 
 
 def test_arguments_that_cannot_be_used_are_named() -> None:

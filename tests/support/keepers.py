@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from tensorferry._native import SharedBuffer, _copy_memory
 from tensorferry.checkpointing.handover import Handover
 from tensorferry.checkpointing.keeper.client import Keeper
@@ -135,6 +137,12 @@ class Told:
         self.times += 1
 
 
+def state_of(seed: int, nbytes: int = 1 << 20) -> dict[str, Any]:
+    """Returns a state with a tensor of ``nbytes``, its names, and another one that shares its memory."""
+    weight = torch.randn(nbytes // 4, generator=torch.Generator().manual_seed(seed))
+    return {"model": {"w": weight, "tied": weight, "t": weight[:64].view(8, 8).t()}, "seen": {1, 2}, "step": seed}
+
+
 def offered(keeper: Keeper, state: Any, path: str = "/ckpt/run/step-1", **fields: Any) -> Told:
     """Offers ``state`` and waits until the keeper has decided."""
     given, told = staged(state, path, **fields), Told()
@@ -149,7 +157,11 @@ def offered(keeper: Keeper, state: Any, path: str = "/ckpt/run/step-1", **fields
 
 def loaded(keeper: Keeper, one: Any) -> Any:
     """Returns the state of a snapshot, through the keeper."""
-    source = keeper.open(one)
+    return read_from(keeper.open(one))
+
+
+def read_from(source: Any) -> Any:
+    """Returns the state that a keeper has given."""
     assert source is not None
     state, _, _ = receive(source, Allowed(), None, BounceBuffers(ACCELERATOR))
     return state
