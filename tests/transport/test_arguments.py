@@ -69,11 +69,7 @@ def test_what_no_peer_can_reach_is_not_advertised(advertise: str, monkeypatch: p
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [
-        ("SAME_HOST", "false"),
-        ("RELAY", "2"),
-        *(("ZONE", zone) for zone in ("a b", "a&leave=1", "a\n", "z" * 65, "\u00e9")),
-    ],
+    [("SAME_HOST", "false"), ("RELAY", "2")],
 )
 def test_a_variable_with_another_value_is_refused(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(f"TENSORFERRY_{name}", value)
