@@ -25,7 +25,6 @@ from commands import (
     copied,
     damage,
     make_state,
-    plain_file,
     serving,
     write_archive,
     write_distributed,
@@ -62,13 +61,6 @@ def test_a_safetensors_file_is_served_without_torch(
             assert_same_state(receiver.recv_checkpoint(0, metadata[0], 0, TIMEOUT), PLAIN)
         assert run("pull", metadata[0], "-o", tmp_path / "a").status == 0
     assert_same_state(load_file(tmp_path / "a"), PLAIN)
-
-
-@pytest.mark.parametrize("form", ["file", "checkpoint", "distributed"])
-def test_a_damaged_checkpoint_is_not_served(form: str, forms: dict[str, Path], tmp_path: Path, run: Any) -> None:
-    path = copied(forms[form], tmp_path)
-    damage(next(path.glob("rank*")) if path.is_dir() else path, 100_000)
-    assert run("serve", path, "--interface", "127.0.0.1").status == 4
 
 
 # inspect
@@ -197,6 +189,11 @@ def test_every_damaged_byte_is_found(
     damage(file, 100_000)
     done = run("verify", path)
     assert done.status == 4
+    assert run("serve", path, "--interface", "127.0.0.1").status == (2 if form == "archive" else 4)
+    refused = run("convert", path, tmp_path / "a.pt")
+    assert (refused.status, "damaged" in refused.err, (tmp_path / "a.pt").exists()) == (4, True, False), refused
+    if form != "distributed":
+        assert run("convert", path, tmp_path / "a.pt", "--unverified").status == 0
     if form != "archive":
         assert "model." in done.out
         bad = [one for one in run("verify", path, "--json").json["files"] if one["damaged"]]
@@ -320,25 +317,6 @@ def test_hostile_files_end_with_a_typed_error(run: Callable[..., Any], tmp_path:
     assert run("inspect", "").status == exits.USAGE
 
 
-def test_an_index_that_leads_out_of_its_folder(run: Callable[..., Any], tmp_path: Path) -> None:
-    from tensorferry.cli.distributed import index_container
-    from tensorferry.storage import reserved
-
-    fields = {"version": 1, "sources": ["../secret.safetensors"], "state": {}, "planner": None}
-    files = {"began": 0, "files": {"../secret.safetensors": "0" * 16}}
-    control = [
-        (reserved.INDEX, json.dumps(fields).encode()),
-        (reserved.INDEX_FILES, json.dumps(files).encode()),
-    ]
-    plain_file(tmp_path / "secret.safetensors")
-    (tmp_path / "f").mkdir()
-    index_container(control).write(tmp_path / "f" / "index.safetensors", partial=tmp_path / "f" / "partial")
-    for verb in ("serve", "verify", "inspect"):
-        done = run(verb, tmp_path / "f", *(["--digests"] if verb == "inspect" else []))
-        assert done.status == exits.UNREADABLE, (verb, done.err)
-        assert "is not the name of a rank's file" in done.err
-
-
 @pytest.mark.process
 def test_checkpoints_of_different_numbers_of_ranks_are_compared(run: Callable[..., Any], tmp_path: Path) -> None:
     checkpoint_ranks.run("save", 2, tmp_path / "two")
@@ -354,6 +332,13 @@ def test_checkpoints_of_different_numbers_of_ranks_are_compared(run: Callable[..
         told = run("diff", *(tmp_path / name for name in pair), "--json")
         assert told.status == exits.NO
         assert told.json["differences"] == [{"path": "rows", "how": "the bytes differ"}]
+    # The file of one rank alone has no whole tensors.
+    (file,) = (tmp_path / "two").glob("*rank00001*")
+    for to in ("torch", "safetensors", "dcp", "torch-dcp"):
+        done = run("convert", file, tmp_path / "o", "--to", to, *(["--drop-objects"] if to == "safetensors" else []))
+        assert done.status == exits.UNREADABLE
+        assert "is a part of a tensor that is spread over ranks" in done.err
+    assert not (tmp_path / "o").exists()
 
 
 def set_entry(at: int, value: Any) -> Callable[[dict[str, Any]], None]:

@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-import types
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,14 +18,9 @@ from safetensors.torch import save_file
 
 from commands import (
     FORMS,
-    copied,
-    damage,
     make_state,
     same_values,
     write_archive,
-    write_checkpoint,
-    write_distributed,
-    write_torch_distributed,
 )
 from equality import assert_same_state
 from kinds import KINDS, written
@@ -61,6 +55,9 @@ def test_every_form_becomes_every_other(
         done = run("convert", forms[form], tmp_path / to, "--to", to)
         assert done.status == 0, done.err
         same_values(read(tmp_path / to), state)
+        assert run("convert", forms[form], tmp_path / "model", "--to", to, "--only", "model").status == 0
+        same_values(read(tmp_path / "model"), state["model"])
+        (shutil.rmtree if to == "checkpoint" else os.unlink)(tmp_path / "model")
     assert run("verify", tmp_path / "tensorferry").status == 0
     for to in ("dcp", "torch-dcp"):
         assert run("convert", forms[form], tmp_path / to, "--to", to).status == 0
@@ -69,6 +66,11 @@ def test_every_form_becomes_every_other(
         dcp.load(target, storage_reader=reader)
         assert all(torch.equal(target[key], state[key]) for key in target)
         assert run("diff", tmp_path / to, forms[form]).status == 0
+        model = {name: torch.zeros_like(value) for name, value in state["model"].items()}
+        assert run("convert", forms[form], tmp_path / "model", "--to", to, "--only", "model").status == 0
+        dcp.load(model, storage_reader=(FileReader if to == "dcp" else dcp.FileSystemReader)(tmp_path / "model"))
+        same_values(model, state["model"])
+        shutil.rmtree(tmp_path / "model")
     assert sorted(os.listdir(tmp_path)) == sorted([*readers, "dcp", "torch-dcp"])
 
 
@@ -150,17 +152,6 @@ def test_a_curled_container_becomes_a_state_again(run: Callable[..., Any], publi
     same_values(torch.load(tmp_path / "a.pt", weights_only=True), make_state())
 
 
-@pytest.mark.parametrize("form", ["file", "archive", "checkpoint"])
-def test_damage_is_not_converted(form: str, forms: dict[str, Path], run: Callable[..., Any], tmp_path: Path) -> None:
-    path = copied(forms[form], tmp_path)
-    damage(next(path.glob("rank*")) if path.is_dir() else path, 100_000)
-    done = run("convert", path, tmp_path / "a.pt")
-    assert done.status == 4
-    assert "is damaged" in done.err
-    assert not (tmp_path / "a.pt").exists()
-    assert run("convert", path, tmp_path / "a.pt", "--unverified").status == 0
-
-
 @pytest.mark.nightly
 def test_memory_stays_bounded(tmp_path: Path) -> None:
     state = {f"w{i}": torch.full((4 << 20,), float(i)) for i in range(8)}
@@ -198,65 +189,14 @@ print(status, most - before, sep=";")
     assert (status, int(grown) < 80) == (str([0] * len(jobs)), True), done.stdout
 
 
-SOURCES = {
-    "archive": write_archive,
-    "checkpoint": write_checkpoint,
-    "dcp": write_distributed,
-    "torch-dcp": write_torch_distributed,
-}
-
-
-def network() -> torch.nn.Module:
-    return torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3))
-
-
-def trained() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    torch.manual_seed(0)
-    model = network()
-    optimizer = torch.optim.Adam(model.parameters())
-    model(torch.randn(5, 4)).sum().backward()
-    optimizer.step()
-    return model, optimizer
-
-
-def assert_fits(found: dict[str, Any]) -> None:
-    """Loads a part into a new model, by all its names, and compares the two models."""
-    model, _ = trained()
-    new = network()
-    new.load_state_dict(found)
-    assert all(torch.equal(value, new.state_dict()[name]) for name, value in model.state_dict().items())
-
-
-@pytest.mark.parametrize("source", SOURCES)
-def test_every_format_has_the_model_alone(source: str, run: Callable[..., Any], tmp_path: Path) -> None:
-    model, optimizer = trained()
-    state = {"model": model.state_dict(), "optim": optimizer.state_dict(), "step": 3}
-    SOURCES[source](state, tmp_path / "ck")
-    for name, to, load in (
-        ("m.pt", "torch", lambda path: torch.load(path, weights_only=True)),
-        ("m.safetensors", "safetensors", load_safetensors),
-        ("own.safetensors", "tensorferry", load_file),
-        ("folder", "checkpoint", SyncCheckpointer().load),
-    ):
-        done = run("convert", tmp_path / "ck", tmp_path / name, "--to", to, "--only", "model")
-        assert done.status == exits.OK, done.err
-        assert "7 tensors" in done.out
-        assert_fits(load(tmp_path / name))
-    for to, reader in (("dcp", FileReader), ("torch-dcp", dcp.FileSystemReader)):
-        assert run("convert", tmp_path / "ck", tmp_path / to, "--to", to, "--only", "model").status == exits.OK
-        found = network().state_dict()
-        dcp.load(found, storage_reader=reader(tmp_path / to), no_dist=True)
-        assert_fits(found)
-
-
 def test_names_with_dots_are_a_part_too(run: Callable[..., Any], tmp_path: Path) -> None:
     """A file of another program has one dict, whose names have the prefix."""
-    model, _ = trained()
-    tensors = {f"net.model.{name}": value for name, value in model.state_dict().items()}
-    save_file(tensors | {"net.models": torch.ones(1), "other": torch.ones(1)}, tmp_path / "all.safetensors")
-    done = run("convert", tmp_path / "all.safetensors", tmp_path / "m.pt", "--only", "net.model")
-    assert done.status == exits.OK, done.err
-    assert_fits(torch.load(tmp_path / "m.pt"))
+    names = ("net.model.0.w", "net.models", "other")
+    save_file({name: torch.full((2,), float(n)) for n, name in enumerate(names)}, tmp_path / "all.safetensors")
+    for to, read in (("torch", torch.load), ("safetensors", load_safetensors)):
+        done = run("convert", tmp_path / "all.safetensors", tmp_path / to, "--to", to, "--only", "net.model")
+        assert (done.status, "1 tensor" in done.out) == (exits.OK, True), done
+        assert {name: value.tolist() for name, value in read(tmp_path / to).items()} == {"0.w": [0, 0]}
 
 
 @pytest.mark.parametrize(
@@ -336,23 +276,3 @@ def test_refused(line: str, text: str, folder: Path, run: Callable[..., Any], mo
     assert done.status == (3 if line.startswith("inspect .") else 2), done
     assert text in done.err
     assert sorted(os.listdir(folder)) == before
-
-
-@pytest.mark.parametrize("is_full", [True, False])
-def test_what_torch_fails_with_is_told(
-    is_full: bool, folder: Path, run: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """torch says of a full disk that it is at an unexpected position; of other failures, the disk is not the cause."""
-
-    def save(*_: Any) -> None:
-        try:
-            raise OSError(28, "No space left on device") if is_full else ValueError("not of the system")
-        except (OSError, ValueError):
-            raise RuntimeError("unexpected pos 704 vs 598")  # noqa: B904 - as torch does
-
-    monkeypatch.setattr(torch, "save", save)
-    monkeypatch.setattr(os, "statvfs", lambda _: types.SimpleNamespace(f_bavail=0, f_frsize=1))
-    done = run("convert", folder / "state.pt", tmp_path / "out.pt")
-    assert done.status == (exits.UNAVAILABLE if is_full else exits.BUG), done
-    assert ("No space left on device" if is_full else "unexpected pos") in done.err
-    assert os.listdir(tmp_path) == []

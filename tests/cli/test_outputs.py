@@ -124,23 +124,6 @@ def test_a_full_disk(publish: Callable[..., str], tmp_path: Path, pytestconfig: 
         assert left == [], left
 
 
-@pytest.mark.process
-def test_two_pulls_into_one_file(publish: Callable[..., str], run: Callable[..., Any], tmp_path: Path) -> None:
-    metadata = publish(state(), max_bandwidth=4 << 20)
-    output = tmp_path / "a"
-    with command("pull", metadata, "-o", output, "--quiet") as first:
-        until(lambda: any(size_of(partial) > 12 << 20 for partial in incomplete(output)), first)
-        # It stands still meanwhile: the other one may start slowly.
-        first.send_signal(signal.SIGSTOP)
-        told = run("pull", metadata, "-o", output, "--timeout", "10")
-        first.send_signal(signal.SIGCONT)
-        assert told.status == exits.USAGE
-        assert "another process is downloading" in told.err
-        assert first.wait(timeout=110) == 0
-    assert_same_state(load_file(output), state())
-    assert os.listdir(tmp_path) == ["a"]
-
-
 def state(value: int = 0) -> dict[str, Any]:
     """12 MiB in four tensors."""
     return {str(i): torch.full((3 << 18,), i + value, dtype=torch.int32) for i in range(4)}
@@ -192,15 +175,6 @@ class TestPull:
         assert (tmp_path / "mine.safetensors").read_bytes() == before
         assert run("pull", metadata, "-o", notes, "--force").status == 0
         assert_same_state(load_file(notes), make_state())
-
-    @pytest.mark.process
-    def test_what_an_earlier_pull_has_written_is_replaced(
-        self, run: Callable[..., Any], publish: Callable[..., str], tmp_path: Path
-    ) -> None:
-        for value in (0, 1):
-            assert run("pull", publish(state(value), step=value), "-o", tmp_path / "a").status == 0
-            assert_same_state(load_file(tmp_path / "a"), state(value))
-        assert os.listdir(tmp_path) == ["a"]
 
     @pytest.mark.process
     @pytest.mark.parametrize("had", [False, True])

@@ -244,16 +244,17 @@ class Announced:
         self.starts, self.sizes, self.about = [0], [nbytes], [("format", "pt")]
 
 
-def test_a_source_that_announces_more_than_the_disk_has(tmp_path: Path) -> None:
-    for nbytes in (1 << 50, (1 << 62) + 7):
-        with pytest.raises(SystemRefused, match="no room"):
-            Download(Announced(nbytes), tmp_path / "a.partial")  # type: ignore[arg-type]
-        assert os.listdir(tmp_path) == []
-
-
-def test_a_source_with_an_entry_that_only_files_have(tmp_path: Path) -> None:
-    with pytest.raises(ProtocolError, match="only files have"):
-        Download(Announced(8, "__tensorferry__/digests"), tmp_path / "a.partial")  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("source", "error", "text"),
+    [
+        (Announced(1 << 50), SystemRefused, "no room"),
+        (Announced((1 << 62) + 7), SystemRefused, "no room"),
+        (Announced(8, "__tensorferry__/digests"), ProtocolError, "only files have"),
+    ],
+)
+def test_a_source_of_which_nothing_can_be_stored(source: Any, error: type, text: str, tmp_path: Path) -> None:
+    with pytest.raises(error, match=text):
+        Download(source, tmp_path / "a.partial")
     assert os.listdir(tmp_path) == []
 
 
@@ -315,38 +316,6 @@ def full(value: float) -> dict[str, Any]:
     return {"w": torch.full((1000,), value)}
 
 
-def strike_at(moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C, at this moment of the next commit."""
-
-    def reached(at: str, _: Any) -> None:
-        if at == moment:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(commits, "reached", reached)
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("moment", ["checked", "renamed"])
-def test_an_interrupt_at_the_commit_leaves_a_whole_checkpoint(
-    moment: str, ranks: int, run: Callable[..., Any], publish: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def metadata(value: float) -> str:
-        urls = [publish(full(value + rank)) for rank in range(ranks)]
-        return urls[0] if ranks == 1 else f"tensorferry-dcp/1 5 {' '.join(urls)}"
-
-    assert run("pull", metadata(10), "--into-folder", tmp_path / "c").status == 0
-    before = shown(tmp_path / "c")
-    strike_at(moment, monkeypatch)
-    assert run("pull", metadata(20), "--into-folder", tmp_path / "c").status == exits.INTERRUPTED
-    monkeypatch.undo()
-    assert run("verify", tmp_path / "c").status == 0
-    value = 20 if moment == "renamed" else 10
-    for rank in range(ranks):
-        assert torch.equal(load_state(tmp_path / "c", rank=rank, world_size=ranks)["w"], full(value + rank)["w"])
-    if moment == "checked":
-        assert shown(tmp_path / "c") == before
-
-
 @pytest.mark.process
 def test_a_rank_of_a_distributed_checkpoint_that_is_gone_leaves_no_file_of_the_others(
     run: Callable[..., Any], tmp_path: Path
@@ -392,42 +361,15 @@ def test_a_checkpoint_that_is_saved_during_a_pull_is_replaced_only_by_force(
     assert len(shown(tmp_path / "c")) == 1 + ranks
 
 
-#: 48 MiB from the source to two receivers would take 12 s.
-SLOW = ("--max-bandwidth", "8M")
-
-
-@pytest.fixture
-def checkpoint(tmp_path: Path) -> Path:
-    from safetensors.torch import save_file
-
-    generator = torch.Generator().manual_seed(1)
-    path = tmp_path / "state.safetensors"
-    save_file({str(i): torch.randn(3 << 19, generator=generator) for i in range(8)}, path)
-    return path
-
-
-def pulled(metadata: str, outputs: list[Path], *arguments: object) -> list[dict[str, Any]]:
-    """Pulls into all files at the same time; returns what the pulls have said."""
-    common = ("--quiet", "--json", *arguments)
-    with (
-        command("pull", metadata, "-o", outputs[0], *common) as one,
-        command("pull", metadata, "-o", outputs[1], *common) as two,
-    ):
-        said = [process.communicate(timeout=100) for process in (one, two)]
-    assert [process.returncode for process in (one, two)] == [0, 0], said
-    return [json.loads(out) for out, _ in said]
-
-
-def test_pulls_bring_each_other_what_they_have(
-    checkpoint: Path, tmp_path: Path, run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TENSORFERRY_SAME_HOST", "0")
+def test_pulls_bring_each_other_what_they_have(publish: Any, tmp_path: Path, run: Callable[..., Any]) -> None:
+    # From the source alone, both would take 12 s.
+    metadata = publish(large(), max_bandwidth=4 << 20)
     outputs = [tmp_path / "a.safetensors", tmp_path / "b.safetensors"]
-    with serving(checkpoint, *SLOW) as (metadata,):
-        told = pulled(metadata, outputs)
-        assert sum(each["relayed"] for each in told) > 16 << 20
+    with contextlib.ExitStack() as started:
+        both = [started.enter_context(command("pull", metadata, "-o", each, "--quiet", "--json")) for each in outputs]
+        told = [process.communicate(timeout=100) for process in both]
+    assert sum(json.loads(out)["relayed"] for out, _ in told) > 8 << 20, told
     for output in outputs:
-        assert run("diff", checkpoint, output).status == 0
+        assert_same_state(load_file(output), large())
         assert run("verify", output).status == 0
-    assert outputs[0].read_bytes() == outputs[1].read_bytes()
     assert not [name for name in os.listdir(tmp_path) if name.endswith(".partial")]

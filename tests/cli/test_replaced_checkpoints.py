@@ -66,6 +66,11 @@ COMMANDS = {
     "digests": (["inspect"], ["--json", "--digests"], lambda: (listing, "list_file")),
     "verify": (["verify"], ["--json"], lambda: (verify, "_verified")),
 }
+#: Of what reads a checkpoint once: its arguments behind the folder, and the function before which the folder changes.
+ONCE = {
+    "convert": (["out.safetensors"], (intact, "_file_damage")),
+    "serve": (["--interface", "127.0.0.1"], (serve.Publisher, "_publish")),
+}
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -99,26 +104,24 @@ def test_a_refusal_by_the_system_stays_one_while_saves_replace_the_checkpoint(
 
     before(listing, "list_file", refuse)
     assert run("inspect", tmp_path).status == exits.UNAVAILABLE
+    # The index of a distributed checkpoint is read again, too.
+    save_distributed(tmp_path / "d", 1)
+    before(distributed, "with_digests", lambda: save_distributed(tmp_path / "d", 2))
+    assert run("inspect", tmp_path / "d", "--digests", "--json").status == exits.OK
 
 
-def test_a_distributed_checkpoint_is_inspected_again(
-    run: Callable[..., Any], before: Callable[..., Any], tmp_path: Path
-) -> None:
-    save_distributed(tmp_path, 1)
-    before(distributed, "with_digests", lambda: save_distributed(tmp_path, 2))
-    done = run("inspect", tmp_path, "--digests", "--json")
-    assert done.status == exits.OK, done.err
-
-
+@pytest.mark.parametrize("verb", ONCE)
 @pytest.mark.parametrize(
     ("change", "error"), [(lambda path: save(path, 2), SourceChanged), (remove, IncompleteCheckpoint)]
 )
-def test_a_conversion_of_a_checkpoint_that_goes_leaves_nothing(
-    change: Callable[[Path], None], error: type, run: Callable[..., Any], before: Callable[..., Any], tmp_path: Path
+def test_what_reads_a_checkpoint_once_says_that_it_goes_and_leaves_nothing(
+    change: Any, error: type, verb: str, run: Any, before: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.chdir(tmp_path)
     save(tmp_path / "a", 1)
-    before(intact, "_file_damage", lambda: change(tmp_path / "a"))
-    done = run("convert", tmp_path / "a", tmp_path / "out.safetensors")
+    rest, where = ONCE[verb]
+    before(*where, lambda: change(tmp_path / "a"))
+    done = run(verb, "a", *rest)
     assert done.status == exits.status_of(error("")), done.err
     assert sorted(path.name for path in tmp_path.iterdir()) in (["a"], [])
 
@@ -130,14 +133,3 @@ def test_diff_mixes_no_two_saves(run: Callable[..., Any], before: Callable[..., 
     called = before(diff._Comparison, "_compare", lambda: save(tmp_path / "a", 2))
     assert run("diff", tmp_path / "a", tmp_path / "b", "--json").status == exits.OK
     assert len(called) == 2
-
-
-@pytest.mark.parametrize(
-    ("change", "error"), [(lambda path: save(path, 2), SourceChanged), (remove, IncompleteCheckpoint)]
-)
-def test_serve_says_that_its_checkpoint_has_gone(
-    change: Callable[[Path], None], error: type, run: Callable[..., Any], before: Callable[..., Any], tmp_path: Path
-) -> None:
-    save(tmp_path / "a", 1)
-    before(serve.Publisher, "_publish", lambda: change(tmp_path / "a"))
-    assert run("serve", tmp_path / "a", "--interface", "127.0.0.1").status == exits.status_of(error(""))

@@ -54,19 +54,10 @@ def replaced(path: Path) -> None:
     written(large(100), path.with_name("other")).replace(path)
 
 
-def removed(path: Path) -> None:
-    path.unlink()
-
-
 def overwritten(path: Path) -> None:
     with path.open("r+b") as file:
         file.seek(5 * MIB)
         file.write(b"changed")
-
-
-def appended(path: Path) -> None:
-    with path.open("ab") as file:
-        file.write(bytes(MIB))
 
 
 def truncated(path: Path) -> None:
@@ -82,9 +73,7 @@ def emptied_and_filled(path: Path) -> None:
 #: How a file changes, and whether its content, which the server holds, does.
 CHANGES = {
     "replaced": (replaced, False),
-    "removed": (removed, False),
     "overwritten": (overwritten, True),
-    "appended": (appended, True),
     "truncated": (truncated, True),
     "emptied and filled": (emptied_and_filled, True),
 }

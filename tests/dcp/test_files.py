@@ -88,17 +88,6 @@ def test_the_files_are_safetensors_files(tmp_path):
     assert index["sources"] == [rank.name]
 
 
-def test_a_save_into_the_same_folder_replaces_the_one_before(tmp_path):
-    for value in range(3):
-        dcp.save({"x": torch.full((10,), value)}, storage_writer=FileWriter(tmp_path))
-        assert len(list(tmp_path.glob("*.safetensors"))) == len(list(tmp_path.iterdir())) - 1 == 2
-        found = {"x": torch.full((10,), -1)}
-        dcp.load(found, storage_reader=FileReader(tmp_path))
-        assert found["x"].tolist() == [value] * 10
-    with pytest.raises(dcp.CheckpointException, match="overwrite=False"):
-        dcp.save({"x": torch.ones(1)}, storage_writer=FileWriter(tmp_path, overwrite=False))
-
-
 def test_values_are_cast_as_torch_casts_them(tmp_path):
     saved = {"f": torch.tensor([1.5, -2.75, 70000.0]), "i": torch.tensor([1, 300, -1]), "t": torch.randn(40, 30)}
     dcp.save(saved, storage_writer=FileWriter(tmp_path / "ours"))
@@ -270,27 +259,6 @@ def test_async_save(kind, tmp_path):
     with Job(2, daemon=False) as job:
         results = job.run(_async, tmp_path / "ck", kind)
     assert results == [(rank, [4.0], [0, 1, 2, 3, 4]) for rank in range(2)]
-
-
-def _alone(kept, folder):
-    del kept
-    rank = torch.distributed.get_rank()
-    dcp.save({"x": torch.full((4,), rank)}, storage_writer=FileWriter(folder), use_collectives=False)
-    found = {"x": torch.zeros(4, dtype=torch.int64)}
-    dcp.load(found, storage_reader=FileReader(folder))
-    return found["x"].tolist()
-
-
-@pytest.mark.process
-def test_ranks_that_save_without_each_other(tmp_path):
-    import inspect
-
-    if "use_collectives" not in inspect.signature(dcp.save).parameters:
-        pytest.skip("this torch always coordinates")
-    with Job(2) as job:
-        for _ in range(2):
-            assert job.run(_alone, tmp_path / "ck") == [[0] * 4, [1] * 4]
-    assert len(list((tmp_path / "ck").iterdir())) == 4
 
 
 def _fails_on_one(kept, folder):

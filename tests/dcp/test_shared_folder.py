@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import threading
 import time
@@ -164,26 +163,6 @@ def test_an_index_with_an_invalid_list_of_files_is_refused(entry, tmp_path):
     assert loaded(tmp_path) == 2
 
 
-@pytest.mark.parametrize("name", ["../precious", "precious", "index.safetensors"])
-def test_nothing_but_files_of_ranks_is_removed_whatever_an_index_names(name, tmp_path):
-    folder = tmp_path / "ck"
-    save(folder, 1)
-    path = folder / "index.safetensors"
-    text, _ = commits.read(path)
-    changed = json.loads(text) | {"sources": [name]}
-    control = [
-        (reserved.INDEX, json.dumps(changed).encode()),
-        (reserved.INDEX_FILES, commits.Commit({name: 1}).encode()),
-    ]
-    Container(no_rows(), None, True, control, ABOUT).write(path, partial=folder / "p")
-    (tmp_path / "precious").write_text("mine")
-    (folder / "precious").write_text("mine")
-    save(folder, 2)
-    assert loaded(folder) == 2
-    assert (tmp_path / "precious").exists()
-    assert (folder / "precious").exists()
-
-
 class Between(FileReader):
     """A reader during whose load another save is made, before or after the index is read."""
 
@@ -317,58 +296,6 @@ def test_a_folder_whose_name_is_not_valid_text(tmp_path):
         assert loaded(folder) == value
     next(folder.glob("rank*")).unlink()
     assert isinstance(fails(lambda: loaded(folder)), tensorferry.IncompleteCheckpoint)
-
-
-class Slow(FileWriter):
-    """Pauses a save that has begun, before or after its data is written."""
-
-    def __init__(self, path, when):
-        super().__init__(path)
-        self._when = when
-        self.reached, self.go = threading.Event(), threading.Event()
-
-    def _stop(self, when):
-        if when == self._when:
-            self.reached.set()
-            assert self.go.wait(60)
-
-    def write_data(self, plan, planner):
-        self._stop("planned")
-        return super().write_data(plan, planner)
-
-    def finish(self, metadata, results):
-        self._stop("written")
-        super().finish(metadata, results)
-
-
-@pytest.mark.parametrize("when", ["planned", "written"])
-@pytest.mark.parametrize("older_first", [True, False])
-def test_saves_into_one_folder_that_overlap_lose_nothing(when, older_first, tmp_path):
-    save(tmp_path, 1)
-    older = Slow(tmp_path, "planned" if older_first else when)
-    newer = Slow(tmp_path, when if older_first else "none")
-    running = []
-    for number, writer in ((2, older), (3, newer)):
-        running.append(dcp.async_save({"a": torch.full((1000,), float(number))}, storage_writer=writer))
-        assert writer is newer or writer.reached.wait(60)
-    if older_first:
-        assert newer.reached.wait(60)
-        older.go.set()
-        running[0].result()
-        assert loaded(tmp_path) == 2
-        newer.go.set()
-        running[1].result()
-    else:
-        running[1].result()
-        assert loaded(tmp_path) == 3
-        older.go.set()
-        error = fails(running[0].result)
-        assert isinstance(error, tensorferry.IncompleteCheckpoint)
-        assert "began later" in str(error)
-    assert loaded(tmp_path) == 3
-    save(tmp_path, 4)
-    assert loaded(tmp_path) == 4
-    assert len(list(tmp_path.glob("*.safetensors"))) == len(list(tmp_path.iterdir())) - 1 == 2
 
 
 class Shrinking(dcp.DefaultSavePlanner):

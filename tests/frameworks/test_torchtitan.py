@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from framework_ranks import job
 
 from stores import BUCKET, environment, moto, objects
 from tensorferry.dcp import marker
@@ -162,3 +163,14 @@ def test_the_other_override_installs_for_managers_that_are_derived(tmp_path):
     finally:
         for one in list(installing._current):
             one.undo()
+
+
+def test_its_own_trainer_goes_on_from_what_it_has_saved(tmp_path):
+    for name in ("torchdata", "tokenizers", "spmd_types"):
+        pytest.importorskip(name)
+    for steps in (3, 5):
+        run = ("--module", "titan_job", "--config", "tiny", "--dump_folder", tmp_path, "--training.steps", steps)
+        with job("titan_job.py", *run, world=1) as (rank,):
+            rank.end(150)
+        assert marker.is_marker(tmp_path / f"checkpoint/step-{steps}/.metadata")
+    assert any("Training starts at step 4" in line for line in rank.output)
