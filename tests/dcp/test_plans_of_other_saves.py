@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlanner
 
 import tensorferry
-from tensorferry.dcp import FileReader, FileWriter, PeerReader, PeerWriter, index
+from tensorferry.dcp import FileReader, FileWriter, PeerReader, PeerWriter, index, own_errors
 from tensorferry.dcp.index import ELEMENTS, EntryRef
 
 pytestmark = [
@@ -161,3 +161,17 @@ def test_parts_that_were_written_in_different_dtypes_are_refused():
     }
     with pytest.raises(tensorferry.InvalidArgument, match=r"its parts have different dtypes \(float32, float64\)"):
         index.encode(Metadata({"w": about}), stored)
+
+
+class Asking(dcp.DefaultLoadPlanner):
+    """Asks for what the checkpoint does not have."""
+
+    def create_local_plan(self):
+        items = super().create_local_plan().items
+        return dcp.LoadPlan([dataclasses.replace(item, storage_index=MetadataIndex("z")) for item in items])
+
+
+def test_a_load_of_what_is_not_there_is_refused(tmp_path):
+    dcp.save({"a": numbers()}, storage_writer=FileWriter(tmp_path), no_dist=True)
+    with pytest.raises(tensorferry.ProtocolError, match=r"the plan asks for .*z.*does not have"), own_errors():
+        dcp.load({"a": numbers()}, storage_reader=FileReader(tmp_path), planner=Asking(), no_dist=True)
