@@ -261,34 +261,6 @@ def test_async_save(kind, tmp_path):
     assert results == [(rank, [4.0], [0, 1, 2, 3, 4]) for rank in range(2)]
 
 
-def _fails_on_one(kept, folder):
-    del kept
-    # The ranks have different keys: a key that both have would be written by only one of them.
-    state = {"odd": Unpicklable()} if torch.distributed.get_rank() else {"x": torch.ones(3)}
-    with pytest.raises(dcp.CheckpointException, match="odd cannot be saved"):
-        dcp.save(state, storage_writer=FileWriter(folder))
-
-
-class Unpicklable:
-    def __reduce__(self):
-        raise ValueError("not this one")
-
-
-@pytest.mark.process
-def test_a_rank_that_fails_fails_the_save_everywhere_and_the_one_before_stays(tmp_path):
-    with Job(2) as job:
-        job.run(_alone_coordinated, tmp_path / "ck")
-        job.run(_fails_on_one, tmp_path / "ck")
-    found = {"x": torch.zeros(4)}
-    dcp.load(found, storage_reader=FileReader(tmp_path / "ck"))
-    assert found["x"].tolist() == [2.0] * 4
-
-
-def _alone_coordinated(kept, folder):
-    del kept
-    dcp.save({"x": torch.full((4,), 2.0)}, storage_writer=FileWriter(folder))
-
-
 @pytest.mark.process
 @pytest.mark.slow
 @pytest.mark.timeout(180)

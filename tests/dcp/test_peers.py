@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 from job import Job
 
 from nights import mostly_at_night
-from tensorferry.dcp import PeerReader, PeerWriter
+from tensorferry.dcp import FileReader, FileWriter, PeerReader, PeerWriter
 from tensorferry.dcp.peer_writer import _Done
 from tensorferry.errors import InvalidArgument
 from tensorferry.storage.container import Container
@@ -158,21 +158,23 @@ class Unpicklable:
         raise ValueError("not this one")
 
 
-def _publish_number(kept, value):
+def _save_number(kept, value, folder):
     writer = kept.setdefault("writer", PeerWriter(timedelta(seconds=2), interface="127.0.0.1"))
     rank = torch.distributed.get_rank()
     kept["state"] = {f"x{rank}": torch.full((9,), value + rank)}
     dcp.save(kept["state"], storage_writer=writer)
+    dcp.save(kept["state"], storage_writer=FileWriter(folder))
     return writer.metadata(), writer._server.step, writer._server.allowed
 
 
-def _fail(kept, odd):
-    """Makes a save in which the rank ``odd`` fails; returns what this rank serves afterwards."""
+def _fail(kept, odd, folder):
+    """Makes saves in which the rank ``odd`` fails; returns what this rank serves afterwards."""
     writer = kept.setdefault("writer", PeerWriter(timedelta(seconds=2), interface="127.0.0.1"))
     rank = torch.distributed.get_rank()
     state = {"odd": Unpicklable()} if rank == odd else {f"x{rank}": torch.zeros(9)}
-    with pytest.raises(dcp.CheckpointException, match="odd cannot be saved"):
-        dcp.save(state, storage_writer=writer)
+    for each in (writer, FileWriter(folder)):
+        with pytest.raises(dcp.CheckpointException, match="odd cannot be saved"):
+            dcp.save(state, storage_writer=each)
     with pytest.raises(InvalidArgument, match="the last save has failed"):
         writer.metadata()
     return writer._server.step, writer._server.allowed
@@ -184,17 +186,19 @@ def _shut_down(kept):
 
 @pytest.mark.process
 @pytest.mark.parametrize("odd", mostly_at_night([0, 1]))
-def test_a_save_that_fails_on_one_rank_publishes_nothing_on_the_others(odd):
+def test_a_save_that_fails_on_one_rank_fails_on_all_and_the_one_before_stays(odd, tmp_path):
     with Job(2) as job:
-        assert job.run(_fail, odd) == [(None, False)] * 2
-        published = job.run(_publish_number, 3.0)
+        assert job.run(_fail, odd, tmp_path) == [(None, False)] * 2
+        published = job.run(_save_number, 3.0, tmp_path)
         assert published[0] == published[1]
         metadata, step, allowed = published[0]
         assert (step, allowed) == (2, True)
         # The previous publication stays, on every rank.
-        assert job.run(_fail, odd) == [(2, True)] * 2
-        found = read(metadata, {"x0": torch.zeros(9), "x1": torch.zeros(9)})
-        assert [found[f"x{rank}"].unique().tolist() for rank in range(2)] == [[3.0], [4.0]]
-        metadata, *_ = job.run(_publish_number, 7.0)[0]
+        assert job.run(_fail, odd, tmp_path) == [(2, True)] * 2
+        for reader in (PeerReader(metadata, timeout=TIMEOUT), FileReader(tmp_path)):
+            found = {"x0": torch.zeros(9), "x1": torch.zeros(9)}
+            dcp.load(found, storage_reader=reader)
+            assert [found[f"x{rank}"].unique().tolist() for rank in range(2)] == [[3.0], [4.0]]
+        metadata, *_ = job.run(_save_number, 7.0, tmp_path)[0]
         assert read(metadata, {"x1": torch.zeros(9)})["x1"].unique().tolist() == [8.0]
         job.run(_shut_down)
