@@ -57,6 +57,12 @@ def fake():
         return torch.ones(3)
 
 
+def freed():
+    made = torch.zeros(4)
+    made.untyped_storage().resize_(0)
+    return made
+
+
 #: Makes each kind of tensor.
 KINDS = {
     **{str(dtype)[6:]: lambda dtype=dtype: of_dtype(dtype) for dtype in DTYPES},
@@ -80,6 +86,8 @@ KINDS = {
     "meta, sparse": lambda: sparse(torch.empty(2, device="meta"), "meta"),
     "meta, csr": lambda: torch.eye(4).to_sparse_csr().to("meta"),
     "fake": fake,
+    "freed": freed,
+    "zeros without memory": lambda: torch._efficientzerotensor(8),
     "functional": lambda: torch._to_functional_tensor(torch.ones(3)),
 }
 
@@ -99,10 +107,10 @@ REFUSED = {
     *(f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)),
     *("quint4x2", "quint2x4", "per channel, 4 bits"),
     *("meta", "meta, empty", "meta, sparse", "meta, csr"),
-    *("mkldnn", "fake", "functional"),
+    *("mkldnn", "fake", "functional", "freed", "zeros without memory"),
 }
 #: Those that each change is tested with.
-BY_DAY = {"bits8", "float4_e2m1fn_x2", "qint8", "sparse", "csr", "int4", "quint4x2", "quint2x4", "meta", "meta, sparse"}
+BY_DAY = {"bits8", "float4_e2m1fn_x2", "qint8", "sparse", "csr", "int4", "quint4x2", "quint2x4", "meta", "freed"}
 #: Those to which no planner of torch gives a place.
 UNPLANNED = {"nested", "jagged"}
 
@@ -191,6 +199,7 @@ UNFIT = {
     "quantised to float32": (lambda: quantised(torch.qint8), lambda: torch.zeros(4)),
     "dense to quint4x2": (lambda: torch.ones(4), lambda: quantised(torch.quint4x2)),
     "dense to sparse": (lambda: torch.ones(3), lambda: sparse(torch.ones(2))),
+    "freed": (lambda: torch.ones(4), freed),
 }
 if copies(torch.float4_e2m1fn_x2):
     UNFIT["float4_e2m1fn_x2 to float32"] = (lambda: of_dtype(torch.float4_e2m1fn_x2), lambda: torch.zeros(4))
