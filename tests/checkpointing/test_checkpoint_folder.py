@@ -224,6 +224,19 @@ def test_an_index_that_contradicts_itself_is_refused(tmp_path) -> None:
     assert read_index(tmp_path).world_size == 1
 
 
+def test_an_index_that_names_a_part_of_a_rank_without_a_file_is_refused(tmp_path) -> None:
+    SyncCheckpointer().save(tmp_path, {"w": torch.ones(4)})
+    path = tmp_path / "index.safetensors"
+    text, files = _file_entries(path, [reserved.CHECKPOINT, reserved.INDEX_FILES])
+    part = {"rank": 1, "offsets": [0], "shape": [4], "stride": [1], "storage": 0, "storage_offset": 0}
+    described = {"w": {"dtype": "torch.float32", "global_shape": [4], "parts": [part]}}
+    fields = json.dumps(json.loads(text) | {"shards": described}).encode()
+    control = [(reserved.CHECKPOINT, fields), (reserved.INDEX_FILES, bytes(files))]
+    Container(no_rows(), None, True, control).write(path, partial=tmp_path / "p")
+    with pytest.raises(ProtocolError, match="its index names a rank 1, whose file it does not"):
+        SyncCheckpointer().load(tmp_path, {"w": torch.zeros(4)})
+
+
 def test_the_last_checkpoints_stay_and_nothing_of_others_is_removed(tmp_path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("")
