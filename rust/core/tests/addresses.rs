@@ -1,23 +1,18 @@
 //! Receives from a source with several addresses, of which some let connections be made and are silent.
 
-use std::io::{Read, Write};
-use std::net::{IpAddr, Shutdown, TcpListener, TcpStream};
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex};
+use std::io::Write;
+use std::net::IpAddr;
 use std::time::{Duration, Instant};
 
-use tensorferry_core::{Destination, ErrorKind, FetchOptions, Rail, Remote, Secret, ServerConfig, Stability};
+use tensorferry_core::{ErrorKind, FetchOptions, Rail, Remote, Secret, ServerConfig, Stability};
 
-use crate::common::{BLOCK, Rig, STEP, State, eventually, port_at_every_address};
+use crate::common::faults::{ALWAYS, Fault, Liar, Proxy};
+use crate::common::{BLOCK, Rig, STEP, State, eventually, loopback, port_at_every_address};
 
 /// Far longer than any of these receives takes.
 const DEADLINE: Duration = Duration::from_mins(1);
 /// A receive that waits for a silent address as long as for its only one is not over in this time.
 const SOON: Duration = Duration::from_secs(20);
-
-fn loopback(last: u8) -> IpAddr {
-    IpAddr::from([127, 0, 0, last])
-}
 
 /// Listens at address `bind` alone; the URL prefers `card`, has 127.0.0.1 as host, and names 127.0.0.1 to 127.0.0.4.
 fn source(bind: u8, card: u8, config: ServerConfig) -> Rig {
@@ -34,70 +29,19 @@ fn options() -> FetchOptions {
     FetchOptions { same_host: false, stall: DEADLINE, ..FetchOptions::within(DEADLINE) }
 }
 
-/// What accepts connections at one address and passes them on to the source while it is open. Shut, it lets connections be
-/// made, and drops all that is sent.
-struct Gateway {
-    is_open: Arc<AtomicBool>,
-    seen: Arc<AtomicUsize>,
+/// A proxy that lets connections be made, and passes no answer on.
+fn silent(last: u8, rig: &Rig) -> Proxy {
+    Proxy::at(last, rig, Fault::Stall(0), ALWAYS)
 }
 
-impl Gateway {
-    fn at(last: u8, rig: &Rig, is_open: bool) -> Self {
-        let there = rig.server.address();
-        let listener = TcpListener::bind((loopback(last), there.port())).unwrap();
-        let (is_open, seen) = (Arc::new(AtomicBool::new(is_open)), Arc::new(AtomicUsize::new(0)));
-        let (open, count) = (Arc::clone(&is_open), Arc::clone(&seen));
-        std::thread::spawn(move || {
-            for here in listener.incoming().flatten() {
-                count.fetch_add(1, Ordering::SeqCst);
-                let Ok(there) = TcpStream::connect(there) else { continue };
-                let (here, there) = (Arc::new(here), Arc::new(there));
-                for (from, to) in [(Arc::clone(&here), Arc::clone(&there)), (there, here)] {
-                    let open = Arc::clone(&open);
-                    std::thread::spawn(move || pass_on(&from, &to, &open));
-                }
-            }
-        });
-        Self { is_open, seen }
-    }
-
-    fn silent(last: u8, rig: &Rig) -> Self {
-        Self::at(last, rig, false)
-    }
-
-    fn shut(&self) {
-        self.is_open.store(false, Ordering::SeqCst);
-    }
-
-    fn seen(&self) -> usize {
-        self.seen.load(Ordering::SeqCst)
-    }
-}
-
-/// Passes bytes on while `open`, and the end of the connection, too.
-fn pass_on(mut from: &TcpStream, mut to: &TcpStream, open: &AtomicBool) {
-    let mut buffer = [0; 16 << 10];
-    while let Ok(got @ 1..) = from.read(&mut buffer) {
-        if open.load(Ordering::SeqCst) && to.write_all(&buffer[..got]).is_err() {
-            break;
-        }
-    }
-    while !open.load(Ordering::SeqCst) {
-        std::thread::park();
-    }
-    let _ = to.shutdown(Shutdown::Write);
+/// A proxy that is silent once it is armed.
+fn open(last: u8, rig: &Rig) -> Proxy {
+    Proxy::at(last, rig, Fault::Stall(0), 0)
 }
 
 /// Answers every request with `answer`, as another program would.
-fn impostor(last: u8, rig: &Rig, answer: &'static str) {
-    let listener = TcpListener::bind((loopback(last), rig.server.address().port())).unwrap();
-    std::thread::spawn(move || {
-        let kept = Mutex::new(Vec::new());
-        for mut stream in listener.incoming().flatten() {
-            let _ = stream.write_all(answer.as_bytes());
-            kept.lock().unwrap().push(stream);
-        }
-    });
+fn impostor(last: u8, rig: &Rig, answer: &'static str) -> Liar {
+    Liar::at((loopback(last), rig.server.address().port()), |mut stream, _, _| stream.write_all(answer.as_bytes()))
 }
 
 /// Receives `state`, and says over which addresses it came.
@@ -116,10 +60,10 @@ fn a_receive_begins_by_another_address_where_host_and_preferred_card_are_silent(
         let state = State::of(&[blocks * BLOCK / 2], 3);
         let rig = source(4, 2, ServerConfig::default());
         publish(&rig, &state);
-        let silent = [1, 2, 3].map(|last| Gateway::silent(last, &rig));
+        let silent = [1, 2, 3].map(|last| silent(last, &rig));
         let by = receive(&state, &rig.url(), options());
         assert!(by.contains(&4), "{by:?}");
-        assert!(silent.iter().all(|gateway| gateway.seen() > 0), "an address was not tried");
+        assert!(silent.iter().all(|gateway| gateway.connections() > 0), "an address was not tried");
     }
 }
 
@@ -129,7 +73,7 @@ fn so_it_is_with_tls_and_a_secret() {
     let secret = Secret::new(b"a secret of this test").unwrap();
     let rig = source(4, 2, ServerConfig { tls: true, secret: Some(secret.clone()), ..ServerConfig::default() });
     publish(&rig, &state);
-    let _silent = [1, 2].map(|last| Gateway::silent(last, &rig));
+    let _silent = [1, 2].map(|last| silent(last, &rig));
     // Another server, with another certificate.
     let port = rig.server.address().port();
     let other = ServerConfig { tls: true, bind: Some(loopback(3)), ports: port..=port, ..ServerConfig::default() };
@@ -145,11 +89,10 @@ fn what_another_program_answers_at_is_given_up_and_the_next_address_is_asked() {
     for answer in ["HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n", "220 ready\r\n"] {
         let rig = source(4, 2, ServerConfig::default());
         publish(&rig, &state);
-        let silent = Gateway::silent(1, &rig);
-        impostor(2, &rig, answer);
-        impostor(3, &rig, answer);
+        let silent = silent(1, &rig);
+        let _impostors = [2, 3].map(|last| impostor(last, &rig, answer));
         assert_eq!(receive(&state, &rig.url(), options()), [4], "{answer:?}");
-        assert!(silent.seen() > 0);
+        assert!(silent.connections() > 0);
     }
 }
 
@@ -158,27 +101,27 @@ fn a_healthy_first_address_is_the_only_one_that_a_small_receive_connects_to() {
     let state = State::of(&[12 * BLOCK], 3);
     let rig = source(2, 2, ServerConfig::default());
     publish(&rig, &state);
-    let others = [1, 3, 4].map(|last| Gateway::at(last, &rig, true));
+    let others = [1, 3, 4].map(|last| open(last, &rig));
     assert_eq!(receive(&state, &rig.url(), options()), [2]);
-    assert_eq!(others.map(|gateway| gateway.seen()), [0, 0, 0]);
+    assert_eq!(others.map(|gateway| gateway.connections()), [0, 0, 0]);
 }
 
 #[test]
 fn a_source_that_has_nothing_yet_is_waited_for_at_the_address_where_it_is() {
     let state = State::of(&[BLOCK], 3);
     let rig = source(4, 2, ServerConfig::default());
-    let gateways = [Gateway::silent(2, &rig), Gateway::at(1, &rig, true), Gateway::at(3, &rig, true)];
+    let gateways = [silent(2, &rig), open(1, &rig), open(3, &rig)];
     let url = rig.url();
     std::thread::scope(|scope| {
         let waiting = scope.spawn(|| receive(&state, &url, options()));
         // The request that is kept waiting, the counters that say why, and the request again.
-        eventually("the address where the source is was not asked again", || gateways[1].seen() >= 3);
+        eventually("the address where the source is was not asked again", || gateways[1].connections() >= 3);
         std::thread::sleep(Duration::from_secs(2));
         publish(&rig, &state);
         assert_eq!(waiting.join().unwrap(), [1]);
     });
-    assert_eq!(gateways[1].seen(), 3, "an answer was waited for impatiently");
-    assert_eq!(gateways[2].seen(), 0);
+    assert_eq!(gateways[1].connections(), 3, "an answer was waited for impatiently");
+    assert_eq!(gateways[2].connections(), 0);
 }
 
 #[test]
@@ -186,7 +129,7 @@ fn a_refusal_counts_though_the_host_is_silent() {
     let state = State::of(&[BLOCK], 3);
     let rig = source(4, 4, ServerConfig::default());
     publish(&rig, &state);
-    let _silent = [1, 2, 3].map(|last| Gateway::silent(last, &rig));
+    let _silent = [1, 2, 3].map(|last| silent(last, &rig));
     let began = Instant::now();
     let refused = Remote::open(&[&rig.url()], STEP - 1, options()).map(drop).unwrap_err();
     assert_eq!(refused.kind(), ErrorKind::Status(400), "{refused}");
@@ -200,14 +143,13 @@ fn an_address_that_falls_silent_after_the_opening_is_done_without() {
         let state = State::of(&[blocks * BLOCK], 3);
         let rig = source(4, 2, ServerConfig::default());
         publish(&rig, &state);
-        let preferred = Gateway::at(2, &rig, true);
-        let _silent = [1, 3].map(|last| Gateway::silent(last, &rig));
+        let preferred = open(2, &rig);
+        let _silent = [1, 3].map(|last| silent(last, &rig));
         let began = Instant::now();
         let remote = Remote::open(&[&rig.url()], STEP, options()).unwrap();
-        assert!(preferred.seen() > 0);
-        preferred.shut();
-        let header = remote.header().clone();
-        state.check(&header, &remote.fetch(Destination::Fresh).unwrap());
+        assert!(preferred.connections() > 0);
+        preferred.arm(ALWAYS);
+        state.fetch_from(remote).unwrap();
         assert!(began.elapsed() < SOON, "{:?}", began.elapsed());
     }
 }
@@ -217,10 +159,10 @@ fn the_digests_at_the_end_come_by_another_address_where_the_first_falls_silent()
     let state = State::of(&[8 * BLOCK], 3);
     let rig = source(4, 2, ServerConfig::default());
     publish(&rig, &state);
-    let preferred = Gateway::at(2, &rig, true);
-    let _silent = [1, 3].map(|last| Gateway::silent(last, &rig));
+    let preferred = open(2, &rig);
+    let _silent = [1, 3].map(|last| silent(last, &rig));
     let remote = Remote::open(&[&rig.url()], STEP, options()).unwrap();
-    preferred.shut();
+    preferred.arm(ALWAYS);
     let began = Instant::now();
     assert!(remote.entry_digests().unwrap().is_some());
     assert!(began.elapsed() < SOON, "{:?}", began.elapsed());

@@ -8,7 +8,7 @@ mod common;
 use std::io::Write;
 use std::time::Duration;
 
-use common::faults::Liar;
+use common::faults::{Liar, asked_range};
 use common::{BLOCK, STEP};
 use tensorferry_core::{Destination, ErrorKind, FetchOptions, Remote};
 use tensorferry_wire::container::{Entry, Header, MANIFEST_ENTRY};
@@ -30,22 +30,20 @@ fn announcing(name: &str, len: u64) -> Liar {
     let table = DigestTable { header: checksum(&header), payload_len: len, blocks: vec![] };
     let (total, start) = (header.len() as u64 + len, header.len());
     Liar::new(move |mut stream, head, _| {
-        let asked = head.find("bytes=").map(|at| head[at + 6..].split("\r\n").next().unwrap().to_owned());
-        let bytes = match asked.as_deref().and_then(|range| range.split_once('-')) {
+        let bytes = match asked_range(head) {
             None => {
                 let bytes = table.encode();
                 write!(stream, "HTTP/1.1 200 OK\r\nETag: \"a\"\r\nContent-Length: {}\r\n\r\n", bytes.len())?;
                 bytes
             }
-            Some((first, last)) => {
-                let (first, last): (usize, usize) = (first.parse().unwrap(), last.parse().unwrap());
-                if last >= start + 2 * BLOCK {
+            Some((first, end)) => {
+                if end > start + 2 * BLOCK {
                     return Err(std::io::ErrorKind::ConnectionReset.into());
                 }
                 let whole = [header.as_slice(), &vec![0; 2 * BLOCK]].concat();
-                let range = format!("ETag: \"a\"\r\nContent-Range: bytes {first}-{last}/{total}\r\n");
-                write!(stream, "HTTP/1.1 206 P\r\n{range}Content-Length: {}\r\n\r\n", last + 1 - first)?;
-                whole[first..=last].to_vec()
+                let range = format!("ETag: \"a\"\r\nContent-Range: bytes {first}-{}/{total}\r\n", end - 1);
+                write!(stream, "HTTP/1.1 206 P\r\n{range}Content-Length: {}\r\n\r\n", end - first)?;
+                whole[first..end].to_vec()
             }
         };
         stream.write_all(&bytes)

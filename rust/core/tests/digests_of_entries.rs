@@ -1,16 +1,13 @@
 //! The checksums of entries come out the same from memory, from a file and from a source; damage is found; a receive
 //! goes on where another one ended; what a receive has filled is sealed.
-#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test that cannot go on should panic")]
 
 use std::fs;
 use std::os::unix::fs::FileExt;
 
 use crate::common::{BLOCK, Rig, STEP, State, lanes};
-use bytes::Bytes;
-use tensorferry_core::{Container, Destination, ErrorKind, FileOptions, Item, Remote, seal_file, write_file};
+use tensorferry_core::{Container, Destination, ErrorKind, FileOptions, Remote, seal_file, write_file};
 use tensorferry_wire::container::DIGESTS_ENTRY;
 use tensorferry_wire::digest::checksum;
-use tensorferry_wire::dtype::Dtype;
 
 /// Lengths on both sides of the boundaries of blocks of every size, at many places in them.
 fn state() -> State {
@@ -30,10 +27,8 @@ fn digests_of_entries_are_those_of_their_bytes() {
     let folder = std::env::temp_dir().join(format!("tensorferry-entries-{}", std::process::id()));
     fs::create_dir_all(&folder).unwrap();
     let (path, partial) = (folder.join("a"), folder.join("a.partial"));
-    let item =
-        |(name, bytes): &(String, Bytes)| Item::bytes(name.clone(), Dtype::U8, &[bytes.len() as u64], bytes.clone());
     let options = FileOptions::default();
-    write_file(&path, &partial, Vec::new(), state.0.iter().map(item).collect(), &options).unwrap();
+    write_file(&path, &partial, Vec::new(), state.items(), &options).unwrap();
     let container = Container::open(&path).unwrap();
     let found = container.entry_digests(&options).unwrap();
     for (entry, digest) in container.header().entries().iter().zip(&found).filter(|(e, _)| e.name != DIGESTS_ENTRY) {

@@ -1,12 +1,11 @@
 //! Networks that damage, cut, delay and hang: a single fault is repaired, a lasting one ends the transfer in time with
 //! the right kind of error, and no wrong byte is ever handed over.
-#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test that cannot go on should panic")]
 
 use std::time::{Duration, Instant};
 
-use crate::common::faults::{ALWAYS, Fault, Proxy};
-use crate::common::{BLOCK, PATIENCE, Rig, STEP, State, lanes};
-use tensorferry_core::{Arrived, Cancel, Destination, Error, ErrorKind, FetchOptions, Remote};
+use crate::common::faults::{ALWAYS, Fault, Liar, Proxy};
+use crate::common::{BLOCK, PATIENCE, Rig, STEP, State, lanes, local, quick};
+use tensorferry_core::{Arrived, Cancel, Destination, Error, ErrorKind, FetchOptions, Remote, ServerConfig, Stability};
 
 fn state() -> State {
     State::of(&[9 * BLOCK + 5, 100, 6 * BLOCK], 1)
@@ -15,15 +14,10 @@ fn state() -> State {
 /// How a receive ends whose connections break: what comes last before the deadline may have been a stall of a busy machine.
 const BROKEN: &[ErrorKind] = &[ErrorKind::Connect, ErrorKind::Timeout];
 
-/// Options that find a stuck connection quickly.
-fn quick(timeout: Duration, count: usize) -> FetchOptions {
-    FetchOptions { stall: Duration::from_millis(500), lanes: Some(count), ..FetchOptions::within(timeout) }
-}
-
 /// Fetches through a proxy on which `fault` happens `times` times.
-fn through(fault: Fault, times: usize, options: FetchOptions) -> (Result<Arrived, Error>, bool) {
+fn through(tls: bool, fault: Fault, times: usize, options: FetchOptions) -> (Result<Arrived, Error>, bool) {
     let state = state();
-    let rig = Rig::serving(&state);
+    let rig = Rig::configured(&ServerConfig { tls, ..local() }).publishing(state.publication(Stability::Private));
     let proxy = Proxy::new(&rig.url(), fault, times);
     let result = state.fetch(&[proxy.url()], options);
     (result, proxy.is_spent())
@@ -32,12 +26,6 @@ fn through(fault: Fault, times: usize, options: FetchOptions) -> (Result<Arrived
 /// Places where a fault may happen: in the first head, in the header and the first blocks, in the digests that are
 /// read on opening, and far into the payload.
 const PLACES: [usize; 6] = [3, 300, 900, BLOCK / 2, BLOCK + 700, 4 * BLOCK + 123];
-
-#[test]
-fn a_proxy_without_faults_changes_nothing() {
-    let (result, _) = through(Fault::None, 0, lanes(2));
-    assert_eq!(result.unwrap().report().retries, 0);
-}
 
 #[test]
 fn one_fault_is_repaired_wherever_it_is() {
@@ -49,13 +37,24 @@ fn one_fault_is_repaired_wherever_it_is() {
     }
     for fault in faults {
         for count in [1, 3] {
-            let (result, spent) = through(fault, 1, quick(PATIENCE, count));
+            let (result, spent) = through(false, fault, 1, quick(PATIENCE, count));
             let arrived = result.unwrap_or_else(|e| panic!("{fault:?}, {count} lanes: {e}"));
             let (Fault::Flip(place) | Fault::Close(place) | Fault::Reset(place) | Fault::Stall(place)) = fault else {
                 continue;
             };
             assert!(place < 2 * BLOCK || !spent || arrived.report().retries > 0, "{fault:?}: {:?}", arrived.report());
         }
+    }
+    for fault in [
+        Fault::Flip(100),
+        Fault::Flip(3 * BLOCK),
+        Fault::Close(300),
+        Fault::Reset(2 * BLOCK + 77),
+        Fault::Lose(2 * BLOCK, 1000),
+        Fault::Stall(2 * BLOCK),
+    ] {
+        let (result, spent) = through(true, fault, 1, FetchOptions { same_host: false, ..quick(PATIENCE, 2) });
+        assert!(result.is_ok() && spent, "{fault:?} behind TLS: {:?}", result.map(drop));
     }
 }
 
@@ -119,11 +118,15 @@ fn what_has_come_is_not_fetched_again() {
     }
 }
 
-/// Asserts that a fetch ends with one of `kinds`, at most a second after its deadline.
-fn ends(what: &str, url: &str, options: FetchOptions, kinds: &[ErrorKind]) {
+/// Asserts that a fetch ends with one of `kinds`, at most a second after its deadline; `opened` is called when the source
+/// is open.
+fn ends(what: &str, url: &str, options: FetchOptions, opened: impl FnOnce(), kinds: &[ErrorKind]) {
     let (started, timeout) = (Instant::now(), options.timeout);
     let failed = match Remote::open(&[url], STEP, options) {
-        Ok(remote) => remote.fetch(Destination::Fresh).expect_err(what),
+        Ok(remote) => {
+            opened();
+            remote.fetch(Destination::Fresh).expect_err(what)
+        }
         Err(failed) => failed,
     };
     let took = started.elapsed();
@@ -135,53 +138,33 @@ fn ends(what: &str, url: &str, options: FetchOptions, kinds: &[ErrorKind]) {
 fn lasting_faults_end_in_time_with_the_right_kind() {
     let state = state();
     let rig = Rig::serving(&state);
-    let cases: [(Fault, &[ErrorKind]); 7] = [
-        (Fault::Close(BLOCK / 2), BROKEN),
-        (Fault::Reset(BLOCK / 2), BROKEN),
-        (Fault::Reset(0), BROKEN),
-        (Fault::Stall(0), &[ErrorKind::Timeout]),
-        (Fault::Stall(BLOCK + 40_000), &[ErrorKind::Timeout]),
-        (Fault::Drip(100), &[ErrorKind::Timeout]),
+    let late: &[ErrorKind] = &[ErrorKind::Timeout];
+    // Whether the fault is there from the first answer on, or begins when the source is open.
+    for (from_the_start, fault, kinds) in [
+        (true, Fault::Close(BLOCK / 2), BROKEN),
+        (true, Fault::Reset(BLOCK / 2), BROKEN),
+        (true, Fault::Reset(0), BROKEN),
+        (true, Fault::Stall(0), late),
+        (true, Fault::Stall(BLOCK + 40_000), late),
+        (true, Fault::Drip(100), late),
         // In the container's header, behind the head of the answer.
-        (Fault::Flip(320), &[ErrorKind::Corrupt, ErrorKind::Protocol]),
-    ];
-    for (fault, kinds) in cases {
-        let proxy = Proxy::new(&rig.url(), fault, ALWAYS);
-        ends(&format!("{fault:?}"), proxy.url(), quick(Duration::from_secs(2), 2), kinds);
-    }
-}
-
-#[test]
-fn lasting_faults_after_a_good_opening_end_in_time_too() {
-    let state = state();
-    let rig = Rig::serving(&state);
-    for (fault, kinds) in [
-        (Fault::Close(BLOCK / 2), BROKEN),
-        (Fault::Reset(1000), BROKEN),
-        (Fault::Stall(BLOCK / 2), &[ErrorKind::Timeout]),
+        (true, Fault::Flip(320), &[ErrorKind::Corrupt, ErrorKind::Protocol]),
+        (false, Fault::Close(BLOCK / 2), BROKEN),
+        (false, Fault::Reset(1000), BROKEN),
+        (false, Fault::Stall(BLOCK / 2), late),
     ] {
-        for count in [1, 3] {
-            let proxy = Proxy::new(&rig.url(), fault, 0);
-            let (started, timeout) = (Instant::now(), Duration::from_secs(4));
-            let remote = Remote::open(&[proxy.url()], STEP, quick(timeout, count)).unwrap();
-            proxy.arm(ALWAYS);
-            let failed = remote.fetch(Destination::Fresh).unwrap_err();
-            assert!(kinds.contains(&failed.kind()), "{fault:?} while fetching: {failed}");
-            assert!(started.elapsed() < timeout + Duration::from_secs(1), "{fault:?}: {:?}", started.elapsed());
+        for count in if from_the_start { &[2][..] } else { &[1, 3] } {
+            let proxy = Proxy::new(&rig.url(), fault, if from_the_start { ALWAYS } else { 0 });
+            let timeout = Duration::from_secs(if from_the_start { 2 } else { 4 });
+            ends(&format!("{fault:?}"), proxy.url(), quick(timeout, *count), || proxy.arm(ALWAYS), kinds);
         }
     }
 }
 
 #[test]
-fn nobody_there_is_a_connect_error() {
-    let listener = std::net::TcpListener::bind(("127.0.0.1", 0)).unwrap();
-    let url = format!("http://{}/checkpoint/", listener.local_addr().unwrap());
-    drop(listener);
-    ends("no listener", &url, quick(Duration::from_secs(5), 1), &[ErrorKind::Connect]);
-}
-
-#[test]
-fn a_host_that_does_not_answer_costs_no_more_than_a_stall() {
+fn nobody_there_is_a_connect_error_and_a_host_that_does_not_answer_costs_no_more_than_a_stall() {
+    let url = Liar::new(|_, _, _| Ok(())).url();
+    ends("no listener", &url, quick(Duration::from_secs(5), 1), || (), &[ErrorKind::Connect]);
     let state = state();
     let rig = Rig::serving(&state);
     // Linux drops connection attempts to a listener whose queue is full, so it looks like a host that is down.
@@ -195,14 +178,14 @@ fn a_host_that_does_not_answer_costs_no_more_than_a_stall() {
     let started = Instant::now();
     state.fetch(&[&url, &rig.url()], quick(PATIENCE, 2)).unwrap();
     assert!(started.elapsed() < PATIENCE / 2, "{:?}", started.elapsed());
-    ends("a deaf host", &url, quick(Duration::from_secs(5), 1), &[ErrorKind::Connect, ErrorKind::Timeout]);
+    ends("a deaf host", &url, quick(Duration::from_secs(5), 1), || (), &[ErrorKind::Connect, ErrorKind::Timeout]);
 }
 
 #[test]
 fn a_slow_link_is_no_fault() {
     let state = State::of(&[300_000], 1);
     let rig = Rig::serving(&state);
-    for fault in [Fault::Drip(1000), Fault::Delay(Duration::from_millis(30))] {
+    for fault in [Fault::None, Fault::Drip(1000), Fault::Delay(Duration::from_millis(30))] {
         let proxy = Proxy::new(&rig.url(), fault, ALWAYS);
         let arrived = state.fetch(&[proxy.url()], quick(PATIENCE, 2)).unwrap();
         assert_eq!(arrived.report().retries, 0, "{fault:?}");
@@ -217,15 +200,21 @@ fn cancelling_ends_a_transfer_at_once_whatever_it_waits_for() {
     let slow = Proxy::new(&serving.url(), Fault::Drip(100), ALWAYS);
     let hanging = Proxy::new(&serving.url(), Fault::Stall(2 * BLOCK), ALWAYS);
     let breaking = Proxy::new(&serving.url(), Fault::Close(BLOCK + 40_000), ALWAYS);
+    let secured = Rig::configured(&ServerConfig { tls: true, ..local() });
+    secured.server.store().publish(STEP, state.publication(Stability::Private));
+    let tls = [0, 200, 2 * BLOCK].map(|place| Proxy::new(&secured.url(), Fault::Stall(place), ALWAYS));
     for (what, url) in [
         ("a dripping source", slow.url().to_owned()),
         ("a hanging source", hanging.url().to_owned()),
         ("a breaking source", breaking.url().to_owned()),
         ("a closed gate", closed.url()),
+        ("a handshake that does not begin", tls[0].url().to_owned()),
+        ("a handshake that does not end", tls[1].url().to_owned()),
+        ("a hanging source behind TLS", tls[2].url().to_owned()),
     ] {
         let cancel = Cancel::new();
-        let mut options = FetchOptions::within(Duration::from_mins(1));
-        (options.lanes, options.cancel) = (Some(2), cancel.clone());
+        let timeout = Duration::from_mins(1);
+        let options = FetchOptions { cancel: cancel.clone(), timeout, same_host: false, ..lanes(2) };
         std::thread::scope(|scope| {
             let receiver = scope.spawn(|| state.fetch(&[&url], options));
             std::thread::sleep(Duration::from_millis(250));

@@ -1,5 +1,4 @@
 //! Containers in files: they are valid safetensors, slices of them can be read, and every damage is noticed.
-#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test that cannot go on should panic")]
 
 use std::fs;
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
@@ -7,11 +6,10 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use crate::common::{BLOCK, State};
-use bytes::Bytes;
+use crate::slices::{Part, expected, repeat, slices};
 use safetensors::SafeTensors;
 use tensorferry_core::{
-    Cancel, Container, DIRECT_FROM, ErrorKind, FileOptions, FileReport, FileWriting, Item, Memory, Repeat, Slice,
-    write_file,
+    Cancel, Container, DIRECT_FROM, Error, ErrorKind, FileOptions, FileReport, FileWriting, Item, Memory, write_file,
 };
 use tensorferry_wire::container::DIGESTS_ENTRY;
 use tensorferry_wire::dtype::Dtype;
@@ -42,17 +40,11 @@ impl Drop for Folder {
     }
 }
 
-fn items(state: &State) -> Vec<Item> {
-    let item =
-        |(name, bytes): &(String, Bytes)| Item::bytes(name.clone(), Dtype::U8, &[bytes.len() as u64], bytes.clone());
-    state.0.iter().map(item).collect()
-}
-
 fn write(state: &State, path: &Path) {
-    put(path, items(state), &FileOptions::default()).unwrap();
+    put(path, state.items(), &FileOptions::default()).unwrap();
 }
 
-fn put(path: &Path, items: Vec<Item>, options: &FileOptions) -> Result<FileReport, tensorferry_core::Error> {
+fn put(path: &Path, items: Vec<Item>, options: &FileOptions) -> Result<FileReport, Error> {
     let metadata = vec![("format".into(), "pt".into())];
     write_file(path, &path.with_extension("partial"), metadata, items, options).map(|written| written.report)
 }
@@ -61,18 +53,12 @@ fn threads(threads: usize) -> FileOptions {
     FileOptions { threads: Some(threads), ..FileOptions::default() }
 }
 
-/// Reads `[start, start + len)` of an entry.
-fn read(path: &Path, state: &State, part: (&str, usize, usize)) -> Result<(Vec<u8>, u64), tensorferry_core::Error> {
-    let (entry, start, len) = part;
-    let container = Container::open(path)?;
-    let mut buffer = vec![0xEE; len];
-    let kind = (Dtype::U8, state.bytes(entry).len() as u64);
-    // SAFETY: the buffer is `len` bytes long and nobody else's.
-    let slice =
-        unsafe { Slice::new(entry, kind, (start as u64, len as u64), buffer.as_mut_ptr() as usize, Vec::new()) };
-    let report = container.read(&[slice], &FileOptions::default())?;
-    assert_eq!(report.wanted, len as u64);
-    Ok((buffer, report.bytes))
+/// Reads parts of entries, and asserts that their bytes are right.
+fn read_parts(path: &Path, state: &State, parts: &[Part<'_>], count: usize) -> Result<FileReport, Error> {
+    let (wanted, mut buffers): (Vec<_>, Vec<_>) = parts.iter().map(|part| expected(state, part)).unzip();
+    let report = Container::open(path)?.read(&slices(state, parts, &mut buffers), &threads(count))?;
+    assert!(wanted == buffers, "{parts:?} of {} has wrong bytes", path.display());
+    Ok(report)
 }
 
 fn state() -> State {
@@ -84,31 +70,15 @@ fn what_is_written_is_a_safetensors_file_and_is_read_back() {
     let (folder, state) = (Folder::new(), state());
     let path = folder.0.join("rank.safetensors");
     for count in [1, 2, 5] {
-        put(&path, items(&state), &threads(count)).unwrap();
+        put(&path, state.items(), &threads(count)).unwrap();
         let file = fs::read(&path).unwrap();
         let read_back = SafeTensors::deserialize(&file).unwrap();
         for (name, bytes) in &state.0 {
             assert!(read_back.tensor(name).unwrap().data() == &bytes[..], "{name}");
         }
-        let container = Container::open(&path).unwrap();
-        let mut buffers: Vec<_> = state.0.iter().map(|(_, bytes)| vec![0xEE_u8; bytes.len()]).collect();
-        let slices: Vec<_> = state
-            .0
-            .iter()
-            .zip(&mut buffers)
-            .map(|((name, bytes), buffer)| {
-                let len = bytes.len() as u64;
-                // SAFETY: each entry has a buffer of its own length.
-                unsafe {
-                    Slice::new(name.clone(), (Dtype::U8, len), (0, len), buffer.as_mut_ptr() as usize, Vec::new())
-                }
-            })
-            .collect();
-        let report = container.read(&slices, &threads(count)).unwrap();
-        assert!(report.bytes <= file.len() as u64);
-        for ((name, bytes), buffer) in state.0.iter().zip(&buffers) {
-            assert!(buffer[..] == bytes[..], "{name}, {count} threads");
-        }
+        let all: Vec<Part<'_>> =
+            state.0.iter().map(|(name, bytes)| (&name[..], 0, bytes.len() as u64, vec![])).collect();
+        assert!(read_parts(&path, &state, &all, count).unwrap().bytes <= file.len() as u64);
     }
     assert_eq!(folder.names(), ["rank.safetensors"]);
 }
@@ -121,9 +91,9 @@ fn a_large_file_goes_past_the_page_cache_and_is_the_same() {
     let state = State::of(&[40 * BLOCK + 12_345, 7, 40 * BLOCK + 4096], 3);
     for count in [1, 3] {
         let options = FileOptions { cached: Some(false), ..threads(count) };
-        let direct = put(&path, items(&state), &options).unwrap();
+        let direct = put(&path, state.items(), &options).unwrap();
         let options = FileOptions { cached: Some(true), ..threads(count) };
-        let through = put(&cached, items(&state), &options).unwrap();
+        let through = put(&cached, state.items(), &options).unwrap();
         assert_eq!(through.direct, 0);
         // The first one is not in the page cache, the second one is.
         for path in [&path, &cached] {
@@ -133,7 +103,7 @@ fn a_large_file_goes_past_the_page_cache_and_is_the_same() {
             }
         }
         assert_eq!(direct.bytes, through.bytes);
-        let unasked = put(&folder.0.join("unasked"), items(&state), &threads(count)).unwrap();
+        let unasked = put(&folder.0.join("unasked"), state.items(), &threads(count)).unwrap();
         assert_eq!(unasked.bytes, through.bytes);
         assert!(fs::read(folder.0.join("unasked")).unwrap() == fs::read(&cached).unwrap());
         assert!(fs::read(&path).unwrap() == fs::read(&cached).unwrap());
@@ -141,7 +111,7 @@ fn a_large_file_goes_past_the_page_cache_and_is_the_same() {
         assert_eq!(direct.direct, if can_write_directly(&folder.0) { pages } else { 0 });
         assert!(direct.wanted > DIRECT_FROM);
     }
-    let small = put(&path, items(&State::of(&[BLOCK], 3)), &threads(1)).unwrap();
+    let small = put(&path, State::of(&[BLOCK], 3).items(), &threads(1)).unwrap();
     assert_eq!(small.direct, 0);
 }
 
@@ -162,16 +132,8 @@ fn rows_of_pages_begin_where_blocks_do() {
     let path = folder.0.join("f");
     let state = State::of(&[5000, 512 * 8192, 77], 3);
     write(&state, &path);
-    let mut buffer = vec![0_u8; 512 * 1536];
-    let repeats = vec![Repeat { count: 512, entry_stride: 8192, memory_stride: 1536 }];
-    let kind = (Dtype::U8, 512 * 8192);
-    // SAFETY: the runs fill the buffer, which is nobody else's.
-    let slice = unsafe { Slice::new("w1", kind, (512, 1536), buffer.as_mut_ptr() as usize, repeats) };
-    let report = Container::open(&path).unwrap().read(&[slice], &FileOptions::default()).unwrap();
+    let report = read_parts(&path, &state, &[("w1", 512, 1536, vec![repeat(512, 8192, 1536)])], 1).unwrap();
     assert!(report.bytes * 100 <= report.wanted * 103, "{report:?}");
-    for (i, run) in buffer.chunks(1536).enumerate() {
-        assert!(run == &state.bytes("w1")[i * 8192 + 512..i * 8192 + 2048], "{i}");
-    }
 }
 
 #[test]
@@ -191,25 +153,14 @@ fn a_slice_costs_hardly_more_than_itself() {
     let path = folder.0.join("f");
     write(&state, &path);
     for (start, len) in [(1, 300_000), (BLOCK / 3, 3 * BLOCK), (0, 9 * BLOCK + 77), (9 * BLOCK, 77)] {
-        let (found, bytes) = read(&path, &state, ("w6", start, len)).unwrap();
-        assert!(found[..] == state.bytes("w6")[start..start + len]);
-        if len >= 300_000 {
-            // The header takes a page, however little is read.
-            assert!(bytes - 4096 <= (len + len / 20) as u64, "{bytes} bytes for {len}");
-        }
+        let report = read_parts(&path, &state, &[("w6", start as u64, len as u64, vec![])], 2).unwrap();
+        // The header takes a page, however little is read.
+        assert!(len < 300_000 || report.bytes - 4096 <= (len + len / 20) as u64, "{report:?} for {len}");
     }
     // With strides and long gaps: the gaps are not read.
-    let container = Container::open(&path).unwrap();
-    let mut buffer = vec![0_u8; 16 * 8192];
-    let kind = (Dtype::U8, state.bytes("w6").len() as u64);
-    let repeats = vec![Repeat { count: 16, entry_stride: BLOCK as u64 / 2, memory_stride: 8192 }];
-    // SAFETY: sixteen runs of 8192 bytes fill the buffer.
-    let slice = unsafe { Slice::new("w6", kind, (0, 8192), buffer.as_mut_ptr() as usize, repeats) };
-    let report = container.read(&[slice], &FileOptions::default()).unwrap();
+    let far = ("w6", 0, 8192, vec![repeat(16, BLOCK as u64 / 2, 8192)]);
+    let report = read_parts(&path, &state, &[far], 1).unwrap();
     assert!(report.bytes <= 16 * (8192 + 512) + 16 * 17 * 8 + 4096 + 64, "{report:?}");
-    for (i, run) in buffer.chunks(8192).enumerate() {
-        assert!(run == &state.bytes("w6")[i * BLOCK / 2..i * BLOCK / 2 + 8192], "{i}");
-    }
 }
 
 #[test]
@@ -228,24 +179,20 @@ fn every_flipped_byte_is_an_error_or_of_no_consequence() {
         let mut bytes = good.clone();
         bytes[at] ^= 0x10;
         fs::write(&damaged, &bytes).unwrap();
-        let results = [("w0", 0, 5000), ("w1", 0, 9000)].map(|part| (part, read(&damaged, &state, part)));
-        for ((entry, from, len), result) in &results {
-            match result {
-                Ok((found, _)) => assert!(found[..] == state.bytes(entry)[*from..from + len], "byte {at} of {entry}"),
-                Err(e) => {
-                    assert!(matches!(e.kind(), ErrorKind::Corrupt | ErrorKind::Protocol), "{e}");
-                    assert!(e.to_string().contains("damaged"), "the file is named: {e}");
-                }
-            }
+        let parts = [("w0", 0, 5000, vec![]), ("w1", 0, 9000, vec![])];
+        let errors: Vec<_> =
+            parts.into_iter().filter_map(|part| read_parts(&damaged, &state, &[part], 1).err()).collect();
+        for e in &errors {
+            assert!(matches!(e.kind(), ErrorKind::Corrupt | ErrorKind::Protocol), "{e}");
+            assert!(e.to_string().contains("damaged"), "the file is named: {e}");
         }
-        let failed = results.iter().filter(|(_, r)| r.is_err()).count();
         if data.contains(&(at as u64)) {
-            let error = results.iter().find_map(|(_, r)| r.as_ref().err()).expect("damage in a tensor is noticed");
+            let error = errors.first().expect("damage in a tensor is noticed");
             let block = (at as u64 - start) / 512;
             let name = if at as u64 - start < 5000 { "w0" } else { "w1" };
             let text = error.to_string();
             assert!(text.contains(&format!("block {block} ")) && text.contains(name), "byte {at}: {text}");
-        } else if failed == 0 {
+        } else if errors.is_empty() {
             unnoticed += 1;
         }
     }
@@ -308,16 +255,16 @@ fn the_file_before_stays_until_the_new_one_is_complete() {
     let cancel = Cancel::new();
     cancel.cancel();
     let options = FileOptions { cancel, ..FileOptions::default() };
-    let refused = put(&path, items(&new), &options).unwrap_err();
+    let refused = put(&path, new.items(), &options).unwrap_err();
     assert_eq!(refused.kind(), ErrorKind::Cancelled);
-    let twice = [items(&new), items(&new)].concat();
+    let twice = [new.items(), new.items()].concat();
     assert_eq!(put(&path, twice, &FileOptions::default()).unwrap_err().kind(), ErrorKind::Invalid);
-    assert!(read(&path, &old, ("w0", 0, 5000)).unwrap().0[..] == old.bytes("w0")[..]);
+    read_parts(&path, &old, &[("w0", 0, 5000, vec![])], 1).unwrap();
     assert_eq!(folder.names(), ["f"], "nothing is left of what failed");
     write(&new, &path);
-    assert!(read(&path, &new, ("w0", 0, 6 * BLOCK)).unwrap().0[..] == new.bytes("w0")[..]);
+    read_parts(&path, &new, &[("w0", 0, 6 * BLOCK as u64, vec![])], 1).unwrap();
     assert_eq!(folder.names(), ["f"]);
-    let nowhere = put(&folder.0.join("no/f"), items(&old), &FileOptions::default()).unwrap_err();
+    let nowhere = put(&folder.0.join("no/f"), old.items(), &FileOptions::default()).unwrap_err();
     assert_eq!(nowhere.kind(), ErrorKind::System);
     assert!(nowhere.to_string().contains("no/f"), "{nowhere}");
 }
@@ -327,7 +274,7 @@ fn a_file_that_somebody_else_writes_is_left_alone() {
     let (folder, state) = (Folder::new(), State::of(&[5000], 1));
     let (path, partial) = (folder.0.join("f"), folder.0.join("f.partial"));
     fs::write(&partial, b"of somebody else").unwrap();
-    let refused = put(&path, items(&state), &FileOptions::default()).unwrap_err();
+    let refused = put(&path, state.items(), &FileOptions::default()).unwrap_err();
     assert_eq!(refused.kind(), ErrorKind::System);
     assert!(refused.to_string().contains("f.partial"), "{refused}");
     assert_eq!(fs::read(&partial).unwrap(), b"of somebody else");
@@ -338,7 +285,7 @@ fn a_file_that_somebody_else_writes_is_left_alone() {
 fn a_file_is_locked_until_its_writer_is_done_with_it() {
     let (folder, state) = (Folder::new(), State::of(&[5000], 1));
     let path = folder.0.join("f");
-    let written = write_file(&path, &folder.0.join("p"), Vec::new(), items(&state), &FileOptions::default()).unwrap();
+    let written = write_file(&path, &folder.0.join("p"), Vec::new(), state.items(), &FileOptions::default()).unwrap();
     let other = fs::File::open(&path).unwrap();
     assert!(other.try_lock().is_err());
     drop(written);
@@ -350,7 +297,7 @@ fn a_file_written_part_by_part_through_one_buffer_is_the_same() {
     let (folder, state) = (Folder::new(), state());
     let (expected, path, partial) = (folder.0.join("a"), folder.0.join("b"), folder.0.join("p"));
     let options = FileOptions::default();
-    write_file(&expected, &partial, Vec::new(), items(&state), &options).unwrap();
+    write_file(&expected, &partial, Vec::new(), state.items(), &options).unwrap();
     // SAFETY: each part is placed before it is written.
     let nowhere = |len: usize| unsafe { Memory::borrowed(0, len) };
     for step in [512, 5000, 1 << 20] {
@@ -384,7 +331,7 @@ fn a_file_written_part_by_part_through_one_buffer_is_the_same() {
         assert!(fs::read(&path).unwrap() == fs::read(&expected).unwrap(), "{step}");
         fs::remove_file(&path).unwrap();
     }
-    drop(FileWriting::begin(&path, &partial, Vec::new(), items(&state), &options).unwrap());
+    drop(FileWriting::begin(&path, &partial, Vec::new(), state.items(), &options).unwrap());
     assert_eq!(folder.names(), ["a"]);
 }
 
@@ -394,7 +341,7 @@ fn another_file_of_the_same_layout_is_told_from_the_one_that_was_written() {
     let one = |name: &str| {
         let metadata = vec![("tensorferry.file".into(), name.into())];
         let path = folder.0.join(name);
-        write_file(&path, &folder.0.join("p"), metadata, items(&state), &FileOptions::default()).unwrap().header
+        write_file(&path, &folder.0.join("p"), metadata, state.items(), &FileOptions::default()).unwrap().header
     };
     let (a, b) = (one("a"), one("b"));
     let container = Container::open(&folder.0.join("a")).unwrap();
@@ -412,7 +359,7 @@ fn slices_of_another_container_are_refused() {
     let path = folder.0.join("f");
     write(&state, &path);
     let other = State::of(&[5001], 1);
-    let refused = read(&path, &other, ("w0", 0, 10)).unwrap_err();
+    let refused = read_parts(&path, &other, &[("w0", 0, 10, vec![])], 1).unwrap_err();
     assert_eq!(refused.kind(), ErrorKind::Protocol);
     assert!(refused.to_string().contains("w0") && refused.to_string().contains("5001"), "{refused}");
 }

@@ -1,14 +1,13 @@
 //! Receivers that stand still in the middle of an answer, as a stopped process does: a withdrawal is not theirs to hold
 //! up, while those that are slow, and those that wait for the source, are waited for.
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on should panic")]
 
 use std::sync::mpsc;
 use std::time::Duration;
 
 use crate::common::faults::{ALWAYS, Fault, Proxy};
-use crate::common::local::{LocalReader, name_of};
-use crate::common::raw::Raw;
-use crate::common::{BLOCK, PATIENCE, Rig, STEP, State, eventually, lanes};
+use crate::common::local::LocalReader;
+use crate::common::raw::begin;
+use crate::common::{BLOCK, PATIENCE, Rig, STEP, State, eventually, lanes, local};
 use tensorferry_core::{Cancel, Destination, ErrorKind, FetchOptions, Remote, ServerConfig, Stability, Withdrawn};
 
 /// More than the socket buffers of both ends hold.
@@ -18,17 +17,12 @@ const FOREVER: Duration = Duration::from_hours(1);
 
 fn lent(config: &ServerConfig, len: usize) -> (Rig, State) {
     let state = State::of(&[len], 1);
-    let rig = Rig::configured(config);
-    rig.server.store().publish(STEP, state.publication(Stability::Borrowed));
+    let rig = Rig::configured(config).publishing(state.publication(Stability::Borrowed));
     (rig, state)
 }
 
 fn plain() -> ServerConfig {
-    ServerConfig { patience: PATIENCE, bind: Some([127, 0, 0, 1].into()), same_host: true, ..ServerConfig::default() }
-}
-
-fn begin(rig: &Rig, tail: &str) -> (Raw, usize) {
-    crate::common::raw::begin(rig, &rig.path(tail))
+    ServerConfig { patience: PATIENCE, same_host: true, ..local() }
 }
 
 /// The result of a withdrawal that may take [`FOREVER`], of which nobody waits for more than [`PATIENCE`].
@@ -47,7 +41,7 @@ fn withdrawn(rig: &Rig) -> Withdrawn {
 #[test]
 fn a_frozen_receiver_is_cut_from_the_network() {
     let (rig, _) = lent(&plain(), LARGE);
-    let mut readers = [begin(&rig, "7.safetensors"), begin(&rig, "7.safetensors")];
+    let mut readers = [begin(&rig), begin(&rig)];
     assert_eq!(withdrawn(&rig), Withdrawn::Cut(2));
     assert_eq!(rig.server.store().active(), 0);
     for (reader, length) in &mut readers {
@@ -58,9 +52,7 @@ fn a_frozen_receiver_is_cut_from_the_network() {
 #[test]
 fn a_frozen_receiver_is_cut_on_this_machine() {
     let (rig, _) = lent(&plain(), LARGE);
-    let mut reader = LocalReader::connect(&name_of(&rig));
-    reader.request(&rig.path("7.safetensors"));
-    reader.head();
+    let mut reader = LocalReader::reading(&rig, "7.safetensors");
     reader.await_all_slots();
     assert_eq!(withdrawn(&rig), Withdrawn::Cut(1));
     assert_eq!(rig.server.store().active(), 0);
@@ -87,21 +79,20 @@ fn a_frozen_receiver_is_cut_behind_tls() {
 #[test]
 fn a_receiver_that_freezes_among_others_costs_the_others_nothing() {
     let (rig, state) = lent(&ServerConfig { max_bandwidth: Some(16 << 20), ..plain() }, LARGE);
-    let _frozen = begin(&rig, "7.safetensors");
+    let _frozen = begin(&rig);
     std::thread::scope(|scope| {
         let remote = Remote::open(&[&rig.url()], STEP, FetchOptions { same_host: false, ..lanes(2) }).unwrap();
-        let header = remote.header().clone();
-        let receiving = scope.spawn(move || remote.fetch(Destination::Fresh));
+        let receiving = scope.spawn(|| state.fetch_from(remote));
         eventually("both are under way", || rig.server.store().active() > 1);
         assert_eq!(withdrawn(&rig), Withdrawn::Cut(1));
-        state.check(&header, &receiving.join().unwrap().unwrap());
+        receiving.join().unwrap().unwrap();
     });
 }
 
 #[test]
 fn a_receiver_that_is_slow_is_waited_for() {
     let (rig, state) = lent(&plain(), LARGE);
-    let (mut reader, length) = begin(&rig, "7.safetensors");
+    let (mut reader, length) = begin(&rig);
     let reading = std::thread::spawn(move || {
         while reader.buffer.len() < length && reader.more(1 << 20) > 0 {
             std::thread::sleep(Duration::from_millis(50));
@@ -120,11 +111,10 @@ fn a_receiver_that_the_source_makes_wait_is_waited_for() {
         let (rig, state) = lent(&config, 3 * BLOCK);
         std::thread::scope(|scope| {
             let remote = Remote::open(&[&rig.url()], STEP, FetchOptions { same_host, ..lanes(1) }).unwrap();
-            let header = remote.header().clone();
-            let receiving = scope.spawn(move || remote.fetch(Destination::Fresh));
+            let receiving = scope.spawn(|| state.fetch_from(remote));
             eventually("it is under way", || rig.server.store().active() > 0);
             assert_eq!(withdrawn(&rig), Withdrawn::Drained, "same_host={same_host}");
-            state.check(&header, &receiving.join().unwrap().unwrap());
+            receiving.join().unwrap().unwrap();
         });
     }
 }

@@ -1,5 +1,4 @@
 //! The gate: which requests wait, for how long, and what is served once it opens.
-#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test that cannot go on should panic")]
 
 use std::time::{Duration, Instant};
 
@@ -11,12 +10,9 @@ use tensorferry_core::{ErrorKind, FetchOptions, Remote, Stability};
 fn a_request_waits_while_nothing_is_allowed() {
     let state = State::of(&[100], 1);
     let rig = Rig::new();
-    let mut raw = Raw::to(&rig);
-    raw.send("GET", &rig.path("7.safetensors"), &[]);
-    raw.stream.set_read_timeout(Some(Duration::from_millis(200))).unwrap();
-    assert!(raw.try_more(1).is_err(), "an answer came before anything was published");
+    let mut raw = Raw::asking(&rig, "7.safetensors");
+    assert!(raw.is_silent(), "an answer came before anything was published");
     rig.server.store().publish(STEP, state.publication(Stability::Private));
-    raw.stream.set_read_timeout(Some(PATIENCE)).unwrap();
     let got = raw.answer();
     assert!(got.status == 200 && got.body.ends_with(state.bytes("w0")));
 }
@@ -39,20 +35,10 @@ fn patience_ends_with_503_and_the_connection_goes_on() {
 }
 
 #[test]
-fn a_receiver_that_waits_ends_at_its_own_deadline() {
-    let rig = Rig::new();
-    let started = Instant::now();
-    let late = Remote::open(&[&rig.url()], STEP, FetchOptions::within(Duration::from_millis(400))).unwrap_err();
-    assert!(late.is_timeout(), "{late}");
-    assert!((Duration::from_millis(350)..Duration::from_secs(10)).contains(&started.elapsed()));
-}
-
-#[test]
 fn a_client_that_leaves_while_it_waits_leaves_nothing_behind() {
     let rig = Rig::new();
     for _ in 0..20 {
-        let mut raw = Raw::to(&rig);
-        raw.send("GET", &rig.path("7.safetensors"), &[]);
+        drop(Raw::asking(&rig, "7.safetensors"));
     }
     // The only connection left is that of the request for the metrics itself.
     eventually("the connections are gone", || metrics(&rig).contains("\ntensorferry_connections 1\n"));
@@ -66,19 +52,15 @@ fn a_client_that_leaves_while_it_waits_leaves_nothing_behind() {
 fn publishing_again_lets_running_transfers_finish_from_the_old_snapshot() {
     let (old, new) = (State::of(&[32 * BLOCK], 1), State::of(&[32 * BLOCK], 2));
     for stability in [Stability::Private, Stability::Borrowed] {
-        let rig = Rig::new();
-        rig.server.store().publish(STEP, old.publication(stability));
-        let mut running = Raw::to(&rig);
-        running.send("GET", &rig.path("7.safetensors"), &[]);
+        let rig = Rig::new().publishing(old.publication(stability));
+        let mut running = Raw::asking(&rig, "7.safetensors");
         let before = running.head();
         rig.server.store().publish(8, new.publication(stability));
         assert_eq!(get(&rig, &rig.path("7.safetensors"), &[]).status, 400);
         let fresh = get(&rig, &rig.path("8.safetensors"), &[]);
         assert!(fresh.body.ends_with(new.bytes("w0")) && fresh.header("etag") != before.header("etag"));
         let length: usize = before.header("content-length").unwrap().parse().unwrap();
-        while running.buffer.len() < length {
-            assert!(running.more(1 << 20) > 0, "{stability:?}: the running transfer was cut");
-        }
+        running.read_to(length);
         assert!(running.buffer.ends_with(old.bytes("w0")), "{stability:?}: wrong bytes");
     }
 }

@@ -1,12 +1,11 @@
 //! Sources that do not keep to the protocol: each lie ends the transfer in time, with a kind of error that fits it.
-#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test that cannot go on should panic")]
 
+use crate::common::raw::get;
 use std::io::Write;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use crate::common::faults::Liar;
-use crate::common::raw::get;
+use crate::common::faults::{Liar, asked_range};
 use crate::common::{BLOCK, Rig, STEP, State};
 use tensorferry_core::{Destination, ErrorKind, FetchOptions, Hint, Remote};
 
@@ -98,48 +97,32 @@ fn what_a_source_says_is_one_line_without_escape_sequences() {
 
 #[test]
 fn answers_that_make_no_sense_are_protocol_errors() {
-    let part = "HTTP/1.1 206 Partial Content\r\nETag: \"e\"\r\n";
+    let tagged = |fields: &str| format!("HTTP/1.1 206 Partial Content\r\nETag: \"e\"\r\n{fields}");
+    let four = |fields: &str| tagged(&format!("Content-Range: bytes 0-3/4\r\n{fields}\r\n\r\nabcd"));
+    let ranged = |range: &str| tagged(&format!("Content-Range: bytes {range}\r\nContent-Length: 4\r\n\r\nabcd"));
+    let whole = |length: usize, bytes: &str| {
+        tagged(&format!("Content-Range: bytes 0-{}/{length}\r\nContent-Length: {length}\r\n\r\n{bytes}", length - 1))
+    };
     let lies: &[(&str, String)] = &[
         ("garbage", "\0\u{1}\u{2} garbage\r\n\r\n".to_owned()),
         ("another protocol", "SSH-2.0-OpenSSH_9.9\r\n\r\n".to_owned()),
-        ("no range", format!("{part}Content-Length: 4\r\n\r\nabcd")),
-        ("another range", format!("{part}Content-Range: bytes 5-8/100\r\nContent-Length: 4\r\n\r\nabcd")),
-        ("a range that is too short", format!("{part}Content-Range: bytes 0-3/100\r\nContent-Length: 4\r\n\r\nabcd")),
-        ("a range without a total", format!("{part}Content-Range: bytes 0-3/*\r\nContent-Length: 4\r\n\r\nabcd")),
-        ("no length", format!("{part}Content-Range: bytes 0-3/4\r\n\r\nabcd")),
+        ("no range", tagged("Content-Length: 4\r\n\r\nabcd")),
+        ("another range", ranged("5-8/100")),
+        ("a range that is too short", ranged("0-3/100")),
+        ("a range without a total", ranged("0-3/*")),
+        ("no length", tagged("Content-Range: bytes 0-3/4\r\n\r\nabcd")),
         ("no entity tag", "HTTP/1.1 206 P\r\nContent-Range: bytes 0-3/4\r\nContent-Length: 4\r\n\r\nabcd".to_owned()),
-        ("a length that is none", format!("{part}Content-Range: bytes 0-3/4\r\nContent-Length: many\r\n\r\nabcd")),
+        ("a length that is none", four("Content-Length: many")),
         ("a length with a sign", "HTTP/1.1 400 Bad\r\nContent-Length: +2\r\n\r\nno".to_owned()),
         ("more than its length", "HTTP/1.1 400 Bad\r\nContent-Length: 2\r\n\r\nno, and more".to_owned()),
-        (
-            "a huge length",
-            format!("{part}Content-Range: bytes 0-3/4\r\nContent-Length: 18446744073709551615\r\n\r\nabcd"),
-        ),
-        (
-            "a length beyond numbers",
-            format!("{part}Content-Range: bytes 0-3/4\r\nContent-Length: 99999999999999999999\r\n\r\nabcd"),
-        ),
-        (
-            "two lengths",
-            format!("{part}Content-Range: bytes 0-3/4\r\nContent-Length: 4\r\nContent-Length: 5\r\n\r\nabcd"),
-        ),
-        (
-            "chunks",
-            format!("{part}Content-Range: bytes 0-3/4\r\nTransfer-Encoding: chunked\r\n\r\n4\r\nabcd\r\n0\r\n\r\n"),
-        ),
-        ("a container of four bytes", format!("{part}Content-Range: bytes 0-3/4\r\nContent-Length: 4\r\n\r\nabcd")),
-        (
-            "a header that is longer than all",
-            format!("{part}Content-Range: bytes 0-8/9\r\nContent-Length: 9\r\n\r\n\u{50}\0\0\0\0\0\0\0{{"),
-        ),
-        (
-            "a huge header",
-            format!("{part}Content-Range: bytes 0-7/8\r\nContent-Length: 8\r\n\r\n{}", "\u{7f}".repeat(8)),
-        ),
-        (
-            "a header that is no JSON",
-            format!("{part}Content-Range: bytes 0-15/16\r\nContent-Length: 16\r\n\r\n\u{8}\0\0\0\0\0\0\0nonsense"),
-        ),
+        ("a huge length", four("Content-Length: 18446744073709551615")),
+        ("a length beyond numbers", four("Content-Length: 99999999999999999999")),
+        ("two lengths", four("Content-Length: 4\r\nContent-Length: 5")),
+        ("chunks", four("Transfer-Encoding: chunked").replace("abcd", "4\r\nabcd\r\n0\r\n\r\n")),
+        ("a container of four bytes", four("Content-Length: 4")),
+        ("a header that is longer than all", whole(9, "\u{50}\0\0\0\0\0\0\0{")),
+        ("a huge header", whole(8, &"\u{7f}".repeat(8))),
+        ("a header that is no JSON", whole(16, "\u{8}\0\0\0\0\0\0\0nonsense")),
         ("a head of many headers", format!("HTTP/1.1 206 P\r\n{}\r\n", "a: b\r\n".repeat(100))),
         ("a long head", format!("HTTP/1.1 206 P\r\na: {}\r\n\r\n", "b".repeat(20_000))),
     ];
@@ -156,6 +139,9 @@ fn statuses_keep_their_number_and_words() {
     assert!(failed.to_string().ends_with("the words"), "{failed}");
     let failed = told("refused without a body", "HTTP/1.1 404 no such thing\r\n\r\n");
     assert!(failed.kind() == ErrorKind::Status(404) && failed.to_string().ends_with("no such thing"), "{failed}");
+    let interim = "HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 Early Hints\r\nLink: x\r\n\r\n";
+    let failed = told("behind others", format!("{interim}HTTP/1.1 404 gone\r\nContent-Length: 0\r\n\r\n"));
+    assert_eq!(failed.kind(), ErrorKind::Status(404), "{failed}");
     let huge = "HTTP/1.1 500 broken\r\nContent-Length: 99999999999\r\n\r\nabc";
     assert_eq!(told("refused at length", huge).kind(), ErrorKind::Status(500));
     assert_eq!(told("all at once", "HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok").kind(), ErrorKind::Status(200));
@@ -208,16 +194,6 @@ fn what_never_ends_meets_the_deadline() {
     assert_eq!(lied_to_for(SHORT, "silence", &silent).kind(), ErrorKind::Timeout);
 }
 
-#[test]
-fn an_interim_answer_before_the_real_one_is_skipped() {
-    let failed = told(
-        "100 and 404 in one piece",
-        "HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 Early Hints\r\nLink: x\r\n\r\n\
-         HTTP/1.1 404 gone\r\nContent-Length: 0\r\n\r\n",
-    );
-    assert_eq!(failed.kind(), ErrorKind::Status(404), "{failed}");
-}
-
 /// The answers of an honest server, for tests that change them: its header resource, container and digests.
 struct Honest {
     whole: Vec<u8>,
@@ -240,11 +216,9 @@ fn turncoat(later: impl Fn(usize, usize, usize) -> Vec<u8> + Send + Sync + 'stat
                 .write_all(format!("HTTP/1.1 200 OK\r\nETag: \"e\"\r\nContent-Length: {length}\r\n\r\n").as_bytes())?;
             return stream.write_all(&honest.digests);
         }
-        let Some(range) = head.split("bytes=").nth(1).and_then(|r| r.split("\r\n").next()) else {
+        let Some((start, end)) = asked_range(head) else {
             return stream.write_all(b"HTTP/1.1 500 no\r\nContent-Length: 0\r\n\r\n");
         };
-        let (first, last) = range.split_once('-').unwrap();
-        let (start, end) = (first.parse::<usize>().unwrap(), last.parse::<usize>().unwrap() + 1);
         let end = end.min(total);
         if start > 0 {
             return stream.write_all(&later(start, end, total));

@@ -1,7 +1,7 @@
 //! The tests of the engine, in one binary: one link instead of one for each file, and tests that wait do so beside each
 //! other. A test that measures its process has a binary of its own, which `Cargo.toml` names.
 #![allow(clippy::disallowed_methods, reason = "tests are peers of all kinds")]
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on should panic")]
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test that cannot go on should panic")]
 
 mod addresses;
 mod common;

@@ -1,5 +1,4 @@
 //! What `/metrics` and the status page report about a server, and about the receives of the same process; the ports.
-#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test that cannot go on should panic")]
 
 use std::net::TcpListener;
 use std::sync::Arc;
@@ -7,11 +6,18 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use crate::common::raw::{Raw, get, metrics, request};
-use crate::common::{BLOCK, Rig, STEP, State, eventually, lanes};
+use crate::common::{BLOCK, Rig, STEP, State, eventually, lanes, local};
 use tensorferry_core::{
     ErrorKind, Failure, FetchOptions, Hint, ProgramFigures, ProgramTable, Report, Secret, Series, Server, ServerConfig,
     Stability,
 };
+
+/// Asserts that each of `lines` is one of `text`.
+fn has_lines(text: &str, lines: &[impl AsRef<str>]) {
+    for line in lines {
+        assert!(text.lines().any(|l| l == line.as_ref()), "{} is missing in\n{text}", line.as_ref());
+    }
+}
 
 #[test]
 fn metrics_tell_how_answers_and_bodies_ended_and_who_waits() {
@@ -21,8 +27,7 @@ fn metrics_tell_how_answers_and_bodies_ended_and_who_waits() {
     assert!(has("tensorferry_bodies_total{end=\"complete\"} 0") && has("tensorferry_waiting_requests 0"));
     assert!(!metrics(&rig).contains("tensorferry_step"), "nothing was ever served");
 
-    let mut waiting = Raw::to(&rig);
-    waiting.send("GET", &rig.path("7.safetensors"), &[]);
+    let mut waiting = Raw::asking(&rig, "7.safetensors");
     eventually("somebody waits", || has("tensorferry_waiting_requests 1"));
     rig.server.store().publish(STEP, state.publication(Stability::Private));
     waiting.head();
@@ -35,17 +40,18 @@ fn metrics_tell_how_answers_and_bodies_ended_and_who_waits() {
     assert_eq!(get(&rig, &rig.path("8.safetensors"), &[]).status, 400);
     assert_eq!(request(&rig, "POST", &rig.path("7.safetensors"), &[]).status, 405);
     let text = metrics(&rig);
-    for line in [
-        "tensorferry_bodies_total{end=\"complete\"} 1",
-        "tensorferry_bodies_total{end=\"cut\"} 1",
-        "tensorferry_answers_total{code=\"206\"} 1",
-        "tensorferry_answers_total{code=\"400\"} 1",
-        "tensorferry_answers_total{code=\"405\"} 1",
-        "tensorferry_step 7",
-        "tensorferry_allowed 1",
-    ] {
-        assert!(text.lines().any(|l| l == line), "{line} is missing in\n{text}");
-    }
+    has_lines(
+        &text,
+        &[
+            "tensorferry_bodies_total{end=\"complete\"} 1",
+            "tensorferry_bodies_total{end=\"cut\"} 1",
+            "tensorferry_answers_total{code=\"206\"} 1",
+            "tensorferry_answers_total{code=\"400\"} 1",
+            "tensorferry_answers_total{code=\"405\"} 1",
+            "tensorferry_step 7",
+            "tensorferry_allowed 1",
+        ],
+    );
     let seconds = text.lines().find_map(|l| l.strip_prefix("tensorferry_sending_seconds_total "));
     assert!(seconds.unwrap().parse::<f64>().unwrap() > 0.0);
 }
@@ -63,22 +69,23 @@ fn metrics_tell_of_receives_as_the_log_does() {
     rig.server.begin_receive(STEP).end(Err(Failure { class: "ConnectError", counted_as: "ConnectError" }), took);
     drop(rig.server.begin_receive(STEP));
     let text = metrics(&rig);
-    for line in [
-        "tensorferry_receives_total{end=\"healed\"} 1".to_owned(),
-        "tensorferry_receive_failures_total{error=\"ConnectError\"} 1".to_owned(),
-        "tensorferry_receive_failures_total{error=\"other\"} 1".to_owned(),
-        "tensorferry_receives_total{end=\"failed\"} 2".to_owned(),
-        format!("tensorferry_received_bytes_total {}", report.bytes),
-        format!("tensorferry_receive_seconds_total{{phase=\"open\"}} {}", report.opening.as_secs_f64()),
-        format!("tensorferry_last_receive_seconds{{phase=\"fetch\"}} {}", report.fetching.as_secs_f64()),
-        "tensorferry_last_receive_seconds{phase=\"build\"} 2".to_owned(),
-        "tensorferry_last_receive_lanes 3".to_owned(),
-        "tensorferry_last_receive_step 7".to_owned(),
-        format!("tensorferry_receive_verify_seconds_total {}", report.verifying.as_secs_f64()),
-        "tensorferry_last_receive_route{here=\"127.0.0.1\",there=\"127.0.0.1\"} 1".to_owned(),
-    ] {
-        assert!(text.lines().any(|l| l == line), "{line} is missing in\n{text}");
-    }
+    has_lines(
+        &text,
+        &[
+            "tensorferry_receives_total{end=\"healed\"} 1".to_owned(),
+            "tensorferry_receive_failures_total{error=\"ConnectError\"} 1".to_owned(),
+            "tensorferry_receive_failures_total{error=\"other\"} 1".to_owned(),
+            "tensorferry_receives_total{end=\"failed\"} 2".to_owned(),
+            format!("tensorferry_received_bytes_total {}", report.bytes),
+            format!("tensorferry_receive_seconds_total{{phase=\"open\"}} {}", report.opening.as_secs_f64()),
+            format!("tensorferry_last_receive_seconds{{phase=\"fetch\"}} {}", report.fetching.as_secs_f64()),
+            "tensorferry_last_receive_seconds{phase=\"build\"} 2".to_owned(),
+            "tensorferry_last_receive_lanes 3".to_owned(),
+            "tensorferry_last_receive_step 7".to_owned(),
+            format!("tensorferry_receive_verify_seconds_total {}", report.verifying.as_secs_f64()),
+            "tensorferry_last_receive_route{here=\"127.0.0.1\",there=\"127.0.0.1\"} 1".to_owned(),
+        ],
+    );
 }
 
 #[test]
@@ -138,8 +145,7 @@ fn figures(rig: &Rig) -> String {
 fn the_status_page_shows_what_is_sent_and_what_peers_say_is_text() {
     let state = State::of(&[24 * BLOCK], 1);
     let rig = Rig::serving(&state);
-    let mut peer = Raw::to(&rig);
-    peer.send("GET", &rig.path("7.safetensors"), &[]);
+    let mut peer = Raw::asking(&rig, "7.safetensors");
     peer.head();
     let sent = "\"sending\":[{\"peer\":\"127.0.0.1\",\"step\":7,\"connections\":1,";
     eventually("the transfer is shown", || figures(&rig).contains(sent));
@@ -171,15 +177,8 @@ fn the_status_page_shows_what_is_sent_and_what_peers_say_is_text() {
 fn the_port_for_figures_gives_nothing_else() {
     let state = State::of(&[BLOCK], 1);
     let secret = Secret::new(b"at least sixteen bytes of it").unwrap();
-    let config = ServerConfig {
-        bind: Some([127, 0, 0, 1].into()),
-        metrics_ports: Some(0..=0),
-        secret: Some(secret),
-        tls: true,
-        ..ServerConfig::default()
-    };
-    let rig = Rig::configured(&config);
-    rig.server.store().publish(STEP, state.publication(Stability::Private));
+    let config = ServerConfig { metrics_ports: Some(0..=0), secret: Some(secret), tls: true, ..local() };
+    let rig = Rig::configured(&config).publishing(state.publication(Stability::Private));
     let url = rig.server.metrics_url("127.0.0.1").unwrap();
     let address = url.strip_prefix("http://").unwrap().split('/').next().unwrap().parse().unwrap();
     let ask = |method: &str, path: &str| {
@@ -209,7 +208,7 @@ fn the_port_for_figures_gives_nothing_else() {
 fn the_first_free_port_of_a_range_is_taken() {
     let held = TcpListener::bind("127.0.0.1:0").unwrap();
     let first = held.local_addr().unwrap().port();
-    let on = |ports| ServerConfig { bind: Some([127, 0, 0, 1].into()), ports, ..ServerConfig::default() };
+    let on = |ports| ServerConfig { ports, ..local() };
     let runtime = tokio::runtime::Runtime::new().unwrap();
     let refused = |ports| Server::bind(&on(ports), runtime.handle()).unwrap_err();
     let error = refused(first..=first);
@@ -267,9 +266,7 @@ fn a_program_describes_itself_on_both_pages() {
         series: vec![held, series("keeper_clients", vec![(Vec::new(), 2.0)])],
     });
     let text = metrics(&rig);
-    for line in ["tensorferry_keeper_snapshots{origin=\"own???9?\"} 4", "tensorferry_keeper_clients 2"] {
-        assert!(text.lines().any(|l| l == line), "{line} is missing in\n{text}");
-    }
+    has_lines(&text, &["tensorferry_keeper_snapshots{origin=\"own???9?\"} 4", "tensorferry_keeper_clients 2"]);
     let shown = figures(&rig);
     assert!(shown.contains("{\"title\":\"keeper <default>\",\"lines\":[\"4 snapshots\",\"<b>\"],"), "{shown}");
     assert!(shown.contains("\"heads\":[\"job\",\"#step\"],\"rows\":[[\"<run>\",\"7\"]]"), "{shown}");

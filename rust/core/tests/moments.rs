@@ -1,5 +1,4 @@
 //! State that is changed while it is served: the received bytes are of one moment, or the receive fails and says why.
-#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test that cannot go on should panic")]
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -62,8 +61,7 @@ fn during<T>(
     receive: impl FnOnce(&Rig, FetchOptions) -> Result<T, Error>,
 ) -> (Result<T, Error>, u8) {
     let lent = Lent::new(len);
-    let rig = Rig::configured(config);
-    rig.server.store().publish(STEP, lent.publication());
+    let rig = Rig::configured(config).publishing(lent.publication());
     let (progress, over) = (Arc::new(AtomicU64::new(0)), AtomicBool::new(false));
     let options = FetchOptions {
         progress: Arc::clone(&progress),
@@ -235,8 +233,7 @@ fn what_came_with_the_header_is_of_the_moment_too() {
 #[test]
 fn what_comes_again_is_of_one_moment_with_the_rest() {
     let lent = Lent::new(LARGE);
-    let rig = Rig::new();
-    rig.server.store().publish(STEP, lent.publication());
+    let rig = Rig::new().publishing(lent.publication());
     let most = 5 * BLOCK;
     let remote = Remote::open(&[&rig.url()], STEP, lanes(2)).unwrap();
     let mut waves = remote.staged(Destination::Fresh, &[0], most as u64).unwrap();
@@ -262,8 +259,7 @@ fn what_comes_again_is_of_one_moment_with_the_rest() {
 #[test]
 fn two_sources_that_change_are_not_mixed() {
     let other = Lent::new(LARGE);
-    let second = Rig::configured(&slow());
-    second.server.store().publish(STEP, other.publication());
+    let second = Rig::configured(&slow()).publishing(other.publication());
     let (arrived, last) = during((LARGE, LARGE / 3), Change::Once, &slow(), |rig, options| {
         Remote::open(&[&rig.url(), &second.url()], STEP, options)?.fetch(Destination::Fresh)
     });
@@ -276,8 +272,7 @@ fn two_sources_that_change_are_not_mixed() {
 fn a_withdrawal_lets_a_receive_find_the_moment() {
     // The trainer waits in `withdraw` until the receiver has bytes that it can verify.
     let lent = Lent::new(LARGE);
-    let rig = Rig::configured(&slow());
-    rig.server.store().publish(STEP, lent.publication());
+    let rig = Rig::configured(&slow()).publishing(lent.publication());
     let progress = Arc::new(AtomicU64::new(0));
     let options = FetchOptions { progress: Arc::clone(&progress), ..lanes(2) };
     std::thread::scope(|scope| {

@@ -1,20 +1,15 @@
 //! Receives over several addresses of one source: each brings its share, and none is needed.
 
 use std::io::Write;
-use std::net::{IpAddr, TcpListener, TcpStream};
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, mpsc};
+use std::net::{IpAddr, TcpStream};
 use std::time::Duration;
 
 use tensorferry_core::{ErrorKind, FetchOptions, Rail, Remote, Report, ServerConfig, Stability};
 
-use crate::common::{BLOCK, PATIENCE, Rig, STEP, State, port_at_every_address};
+use crate::common::faults::Liar;
+use crate::common::{BLOCK, PATIENCE, Rig, STEP, State, loopback, port_at_every_address};
 
 const BLOCKS: usize = 48;
-
-fn loopback(last: u8) -> IpAddr {
-    IpAddr::from([127, 0, 0, last])
-}
 
 fn rails(addresses: &[u8]) -> Vec<Rail> {
     addresses.iter().map(|&last| Rail { address: loopback(last), mbit: 0 }).collect()
@@ -22,16 +17,15 @@ fn rails(addresses: &[u8]) -> Vec<Rail> {
 
 /// A server at the address `bind`, or at all, that names `addresses`.
 fn serving(bind: Option<u8>, addresses: &[u8], state: &State) -> Rig {
-    let rig = Rig::configured(&ServerConfig {
+    Rig::configured(&ServerConfig {
         bind: bind.map(loopback),
         ports: port_at_every_address(),
         rails: rails(addresses),
         // So that every lane has a turn.
         max_bandwidth: Some(400 << 20),
         ..ServerConfig::default()
-    });
-    rig.server.store().publish(STEP, state.publication(Stability::Private));
-    rig
+    })
+    .publishing(state.publication(Stability::Private))
 }
 
 fn options() -> FetchOptions {
@@ -60,25 +54,23 @@ fn shares(report: &Report) -> Vec<(u8, u64)> {
     report.route_bytes.iter().map(|((_, there), bytes)| (last(there), *bytes)).collect()
 }
 
-/// What listens at the port of `rig` at another address, and handles each connection by `each`, with their number so far.
-fn impostor(rig: &Rig, last: u8, each: impl Fn(TcpStream) + Send + 'static) -> Arc<AtomicUsize> {
-    let listener = TcpListener::bind((loopback(last), rig.server.address().port())).unwrap();
-    let seen = Arc::new(AtomicUsize::new(0));
-    let count = Arc::clone(&seen);
-    std::thread::spawn(move || {
-        for stream in listener.incoming().flatten() {
-            count.fetch_add(1, Ordering::SeqCst);
-            each(stream);
-        }
-    });
-    seen
+/// What listens at the port of `rig` at another address, and answers requests with `answer`, or not at all.
+fn impostor(rig: &Rig, last: u8, answer: Option<&'static str>) -> Liar {
+    Liar::at((loopback(last), rig.server.address().port()), move |mut stream, _, tracker| {
+        let Some(answer) = answer else {
+            tracker.sleep(PATIENCE);
+            return Ok(());
+        };
+        stream.write_all(answer.as_bytes())?;
+        Err(std::io::ErrorKind::ConnectionAborted.into())
+    })
 }
 
 /// Receives by `receive` until `seen` counts a connection, at most five times: on a busy machine a receive can be over
 /// before a further address has its turn.
-fn receive_until_tried(seen: &AtomicUsize, receive: impl Fn() -> Report) -> Report {
+fn receive_until_tried(seen: &Liar, receive: impl Fn() -> Report) -> Report {
     let mut reports = std::iter::repeat_with(receive).take(5);
-    let Some(tried) = reports.find(|_| seen.load(Ordering::SeqCst) > 0) else {
+    let Some(tried) = reports.find(|_| seen.connections() > 0) else {
         panic!("nobody has tried the address in five receives");
     };
     tried
@@ -106,13 +98,11 @@ fn an_address_where_nobody_listens_is_left_alone() {
 fn an_address_that_says_nothing_holds_nothing_up() {
     let state = State::of(&[BLOCKS * BLOCK], 3);
     let rig = serving(Some(1), &[1, 2], &state);
-    let (keep, kept) = mpsc::channel();
-    let seen = impostor(&rig, 2, move |stream| keep.send(stream).unwrap());
+    let silent = impostor(&rig, 2, None);
     let options = || FetchOptions { stall: Duration::from_secs(20), ..options() };
     let receive = || state.fetch(&[&rig.url()], options()).unwrap().report().clone();
-    let report = receive_until_tried(&seen, receive);
+    let report = receive_until_tried(&silent, receive);
     assert_eq!(shares(&report).iter().find(|(last, _)| *last == 2).map_or(0, |(_, bytes)| *bytes), 0);
-    drop(kept);
 }
 
 #[test]
@@ -124,10 +114,8 @@ fn an_address_that_answers_nonsense_is_left_alone() {
         "nonsense",
     ] {
         let rig = serving(Some(1), &[1, 2], &state);
-        let seen = impostor(&rig, 2, move |mut stream| {
-            let _ = stream.write_all(answer.as_bytes());
-        });
-        receive_until_tried(&seen, || state.fetch(&[&rig.url()], options()).unwrap().report().clone());
+        let other = impostor(&rig, 2, Some(answer));
+        receive_until_tried(&other, || state.fetch(&[&rig.url()], options()).unwrap().report().clone());
     }
 }
 
@@ -151,8 +139,7 @@ fn another_server_at_an_address_brings_nothing() {
 fn a_receive_begins_by_the_card_that_the_url_names() {
     let state = State::of(&[12 * BLOCK], 3);
     let config = ServerConfig { ports: port_at_every_address(), card: Some(loopback(3)), ..ServerConfig::default() };
-    let rig = Rig::configured(&config);
-    rig.server.store().publish(STEP, state.publication(Stability::Private));
+    let rig = Rig::configured(&config).publishing(state.publication(Stability::Private));
     assert!(rig.url().contains("~127.0.0.3/checkpoint/"), "{}", rig.url());
     receive_by(&state, &[&rig.url()], &[3], 1);
 }
@@ -206,14 +193,12 @@ fn a_server_listens_on_the_addresses_that_are_named_and_on_no_other() {
 fn a_rail_that_breaks_off_is_left_alone_by_the_next_receive_too() {
     let state = State::of(&[BLOCKS * BLOCK], 3);
     let rig = serving(Some(1), &[1, 2], &state);
-    let (keep, kept) = mpsc::channel();
-    let seen = impostor(&rig, 2, move |stream| keep.send(stream).unwrap());
+    let silent = impostor(&rig, 2, None);
     let options = || FetchOptions { stall: Duration::from_secs(1), lanes: Some(2), ..options() };
     let receive = || state.fetch(&[&rig.url()], options()).unwrap().report().clone();
-    receive_until_tried(&seen, receive);
-    let before = seen.load(Ordering::SeqCst);
+    receive_until_tried(&silent, receive);
+    let before = silent.connections();
     // A receive of some milliseconds.
     receive();
-    assert_eq!(seen.load(Ordering::SeqCst), before);
-    drop(kept);
+    assert_eq!(silent.connections(), before);
 }

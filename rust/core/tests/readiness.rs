@@ -1,6 +1,5 @@
 //! A publication whose memory is filled while it is served: final bytes are sent, receivers wait for the others, and
 //! no other request is delayed by that.
-#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test that cannot go on should panic")]
 
 use std::io::Read;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -9,8 +8,8 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use crate::common::local::{LocalReader, name_of};
-use crate::common::raw::{Answer, Raw, get, metrics};
-use crate::common::{BLOCK, Owner, PATIENCE, Rig, STEP, State, eventually, lanes, noise};
+use crate::common::raw::{Raw, begin, get, metrics};
+use crate::common::{BLOCK, Owner, PATIENCE, Rig, STEP, State, eventually, lanes, local, noise};
 use tensorferry_core::{
     Alternate, Destination, Error, ErrorKind, FetchOptions, Item, Memory, Publication, Readiness, Remote, Rendered,
     ServerConfig, Stability, Withdrawn,
@@ -93,40 +92,6 @@ impl Filler {
     }
 }
 
-/// Requests the whole container and reads the head of the answer.
-fn begin(rig: &Rig) -> (Raw, Answer, usize) {
-    let mut raw = Raw::to(rig);
-    raw.send("GET", &rig.path("7.safetensors"), &[]);
-    let head = raw.head();
-    assert_eq!(head.status, 200);
-    let length = head.header("content-length").unwrap().parse().unwrap();
-    (raw, head, length)
-}
-
-/// The same through shared memory.
-fn begin_locally(rig: &Rig) -> LocalReader {
-    let mut local = LocalReader::connect(&name_of(rig));
-    local.request(&rig.path("7.safetensors"));
-    local.head();
-    local
-}
-
-/// Reads until `length` bytes of the body have arrived.
-fn read_to(raw: &mut Raw, length: usize) {
-    while raw.buffer.len() < length {
-        assert!(raw.more(length - raw.buffer.len()) > 0, "the connection ended after {} bytes", raw.buffer.len());
-    }
-}
-
-/// Whether nothing more arrives for a moment. A slow machine can hide a byte that must not be sent, but cannot make
-/// this fail.
-fn is_silent(raw: &mut Raw) -> bool {
-    raw.stream.set_read_timeout(Some(Duration::from_millis(150))).unwrap();
-    let silent = raw.try_more(1).is_err();
-    raw.stream.set_read_timeout(Some(PATIENCE)).unwrap();
-    silent
-}
-
 fn in_background(fetch: impl FnOnce() -> Result<(), Error> + Send + 'static) -> JoinHandle<Result<(), Error>> {
     std::thread::spawn(fetch)
 }
@@ -136,31 +101,33 @@ fn bytes_are_sent_up_to_the_mark_and_not_further() {
     let rig = Rig::new();
     let mut filler = Filler::on(&rig, LARGE, Stability::Private);
     filler.fill(5 * BLOCK / 2);
-    let (mut reader, head, length) = begin(&rig);
-    assert_eq!(head.header(FILLING), Some("1"));
+    let mut reader = Raw::asking(&rig, "7.safetensors");
+    let head = reader.head();
+    assert_eq!((head.status, head.header(FILLING)), (200, Some("1")));
+    let length: usize = head.header("content-length").unwrap().parse().unwrap();
     let start = length - LARGE;
-    read_to(&mut reader, start + 2 * BLOCK);
-    assert!(is_silent(&mut reader), "a byte of a block that is not final");
+    reader.read_to(start + 2 * BLOCK);
+    assert!(reader.is_silent(), "a byte of a block that is not final");
     // A mark below the current one takes nothing back.
     filler.filling().raise(BLOCK as u64);
     let second = format!("bytes={}-{}", start + BLOCK, start + 2 * BLOCK - 1);
     assert!(get(&rig, &rig.path("7.safetensors"), &[("Range", &second)]).header(FILLING).is_none());
     filler.fill(5 * BLOCK);
-    read_to(&mut reader, start + 5 * BLOCK);
-    assert!(is_silent(&mut reader));
+    reader.read_to(start + 5 * BLOCK);
+    assert!(reader.is_silent());
     // A request for final bytes only is answered as usual.
     let part = get(&rig, &rig.path("7.safetensors"), &[("Range", &format!("bytes={start}-{}", start + BLOCK - 1))]);
     assert!(part.status == 206 && part.header(FILLING).is_none() && part.body == filler.expected[..BLOCK]);
     assert_eq!(get(&rig, &rig.path("7/header"), &[]).body.len(), start);
     filler.finish();
-    read_to(&mut reader, length);
+    reader.read_to(length);
     assert!(reader.buffer[start..] == filler.expected, "wrong bytes");
-    assert_eq!(begin(&rig).1.header(FILLING), None);
+    assert_eq!(Raw::asking(&rig, "7.safetensors").head().header(FILLING), None);
 }
 
 #[test]
 fn receives_go_along_with_the_filling_and_are_verified() {
-    let config = ServerConfig { bind: Some([127, 0, 0, 1].into()), ..ServerConfig::default() };
+    let config = ServerConfig { ..local() };
     for (tls, same_host) in [(false, false), (false, true), (true, false)] {
         for stability in [Stability::Private, Stability::Borrowed] {
             let rig = Rig::configured(&ServerConfig { tls, ..config.clone() });
@@ -223,18 +190,14 @@ fn digests_wait_for_the_blocks_they_are_of() {
     let rig = Rig::new();
     let mut filler = Filler::on(&rig, 4 * BLOCK + 5, Stability::Private);
     filler.fill(3 * BLOCK - 1);
-    let ask = |query: &str| {
-        let mut raw = Raw::to(&rig);
-        raw.send("GET", &rig.path(&format!("7/digests{query}")), &[]);
-        raw
-    };
+    let ask = |query: &str| Raw::asking(&rig, &format!("7/digests{query}"));
     let expected: Vec<u64> = filler.expected.chunks(BLOCK).map(checksum).collect();
     let early = DigestTable::decode(&ask("?blocks=0-2").answer().body).unwrap();
     assert_eq!(early.blocks, expected[..2]);
     assert!(DigestTable::decode(&ask("?blocks=0-0").answer().body).unwrap().blocks.is_empty());
     let mut late = [ask(""), ask("?blocks=2-3"), ask("?blocks=768-769&grain=4096"), ask("?blocks=4-5")];
     for raw in &mut late {
-        assert!(is_silent(raw));
+        assert!(raw.is_silent());
     }
     filler.finish();
     let tables: Vec<_> = late.map(|mut raw| raw.answer().body).into();
@@ -263,9 +226,8 @@ fn other_formats_are_built_when_all_is_there() {
     let alternate: Box<dyn Alternate> = Box::new(Noting(Arc::clone(&asked)));
     let mut filler = Filler::with(&rig, LARGE, Stability::Private, Box::new(()), Some(alternate));
     filler.fill(LARGE - 1);
-    let mut raw = Raw::to(&rig);
-    raw.send("GET", &rig.path("7/full"), &[]);
-    assert!(is_silent(&mut raw));
+    let mut raw = Raw::asking(&rig, "7/full");
+    assert!(raw.is_silent());
     assert_eq!(asked.load(Ordering::SeqCst), 0, "it reads what is not there");
     filler.finish();
     assert_eq!(raw.answer().body, b"other");
@@ -294,11 +256,7 @@ fn a_body_that_is_being_built_keeps_those_waiting_who_ask_for_it_and_nobody_else
     let alternate: Box<dyn Alternate> = Box::new(Told(begins, Mutex::new(told)));
     let state = State::of(&[BLOCK], 3);
     rig.server.store().publish(STEP, state.publication(Stability::Private).with_alternate(alternate));
-    let ask = |name: &str| {
-        let mut raw = Raw::to(&rig);
-        raw.send("GET", &rig.path(&format!("7/{name}")), &[]);
-        raw
-    };
+    let ask = |name: &str| Raw::asking(&rig, &format!("7/{name}"));
     let mut asked = vec![ask("1")];
     assert_eq!(begun.recv_timeout(PATIENCE).unwrap(), "1");
     asked.extend((0..4).map(|_| ask("1")));
@@ -324,8 +282,8 @@ fn a_body_that_is_being_built_keeps_those_waiting_who_ask_for_it_and_nobody_else
 fn half_read(rig: &Rig) -> (Filler, Raw, usize) {
     let mut filler = Filler::on(rig, LARGE, Stability::Private);
     filler.fill(BLOCK);
-    let (mut reader, _, length) = begin(rig);
-    read_to(&mut reader, length - LARGE + BLOCK);
+    let (mut reader, length) = begin(rig);
+    reader.read_to(length - LARGE + BLOCK);
     (filler, reader, length)
 }
 
@@ -336,7 +294,7 @@ fn a_private_copy_that_is_withdrawn_is_filled_for_those_who_have_begun() {
     assert_eq!(rig.server.store().withdraw(PATIENCE), Withdrawn::Clean);
     assert!(filler.filling().is_wanted());
     filler.finish();
-    read_to(&mut reader, length);
+    reader.read_to(length);
     assert!(reader.buffer.ends_with(&filler.expected));
 }
 
@@ -345,10 +303,9 @@ fn borrowed_memory_is_withdrawn_from_those_who_wait_for_it() {
     let rig = Rig::new();
     let mut filler = Filler::on(&rig, LARGE, Stability::Borrowed);
     filler.fill(BLOCK);
-    let (mut reader, ..) = begin(&rig);
-    let _local = begin_locally(&rig);
-    let mut digests = Raw::to(&rig);
-    digests.send("GET", &rig.path("7/digests"), &[]);
+    let (mut reader, _) = begin(&rig);
+    let _local = LocalReader::reading(&rig, "7.safetensors");
+    let mut digests = Raw::asking(&rig, "7/digests");
     eventually("all three wait", || rig.server.store().active() == 3);
     assert_eq!(rig.server.store().withdraw(Duration::ZERO), Withdrawn::Cut(3));
     assert_eq!(rig.server.store().active(), 0);
@@ -366,13 +323,9 @@ fn a_shutdown_does_not_wait_for_the_filling() {
     let alternate: Box<dyn Alternate> = Box::new(Noting(Arc::clone(&asked)));
     let mut filler = Filler::with(&rig, LARGE, Stability::Private, Box::new(()), Some(alternate));
     filler.fill(BLOCK);
-    let (mut reader, ..) = begin(&rig);
-    let _local = begin_locally(&rig);
-    let mut others = ["7/digests", "7/full"].map(|path| {
-        let mut raw = Raw::to(&rig);
-        raw.send("GET", &rig.path(path), &[]);
-        raw
-    });
+    let (mut reader, _) = begin(&rig);
+    let _local = LocalReader::reading(&rig, "7.safetensors");
+    let mut others = ["7/digests", "7/full"].map(|path| Raw::asking(&rig, path));
     eventually("they wait", || rig.server.store().active() >= 3);
     rig.server.shutdown(PATIENCE);
     assert_eq!(rig.server.store().active(), 0);
@@ -395,9 +348,8 @@ fn one_that_is_given_up_ends_its_readers_with_an_error_and_leaves_no_trace() {
             let options = FetchOptions { same_host, ..lanes(2) };
             Remote::open(&[&url], STEP, options)?.fetch(Destination::Fresh).map(drop)
         });
-        let (mut reader, _, length) = begin(&rig);
-        let mut digests = Raw::to(&rig);
-        digests.send("GET", &rig.path("7/digests"), &[]);
+        let (mut reader, length) = begin(&rig);
+        let mut digests = Raw::asking(&rig, "7/digests");
         eventually("they wait", || rig.server.store().active() >= 4);
         let store = rig.server.store();
         store.abandon(filler.filling.take().unwrap());
@@ -409,8 +361,7 @@ fn one_that_is_given_up_ends_its_readers_with_an_error_and_leaves_no_trace() {
         assert!(!store.is_allowed());
         eventually("the owner is let go of", || dropped.load(Ordering::SeqCst) == 1);
         // Other requests wait for the next snapshot, as after a withdrawal.
-        let mut waiting = Raw::to(&rig);
-        waiting.send("GET", &rig.path("7.safetensors"), &[]);
+        let mut waiting = Raw::asking(&rig, "7.safetensors");
         let next = State::of(&[BLOCK], 5);
         store.publish(STEP, next.publication(Stability::Private));
         assert!(waiting.answer().body.ends_with(next.bytes("w0")));
@@ -421,14 +372,8 @@ fn one_that_is_given_up_ends_its_readers_with_an_error_and_leaves_no_trace() {
 #[test]
 fn a_receive_without_one_byte_learns_at_once_that_the_source_gave_up() {
     // The bytes that are final when the receive begins, and whether the source publishes another snapshot afterwards.
-    for (same_host, filled, next) in [
-        (false, 0, false),
-        (true, 0, false),
-        (false, BLOCK / 2, false),
-        (true, BLOCK / 2, false),
-        (false, 0, true),
-        (true, 0, true),
-    ] {
+    let cases = [(0, false), (BLOCK / 2, false), (0, true)];
+    for (same_host, (filled, next)) in [false, true].into_iter().flat_map(|s| cases.map(|case| (s, case))) {
         let rig = Rig::new();
         let mut filler = Filler::on(&rig, LARGE, Stability::Private);
         filler.fill(filled);
@@ -474,8 +419,8 @@ fn a_filling_that_is_dropped_ends_those_who_come_to_what_is_missing() {
     let rig = Rig::new();
     let mut filler = Filler::on(&rig, LARGE, Stability::Private);
     filler.fill(BLOCK);
-    let (mut reader, _, length) = begin(&rig);
-    let mut local = begin_locally(&rig);
+    let (mut reader, length) = begin(&rig);
+    let mut local = LocalReader::reading(&rig, "7.safetensors");
     filler.filling = None;
     assert!(reader.rest().len() < length);
     let mut left = Vec::new();

@@ -1,11 +1,10 @@
 //! Transfers through shared memory: used where possible, replaced by the network without error where not, and as
 //! strict as the network.
-#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test that cannot go on should panic")]
 
 use std::io::{Read, Write};
 use std::time::{Duration, Instant};
 
-use crate::common::faults::{ALWAYS, Fault, Proxy};
+use crate::common::faults::{ALWAYS, Fault, Proxy, asked_range};
 use crate::common::local::{
     FakeSource, LocalReader, NAME_HEADER, answer_from_ring, greet, name_of, read_request, shared_memory,
 };
@@ -16,10 +15,6 @@ use tensorferry_wire::dtype::Dtype;
 
 /// More bytes than the shared memory holds.
 const LARGE: usize = 32 * BLOCK;
-
-fn serving(state: &State) -> Rig {
-    Rig::serving(state)
-}
 
 fn state() -> State {
     State::of(&[15 * BLOCK + 3, 700, 2 * BLOCK], 1)
@@ -47,12 +42,12 @@ fn bytes_go_around_the_network_and_are_verified() {
 #[test]
 fn either_side_can_turn_it_off() {
     let state = state();
-    let rig = serving(&state);
+    let rig = Rig::serving(&state);
     let options = FetchOptions { same_host: false, ..lanes(2) };
     assert!(!state.fetch(&[&rig.url()], options).unwrap().report().same_host);
 
-    let rig = Rig::configured(&ServerConfig { same_host: false, ..ServerConfig::default() });
-    rig.server.store().publish(STEP, state.publication(Stability::Private));
+    let rig = Rig::configured(&ServerConfig { same_host: false, ..ServerConfig::default() })
+        .publishing(state.publication(Stability::Private));
     assert!(!state.fetch(&[&rig.url()], lanes(2)).unwrap().report().same_host);
     assert_eq!(get(&rig, &rig.path(&format!("{STEP}/header")), &[]).header(NAME_HEADER), None);
 }
@@ -63,7 +58,7 @@ fn little_is_not_worth_the_memory() {
     // The last state is small enough to come with its header, on the first connection.
     for (size, count) in [(8 * BLOCK, 2), (BLOCK / 2, 1)] {
         let state = State::of(&[size], 1);
-        let rig = serving(&state);
+        let rig = Rig::serving(&state);
         let arrived = state.fetch(&[&rig.url()], lanes(2)).unwrap();
         let report = arrived.report();
         assert!(!report.same_host);
@@ -73,7 +68,7 @@ fn little_is_not_worth_the_memory() {
 
 #[test]
 fn only_who_may_fetch_learns_the_name() {
-    let rig = serving(&state());
+    let rig = Rig::serving(&state());
     for path in ["/healthz", "/0/checkpoint/7/header", &rig.path("8/header"), &rig.path("nothing")] {
         assert_eq!(get(&rig, path, &[]).header(NAME_HEADER), None, "{path}");
     }
@@ -82,7 +77,7 @@ fn only_who_may_fetch_learns_the_name() {
 
 #[test]
 fn requests_need_the_token_here_too() {
-    let rig = serving(&state());
+    let rig = Rig::serving(&state());
     let mut reader = LocalReader::connect(&name_of(&rig));
     reader.request("/checkpoint/7.safetensors");
     let head = reader.head();
@@ -99,10 +94,8 @@ fn offences(total: usize) -> Vec<(&'static str, FakeSource, bool)> {
         FakeSource::new(move |stream| {
             greet(&stream, 4, slot, Some(&good()));
             while let Some(request) = read_request(&stream) {
-                let Some(range) = request.lines().find_map(|l| l.strip_prefix("Range: bytes=")) else { return };
-                let (start, last) = range.split_once('-').unwrap();
-                let len = last.parse::<usize>().unwrap() + 1 - start.parse::<usize>().unwrap();
-                let marks = vec![1; marks.unwrap_or(len.div_ceil(1 << 16))];
+                let Some((start, end)) = asked_range(&request) else { return };
+                let marks = vec![1; marks.unwrap_or((end - start).div_ceil(1 << 16))];
                 if answer_from_ring(&stream, &request, total, &marks).is_none() {
                     return;
                 }
@@ -132,7 +125,7 @@ fn offences(total: usize) -> Vec<(&'static str, FakeSource, bool)> {
 #[test]
 fn a_source_that_breaks_the_rules_is_left_for_the_network() {
     let state = state();
-    let rig = serving(&state);
+    let rig = Rig::serving(&state);
     let total = state.publication(Stability::Private).total_len();
     for (offence, fake, begun) in offences(usize::try_from(total).unwrap()) {
         let proxy = Proxy::naming(&rig.url(), Fault::None, ALWAYS, &fake.name);
@@ -157,9 +150,7 @@ fn withdrawn_memory_is_not_read_once_more() {
     let item = Item::new("w", Dtype::U8, &[LARGE as u64], lent);
     let publication = Publication::new(Vec::new(), vec![item], Stability::Borrowed, Box::new(())).unwrap();
     rig.server.store().publish(STEP, publication);
-    let mut reader = LocalReader::connect(&name_of(&rig));
-    reader.request(&rig.path(&format!("{STEP}.safetensors")));
-    assert!(reader.head().starts_with("HTTP/1.1 200"));
+    let mut reader = LocalReader::reading(&rig, "7.safetensors");
     reader.await_all_slots();
     let before = reader.content();
     assert_eq!(rig.server.store().active(), 1);
@@ -177,20 +168,11 @@ fn withdrawn_memory_is_not_read_once_more() {
 }
 
 #[test]
-fn the_memory_can_neither_shrink_nor_grow() {
-    let rig = serving(&state());
-    let reader = LocalReader::connect(&name_of(&rig));
-    let len = reader.content().len() as u64;
-    assert!(reader.memory().set_len(len / 2).is_err());
-    assert!(reader.memory().set_len(len * 2).is_err());
-}
-
-#[test]
-fn nobody_but_the_source_can_write_to_the_memory() {
+fn the_memory_keeps_its_size_and_nobody_but_the_source_can_write_to_it() {
     use rustix::mm::{MapFlags, ProtFlags};
     use std::os::unix::fs::FileExt;
 
-    let rig = serving(&state());
+    let rig = Rig::serving(&state());
     let reader = LocalReader::connect(&name_of(&rig));
     let again = std::fs::File::options().read(true).write(true).open(reader.path()).unwrap();
     for memory in [reader.memory(), &again] {
@@ -201,6 +183,8 @@ fn nobody_but_the_source_can_write_to_the_memory() {
         assert!(map(ProtFlags::READ).is_ok());
         assert!(map(ProtFlags::READ | ProtFlags::WRITE).is_err(), "mapped for writing");
         assert!(memory.write_at(&[1], 0).is_err(), "written");
+        let len = reader.content().len() as u64;
+        assert!([len / 2, len * 2].map(|len| memory.set_len(len)).iter().all(Result::is_err));
     }
 }
 
@@ -208,11 +192,8 @@ fn nobody_but_the_source_can_write_to_the_memory() {
 fn a_receiver_that_reads_no_message_is_let_go() {
     // The header of these states is longer than a socket's buffer.
     let state = State::of(&vec![1; 20_000], 1);
-    let rig = Rig::with_patience(Duration::from_millis(300));
-    rig.server.store().publish(STEP, state.publication(Stability::Private));
-    let mut reader = LocalReader::connect(&name_of(&rig));
-    reader.request(&rig.path(&format!("{STEP}/header")));
-    assert!(reader.head().starts_with("HTTP/1.1 200"));
+    let rig = Rig::with_patience(Duration::from_millis(300)).publishing(state.publication(Stability::Private));
+    let _reader = LocalReader::reading(&rig, "7/header");
     eventually("its thread has ended", || connections(&rig) == 1);
 }
 
@@ -221,9 +202,7 @@ fn a_receiver_that_takes_nothing_is_let_go() {
     let rig = Rig::with_patience(Duration::from_millis(300));
     let state = State::of(&[LARGE], 1);
     rig.server.store().publish(STEP, state.publication(Stability::Borrowed));
-    let mut reader = LocalReader::connect(&name_of(&rig));
-    reader.request(&rig.path(&format!("{STEP}.safetensors")));
-    reader.head();
+    let mut reader = LocalReader::reading(&rig, "7.safetensors");
     reader.await_all_slots();
     eventually("its lease is over", || rig.server.store().active() == 0);
     assert_eq!(reader.stream.read(&mut [0]).unwrap(), 0);
@@ -233,7 +212,7 @@ fn a_receiver_that_takes_nothing_is_let_go() {
 #[test]
 fn a_receiver_that_breaks_the_rules_is_let_go() {
     let state = state();
-    let rig = serving(&state);
+    let rig = Rig::serving(&state);
     let name = name_of(&rig);
     let endless = format!("GET / HTTP/1.1\r\nX: {}", "x".repeat(32 << 10));
     let twice = "GET /healthz HTTP/1.1\r\n\r\nGET /healthz HTTP/1.1\r\n\r\n";
@@ -251,14 +230,10 @@ fn a_receiver_that_breaks_the_rules_is_let_go() {
 #[test]
 fn receivers_above_the_limit_take_the_network() {
     let state = state();
-    let rig = serving(&state);
-    let name = name_of(&rig);
+    let rig = Rig::serving(&state);
     // Idle connections would be closed to make room: these are in the middle of an answer.
-    let path = rig.path(&format!("{STEP}.safetensors"));
     let held: Vec<_> = std::iter::repeat_with(|| {
-        let mut reader = LocalReader::connect(&name);
-        reader.request(&path);
-        reader.head();
+        let mut reader = LocalReader::reading(&rig, "7.safetensors");
         reader.await_all_slots();
         reader
     })
@@ -283,9 +258,7 @@ fn the_cap_on_bandwidth_holds_and_a_withdrawal_does_not_wait_for_it() {
     let options = FetchOptions { stall: Duration::from_secs(1), ..lanes(1) };
     assert_eq!(state.fetch(&[&rig.url()], options).unwrap().report().retries, 0);
 
-    let mut reader = LocalReader::connect(&name_of(&rig));
-    reader.request(&rig.path(&format!("{STEP}.safetensors")));
-    reader.head();
+    let _reader = LocalReader::reading(&rig, "7.safetensors");
     assert_eq!(rig.server.store().withdraw(Duration::from_millis(1)), Withdrawn::Cut(1));
 }
 
@@ -309,12 +282,7 @@ fn a_server_whose_runtime_is_gone_does_not_wait_for_receivers() {
     // One stands still in the middle of a body in memory, the other one in that of a text longer than a socket's buffer.
     let state = State::of(&[vec![LARGE], vec![1; 20_000]].concat(), 1);
     rig.server.store().publish(STEP, state.publication(Stability::Borrowed));
-    let _stopped = [format!("{STEP}.safetensors"), format!("{STEP}/header")].map(|path| {
-        let mut reader = LocalReader::connect(&name_of(&rig));
-        reader.request(&rig.path(&path));
-        reader.head();
-        reader
-    });
+    let _stopped = ["7.safetensors", "7/header"].map(|tail| LocalReader::reading(&rig, tail));
     let Rig { server, runtime } = rig;
     let (done, ended) = std::sync::mpsc::channel();
     std::thread::spawn(move || {
@@ -327,8 +295,7 @@ fn a_server_whose_runtime_is_gone_does_not_wait_for_receivers() {
 
 #[test]
 fn a_receiver_that_stops_asking_is_let_go_and_so_is_one_that_drips() {
-    let rig = Rig::with_patience(Duration::from_millis(300));
-    rig.server.store().publish(STEP, state().publication(Stability::Private));
+    let rig = Rig::with_patience(Duration::from_millis(300)).publishing(state().publication(Stability::Private));
     let name = name_of(&rig);
     let path = rig.path(&format!("{STEP}/header"));
     // Both have shown that they may make requests, so they no longer count as newcomers.

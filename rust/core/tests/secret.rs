@@ -1,5 +1,4 @@
 //! The shared secret: a peer that does not have it gets nothing, and nothing it sends is accepted.
-#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test that cannot go on should panic")]
 
 use std::io::Write;
 use std::sync::Mutex;
@@ -9,8 +8,9 @@ use crate::common::faults::Liar;
 use crate::common::local::{LocalReader, NAME_HEADER};
 use crate::common::raw::{Answer, Raw, get, request};
 use crate::common::{BLOCK, PATIENCE, Rig, STEP, State};
+use crate::swarm_forgery::forge;
 use tensorferry_core::{Destination, Error, ErrorKind, FetchOptions, Hint, Remote, Secret, ServerConfig, Stability};
-use tensorferry_wire::digest::{self, DigestTable};
+use tensorferry_wire::digest::DigestTable;
 use tensorferry_wire::proof::{self, Key};
 
 const SECRET: &[u8] = b"of all that is shared here, this alone stays unsaid";
@@ -231,36 +231,6 @@ fn through(rig: &Rig, meddle: impl Fn(&str, &mut Answer) + Send + Sync + 'static
     fetch(&url, FetchOptions { lanes: Some(2), ..knowing(Some(secret())) })
 }
 
-/// Changes the first byte of `block`, and its last eight bytes so that its CRC-64 stays the same. The checksum is
-/// linear: the contribution of one bit does not depend on the others.
-fn forge(block: &mut [u8]) {
-    let (wanted, end) = (digest::checksum(block), block.len() - 8);
-    block[0] ^= 1;
-    let before = digest::checksum(block);
-    // Gaussian elimination: each row has the contribution of some of the last 64 bits, and which bits these are.
-    let mut rows: Vec<(u64, u64)> = Vec::new();
-    for bit in 0..64 {
-        block[end + bit / 8] ^= 1 << (bit % 8);
-        let mut row = (digest::checksum(block) ^ before, 1 << bit);
-        block[end + bit / 8] ^= 1 << (bit % 8);
-        for other in &rows {
-            if row.0 & (1 << other.0.ilog2()) != 0 {
-                row = (row.0 ^ other.0, row.1 ^ other.1);
-            }
-        }
-        rows.push(row);
-    }
-    let mut missing = (before ^ wanted, 0);
-    for row in &rows {
-        if missing.0 & (1 << row.0.ilog2()) != 0 {
-            missing = (missing.0 ^ row.0, missing.1 ^ row.1);
-        }
-    }
-    assert_eq!(missing.0, 0);
-    block[end..].iter_mut().zip(missing.1.to_le_bytes()).for_each(|(byte, change)| *byte ^= change);
-    assert_eq!(digest::checksum(block), wanted);
-}
-
 #[test]
 fn a_block_forged_to_its_checksum_is_found_with_a_secret_and_not_without() {
     let state = state();
@@ -281,74 +251,62 @@ fn covers_the_start(answer: &Answer) -> bool {
     answer.header("content-range").unwrap().starts_with("bytes 0-")
 }
 
+/// What an answer brings: digests, the beginning of the container, or the rest of it.
+#[derive(Clone, Copy)]
+enum Part {
+    Digests,
+    Start,
+    Rest,
+}
+
+impl Part {
+    fn is_in(self, head: &str, answer: &Answer) -> bool {
+        match self {
+            Self::Digests => head.contains("/digests"),
+            Self::Start => head.contains(".safetensors ") && covers_the_start(answer),
+            Self::Rest => head.contains(".safetensors ") && !covers_the_start(answer),
+        }
+    }
+}
+
+/// What is changed in which part of the answers, and how the receive ends.
+type Case = (&'static str, ErrorKind, Part, fn(&mut Answer));
+
 #[test]
 fn what_somebody_in_between_changes_is_never_believed() {
     let rig = serving(&state());
-    let of_digests = |change: fn(&mut Answer)| -> Meddle {
-        Box::new(move |head, answer| {
-            if head.contains("/digests") {
-                change(answer);
-            }
-        })
-    };
-    let of_bytes = |first: bool, change: fn(&mut Answer)| -> Meddle {
-        Box::new(move |head, answer| {
-            if head.contains(".safetensors ") && covers_the_start(answer) == first {
-                change(answer);
-            }
-        })
-    };
-    let cases: Vec<(&str, ErrorKind, Meddle)> = vec![
-        (
-            "no proof",
-            ErrorKind::Unproven,
-            of_digests(|answer| answer.headers.retain(|(name, _)| name != proof::PROOF_HEADER)),
-        ),
-        ("an empty proof", ErrorKind::Unproven, of_digests(|answer| set(answer, proof::PROOF_HEADER, ""))),
-        ("zeros", ErrorKind::Unproven, of_digests(|answer| set(answer, proof::PROOF_HEADER, &"0".repeat(64)))),
-        (
-            "a truncated proof",
-            ErrorKind::Unproven,
-            of_digests(|answer| {
-                let cut = answer.header(proof::PROOF_HEADER).unwrap()[..32].to_owned();
-                set(answer, proof::PROOF_HEADER, &cut);
-            }),
-        ),
-        (
-            "the tag of another snapshot",
-            ErrorKind::Unproven,
-            of_digests(|answer| set(answer, ETAG, "\"0000000000000000-1\"")),
-        ),
+    let cases: [Case; 8] = [
+        ("no proof", ErrorKind::Unproven, Part::Digests, |a| a.headers.retain(|(name, _)| name != proof::PROOF_HEADER)),
+        ("an empty proof", ErrorKind::Unproven, Part::Digests, |a| set(a, proof::PROOF_HEADER, "")),
+        ("zeros", ErrorKind::Unproven, Part::Digests, |a| set(a, proof::PROOF_HEADER, &"0".repeat(64))),
+        ("a truncated proof", ErrorKind::Unproven, Part::Digests, |a| {
+            let cut = a.header(proof::PROOF_HEADER).unwrap()[..32].to_owned();
+            set(a, proof::PROOF_HEADER, &cut);
+        }),
+        ("the tag of another snapshot", ErrorKind::Unproven, Part::Digests, |a| set(a, ETAG, "\"0000000000000000-1\"")),
         // A forger computes the digests of its own bytes as well as it can without the key.
-        (
-            "a table with a forger's digests",
-            ErrorKind::Unproven,
-            of_digests(|answer| {
-                let (own, forger) = (Key::new(SECRET).unwrap(), Key::new(OTHER).unwrap());
-                let mut table = DigestTable::decode_as(&answer.body, own.digests()).unwrap();
-                table.blocks.iter_mut().for_each(|block| *block = forger.digests().checksum(&block.to_le_bytes()));
-                answer.body = table.encode_as(forger.digests());
-            }),
-        ),
+        ("a table with a forger's digests", ErrorKind::Unproven, Part::Digests, |a| {
+            let (own, forger) = (Key::new(SECRET).unwrap(), Key::new(OTHER).unwrap());
+            let mut table = DigestTable::decode_as(&a.body, own.digests()).unwrap();
+            table.blocks.iter_mut().for_each(|block| *block = forger.digests().checksum(&block.to_le_bytes()));
+            a.body = table.encode_as(forger.digests());
+        }),
         // The header is parsed before it can be verified, but nothing is done with it until then.
-        (
-            "another name in the header",
-            ErrorKind::Corrupt,
-            of_bytes(true, |answer| {
-                let at = answer.body.windows(4).position(|w| w == b"\"w1\"").unwrap();
-                answer.body[at + 1] = b'v';
-            }),
-        ),
-        (
-            "a byte of a late block",
-            ErrorKind::Corrupt,
-            of_bytes(false, |answer| {
-                let middle = answer.body.len() / 2;
-                answer.body[middle] ^= 1;
-            }),
-        ),
+        ("another name in the header", ErrorKind::Corrupt, Part::Start, |a| {
+            let at = a.body.windows(4).position(|w| w == b"\"w1\"").unwrap();
+            a.body[at + 1] = b'v';
+        }),
+        ("a byte of a late block", ErrorKind::Corrupt, Part::Rest, |a| {
+            let middle = a.body.len() / 2;
+            a.body[middle] ^= 1;
+        }),
     ];
-    for (what, kind, meddle) in cases {
+    for (what, kind, part, change) in cases {
+        let meddle = move |head: &str, answer: &mut Answer| {
+            if part.is_in(head, answer) {
+                change(answer);
+            }
+        };
         let refused = through(&rig, meddle).expect_err(what);
         assert_eq!(refused.kind(), kind, "{what}: {refused}");
     }

@@ -1,11 +1,10 @@
 //! Several checkpoints behind one port, each on a shelf of its own.
-#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test that cannot go on should panic")]
 
 use std::sync::Arc;
 use std::time::Duration;
 
 use crate::common::raw::{Raw, get, metrics};
-use crate::common::{BLOCK, Rig, STEP, State, eventually, lanes};
+use crate::common::{BLOCK, Rig, STEP, State, eventually, lanes, local};
 use tensorferry_core::{ErrorKind, FetchOptions, Secret, ServerConfig, Stability, Withdrawn};
 
 /// The path of `tail` below `url`.
@@ -68,8 +67,7 @@ fn what_was_withdrawn_from_a_shelf_is_released_without_the_server() {
 #[test]
 fn a_shelf_with_a_name_needs_the_secret_and_no_random_part() {
     let secret = Secret::new(b"sixteen bytes of it and more").unwrap();
-    let config =
-        ServerConfig { secret: Some(secret.clone()), bind: Some([127, 0, 0, 1].into()), ..ServerConfig::default() };
+    let config = ServerConfig { secret: Some(secret.clone()), ..local() };
     let rig = Rig::configured(&config);
     let shelf = rig.server.shelf(Some("keeper")).unwrap();
     let state = State::of(&[BLOCK], 3);

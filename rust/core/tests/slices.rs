@@ -1,18 +1,17 @@
 //! Parts of entries, fetched into the caller's memory: the bytes are exact and verified, and few others are sent.
-#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test that cannot go on should panic")]
 
 use crate::common::faults::{ALWAYS, Fault, Proxy};
 use crate::common::{BLOCK, Rig, STEP, State, lanes};
-use tensorferry_core::fetch_slices;
 use tensorferry_core::{
     Error, ErrorKind, FetchOptions, Remote, Repeat, Report, Secret, ServerConfig, Slice, SliceRequest, Stability,
+    fetch_slices,
 };
 use tensorferry_wire::dtype::Dtype;
 
 /// The part of an entry to fetch, `(entry, start, run, repeats)`; it goes into a buffer of its own.
 pub(crate) type Part<'a> = (&'a str, u64, u64, Vec<Repeat>);
 
-fn repeat(count: u64, entry_stride: u64, memory_stride: u64) -> Repeat {
+pub(crate) fn repeat(count: u64, entry_stride: u64, memory_stride: u64) -> Repeat {
     Repeat { count, entry_stride, memory_stride }
 }
 
@@ -141,8 +140,7 @@ fn columns_cost_no_more_than_their_blocks_whatever_the_way() {
     let secret = Secret::new(&[7; 32]).unwrap();
     for secret in [None, Some(secret)] {
         let config = ServerConfig { secret: secret.clone(), ..ServerConfig::default() };
-        let rig = Rig::configured(&config);
-        rig.server.store().publish(STEP, state.publication(Stability::Borrowed));
+        let rig = Rig::configured(&config).publishing(state.publication(Stability::Borrowed));
         for same_host in [false, true] {
             let options = FetchOptions { same_host, secret: secret.clone(), ..sliced(3) };
             // 48 MiB as rows of 12 KiB, of which the middle third is requested; then runs that begin anywhere.

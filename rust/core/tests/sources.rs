@@ -1,5 +1,4 @@
 //! Several sources: one takes over for another, and bytes of two that differ are never mixed.
-#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test that cannot go on should panic")]
 
 use std::io::{Read, Write};
 use std::net::TcpStream;
@@ -7,13 +6,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use crate::common::faults::{ALWAYS, Fault, Liar, Proxy};
-use crate::common::{BLOCK, PATIENCE, Rig, STEP, State, lanes};
+use crate::common::{BLOCK, PATIENCE, Rig, STEP, State, lanes, quick};
 use tensorferry_core::{Destination, ErrorKind, FetchOptions, Remote, Stability};
-
-/// Options that find a stuck connection quickly.
-fn quick(timeout: Duration, count: usize) -> FetchOptions {
-    FetchOptions { stall: Duration::from_millis(500), lanes: Some(count), ..FetchOptions::within(timeout) }
-}
 
 #[test]
 fn a_second_source_takes_over_when_the_first_dies() {
@@ -32,9 +26,8 @@ fn a_second_source_takes_over_when_the_first_dies() {
     let dying = Proxy::new(&first.url(), Fault::None, 0);
     let second_url = second.url();
     let remote = Remote::open(&[dying.url(), &second_url], STEP, lanes(2)).unwrap();
-    let header = remote.header().clone();
     dying.die();
-    state.check(&header, &remote.fetch(Destination::Fresh).unwrap());
+    state.fetch_from(remote).unwrap();
     // The first source never existed.
     let nobody = std::net::TcpListener::bind(("127.0.0.1", 0)).unwrap();
     let gone = format!("http://{}/checkpoint/", nobody.local_addr().unwrap());
@@ -148,8 +141,7 @@ fn reserved_entries_and_payload_never_come_from_two_snapshots() {
 fn a_source_that_moves_on_is_noticed() {
     // So much that it comes through shared memory.
     let (old, new) = (State::of(&[32 * BLOCK], 1), State::of(&[32 * BLOCK], 2));
-    let rig = Rig::new();
-    rig.server.store().publish(STEP, old.publication(Stability::Borrowed));
+    let rig = Rig::new().publishing(old.publication(Stability::Borrowed));
     let remote = Remote::open(&[&rig.url()], STEP, lanes(2)).unwrap();
     rig.server.store().publish(STEP, new.publication(Stability::Borrowed));
     let failed = remote.fetch(Destination::Fresh).unwrap_err();

@@ -1,9 +1,4 @@
 //! Receives in waves: bytes pass through memory that the next wave reuses, and are verified before they are handed on.
-#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test that cannot go on should panic")]
-
-use std::net::{TcpListener, TcpStream};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
 
 use crate::common::faults::{ALWAYS, Fault, Proxy};
 use crate::common::{BLOCK, Rig, STEP, State, lanes};
@@ -94,40 +89,17 @@ fn damage_never_passes() {
     assert_eq!(failed.kind(), ErrorKind::Corrupt, "{failed}");
 }
 
-/// A relay to `rig` over the network that counts the connections.
-fn counted(rig: &Rig) -> (String, Arc<AtomicUsize>) {
-    let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
-    let (here, there) = (listener.local_addr().unwrap(), rig.server.address());
-    let count = Arc::<AtomicUsize>::default();
-    let made = Arc::clone(&count);
-    // The threads end with the test: each when one of its two sockets closes.
-    std::thread::spawn(move || {
-        for client in listener.incoming().map_while(Result::ok) {
-            made.fetch_add(1, Ordering::SeqCst);
-            let server = TcpStream::connect(there).unwrap();
-            for (from, to) in [(&client, &server), (&server, &client)] {
-                let (mut from, mut to) = (from.try_clone().unwrap(), to.try_clone().unwrap());
-                std::thread::spawn(move || {
-                    let _ = std::io::copy(&mut from, &mut to);
-                    let _ = to.shutdown(std::net::Shutdown::Both);
-                });
-            }
-        }
-    });
-    (rig.url().replace(&there.to_string(), &here.to_string()), count)
-}
-
 #[test]
 fn connections_are_used_again_from_wave_to_wave() {
     let state = State::of(&[32 * BLOCK], 1);
     let rig = Rig::serving(&state);
-    let (url, made) = counted(&rig);
+    let proxy = Proxy::new(&rig.url(), Fault::None, 0);
     let options = FetchOptions { same_host: false, ..lanes(2) };
-    let remote = Remote::open(&[&url], STEP, options).unwrap();
+    let remote = Remote::open(&[proxy.url()], STEP, options).unwrap();
     let waves = remote.staged(Destination::Fresh, &[0], 2 * BLOCK as u64).unwrap();
     let (passed, turns, _) = run(waves, 2 * BLOCK, 1).unwrap();
     assert!(turns == 16 && passed[0] == *state.bytes("w0"));
-    assert_eq!(made.load(Ordering::SeqCst), 2, "as many as there are lanes");
+    assert_eq!(proxy.connections(), 2, "as many as there are lanes");
 }
 
 #[test]

@@ -10,11 +10,10 @@ use tensorferry_core::{
     ServerConfig, Stability,
 };
 use tensorferry_wire::dtype::Dtype;
-use tensorferry_wire::swarm::RelayAddress;
 
-use crate::common::faults::Liar;
+use crate::common::faults::{Liar, asked_range};
 use crate::common::raw::{Answer, Raw, get};
-use crate::common::{BLOCK, PATIENCE, Rig, STEP, State, eventually, lanes, noise};
+use crate::common::{BLOCK, PATIENCE, Rig, STEP, State, at_once, eventually, lanes, local, noise};
 
 /// A source that sends so many blocks in a second.
 pub(crate) fn source(state: &State, blocks: usize) -> Rig {
@@ -23,15 +22,8 @@ pub(crate) fn source(state: &State, blocks: usize) -> Rig {
 
 /// A source that has a tracker.
 pub(crate) fn offering(state: &State, max_bandwidth: Option<u64>) -> Rig {
-    let rig = Rig::configured(&ServerConfig {
-        max_bandwidth,
-        swarm: true,
-        bind: Some([127, 0, 0, 1].into()),
-        patience: PATIENCE,
-        ..ServerConfig::default()
-    });
-    rig.server.store().publish(STEP, state.publication(Stability::Private));
-    rig
+    Rig::configured(&ServerConfig { max_bandwidth, swarm: true, patience: PATIENCE, ..local() })
+        .publishing(state.publication(Stability::Private))
 }
 
 /// The options of a receiver whose server is `rig`'s.
@@ -71,26 +63,16 @@ pub(crate) fn ask_by(member: &mut Raw, rig: &Rig, port: u16, query: &str) -> Ans
 }
 
 /// Waits until the tracker of `rig` names no other member. It would forget a silent one after much more time.
-fn is_deserted(rig: &Rig) -> bool {
-    (0..100).any(|_| {
-        let deserted = !ask(rig, 1, "").text().contains("peer ");
-        if !deserted {
-            std::thread::sleep(std::time::Duration::from_millis(20));
-        }
-        deserted
-    })
+fn await_deserted(rig: &Rig) {
+    eventually("nobody is left in the swarm", || !ask(rig, 1, "").text().contains("peer "));
 }
 
 pub(crate) fn port_of(url: &str) -> u16 {
     url.split(['/', ':']).nth(4).unwrap().parse().unwrap()
 }
 
-/// A connection to the first relay that the tracker of `rig` names, and the path below which it relays.
-fn relay_of(rig: &Rig) -> (Raw, String) {
-    relay_for(rig, "")
-}
-
-/// As [`relay_of`], for a member that asks with `query`.
+/// A connection to the first relay that the tracker of `rig` names to a member that asks with `query`, and the path below
+/// which it relays.
 pub(crate) fn relay_for(rig: &Rig, query: &str) -> (Raw, String) {
     let mut url = String::new();
     eventually("there is a relay", || {
@@ -140,11 +122,8 @@ fn what_leaves_the_source_once_reaches_all() {
     let source = source(&state, 32);
     let members: Vec<_> = (0..4).map(|_| Rig::new()).collect();
     let before = source.server.bytes_served();
-    let relayed: u64 = std::thread::scope(|scope| {
-        let fetch = |rig| state.fetch(&[&source.url()], member(rig)).unwrap().report().relayed;
-        let threads: Vec<_> = members.iter().map(|rig| scope.spawn(move || fetch(rig))).collect();
-        threads.into_iter().map(|thread| thread.join().unwrap()).sum()
-    });
+    let fetch = |rig: &Rig| state.fetch(&[&source.url()], member(rig)).unwrap().report().relayed;
+    let relayed: u64 = at_once(&members, fetch).into_iter().sum();
     let sent = source.server.bytes_served() - before;
     assert!(
         sent < 3 * total && relayed > total,
@@ -164,25 +143,9 @@ fn a_receiver_alone_takes_everything_from_the_source() {
     for lane in [1, 4] {
         let arrived = state.fetch(&[&source.url()], FetchOptions { lanes: Some(lane), ..member(&rig) }).unwrap();
         assert_eq!((arrived.report().relayed, arrived.report().retries), (0, 0));
-        assert!(is_deserted(&source), "the next one would wait for what this one was granted");
+        // The next one would wait for what this one was granted.
+        await_deserted(&source);
     }
-}
-
-#[test]
-fn a_member_alone_is_granted_everything_and_what_it_leaves_the_next_one_gets() {
-    let state = State::of(&[16 * BLOCK], 1);
-    let granted = |answer: &Answer| answer.text().lines().next().unwrap_or_default().to_owned();
-    let source = offering(&state, None);
-    let (mut one, mut two) = (Raw::to(&source), Raw::to(&source));
-    assert_eq!(granted(&ask_by(&mut one, &source, 1, "&need=1-16&took=0-1")), "grant 1-16");
-    let answer = ask_by(&mut two, &source, 2, "&need=0-16");
-    assert!(granted(&answer).starts_with("wait"), "the first one brings them: {}", answer.text());
-    assert!(answer.text().contains("peer http://127.0.0.1:1/"), "{}", answer.text());
-    // What the first one has not begun, it shares from now on.
-    assert_eq!(granted(&ask_by(&mut one, &source, 1, "&need=8-16")), "grant 8-9");
-    // A connection that ends says that its member is gone.
-    drop(one);
-    eventually("all is granted", || granted(&ask_by(&mut two, &source, 2, "&need=0-16")) == "grant 0-16");
 }
 
 #[test]
@@ -196,7 +159,7 @@ fn a_receive_leaves_the_swarm_however_it_ends() {
         let cancel = options.cancel.clone();
         std::thread::scope(|scope| {
             let receive = scope.spawn(|| state.fetch(&[&source.url()], options).map(drop));
-            drop(relay_of(&source));
+            drop(relay_for(&source, ""));
             assert!(!ask(&source, 1, "").text().is_empty());
             if is_cancelled {
                 cancel.cancel();
@@ -206,13 +169,8 @@ fn a_receive_leaves_the_swarm_however_it_ends() {
                 receive.join().unwrap().unwrap();
             }
         });
-        assert!(is_deserted(&source), "cancelled: {is_cancelled}");
+        await_deserted(&source);
     }
-}
-
-/// A relay that claims to have everything, and sends noise.
-pub(crate) fn liar(blocks: usize, total: usize, asked: &Arc<AtomicUsize>) -> Liar {
-    relay_of_bytes(blocks, total, asked, |start, end| noise(end - start, start as u64))
 }
 
 /// A relay that claims to have everything, and sends what `bytes` returns for a range of the container.
@@ -231,15 +189,10 @@ pub(crate) fn relay_of_bytes(
             return stream.write_all(&body);
         }
         asked.fetch_add(1, Ordering::SeqCst);
-        let range = head.lines().find_map(|line| line.strip_prefix("Range: bytes=")).unwrap();
-        let (start, last) = range.split_once('-').unwrap();
-        let (start, last): (usize, usize) = (start.parse().unwrap(), last.trim().parse().unwrap());
-        let len = last + 1 - start;
-        write!(
-            stream,
-            "HTTP/1.1 206 Partial Content\r\nContent-Length: {len}\r\nContent-Range: bytes {start}-{last}/{total}\r\n\r\n"
-        )?;
-        stream.write_all(&bytes(start, last + 1))
+        let (start, end) = asked_range(head).unwrap();
+        let fields = format!("Content-Length: {}\r\nContent-Range: bytes {start}-{}/{total}", end - start, end - 1);
+        write!(stream, "HTTP/1.1 206 Partial Content\r\n{fields}\r\n\r\n")?;
+        stream.write_all(&bytes(start, end))
     })
 }
 
@@ -248,7 +201,8 @@ fn what_a_liar_sends_is_fetched_again_from_the_source() {
     let asked = Arc::default();
     let (state, rig) = (State::of(&[32 * BLOCK], 1), Rig::new());
     let source = source(&state, 16);
-    let liar = liar(32, length_of(&source), &asked);
+    // It claims to have everything.
+    let liar = relay_of_bytes(32, length_of(&source), &asked, |start, end| noise(end - start, start as u64));
     let _joined = join(&source, port_of(&liar.url()));
     let arrived = state.fetch(&[&source.url()], member(&rig)).unwrap();
     let report = arrived.report();
@@ -303,7 +257,7 @@ fn nothing_is_read_once_the_receive_has_returned() {
                 returned.store(true, Ordering::SeqCst);
                 result
             });
-            let (mut relay, path) = relay_of(&source);
+            let (mut relay, path) = relay_for(&source, "");
             eventually("there are sixteen blocks", || complete(&mut relay, &path) >= 16);
             let total = length_of(&source);
             let start = total - BLOCKS * BLOCK;
@@ -364,7 +318,7 @@ fn a_source_that_withdraws_ends_every_receive() {
     std::thread::scope(|scope| {
         let fetch = |rig| state.fetch(&[&source.url()], member(rig)).map(drop);
         let threads: Vec<_> = members.iter().map(|rig| scope.spawn(move || fetch(rig))).collect();
-        let (mut relay, path) = relay_of(&source);
+        let (mut relay, path) = relay_for(&source, "");
         eventually("some blocks are there", || count(&mut relay, &path) > 2);
         source.server.store().close();
         for thread in threads {
@@ -397,80 +351,51 @@ fn receivers_that_share_a_secret_or_use_tls_bring_each_other_blocks() {
         swarm: true,
         tls,
         secret: is_guarded.then(|| secret.clone()),
-        bind: Some([127, 0, 0, 1].into()),
         max_bandwidth,
-        ..ServerConfig::default()
+        ..local()
     };
     // A server that has no secret would show blocks to others.
     for (tls, source_guarded, guarded, relays) in
         [(false, true, true, true), (false, true, false, false), (true, false, false, true)]
     {
-        let source = Rig::configured(&config(tls, source_guarded, Some(24 * BLOCK as u64)));
-        source.server.store().publish(STEP, state.publication(Stability::Borrowed));
+        let source = Rig::configured(&config(tls, source_guarded, Some(24 * BLOCK as u64)))
+            .publishing(state.publication(Stability::Borrowed));
         let rigs: Vec<_> = (0..3).map(|_| Rig::configured(&config(tls, guarded, None))).collect();
-        let fetch = |rig| {
+        let fetch = |rig: &Rig| {
             let options = FetchOptions { secret: source_guarded.then(|| secret.clone()), ..member(rig) };
             state.fetch(&[&source.url()], options).unwrap().report().relayed
         };
-        let relayed: u64 = std::thread::scope(|scope| {
-            let fetch = &fetch;
-            let threads: Vec<_> = rigs.iter().map(|rig| scope.spawn(move || fetch(rig))).collect();
-            threads.into_iter().map(|thread| thread.join().unwrap()).sum()
-        });
+        let relayed: u64 = at_once(&rigs, fetch).into_iter().sum();
         assert_eq!(relayed > 0, relays, "tls={tls}, {source_guarded} {guarded}");
     }
 }
 
-/// Passes on to a server, and counts the relays that are opened and those that are dropped.
+/// Passes on to a server, and counts the relays that are opened.
 #[derive(Debug)]
-struct Counting {
-    host: Arc<dyn RelayHost>,
-    opened: Arc<AtomicUsize>,
-    open: Arc<AtomicUsize>,
-}
-
-struct Counted(Option<Box<dyn Relaying>>, Arc<AtomicUsize>);
+struct Counting(Arc<dyn RelayHost>, Arc<AtomicUsize>);
 
 impl RelayHost for Counting {
     fn is_encrypted(&self) -> bool {
-        self.host.is_encrypted()
+        self.0.is_encrypted()
     }
 
     fn open(&self, relayed: Relayed) -> Result<Box<dyn Relaying>, Error> {
-        self.opened.fetch_add(1, Ordering::SeqCst);
-        self.open.fetch_add(1, Ordering::SeqCst);
-        Ok(Box::new(Counted(Some(self.host.open(relayed)?), Arc::clone(&self.open))))
-    }
-}
-
-impl Relaying for Counted {
-    fn address(&self) -> RelayAddress {
-        self.0.as_ref().unwrap().address()
-    }
-}
-
-impl Drop for Counted {
-    fn drop(&mut self) {
-        self.0 = None;
-        self.1.fetch_sub(1, Ordering::SeqCst);
+        self.1.fetch_add(1, Ordering::SeqCst);
+        self.0.open(relayed)
     }
 }
 
 #[test]
 fn what_comes_encrypted_is_not_relayed_in_the_clear() {
     let state = State::of(&[40 * BLOCK], 1);
-    let config = |tls| ServerConfig { tls, swarm: true, bind: Some([127, 0, 0, 1].into()), ..ServerConfig::default() };
+    let config = |tls| ServerConfig { tls, swarm: true, ..local() };
     for (source_tls, member_tls, relays) in [(true, false, 0), (true, true, 1), (false, false, 1), (false, true, 1)] {
         let (source, rig) = (Rig::configured(&config(source_tls)), Rig::configured(&config(member_tls)));
         source.server.store().publish(STEP, state.publication(Stability::Borrowed));
-        let (opened, open) = (Arc::new(AtomicUsize::new(0)), Arc::default());
-        let host = Counting { host: rig.server.relay_host(), opened: Arc::clone(&opened), open: Arc::clone(&open) };
+        let opened = Arc::<AtomicUsize>::default();
+        let host = Counting(rig.server.relay_host(), Arc::clone(&opened));
         state.fetch(&[&source.url()], FetchOptions { relay: Some(Arc::new(host)), ..member(&rig) }).unwrap();
-        assert_eq!(
-            (opened.load(Ordering::SeqCst), open.load(Ordering::SeqCst)),
-            (relays, 0),
-            "{source_tls} {member_tls}"
-        );
+        assert_eq!(opened.load(Ordering::SeqCst), relays, "{source_tls} {member_tls}");
     }
 }
 

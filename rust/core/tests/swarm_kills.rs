@@ -8,7 +8,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 
 use tensorferry_core::{Cancel, FetchOptions, ServerConfig, Stability};
 
-use crate::common::{BLOCK, PATIENCE, Rig, STEP, State, eventually, lanes};
+use crate::common::{BLOCK, PATIENCE, Rig, State, at_once, eventually, local};
+use crate::swarm::member;
 
 const BLOCKS: usize = 24;
 const SCHEDULES: u64 = 12;
@@ -37,74 +38,65 @@ fn server(blocks: u64) -> Rig {
     Rig::configured(&ServerConfig {
         swarm: true,
         max_bandwidth: Some(blocks * BLOCK as u64),
-        bind: Some([127, 0, 0, 1].into()),
         patience: PATIENCE,
-        ..ServerConfig::default()
+        ..local()
     })
+}
+
+struct Member {
+    rig: Rig,
+    cancel: Cancel,
+    progress: Arc<AtomicU64>,
+    has_ended: AtomicBool,
+    /// It begins when the first one has got so many blocks, if the number is even.
+    late: u64,
+}
+
+impl Member {
+    fn await_blocks(&self, blocks: u64) {
+        let is_time = || self.progress.load(Ordering::Relaxed) >= blocks * BLOCK as u64;
+        eventually("it is time", || is_time() || self.has_ended.load(Ordering::SeqCst));
+    }
 }
 
 /// One schedule: who is not killed has the right bytes at the end, or an error if the source was.
 fn run(seed: u64) {
     let mut random = Random(seed);
     let state = State::of(&[BLOCKS * BLOCK - 5], seed);
-    let source = server(24 + random.below(48));
-    source.server.store().publish(STEP, state.publication(Stability::Private));
-    let rigs: Vec<_> = (0..2 + random.below(3)).map(|_| server(8 + random.below(48))).collect();
+    let source = server(24 + random.below(48)).publishing(state.publication(Stability::Private));
+    let members: Vec<_> = (0..2 + random.below(3))
+        .map(|_| Member {
+            rig: server(8 + random.below(48)),
+            cancel: Cancel::new(),
+            progress: Arc::default(),
+            has_ended: AtomicBool::new(false),
+            late: random.below(BLOCKS as u64),
+        })
+        .collect();
     // Who is killed when it has got so many blocks; the number behind the last member is the source.
     let kills: Vec<(usize, u64)> =
-        (0..=random.below(2)).map(|_| (random.index(rigs.len() + 1), 1 + random.below(BLOCKS as u64))).collect();
-    let source_dies = kills.iter().any(|kill| kill.0 == rigs.len());
-    let cancels: Vec<Cancel> = rigs.iter().map(|_| Cancel::new()).collect();
-    let progress: Vec<Arc<AtomicU64>> = rigs.iter().map(|_| Arc::default()).collect();
-    let url = source.url();
-    let ended: Vec<AtomicBool> = rigs.iter().map(|_| AtomicBool::new(false)).collect();
-    let late: Vec<u64> = rigs.iter().map(|_| random.below(BLOCKS as u64)).collect();
-    std::thread::scope(|scope| {
-        let receives: Vec<_> = (0..rigs.len())
-            .map(|number| {
-                let (cancels, progress, rigs, late) = (&cancels, &progress, &rigs, &late);
-                let (url, state, ended) = (&url, &state, &ended);
-                scope.spawn(move || {
-                    // Some begin when the first one has got some blocks.
-                    let is_on = || progress[0].load(Ordering::Relaxed) >= late[number] * BLOCK as u64;
-                    if number > 0 && late[number] % 2 == 0 {
-                        eventually("it is time to begin", || is_on() || ended[0].load(Ordering::SeqCst));
-                    }
-                    let options = FetchOptions {
-                        relay: Some(rigs[number].server.relay_host()),
-                        relays_at_once: true,
-                        same_host: false,
-                        cancel: cancels[number].clone(),
-                        progress: Arc::clone(&progress[number]),
-                        ..lanes(2)
-                    };
-                    // The bytes are compared there.
-                    let result = state.fetch(&[url], options).map(drop);
-                    ended[number].store(true, Ordering::SeqCst);
-                    result
-                })
-            })
-            .collect();
-        let victims: Vec<_> = kills
-            .iter()
-            .map(|&(victim, blocks)| {
-                let (ended, progress, cancels, rigs, source) = (&ended, &progress, &cancels, &rigs, &source);
-                scope.spawn(move || {
-                    let watched = victim.min(rigs.len() - 1);
-                    let is_time = || progress[watched].load(Ordering::Relaxed) >= blocks * BLOCK as u64;
-                    eventually("it is time", || is_time() || ended[watched].load(Ordering::SeqCst));
-                    if let Some(rig) = rigs.get(victim) {
-                        cancels[victim].cancel();
-                        rig.server.shutdown(std::time::Duration::ZERO);
-                    } else {
-                        source.server.shutdown(std::time::Duration::ZERO);
-                    }
-                })
-            })
-            .collect();
-        for victim in victims {
-            victim.join().unwrap();
+        (0..=random.below(2)).map(|_| (random.index(members.len() + 1), 1 + random.below(BLOCKS as u64))).collect();
+    let source_dies = kills.iter().any(|kill| kill.0 == members.len());
+    let receive = |number: usize| {
+        let own = &members[number];
+        if number > 0 && own.late % 2 == 0 {
+            members[0].await_blocks(own.late);
         }
+        let (cancel, progress) = (own.cancel.clone(), Arc::clone(&own.progress));
+        // The bytes are compared there.
+        let result = state.fetch(&[&source.url()], FetchOptions { cancel, progress, ..member(&own.rig) }).map(drop);
+        own.has_ended.store(true, Ordering::SeqCst);
+        result
+    };
+    let kill = |(victim, blocks): (usize, u64)| {
+        members[victim.min(members.len() - 1)].await_blocks(blocks);
+        let dying = members.get(victim).inspect(|member| member.cancel.cancel());
+        dying.map_or(&source, |member| &member.rig).server.shutdown(std::time::Duration::ZERO);
+    };
+    std::thread::scope(|scope| {
+        let receive = &receive;
+        let receives: Vec<_> = (0..members.len()).map(|number| scope.spawn(move || receive(number))).collect();
+        at_once(&kills, |&victim| kill(victim));
         for (number, receive) in receives.into_iter().enumerate() {
             let result = receive.join().unwrap();
             let was_killed = kills.iter().any(|kill| kill.0 == number);

@@ -1,13 +1,13 @@
 //! Receivers of slices that bring each other what they want in common.
 
 use std::sync::atomic::{AtomicBool, Ordering};
+use tensorferry_core::{FetchOptions, Remote, SliceRequest, fetch_slices};
 
-use tensorferry_core::{FetchOptions, Remote, Report, SliceRequest, fetch_slices};
 use tensorferry_wire::digest::Hasher;
 
 use crate::common::raw::Raw;
-use crate::common::{BLOCK, Rig, STEP, State, eventually, lanes};
-use crate::slices::{Part, expected, fetch, slices};
+use crate::common::{BLOCK, Rig, STEP, State, at_once, eventually, lanes};
+use crate::slices::{expected, fetch, slices};
 use crate::swarm::{ask, ask_by, count, etag, length_of, member, offering, relay_for, source, unfinished};
 
 const MIB: u64 = BLOCK as u64;
@@ -22,23 +22,6 @@ fn part_of(runs: &[(u64, u64)]) -> String {
     format!("&part={:016x}", hasher.finish())
 }
 
-/// What each of `rigs` fetches of `parts`, all at the same time.
-fn together(
-    source: &Rig,
-    state: &State,
-    rigs: &[Rig],
-    parts: impl Fn(usize) -> Vec<Part<'static>> + Sync,
-) -> Vec<Report> {
-    std::thread::scope(|scope| {
-        let one = |(index, rig)| {
-            let parts = &parts;
-            scope.spawn(move || fetch(source, state, &parts(index), member(rig)).unwrap())
-        };
-        let threads: Vec<_> = rigs.iter().enumerate().map(one).collect();
-        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
-    })
-}
-
 #[test]
 fn slices_that_all_want_leave_the_source_about_once() {
     let state = State::of(&[70 * BLOCK], 1);
@@ -46,9 +29,9 @@ fn slices_that_all_want_leave_the_source_about_once() {
     let rigs: Vec<_> = (0..4).map(|_| Rig::new()).collect();
     // Beginning and end within a block, and a hole: what nobody wants of these blocks is passed on as well.
     let (first, hole) = (3 * MIB + 1000, 40 * MIB + 99);
-    let parts = move |_| vec![("w0", first, hole - first, vec![]), ("w0", hole + 5, 29 * MIB, vec![])];
+    let parts = [("w0", first, hole - first, vec![]), ("w0", hole + 5, 29 * MIB, vec![])];
     let before = source.server.bytes_served();
-    let reports = together(&source, &state, &rigs, parts);
+    let reports = at_once(&rigs, |rig| fetch(&source, &state, &parts, member(rig)).unwrap());
     let sent = source.server.bytes_served() - before;
     let relayed: u64 = reports.iter().map(|report| report.relayed).sum();
     assert!(sent < 3 * 66 * MIB && relayed > 66 * MIB, "{} MiB sent, {} MiB relayed", sent >> 20, relayed >> 20);
@@ -169,10 +152,7 @@ fn of_many_sources_those_that_are_shared_are_relayed() {
         report
     };
     let before: Vec<_> = sources.iter().map(|source| source.server.bytes_served()).collect();
-    let relayed: u64 = std::thread::scope(|scope| {
-        let threads: Vec<_> = rigs.iter().map(|rig| scope.spawn(|| one(rig))).collect();
-        threads.into_iter().map(|thread| thread.join().unwrap().relayed).sum()
-    });
+    let relayed: u64 = at_once(&rigs, one).into_iter().map(|report| report.relayed).sum();
     let sent: Vec<_> =
         sources.iter().zip(before).map(|(source, before)| (source.server.bytes_served() - before) >> 20).collect();
     assert!(relayed > 0 && sent[0] >= 72 && sent[1] < 72, "{sent:?} MiB sent, {} MiB relayed", relayed >> 20);

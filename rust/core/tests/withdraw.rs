@@ -1,12 +1,11 @@
 //! Withdrawing a snapshot: the trainer goes on at once or after a bounded wait, and its memory is not read any more.
-#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test that cannot go on should panic")]
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use crate::common::local::{LocalReader, name_of};
-use crate::common::raw::{Raw, get};
+use crate::common::raw::{Raw, begin, get};
 use crate::common::{BLOCK, Owner, PATIENCE, Rig, STEP, State, eventually, lanes, noise};
 use tensorferry_core::{
     Destination, ErrorKind, FetchOptions, Item, Memory, Publication, Remote, ServerConfig, Stability, Withdrawn,
@@ -43,17 +42,11 @@ impl Trained {
     }
 }
 
-/// A client that has requested the whole container and read only the head of the answer.
-fn begin(rig: &Rig) -> (Raw, usize) {
-    crate::common::raw::begin(rig, &rig.path("7.safetensors"))
-}
-
 #[test]
 fn a_private_copy_is_let_go_at_once_and_its_reader_finishes() {
     let dropped = Arc::new(AtomicUsize::new(0));
     let state = State::of(&[LARGE], 1);
-    let rig = Rig::new();
-    rig.server.store().publish(STEP, state.owned_by(Stability::Private, Box::new(Owner(Arc::clone(&dropped)))));
+    let rig = Rig::new().publishing(state.owned_by(Stability::Private, Box::new(Owner(Arc::clone(&dropped)))));
     let (mut reader, length) = begin(&rig);
     let started = Instant::now();
     assert_eq!(rig.server.store().withdraw(PATIENCE), Withdrawn::Clean);
@@ -91,8 +84,7 @@ fn the_owner_of_what_nobody_reads_is_dropped_before_the_withdrawal_returns_and_w
 #[test]
 fn borrowed_memory_waits_for_a_reader_that_moves_on() {
     let mut trained = Trained::new(1);
-    let rig = Rig::new();
-    rig.server.store().publish(STEP, trained.publication());
+    let rig = Rig::new().publishing(trained.publication());
     let (mut reader, length) = begin(&rig);
     let reading = std::thread::spawn(move || {
         std::thread::sleep(Duration::from_millis(100));
@@ -113,8 +105,7 @@ fn borrowed_memory_is_never_read_again_once_withdraw_has_returned() {
     // Zero patience is included: then readers are cut at once.
     for (round, patience) in [0, 300, 50, 0].into_iter().map(Duration::from_millis).enumerate() {
         let mut trained = Trained::new(round as u64);
-        let rig = Rig::new();
-        rig.server.store().publish(STEP, trained.publication());
+        let rig = Rig::new().publishing(trained.publication());
         let readers: Vec<_> = (0..3).map(|_| begin(&rig)).collect();
         let started = Instant::now();
         let ended = rig.server.store().withdraw(patience);
@@ -137,8 +128,7 @@ fn a_gate_that_closes_and_opens_keeps_those_who_wait() {
     let state = State::of(&[100], 1);
     let rig = Rig::serving(&state);
     rig.server.store().withdraw(PATIENCE);
-    let mut waiting = Raw::to(&rig);
-    waiting.send("GET", &rig.path("8.safetensors"), &[]);
+    let mut waiting = Raw::asking(&rig, "8.safetensors");
     rig.server.store().publish(8, state.publication(Stability::Private));
     rig.server.store().withdraw(PATIENCE);
     rig.server.store().publish(8, state.publication(Stability::Private));
@@ -166,9 +156,7 @@ fn withdrawn_private_snapshots_do_not_pile_up() {
         assert!(reader.rest().len() < length, "an old reader was not cut");
     }
     for (mut reader, length) in kept {
-        while reader.buffer.len() < length {
-            assert!(reader.more(1 << 20) > 0, "a young reader was cut");
-        }
+        reader.read_to(length);
         assert!(reader.buffer.ends_with(state.bytes("w0")));
     }
 }
@@ -185,14 +173,12 @@ fn a_receive_of_many_requests_finishes_from_a_withdrawn_copy() {
     eventually("no answer is under way", || store.active() == 0);
     assert_eq!(store.withdraw(PATIENCE), Withdrawn::Clean);
     store.publish(STEP + 1, new.publication(Stability::Private));
-    let header = remote.header().clone();
-    old.check(&header, &remote.fetch(Destination::Fresh).unwrap());
+    old.fetch_from(remote).unwrap();
     eventually("the copy is let go of", || dropped.load(Ordering::SeqCst) == 1);
     // A receiver that has not begun yet gets the snapshot that is served now.
     assert_eq!(get(&rig, &rig.path("7.safetensors"), &[]).status, 400);
     let remote = Remote::open(&[&rig.url()], STEP + 1, lanes(3)).unwrap();
-    let header = remote.header().clone();
-    new.check(&header, &remote.fetch(Destination::Fresh).unwrap());
+    new.fetch_from(remote).unwrap();
 }
 
 /// A server that is slow enough to need a while for [`LARGE`] bytes.
@@ -234,8 +220,7 @@ fn a_receive_of_many_requests_goes_on_while_it_is_drained() {
                 let (arrived, healed) = receiver.join().unwrap();
                 assert!(arrived.arena().bytes(0, LARGE) == trained.expected, "{what}: wrong bytes");
                 assert!(withdrawn < healed + Duration::from_secs(1), "{what}: the trainer waited for nobody");
-                late.stream.set_read_timeout(Some(Duration::from_millis(50))).unwrap();
-                assert!(late.try_more(1).is_err(), "{what}: a receive began after the withdrawal");
+                assert!(late.is_silent(), "{what}: a receive began after the withdrawal");
             });
             drop(rig);
         }
@@ -390,10 +375,8 @@ fn a_lingering_snapshot_is_there_for_its_own_step_and_tag_alone() {
     store.withdraw(PATIENCE);
     let mut waiting = Raw::to(&rig);
     waiting.send("GET", &rig.path("7.safetensors"), &[("If-Match", "*"), range]);
-    waiting.stream.set_read_timeout(Some(Duration::from_millis(300))).unwrap();
-    assert!(waiting.try_more(100).is_err(), "the old bytes, or none, while nothing is served");
+    assert!(waiting.is_silent(), "the old bytes, or none, while nothing is served");
     store.publish(STEP, new.publication(Stability::Private));
-    waiting.stream.set_read_timeout(Some(PATIENCE)).unwrap();
     let answer = waiting.answer();
     assert_eq!((answer.status, answer.header("etag") == Some(&etag)), (206, false));
     drop(stuck);
@@ -404,8 +387,7 @@ fn requests_that_are_let_in_during_a_drain_read_nothing_after_it() {
     let (mut bodies, mut tables) = (0, 0);
     for round in 0..6 {
         let mut trained = Trained::new(round);
-        let rig = Rig::new();
-        rig.server.store().publish(STEP, trained.publication());
+        let rig = Rig::new().publishing(trained.publication());
         let (etag, over) = (etag_of(&rig), std::sync::atomic::AtomicBool::new(false));
         let (len, rounds) = (trained.expected.len(), std::sync::atomic::AtomicUsize::new(0));
         let read = || {

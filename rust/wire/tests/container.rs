@@ -1,5 +1,4 @@
 //! Headers survive encoding and decoding, and the safetensors crate reads ours as we read its headers.
-#![allow(clippy::unwrap_used, reason = "a panic is how a test fails")]
 
 use std::collections::HashMap;
 

@@ -1,5 +1,4 @@
 //! Tables of digests survive encoding and decoding, and tables that a peer should never send are refused.
-#![allow(clippy::unwrap_used, reason = "a panic is how a test fails")]
 
 use proptest::prelude::*;
 use tensorferry_wire::digest::{

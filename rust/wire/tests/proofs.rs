@@ -1,5 +1,4 @@
 //! A proof is valid for exactly the message, the key and the nonce it was made for.
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on should panic")]
 
 use proptest::prelude::*;
 use tensorferry_wire::digest::{Algorithm, DigestTable};

@@ -210,18 +210,16 @@ impl Publication {
 #[cfg(test)]
 mod tests {
     use tensorferry_wire::digest::BLOCK_SIZE;
-    use tensorferry_wire::dtype::Dtype;
 
     use super::super::Stability;
+    use super::super::fixtures::publication;
     use super::*;
-    use crate::payload::Item;
 
     #[test]
     fn a_drain_ends_with_no_lease_to_be_had_and_no_digest_of_what_is_withdrawn() {
-        let items = || vec![Item::bytes("w", Dtype::U8, &[3 * BLOCK_SIZE], vec![7; 3 << 20].into())];
         let cut = Arc::default();
         for stability in [Stability::Private, Stability::Borrowed] {
-            let publication = Arc::new(Publication::new(Vec::new(), items(), stability, Box::new(())).unwrap());
+            let publication = Arc::new(publication(stability, vec![7; 3 << 20]));
             let lease = Lease::take(&publication, &cut, true).unwrap();
             assert!(lease.digests(&[(0, 3)], BLOCK_SIZE).is_some());
             // The time is over before the reader is through.
@@ -236,18 +234,14 @@ mod tests {
 
     #[test]
     fn a_drain_that_waits_for_nobody_closes_as_well() {
-        let item = Item::bytes("w", Dtype::U8, &[1], vec![7].into());
-        let publication = Publication::new(Vec::new(), vec![item], Stability::Borrowed, Box::new(())).unwrap();
-        let publication = Arc::new(publication);
+        let publication = Arc::new(publication(Stability::Borrowed, vec![7]));
         assert!(publication.drain(Instant::now() + LINGER).is_over);
         assert!(Lease::take(&publication, &Arc::default(), true).is_none());
     }
 
     #[test]
     fn only_what_nobody_reads_is_closed_at_once() {
-        let item = Item::bytes("w", Dtype::U8, &[1], vec![7].into());
-        let publication = Publication::new(Vec::new(), vec![item], Stability::Borrowed, Box::new(())).unwrap();
-        let (publication, cut) = (Arc::new(publication), Arc::default());
+        let (publication, cut) = (Arc::new(publication(Stability::Borrowed, vec![7])), Arc::default());
         let lease = Lease::take(&publication, &cut, true).unwrap();
         assert!(!publication.close_unread(), "it is read");
         drop(lease);

@@ -282,3 +282,17 @@ impl Publication {
         self.filled.as_ref().is_some_and(|filled| filled.is_by(filling))
     }
 }
+
+#[cfg(test)]
+pub(crate) mod fixtures {
+    use tensorferry_wire::dtype::Dtype;
+
+    use super::{Publication, Stability};
+    use crate::payload::Item;
+
+    /// One entry of these bytes.
+    pub(crate) fn publication(stability: Stability, bytes: Vec<u8>) -> Publication {
+        let item = Item::bytes("w", Dtype::U8, &[bytes.len() as u64], bytes.into());
+        Publication::new(Vec::new(), vec![item], stability, Box::new(())).unwrap()
+    }
+}

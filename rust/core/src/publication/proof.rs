@@ -190,16 +190,13 @@ impl LeasedSegments {
 mod tests {
     use std::sync::atomic::{AtomicBool, Ordering};
 
-    use tensorferry_wire::dtype::Dtype;
-
+    use super::super::fixtures;
     use super::*;
-    use crate::payload::Item;
 
     const ALGORITHMS: [Algorithm; 2] = [Algorithm::Crc64, Algorithm::Keyed([3; 32])];
 
     fn publication(stability: Stability, bytes: Vec<u8>, algorithm: &Algorithm) -> Arc<Publication> {
-        let item = Item::bytes("w", Dtype::U8, &[bytes.len() as u64], bytes.into());
-        let mut publication = Publication::new(Vec::new(), vec![item], stability, Box::new(())).unwrap();
+        let mut publication = fixtures::publication(stability, bytes);
         publication.seal("\"a\"".to_owned(), algorithm);
         Arc::new(publication)
     }
@@ -251,9 +248,7 @@ mod tests {
     #[test]
     fn of_a_file_only_what_was_published_is_proven() {
         for (served, proven) in [(5, true), (6, false)] {
-            let item = Item::bytes("w", Dtype::U8, &[4096], vec![served; 4096].into());
-            let mut publication = Publication::new(Vec::new(), vec![item], Stability::Private, Box::new(()))
-                .unwrap()
+            let mut publication = fixtures::publication(Stability::Private, vec![served; 4096])
                 .with_backing(Box::new(File { published: vec![5; 4096], changed: AtomicBool::new(false) }));
             publication.seal("\"a\"".to_owned(), &Algorithm::Crc64);
             let publication = Arc::new(publication);

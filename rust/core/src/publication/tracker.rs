@@ -137,16 +137,15 @@ impl Publication {
 mod tests {
     use std::sync::Arc;
 
-    use tensorferry_wire::dtype::Dtype;
     use tensorferry_wire::swarm::RelayAddress;
 
+    use super::super::fixtures::publication;
     use super::*;
-    use crate::{Item, Stability};
+    use crate::Stability;
 
     #[test]
     fn who_joins_under_ever_new_names_fills_no_memory() {
-        let item = Item::bytes("w", Dtype::U8, &[1], vec![1].into());
-        let publication = Publication::new(Vec::new(), vec![item], Stability::Private, Box::new(())).unwrap();
+        let publication = publication(Stability::Private, vec![1]);
         let (handle, mut asked) = (Arc::new(ConnectionHandle::default()), 0_u32);
         let mut ask = |part| {
             asked += 1;

@@ -1,11 +1,13 @@
 //! Faults of a network: a proxy that damages the bytes it passes on, and a server that does not keep to the rules.
 
 use std::io::{ErrorKind, Read, Write};
-use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
+use std::net::{IpAddr, Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, Weak};
 use std::thread::JoinHandle;
 use std::time::Duration;
+
+use super::{Rig, loopback};
 
 /// How often a fault happens, counted over all connections.
 pub(crate) const ALWAYS: usize = usize::MAX;
@@ -35,6 +37,7 @@ pub(crate) enum Fault {
 /// Threads and sockets that end with their owner.
 struct Running {
     address: SocketAddr,
+    made: Arc<AtomicUsize>,
     stop: Arc<AtomicBool>,
     sockets: Arc<Mutex<Vec<Weak<TcpStream>>>>,
     accepting: Option<JoinHandle<()>>,
@@ -42,8 +45,10 @@ struct Running {
 
 impl Running {
     /// Accepts connections and serves each on a thread of its own.
-    fn start(serve: impl Fn(&TcpStream, &Tracker) + Send + Sync + 'static) -> Self {
-        let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
+    fn start(at: (IpAddr, u16), serve: impl Fn(&TcpStream, &Tracker) + Send + Sync + 'static) -> Self {
+        let listener = TcpListener::bind(at).unwrap();
+        let made = Arc::<AtomicUsize>::default();
+        let count = Arc::clone(&made);
         let address = listener.local_addr().unwrap();
         let tracker = Tracker { stop: Arc::default(), sockets: Arc::default() };
         let (stop, sockets) = (Arc::clone(&tracker.stop), Arc::clone(&tracker.sockets));
@@ -54,13 +59,14 @@ impl Running {
                     if tracker.is_over() {
                         return;
                     }
+                    count.fetch_add(1, Ordering::SeqCst);
                     let (serve, tracker) = (&serve, &tracker);
                     let stream = tracker.track(stream);
                     scope.spawn(move || serve(&stream, tracker));
                 }
             });
         });
-        Self { address, stop, sockets, accepting: Some(accepting) }
+        Self { address, made, stop, sockets, accepting: Some(accepting) }
     }
 }
 
@@ -124,16 +130,31 @@ impl Proxy {
 
     /// The same; in answers that carry the server's name for receivers on its machine, `name` replaces it.
     pub(crate) fn naming(url: &str, fault: Fault, times: usize, name: &str) -> Self {
-        let name = name.to_owned();
         let (scheme, rest) = url.split_at(url.find("//").unwrap() + 2);
         let (pinned, rest) = rest.split_at(rest.find('@').map_or(0, |at| at + 1));
         let (authority, path) = rest.split_at(rest.find('/').unwrap());
         let upstream: SocketAddr = authority.parse().unwrap();
-        let left = Arc::new(AtomicUsize::new(times));
+        let mut proxy = Self::between((loopback(1), 0), upstream, fault, times, name);
+        proxy.url = format!("{scheme}{pinned}{}{path}", proxy.running.address);
+        proxy
+    }
+
+    /// A proxy at another address of `rig`'s machine, and at the same port.
+    pub(crate) fn at(last: u8, rig: &Rig, fault: Fault, times: usize) -> Self {
+        let upstream = rig.server.address();
+        Self::between((loopback(last), upstream.port()), upstream, fault, times, NOBODY)
+    }
+
+    fn between(at: (IpAddr, u16), upstream: SocketAddr, fault: Fault, times: usize, name: &str) -> Self {
+        let (left, name) = (Arc::new(AtomicUsize::new(times)), name.to_owned());
         let budget = Arc::clone(&left);
-        let running = Running::start(move |client, tracker| pass(client, upstream, fault, &budget, &name, tracker));
-        let url = format!("{scheme}{pinned}{}{path}", running.address);
-        Self { running, left, url }
+        let running = Running::start(at, move |client, tracker| pass(client, upstream, fault, &budget, &name, tracker));
+        Self { running, left, url: String::new() }
+    }
+
+    /// How many connections were made to it.
+    pub(crate) fn connections(&self) -> usize {
+        self.running.made.load(Ordering::SeqCst)
     }
 
     pub(crate) fn url(&self) -> &str {
@@ -257,7 +278,15 @@ impl Liar {
     pub(crate) fn new(
         answer: impl Fn(&TcpStream, &str, &Tracker) -> std::io::Result<()> + Send + Sync + 'static,
     ) -> Self {
-        let running = Running::start(move |stream, tracker| {
+        Self::at((loopback(1), 0), answer)
+    }
+
+    /// The same, at this address and port.
+    pub(crate) fn at(
+        at: (IpAddr, u16),
+        answer: impl Fn(&TcpStream, &str, &Tracker) -> std::io::Result<()> + Send + Sync + 'static,
+    ) -> Self {
+        let running = Running::start(at, move |stream, tracker| {
             while let Ok(head) = read_head(stream) {
                 if answer(stream, &head, tracker).is_err() || tracker.is_over() {
                     break;
@@ -271,6 +300,17 @@ impl Liar {
     pub(crate) fn url(&self) -> String {
         format!("http://{}/checkpoint/", self.running.address)
     }
+
+    /// How many connections were made to it.
+    pub(crate) fn connections(&self) -> usize {
+        self.running.made.load(Ordering::SeqCst)
+    }
+}
+
+/// The range that a request asks for: its first byte, and the one behind its last.
+pub(crate) fn asked_range(head: &str) -> Option<(usize, usize)> {
+    let (first, last) = head.lines().find_map(|line| line.strip_prefix("Range: bytes="))?.split_once('-')?;
+    Some((first.parse().ok()?, last.trim().parse::<usize>().ok()? + 1))
 }
 
 fn read_head(mut stream: &TcpStream) -> std::io::Result<String> {

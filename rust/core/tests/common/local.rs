@@ -16,6 +16,7 @@ use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags,
 };
 
+use super::faults::asked_range;
 use super::raw::get;
 use super::{PATIENCE, Rig, STEP};
 
@@ -52,6 +53,15 @@ impl LocalReader {
         });
         let number = |at: usize| u32::from_le_bytes(*hello[at..].first_chunk().unwrap()) as usize;
         Self { stream, memory: fd.unwrap().into(), slots: number(8), slot_len: number(12) }
+    }
+
+    /// A receiver whose request for what lies at `tail` is being answered: the head has come.
+    pub(crate) fn reading(rig: &Rig, tail: &str) -> Self {
+        let mut reader = Self::connect(&name_of(rig));
+        reader.request(&rig.path(tail));
+        let head = reader.head();
+        assert!(head.starts_with("HTTP/1.1 200"), "{head}");
+        reader
     }
 
     pub(crate) fn memory(&self) -> &std::fs::File {
@@ -192,13 +202,12 @@ pub(crate) fn read_request(mut stream: &UnixStream) -> Option<String> {
 
 /// Answers a request for a range of a container of `total` bytes as if all of the range were in shared memory.
 pub(crate) fn answer_from_ring(mut stream: &UnixStream, request: &str, total: usize, marks: &[u8]) -> Option<()> {
-    let range = request.lines().find_map(|l| l.strip_prefix("Range: bytes="))?;
-    let (start, last) = range.split_once('-')?;
-    let (start, last): (usize, usize) = (start.parse().ok()?, last.parse().ok()?);
+    let (start, end) = asked_range(request)?;
     let head = format!(
-        "HTTP/1.1 206 Partial Content\r\nContent-Range: bytes {start}-{last}/{total}\r\nContent-Length: {}\r\n\
+        "HTTP/1.1 206 Partial Content\r\nContent-Range: bytes {start}-{}/{total}\r\nContent-Length: {}\r\n\
          tensorferry-ring: 1\r\n\r\n",
-        last + 1 - start
+        end - 1,
+        end - start
     );
     stream.write_all(head.as_bytes()).ok()?;
     stream.write_all(marks).ok()

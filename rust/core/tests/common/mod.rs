@@ -6,7 +6,7 @@ pub(crate) mod faults;
 pub(crate) mod local;
 pub(crate) mod raw;
 
-use std::net::{Ipv4Addr, TcpListener};
+use std::net::{IpAddr, Ipv4Addr, TcpListener};
 use std::ops::RangeInclusive;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
@@ -56,7 +56,7 @@ impl Rig {
     }
 
     pub(crate) fn with_patience(patience: Duration) -> Self {
-        Self::configured(&ServerConfig { patience, bind: Some([127, 0, 0, 1].into()), ..ServerConfig::default() })
+        Self::configured(&ServerConfig { patience, ..local() })
     }
 
     pub(crate) fn configured(config: &ServerConfig) -> Self {
@@ -72,9 +72,13 @@ impl Rig {
 
     /// A server that serves `state` as [`STEP`] from a private copy.
     pub(crate) fn serving(state: &State) -> Self {
-        let rig = Self::new();
-        rig.server.store().publish(STEP, state.publication(Stability::Private));
-        rig
+        Self::new().publishing(state.publication(Stability::Private))
+    }
+
+    /// The same server, which serves `publication` as [`STEP`].
+    pub(crate) fn publishing(self, publication: Publication) -> Self {
+        self.server.store().publish(STEP, publication);
+        self
     }
 
     pub(crate) fn url(&self) -> String {
@@ -119,11 +123,14 @@ impl State {
     }
 
     pub(crate) fn owned_by(&self, stability: Stability, owner: Box<dyn std::any::Any + Send + Sync>) -> Publication {
-        let items = self
-            .0
-            .iter()
-            .map(|(name, bytes)| Item::bytes(name.clone(), Dtype::U8, &[bytes.len() as u64], bytes.clone()));
-        Publication::new(vec![("format".into(), "pt".into())], items.collect(), stability, owner).unwrap()
+        Publication::new(vec![("format".into(), "pt".into())], self.items(), stability, owner).unwrap()
+    }
+
+    pub(crate) fn items(&self) -> Vec<Item> {
+        let item = |(name, bytes): &(String, Bytes)| {
+            Item::bytes(name.clone(), Dtype::U8, &[bytes.len() as u64], bytes.clone())
+        };
+        self.0.iter().map(item).collect()
     }
 
     pub(crate) fn bytes(&self, name: &str) -> &Bytes {
@@ -133,9 +140,10 @@ impl State {
     /// Checks every byte of a receive into fresh memory.
     pub(crate) fn check(&self, header: &Header, arrived: &Arrived) {
         assert_eq!(header.entries().len(), self.0.len());
-        for (entry, offset) in header.entries().iter().zip(arrived.offsets()) {
+        // By position: looking 20,000 names up one by one takes longer than their transfer.
+        for ((entry, offset), (name, expected)) in header.entries().iter().zip(arrived.offsets()).zip(&self.0) {
+            assert_eq!(&entry.name, name);
             let Some(offset) = offset else { continue };
-            let expected = self.bytes(&entry.name);
             let found = arrived.arena().bytes(*offset, expected.len());
             // Not assert_eq: a message of 64 MiB would not help.
             assert!(found == &expected[..], "{} arrived with wrong bytes", entry.name);
@@ -144,7 +152,11 @@ impl State {
 
     /// Fetches this state from `urls` into fresh memory and checks every byte of it.
     pub(crate) fn fetch(&self, urls: &[&str], options: FetchOptions) -> Result<Arrived, Error> {
-        let remote = Remote::open(urls, STEP, options)?;
+        self.fetch_from(Remote::open(urls, STEP, options)?)
+    }
+
+    /// The same, from a source that is open.
+    pub(crate) fn fetch_from(&self, remote: Remote) -> Result<Arrived, Error> {
         let header = remote.header().clone();
         let arrived = remote.fetch(Destination::Fresh)?;
         self.check(&header, &arrived);
@@ -179,9 +191,32 @@ pub(crate) fn noise(len: usize, seed: u64) -> Vec<u8> {
     out
 }
 
+/// A server at 127.0.0.1 alone.
+pub(crate) fn local() -> ServerConfig {
+    ServerConfig { bind: Some(loopback(1)), ..ServerConfig::default() }
+}
+
+pub(crate) fn loopback(last: u8) -> IpAddr {
+    IpAddr::from([127, 0, 0, last])
+}
+
+/// Options that find a stuck connection quickly.
+pub(crate) fn quick(timeout: Duration, lanes: usize) -> FetchOptions {
+    FetchOptions { stall: Duration::from_millis(500), lanes: Some(lanes), ..FetchOptions::within(timeout) }
+}
+
 /// Options with `lanes` lanes and more time than any healthy transfer needs.
 pub(crate) fn lanes(lanes: usize) -> FetchOptions {
     FetchOptions { lanes: Some(lanes), ..FetchOptions::within(PATIENCE) }
+}
+
+/// The results of `each` for all `items`, each on a thread of its own.
+pub(crate) fn at_once<I: Sync, T: Send>(items: &[I], each: impl Fn(&I) -> T + Sync) -> Vec<T> {
+    std::thread::scope(|scope| {
+        let each = &each;
+        let threads: Vec<_> = items.iter().map(|item| scope.spawn(move || each(item))).collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+    })
 }
 
 /// Waits until `condition` holds; panics with `what` when it does not within [`PATIENCE`].

@@ -2,6 +2,7 @@
 
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpStream};
+use std::time::Duration;
 
 use super::{PATIENCE, Rig};
 
@@ -44,6 +45,13 @@ impl Raw {
         Self::connect(rig.server.address())
     }
 
+    /// A client that has sent a request for what lies at `tail` below the token and `/checkpoint/`.
+    pub(crate) fn asking(rig: &Rig, tail: &str) -> Self {
+        let mut raw = Self::to(rig);
+        raw.send("GET", &rig.path(tail), &[]);
+        raw
+    }
+
     pub(crate) fn send(&mut self, method: &str, path: &str, headers: &[(&str, &str)]) {
         let mut request = format!("{method} {path} HTTP/1.1\r\nHost: test\r\n");
         for (name, value) in headers {
@@ -77,9 +85,7 @@ impl Raw {
     pub(crate) fn answer(&mut self) -> Answer {
         let mut answer = self.head();
         let length = answer.header("content-length").map_or(0, |l| l.parse().unwrap());
-        while self.buffer.len() < length {
-            assert!(self.more(1 << 20) > 0, "the connection ended in a body");
-        }
+        self.read_to(length);
         answer.body = self.buffer.drain(..length).collect();
         answer
     }
@@ -97,10 +103,27 @@ impl Raw {
         got
     }
 
+    /// Reads until `length` bytes have come.
+    pub(crate) fn read_to(&mut self, length: usize) {
+        while self.buffer.len() < length {
+            let left = length - self.buffer.len();
+            assert!(self.more(left) > 0, "the connection ended after {} bytes", self.buffer.len());
+        }
+    }
+
     /// Reads everything until the end of the connection or a reset.
     pub(crate) fn rest(&mut self) -> &[u8] {
         while matches!(self.try_more(1 << 20), Ok(n) if n > 0) {}
         &self.buffer
+    }
+
+    /// Whether nothing more arrives for a moment. A slow machine can hide a byte that must not be sent, but cannot make
+    /// this fail.
+    pub(crate) fn is_silent(&mut self) -> bool {
+        self.stream.set_read_timeout(Some(Duration::from_millis(200))).unwrap();
+        let silent = self.try_more(1).is_err_and(|e| e.kind() == std::io::ErrorKind::WouldBlock);
+        self.stream.set_read_timeout(Some(PATIENCE)).unwrap();
+        silent
     }
 
     /// Whether the server has ended this connection; bytes that it sent before are read and dropped.
@@ -139,10 +162,9 @@ pub(crate) fn connections(rig: &Rig) -> usize {
     metrics(rig).lines().find_map(|line| line.strip_prefix("tensorferry_connections ")).unwrap().parse().unwrap()
 }
 
-/// A client that has requested `path` and read only the head of the answer, and the length of what it answers.
-pub(crate) fn begin(rig: &Rig, path: &str) -> (Raw, usize) {
-    let mut raw = Raw::to(rig);
-    raw.send("GET", path, &[]);
+/// A client that has requested the whole container and read only the head of the answer, and the container's length.
+pub(crate) fn begin(rig: &Rig) -> (Raw, usize) {
+    let mut raw = Raw::asking(rig, "7.safetensors");
     let head = raw.head();
     assert_eq!(head.status, 200);
     (raw, head.header("content-length").unwrap().parse().unwrap())

@@ -20,7 +20,7 @@ fn grammar_is_that_of_rfc_8259() {
     for text in good {
         assert!(accepts(text), "{text}");
     }
-    let bad = [
+    let documents = [
         "",
         " ",
         "nul",
@@ -34,39 +34,28 @@ fn grammar_is_that_of_rfc_8259() {
         "{,}",
         "{\"a\"}",
         "{\"a\":}",
-        "{\"a\":1,}",
         "{a:1}",
         "{1:1}",
-        "01",
-        "-01",
-        "+1",
-        ".5",
-        "5.",
-        "1e",
-        "1e+",
-        "- 1",
-        "--1",
-        "NaN",
-        "Infinity",
-        "0x1",
+        "[] []",
+        "// c\n1",
+        "{\"a\":1,}",
+        "\u{a0}[]",
+        "\u{b}[]",
+    ];
+    let numbers = ["01", "-01", "+1", ".5", "5.", "1e", "1e+", "- 1", "--1", "NaN", "Infinity", "0x1"];
+    let strings = [
         "\"",
         "\"\\",
         "\"\\x\"",
         "\"\\u12\"",
         "\"\\u12g4\"",
         "\"\\ud800\"",
-        "\"\\ud800\\u0041\"",
         "\"\\udc00\"",
         "\"\n\"",
         "\"\u{0}\"",
         "'a'",
-        "[] []",
-        "\u{feff}[]",
-        "\u{a0}[]",
-        "\u{b}[]",
-        "// c\n1",
     ];
-    for text in bad {
+    for text in [&documents[..], &numbers, &strings, &["\u{feff}[]", "\"\\ud800\\u0041\""]].concat() {
         assert!(!accepts(text), "{text}");
     }
 }

@@ -33,11 +33,16 @@ fn the_cheaper_kind_is_used_whichever_it_is() {
     }
 }
 
+/// `then` from `from` MiB on, and `first` before.
+fn changing(at: u64, from: u64, first: u64, then: u64) -> u64 {
+    if at < from { first } else { then }
+}
+
 #[test]
 fn the_choice_follows_when_the_costs_change() {
     // Fragments that the host left alone run out after 512 MiB.
     let (spent, _) = simulate(1024, |kind, at| match kind {
-        PageSize::Small => MS / 4 + if at < 512 { 0 } else { 20 * MS },
+        PageSize::Small => changing(at, 512, MS / 4, MS / 4 + 20 * MS),
         PageSize::Huge => 5 * MS,
     });
     let best = 512 * MS / 4 + 512 * 5 * MS;
@@ -45,30 +50,15 @@ fn the_choice_follows_when_the_costs_change() {
     // Huge pages were dear, and are cheap from the middle on: noticed by the next try.
     let (spent, tries) = simulate(1024, |kind, at| match kind {
         PageSize::Small => MS,
-        PageSize::Huge => {
-            if at < 512 {
-                3 * MS
-            } else {
-                MS / 6
-            }
-        }
+        PageSize::Huge => changing(at, 512, 3 * MS, MS / 6),
     });
     assert!(spent < 512 * MS + 6 * MS * u64::from(tries) + 512 * MS / 6 + 200 * MS, "{spent}, {tries} tries");
     assert!((2..8).contains(&tries), "{tries}");
-}
-
-#[test]
-fn a_few_huge_pages_at_hand_mislead_for_no_longer_than_they_last() {
+    // A few huge pages at hand mislead for no longer than they last.
     for at_hand in [6, 8, 20] {
         let (spent, tries) = simulate(300, |kind, at| match kind {
             PageSize::Small => MS / 4,
-            PageSize::Huge => {
-                if at < at_hand {
-                    MS / 8
-                } else {
-                    4 * MS
-                }
-            }
+            PageSize::Huge => changing(at, at_hand, MS / 8, 4 * MS),
         });
         assert_eq!(tries, 1, "{at_hand}");
         // The one page that showed it.
@@ -80,11 +70,9 @@ fn a_few_huge_pages_at_hand_mislead_for_no_longer_than_they_last() {
 fn little_memory_is_not_worth_a_try_that_may_be_dear() {
     let costs = |kind, _| if kind == PageSize::Small { MS / 4 } else { 10 * MS };
     assert_eq!(simulate(128, costs), (128 * MS / 4, 0));
-    let (_, tries) = simulate(1024, costs);
-    assert_eq!(tries, 1);
+    assert_eq!(simulate(1024, costs).1, 1);
     // Where small pages are dear as well, there is more to be gained.
-    let (_, tries) = simulate(128, |kind, _| if kind == PageSize::Small { MS } else { MS / 6 });
-    assert!(tries > 0);
+    assert!(simulate(128, |kind, _| if kind == PageSize::Small { MS } else { MS / 6 }).1 > 0);
 }
 
 #[test]
