@@ -61,6 +61,16 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "beyond_torchft: torchft's HTTPTransport does not do this")
 
 
+@pytest.fixture(autouse=True)
+def _handlers_stay() -> Iterator[None]:
+    """No test leaves another handler of Ctrl-C behind: a later one that interrupts itself would wait for ever."""
+    before = signal.getsignal(signal.SIGINT)
+    yield
+    after = signal.getsignal(signal.SIGINT)
+    signal.signal(signal.SIGINT, before)
+    assert after is before
+
+
 # Last, after pytest has left out what -m and -k do not choose.
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

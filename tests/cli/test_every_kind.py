@@ -13,9 +13,9 @@ from kinds import FORMATS, KINDS, check, convert, written
 from tensorferry import HTTPTransport
 from tensorferry.checkpointing import SyncCheckpointer, latest_checkpoint, load_file
 from tensorferry.cli.places import CheckpointKind, find
-from tensorferry.cli.verbs.serve import Publisher, publishers, serve
+from tensorferry.cli.verbs.serve import Publisher, publishers
 from tensorferry.dcp import FileReader, PeerReader
-from tensorferry.errors import InvalidArgument, TensorferryError
+from tensorferry.errors import TensorferryError
 from tensorferry.net.options import ServerOptions
 from tensorferry.net.serve import start
 
@@ -50,17 +50,17 @@ def test_verbs(name: str, with_notes: bool, run: Callable[..., Any], tmp_path: P
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_serve(name: str, tmp_path: Path) -> None:
+def test_serve(name: str, run: Callable[..., Any], tmp_path: Path) -> None:
     kind, path = KINDS[name], written(KINDS[name], tmp_path, with_notes=False)
     if kind.refused is not None:
-        with pytest.raises(TensorferryError):
-            serve(str(path), interface="127.0.0.1")
+        assert run("serve", path, "--interface", "127.0.0.1").status in (2, 3, 4, 9)
         return
     place = find(str(path))
     publish = publishers().get(place.layout if place.layout is CheckpointKind.DISTRIBUTED else place.kind)
     if publish is None:
-        with pytest.raises(InvalidArgument, match="convert"):
-            serve(str(path), interface="127.0.0.1")
+        refused = run("serve", path, "--interface", "127.0.0.1")
+        assert refused.status == 2
+        assert "convert" in refused.err
         return
     server, host = start(30.0, ServerOptions(interface="127.0.0.1"))
     publisher = Publisher(server, host, 3, False)

@@ -417,6 +417,17 @@ mod tests {
     }
 
     #[test]
+    fn memory_that_is_read_is_not_forgotten_before_its_reader_is_through() {
+        let (store, lease, _filling) = read_store();
+        assert!(!store.withdraw_unread());
+        assert_eq!(store.state().draining.len(), 1, "a withdrawal has to wait for it");
+        lease.note_last();
+        drop(lease);
+        assert!(store.withdraw_unread());
+        assert!(store.state().draining.is_empty());
+    }
+
+    #[test]
     fn memory_has_no_reader_when_a_withdrawal_returns_while_others_take_it_back() {
         let ways: [fn(&Store, &mut Option<Readiness>); 4] = [
             |store, _| store.close(),
