@@ -164,8 +164,7 @@ quick: dev ## make dev, and what starts no process and waits for nothing: for ev
 quick-python:
 	$(BIN)/python $(PYTEST) -q -m 'not nightly and not process and not slow and not waits' $(PYTEST_ARGS)
 quick-crates:
-	RUST_TEST_THREADS=6 cargo test --quiet --locked -p tensorferry-core -p tensorferry-wire --lib --test formats --test engine \
-	  -- --skip moments::
+	RUST_TEST_THREADS=6 cargo test --quiet --locked -p tensorferry-core -p tensorferry-wire --lib --test formats
 
 .PHONY: test-frameworks
 test-frameworks: build ## the tests inside torchtitan, Lightning, accelerate and torchft's Manager
