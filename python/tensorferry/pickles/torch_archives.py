@@ -20,9 +20,6 @@ from ..errors import FetchTimeout, ProtocolError, SystemRefused, UnsafePickle
 from .allowlist import Allowed, in_python_3
 from .unpickler import pickle_module
 
-#: Takes the name of a storage's record and its length in bytes; returns a tensor that stands in for the storage, or
-#: ``None`` to have the record read.
-StandIn = Callable[[str, int], "torch.Tensor | None"]
 #: Takes the offset of a record in its file and its length; returns a tensor over these bytes.
 Mapped = Callable[[int, int], "torch.Tensor"]
 
@@ -47,12 +44,12 @@ _PACKED = "which torch.save never writes: unpack it and save the state again, or
 class _Archive:
     """Torch's reader of ``torch.save`` archives, with checks of the lengths of records and storages."""
 
-    def __init__(self, source: io.BytesIO | str, stand_in: StandIn | None, mapped: Mapped | None) -> None:
+    def __init__(self, source: io.BytesIO | str, mapped: Mapped | None) -> None:
         self._reader = torch._C.PyTorchFileReader(source)
         #: Whether it is of an object, and not of TorchScript.
         self.is_object = self._reader.has_record("data.pkl") and not self._reader.has_record("constants.pkl")
         self._source = source
-        self._stand_in, self._mapped = stand_in, mapped
+        self._mapped = mapped
         self._read = self._longest = 0
 
     def check_records(self) -> None:
@@ -103,7 +100,7 @@ class _Archive:
         return getattr(self._reader, name)
 
     def get_storage_from_record(self, name: str, nbytes: int, dtype: Any) -> Any:
-        """Returns a tensor over a record, after checking its length, or what stands in for it.
+        """Returns a tensor over a record, after checking its length.
 
         torch 2.8 takes the length from the pickle and would read beyond the record.
 
@@ -111,8 +108,6 @@ class _Archive:
             ProtocolError: the record does not have ``nbytes`` bytes
             SystemRefused: this process cannot have memory for all that was read
         """
-        if self._stand_in is not None and (tensor := self._stand_in(name, nbytes)) is not None:
-            return tensor
         has = self._size(name)
         if has != nbytes:
             raise ProtocolError(f"the record of a storage of {nbytes} bytes has {has} bytes")
@@ -261,7 +256,6 @@ def load_file(
     path: Path,
     allowed: Allowed,
     map_location: Any = None,
-    stand_in: StandIn | None = None,
     mapped: Mapped | None = None,
     name: str | None = None,
 ) -> Any:
@@ -271,7 +265,6 @@ def load_file(
         path: the file
         allowed: the globals that its pickle may name
         map_location: where its storages go, as ``torch.load`` has it
-        stand_in: what is used in place of storages that are not to be read
         mapped: returns the bytes of storages, which then are not read into memory of their own
         name: what messages call the file; ``None`` means its path
 
@@ -285,16 +278,16 @@ def load_file(
             pass
     except OSError as e:
         raise SystemRefused(e.errno, f"{path}: cannot be read: {e.strerror}") from e
-    archive = _opened(str(path), stand_in, mapped)
+    archive = _opened(str(path), mapped)
     if archive is None or not archive.is_object:
         raise ProtocolError(f"{name or path} {_UNREADABLE}")
     return _load(archive, name or str(path), allowed, map_location)
 
 
-def _opened(source: io.BytesIO | str, stand_in: StandIn | None = None, mapped: Mapped | None = None) -> _Archive | None:
+def _opened(source: io.BytesIO | str, mapped: Mapped | None = None) -> _Archive | None:
     """Returns an archive, ``None`` if torch cannot open it."""
     try:
-        return _Archive(source, stand_in, mapped)
+        return _Archive(source, mapped)
     except Exception:  # A malformed archive can raise anything.
         return None
 
