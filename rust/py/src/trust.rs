@@ -18,11 +18,6 @@ impl PySecret {
     fn new(py: Python<'_>, secret: &[u8]) -> PyResult<Self> {
         Secret::new(secret).map(Self).map_err(|e| errors::to_py(py, &e))
     }
-
-    /// Text that is the same for everyone with the same secret and the same 16 bytes `nonce`. It is no proof.
-    fn comparison(&self, nonce: [u8; 16]) -> String {
-        self.0.comparison(&nonce)
-    }
 }
 
 /// A certificate and its key. The key cannot be read from it, and is not shown by `repr`.

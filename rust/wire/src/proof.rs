@@ -80,7 +80,6 @@ pub struct SignedAnswer<'a> {
 pub struct Key {
     requests: hmac::Key,
     answers: hmac::Key,
-    comparisons: hmac::Key,
     blocks: Algorithm,
 }
 
@@ -106,7 +105,6 @@ impl Key {
         Ok(Self {
             requests: hmac::Key::new(HMAC_SHA256, derived("tensorferry 1 requests").as_ref()),
             answers: hmac::Key::new(HMAC_SHA256, derived("tensorferry 1 answers").as_ref()),
-            comparisons: hmac::Key::new(HMAC_SHA256, derived("tensorferry 1 comparisons").as_ref()),
             blocks: Algorithm::Keyed(blocks),
         })
     }
@@ -115,13 +113,6 @@ impl Key {
     #[must_use]
     pub fn digests(&self) -> &Algorithm {
         &self.blocks
-    }
-
-    /// What two processes compare that want to know whether they have the same secret: equal for the same `nonce` if they
-    /// have. It is no proof, since who is given it can repeat it.
-    #[must_use]
-    pub fn comparison(&self, nonce: &Nonce) -> String {
-        hex(hmac::sign(&self.comparisons, nonce).as_ref())
     }
 
     /// The value of the `Authorization` field of `request`.

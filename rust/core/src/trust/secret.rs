@@ -38,13 +38,6 @@ impl Secret {
         Ok(Self(Arc::new(key)))
     }
 
-    /// Text that is the same for everyone with the same secret and `nonce`, and shows nothing of the secret. It is no
-    /// proof: who is given it can repeat it.
-    #[must_use]
-    pub fn comparison(&self, nonce: &[u8; 16]) -> String {
-        self.0.comparison(nonce)
-    }
-
     pub(crate) fn key(&self) -> &Key {
         &self.0
     }

@@ -204,11 +204,6 @@ impl PyServer {
         Ok(())
     }
 
-    /// The addresses that were refused last for want of the path or the secret: each with why and how often.
-    fn strangers(&self, py: Python<'_>) -> PyResult<Vec<(String, &'static str, u64)>> {
-        Ok(self.server(py)?.strangers())
-    }
-
     /// Opens the gate for what is published, which is served as `step` from now on.
     fn allow(&self, py: Python<'_>, step: i64) -> PyResult<()> {
         self.server(py)?.store().allow(step);
