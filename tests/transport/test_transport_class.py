@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import re
@@ -79,9 +80,13 @@ def test_a_transport_that_is_dropped_gives_everything_back_without_a_collection(
         port = urllib.parse.urlsplit(source.metadata()).port
         held = [weakref.ref(one) for one in (source, target, state["w"])]
         del source, target, state
-        # A thread of the server may hold the state for a moment more.
+        # A thread of the server may hold the state, and the port, for a moment more.
         until(lambda: [one() for one in held] == [None] * 3, "nothing is held")
-        with pytest.raises(ConnectionRefusedError):
-            socket.create_connection(("127.0.0.1", port), timeout=5).close()
+
+        def is_closed() -> bool:
+            with socket.socket() as client:
+                return client.connect_ex(("127.0.0.1", port)) == errno.ECONNREFUSED
+
+        until(is_closed, "the port is closed")
     finally:
         gc.enable()
