@@ -142,17 +142,20 @@ test-crates: $(VENV)/.under-test ## the tests of the crates
 	RUST_TEST_THREADS=6 nice -n 5 rust/test.sh --profile ci $(CRATES) >build/crates.log 2>&1; \
 	  status=$$?; cat build/crates.log; exit $$status
 
-# Each attack as often as CONTRIBUTING.md says, with the wheel that is released. A failure blocks a release, not a change.
-OFTEN := --kills 50 --saver-kills 20 --saves 200 --keeper-kills 20 --pull-kills 20 --convert-kills 20 --object-kills 99 \
-  --fault-schedules 50 --every-verb --fuzz-runs 1000 --pickle-seconds 60 --pickled-states 1000 --spread-states 200
+# Each attack more often than `make test` makes it, with the wheel that is released. A failure blocks a release, not a
+# change; -k goes on after one, so that the night tells them all.
+OFTEN := --kills 25 --saver-kills 10 --saves 100 --keeper-kills 10 --pull-kills 10 --convert-kills 10 --object-kills 50 \
+  --fault-schedules 25 --every-verb --fuzz-runs 500 --pickle-seconds 30 --pickled-states 500 --spread-states 100
 .PHONY: test-all
 test-all: export SWARM_SCHEDULES = 50
 test-all: build object-stores ## every test, as once a night and before a release: hours
+	$(MAKE) --no-print-directory -k night-python test-crates night-fuzz torchft-nightly compat wheel sdist pythons
+
+.PHONY: night-python night-fuzz
+night-python:
 	$(BIN)/python $(PYTEST) $(OFTEN) --timeout 1800 $(PYTEST_ARGS)
-	RUST_TEST_THREADS=6 rust/test.sh --profile ci $(CRATES)
+night-fuzz:
 	$(MAKE) --no-print-directory fuzz FUZZ_SECONDS=60
-	$(MAKE) --no-print-directory torchft-nightly
-	$(MAKE) --no-print-directory compat wheel sdist pythons
 
 .PHONY: quick
 # The tests make stores that do not answer, and torch prints the stack of each failure from threads of its own.
