@@ -96,7 +96,7 @@ class Ours(Saver):
 
     @override
     def save(self, held: State, path: Path) -> Future[Any]:
-        staged, written = self._made.save(held, str(path))
+        staged, written = self._made.save(str(path), held)
         staged.result(PATIENCE_S)
         return written
 
