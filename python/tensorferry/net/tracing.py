@@ -18,7 +18,7 @@ else:
 
 
 class Span:
-    """A span for the time of a ``with`` block; does nothing without OpenTelemetry."""
+    """A span for the time of a ``with`` block; does nothing where the program has set up no OpenTelemetry."""
 
     def __init__(self, name: str, **attributes: Any) -> None:
         """The span is called ``tensorferry.<name>``; attributes get the same prefix, and ``None`` is left out."""
@@ -27,7 +27,7 @@ class Span:
         self._span: Any = None
 
     def __enter__(self) -> Self:
-        if _tracer is not None:
+        if _tracer is not None and not isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider):
             self._manager = _tracer.start_as_current_span(f"tensorferry.{self._name}")
         self._span = self._manager.__enter__()
         self.set(**self._attributes)

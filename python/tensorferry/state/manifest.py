@@ -123,6 +123,8 @@ def dtype_and_shape(value: torch.Tensor) -> tuple[str, list[int]] | None:
 
 def _kinds(flat: Flat) -> dict[str, str]:
     """Returns by object the kinds of the tensors that are not simply strided."""
+    if not flat.objects:
+        return {}
     numbers = {-n - 1 for n in flat.unread}
     if any(is_partial(value) for _, value in flat.rows.first_specs):
         numbers |= {n for n, value in enumerate(flat.objects) if isinstance(value, torch.Tensor)}
