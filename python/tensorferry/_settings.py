@@ -27,7 +27,7 @@ PORT = "TENSORFERRY_PORT"
 METRICS_PORT = "TENSORFERRY_METRICS_PORT"
 KEEPER_DIR = "TENSORFERRY_KEEPER_DIR"
 TRACEBACK = "TENSORFERRY_TRACEBACK"
-#: All settings, as docs/reference/settings.md lists them.
+#: All settings, as docs/reference/api.md lists them.
 SETTINGS = (
     SECRET,
     SECRET_FILE,
