@@ -1,5 +1,5 @@
 //! The swarm: receivers of one snapshot bring each other its blocks. What is decided here is decided without sockets,
-//! threads or clocks, so that a simulator drives the same code (`docs/explanation/swarm.md`).
+//! threads or clocks, so that a simulator drives the same code (`docs/explanation/architecture.md`).
 //!
 //! | module | holds |
 //! |---|---|

@@ -52,7 +52,7 @@ fn typical(mbit: u64, blocks: u64, links: &[Link]) -> (f64, f64) {
 }
 
 #[test]
-#[ignore = "prints a table of docs/explanation/swarm.md"]
+#[ignore = "prints a table"]
 fn on_equal_links() {
     let say = |name: &str, links: &[Link], blocks| {
         let outcome = simulate(links, blocks);
