@@ -103,8 +103,8 @@ def compare(outcomes: dict[str, Outcome]) -> None:
     print("Heals of one column run at the same time; the seconds are those of the slowest. One run is no benchmark.")
     print(
         "The source is held up by send_checkpoint and disallow_checkpoint; the slowest of its heals is shown. At work\n"
-        "is what the calling thread took of a core. The rest it waited, mostly for one: the replicas share them here.\n"
-        'docs/guides/torchft.md, "What the demo prints", says more.'
+        "is what the calling thread took of a core. The rest it waited, mostly for one: the replicas share them here,\n"
+        "so compare the last column."
     )
 
 
