@@ -25,17 +25,17 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
 ROOT = Path(__file__).parents[1]
-PAGES = ("README.md", "docs/index.md", "docs/explanation/performance.md")
-#: Rows of the README's table: row, line, and what the README calls it.
+PAGES = ("README.md", "docs/explanation/performance.md")
+#: Rows of the table of heals: row, line, what the pages call it, and whether the README has it, too.
 _HEALS = (
-    ("large", "first", "1 GiB in 8 tensors, into fresh memory"),
-    ("large", "in place", "the same, in place"),
-    ("transformer", "first", "a transformer with Adam, into fresh memory"),
-    ("transformer", "in place", "the same, in place"),
-    ("small", "first", "100,000 tensors of 1 KiB"),
-    ("tiny", "first", "16 KiB in all"),
-    ("job28", "in place", "28 MB in place, while both sides train"),
-    ("job154", "in place", "154 MB in place, while both sides train"),
+    ("large", "first", "1 GiB in 8 tensors, into fresh memory", False),
+    ("large", "in place", "1 GiB in 8 tensors, in place", True),
+    ("transformer", "first", "a transformer with Adam, into fresh memory", False),
+    ("transformer", "in place", "a transformer with Adam, in place", True),
+    ("small", "first", "100,000 tensors of 1 KiB", True),
+    ("tiny", "first", "16 KiB in all", False),
+    ("job28", "in place", "28 MB in place, while both sides train", False),
+    ("job154", "in place", "154 MB in place, while both sides train", True),
 )
 _BUSY = 0.1
 
@@ -59,10 +59,9 @@ def _setting(results: dict[str, Any], rounds: int) -> str:
     return f"{results['machine']['cores']} cores, {rounds} interleaved round{'s' if rounds > 1 else ''}{others}"
 
 
-def heal_short(results: dict[str, Any]) -> str:
-    """Return the README's table; its ratios are those of the figures beside them, so that readers can check them."""
-    rows = []
-    for name, line, title in _HEALS:
+def _heals(results: dict[str, Any]) -> Iterable[tuple[bool, str, list[str]]]:
+    """Yield for each row whether the README has it, its title, and the milliseconds of torchft and of tensorferry."""
+    for name, line, title, is_short in _HEALS:
         found = next((row for row in results["rows"] if row["name"] == name), None)
         if found is None:
             continue
@@ -70,16 +69,24 @@ def heal_short(results: dict[str, Any]) -> str:
         if not wanted:
             continue
         seconds = wanted[0].seconds
-        theirs, ours, sockets = (
-            report._number(1e3 * value)
-            for value in (
-                min(seconds[c] for c in report.COLUMNS[:2] if c in seconds),
-                *map(seconds.get, report.COLUMNS[2:]),
-            )
-        )
-        ratios = [f"{float(theirs) / float(time):.1f}" for time in (ours, sockets)]
-        rows.append((title, theirs, ours, ratios[0], sockets, ratios[1]))
+        stock = min(seconds[c] for c in report.COLUMNS[:2] if c in seconds)
+        times = [stock, *map(seconds.get, report.COLUMNS[2:])]
+        yield is_short, title, [report._number(1e3 * value) for value in times]
+
+
+def heal(results: dict[str, Any]) -> str:
+    """Return the table of heals; its ratios are those of the figures beside them, so that readers can check them."""
+    rows = []
+    for _, title, (stock, shared, sockets) in _heals(results):
+        ratios = [f"{float(stock) / float(time):.1f}" for time in (shared, sockets)]
+        rows.append((title, stock, shared, ratios[0], sockets, ratios[1]))
     return _table(("state", "torchft ms", "shared memory ms", "ratio", "sockets ms", "ratio"), rows)
+
+
+def heal_short(results: dict[str, Any]) -> str:
+    """Return the README's table."""
+    rows = [(title, *times) for is_short, title, times in _heals(results) if is_short]
+    return _table(("state", "torchft", "shared memory", "sockets"), rows)
 
 
 def _samples(results: dict[str, Any], row: str) -> dict[str, list[dict[str, Any]]]:
@@ -151,7 +158,8 @@ def megatron_saves(results: dict[str, Any]) -> str:
 
 #: What writes a block, and from which file of the folder.
 BLOCKS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
-    "heal": ("results.json", heal_short),
+    "heal": ("results.json", heal),
+    "heal-short": ("results.json", heal_short),
     "dcp": ("dcp.json", dcp_short),
     "checkpointers": ("checkpointing.json", checkpointers),
     "megatron-saves": ("megatron.json", megatron_saves),

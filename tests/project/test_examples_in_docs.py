@@ -132,7 +132,7 @@ def test_the_tutorial(bare: Path, tmp_path: Path):
 @pytest.mark.timeout(400)
 def test_the_two_jobs_that_reshard(tmp_path: Path):
     pytest.importorskip("numpy")  # torch.distributed's object collectives warn without it
-    [torchrun, *publish], [python, *load] = lay_out("docs/guides/reshard.md", tmp_path)
+    [torchrun, *publish], [python, *load] = lay_out("docs/guides/dcp.md", tmp_path)
     assert (torchrun, python) == ("torchrun", "python")
     job = Terminal([sys.executable, "-m", "torch.distributed.run", *publish], tmp_path, "publish")
     try:

@@ -53,7 +53,7 @@ class PeerReader(SliceReader):
         secret: as for ``HTTPTransport``
         same_host: as for ``HTTPTransport``
         relay: ranks that need the same slices bring them to each other. ``False`` turns it off for this rank; ``None``
-            takes ``TENSORFERRY_RELAY`` (``0`` or ``1``), by default yes; docs/guides/reshard.md says more.
+            takes ``TENSORFERRY_RELAY`` (``0`` or ``1``), by default yes; docs/guides/dcp.md says more.
         safe_globals: classes and functions that pickled objects may name besides the default list
         trust_pickle: let pickled objects name anything; anyone who can answer in place of a source can then run code
             here

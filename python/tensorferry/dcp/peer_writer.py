@@ -87,7 +87,7 @@ class PeerWriter(StorageWriter):  # type: ignore[misc]  # mypy does not follow t
         safe_globals, trust_pickle: what loads will be given; a save warns, once for each, of classes and functions that
             its objects need and a load would refuse
         relay: tell the readers of the same slices of one another, so that they bring them to each other. ``None`` takes
-            ``TENSORFERRY_RELAY`` (``0`` or ``1``), by default yes; docs/guides/reshard.md says more.
+            ``TENSORFERRY_RELAY`` (``0`` or ``1``), by default yes; docs/guides/dcp.md says more.
         secret, tls, same_host, interface, advertise, max_bandwidth, port, metrics_port: as for ``HTTPTransport``
 
     Raises:

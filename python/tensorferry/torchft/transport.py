@@ -96,7 +96,7 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
         advertise: the name or address that peers use, or one of this host's interfaces or networks; or several, with
             commas between them. ``None`` takes ``TENSORFERRY_ADVERTISE``; by default the address listened on, the
             host's name if it resolves to an address that other hosts can use, or the address of the interface with the
-            default route. docs/guides/ports.md says what hosts with several network cards do.
+            default route. docs/guides/nodes.md says what hosts with several network cards do.
         max_bandwidth: bytes per second that all receivers together may take from here; ``None`` means no limit
         port: listen on this port, or on the first free one of a range like ``"29600-29699"``, so that a firewall can
             let peers in. ``None`` takes ``TENSORFERRY_PORT``; by default any free port.
@@ -113,7 +113,7 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
             ``recv_checkpoint`` returns. A receive that is fast, or over soon, does without. So do states of less than
             8 MiB, receives to an accelerator, from several sources or through shared memory, and those from a source
             with TLS to a receiver without. ``False`` on either side turns it off. ``None`` takes ``TENSORFERRY_RELAY``
-            (``0`` or ``1``), by default yes; docs/guides/swarm.md says more.
+            (``0`` or ``1``), by default yes; docs/guides/healing.md says more.
         progress: called with the number of bytes received and the number of all bytes, a few times a second during a
             receive and once at its end; an exception from it ends the receive
 
