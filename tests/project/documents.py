@@ -73,7 +73,7 @@ atexit.register(_server.__exit__, None, None, None)
 SURROUNDINGS = {
     'dcp.save(state, storage_writer=FileWriter("s3://': _BUCKET,
     # A keeper of its own, and the folder of checkpoints below the one in which the test runs.
-    "from tensorferry.checkpointing import AsyncCheckpointer": f"""{_KEEPER}
+    "from tensorferry.checkpointing import AsyncCheckpointer\n\ncheckpointer = AsyncCheckpointer(keeper=": f"""{_KEEPER}
 import tensorferry.checkpointing
 class _Here:
     def __init__(self, made): self.made = made
@@ -117,6 +117,14 @@ torch.cuda.synchronize = lambda *_: None
 dist_checkpointing.save(sharded_state_dict, folder, ZarrSaveShardedStrategy())
 """,
     "manager = torchft.Manager(": _MANAGER,
+    # The README's.
+    "from tensorferry import HTTPTransport  # was:": _MANAGER,
+    "import torch.distributed.checkpoint as dcp\nfrom tensorferry.dcp import FileReader, FileWriter\n\ndcp.": _STATE,
+    "from tensorferry.checkpointing import AsyncCheckpointer\n\ncheckpointer = AsyncCheckpointer(keep_last=": """
+import torch
+state, step = {"weight": torch.ones(1000)}, 1
+""",
+    "from tensorferry import megatron\n\nmegatron.save(": _MEGATRON,
     "weights = model.state_dict()": _MANAGER
     + """
 import torch

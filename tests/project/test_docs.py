@@ -1,4 +1,4 @@
-"""What the README promises holds: its line is torchft's import, its addresses answer, its links lead somewhere."""
+"""What README and docs promise holds: the line is torchft's import, addresses answer, links lead somewhere."""
 
 import re
 import sys
@@ -42,8 +42,9 @@ def test_the_swap_line_is_the_import_of_torchft(tmp_path: Path):
     run(sys.executable, swapped["line"], tmp_path)
 
 
-def test_addresses_that_the_readme_shows_answer():
-    shown = set(re.findall(r"http://host:port/<random>/([\w./-]+)", (ROOT / "README.md").read_text()))
+def test_addresses_that_the_docs_show_answer():
+    page = (ROOT / "docs/guides/observability.md").read_text()
+    shown = set(re.findall(r"http://host:port/<random>/([\w./-]+)", page))
     assert shown == {"checkpoint/12.safetensors", "metrics"}
     timeout = timedelta(seconds=20)
     transport = tensorferry.HTTPTransport(timeout, interface="127.0.0.1")
