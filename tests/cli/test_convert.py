@@ -161,7 +161,7 @@ def test_memory_stays_bounded(tmp_path: Path) -> None:
         FORMS[form][0](state, sources[form])
     jobs = [("archive", "tensorferry"), ("distributed", "torch"), ("checkpoint", "safetensors")]
     if not hasattr(torch._C.PyTorchFileReader, "get_record_size"):
-        # Torch 2.8 reads a record to say how long it is; docs/reference/cli.md tells of that.
+        # Torch 2.8 reads a record to say how long it is.
         del jobs[0]
     block = f"""
 import threading, time
