@@ -37,28 +37,28 @@ def convert(
     unverified: bool = False,
     json: bool = False,
 ) -> int:
-    """Converts a checkpoint, such as `tensorferry convert checkpoints/step-100 model.pt --only model`.
+    """Converts a checkpoint to another format: `tensorferry convert checkpoints/step-100 model.pt --only model`.
 
     Formats: tensorferry (one file of a state, with checksums; the default for .safetensors), safetensors (only tensors,
     for other programs), torch (torch.save; the default for .pt, .pth and .bin), checkpoint (a folder for
-    AsyncCheckpointer.load), dcp (a folder for FileReader), torch-dcp (a folder for torch's FileSystemReader, and so for
-    tools such as torch's format_utils and accelerate merge-weights). The output appears when it is complete. Tensors
-    stay in the page cache: a state of any size can be converted.
+    AsyncCheckpointer.load), dcp (a folder for FileReader), torch-dcp (a folder for torch's FileSystemReader, and for
+    tools such as torch's format_utils and accelerate merge-weights). The output appears when it is complete. The state
+    may be larger than memory.
 
-    Of a checkpointer's folder that several ranks saved, tensors that are spread over the ranks (FSDP2, DTensor) become
-    whole, in memory. All other values are those of one rank, and for keys that it lacks, of the first that has them.
+    If several ranks saved the checkpoint, tensors that are sharded over them (FSDP2, DTensor) become whole, in memory.
+    All other values are those of one rank; a key that it lacks comes from the first rank that has it.
 
     Args:
-        source: a safetensors or torch.save file, a curled container, or a folder of a checkpoint; one of Megatron
-            becomes dcp or torch-dcp
-        output: a file or folder that does not exist, or the URL of a place in an object store where nothing is
+        source: a safetensors or torch.save file, what curl fetched from a transport, or a folder of a checkpoint; one
+            of Megatron becomes dcp or torch-dcp
+        output: a file, a folder or a URL of an object store that does not exist yet
         to: the format
-        only: convert what lies below this key alone, such as model, or state.model; its keys lose that prefix, so that
-            load_state_dict takes them
-        rank: of a checkpointer's folder that several ranks saved, the rank whose values are taken where they are not
-            spread over the ranks (default: 0)
+        only: convert only what is below this key, such as model or state.model, and remove that prefix from the keys,
+            so that load_state_dict takes them
+        rank: if several ranks saved the checkpoint, the rank whose values are taken where they are not sharded
+            (default: 0)
         step: with --to checkpoint, its step number (default: that of the source)
-        drop_objects: with --to safetensors, leave out what that cannot hold, instead of refusing it
+        drop_objects: with --to safetensors, leave out everything but tensors, instead of refusing it
         unverified: do not compare the source with its checksums first
         json: print the result as one JSON document
     """

@@ -11,11 +11,11 @@ from .. import console, copying, exits, places
 def copy(source: str, output: str, /, *, unverified: bool = False, json: bool = False) -> int:
     """Copies a checkpoint between a folder and an object store, or two stores, byte for byte.
 
-    The output is a checkpoint only once all of it is there. In a store, the index comes last, and replaces nothing.
+    The index is written last, so that the output is a checkpoint only when it is complete. Nothing is replaced.
 
     Args:
         source: a file or a folder, or the URL of one in an object store, such as s3://bucket/run/step-1000
-        output: a path or a URL where nothing is; one of the two is a URL, or both are
+        output: a path or a URL that does not exist yet; at least one of the two is a URL
         unverified: do not compare the files with their checksums
         json: print the result as one JSON document
     """

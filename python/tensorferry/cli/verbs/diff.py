@@ -25,14 +25,13 @@ def diff(
 ) -> int:
     """Shows which leaves of two checkpoints differ.
 
-    Digests are compared first; bytes are read only of leaves that have none, or whose digests say nothing because the
-    two are stored in different shards. Exits with 0 if all is the same, with 1 if something differs, and with 2 or more
-    after an error.
+    Compares digests first, and reads the bytes only of leaves that have none or are stored in different shards. Exits
+    with 0 if all leaves are equal, with 1 if some differ, and with 2 or more after an error.
 
     Args:
         a: a file, a folder, the URL of one in an object store, or the metadata of a running peer
         b: another one
-        step: of a peer, the step (default: the one that is served)
+        step: the step to ask a peer for (default: the one that is served)
         timeout: seconds for a receive from a peer
         json: print one JSON document
     """

@@ -31,15 +31,15 @@ def inspect(
     timeout: float = peers.TIMEOUT,
     json: bool = False,
 ) -> int:
-    """Shows what a checkpoint holds: its leaves, dtypes, shapes and sizes, what shares memory, shards, digests.
+    """Shows the leaves of a checkpoint: dtypes, shapes, sizes, shared memory, shards and digests.
 
-    Of a folder of checkpoints it lists these, the newest first, and what unfinished saves have left beside them.
+    If the folder holds several checkpoints, lists them, newest first, with the files that unfinished saves have left.
 
     Args:
         path: a file, a folder, the URL of one in an object store, or the metadata of a running peer
         more: the metadata of further sources
-        digests: show the digest of each tensor, CRC-64/NVME of its bytes; a file without checksums is read for it
-        step: of a peer, the step (default: the one that is served)
+        digests: show the CRC-64/NVME of each tensor; a file without checksums is read for that
+        step: the step to ask a peer for (default: the one that is served)
         timeout: seconds in which a peer must answer
         json: print one JSON document, with the leaves of each rank
     """

@@ -27,10 +27,10 @@ def top(*metadata: str, every: float = 2.0, once: bool = False, json: bool = Fal
     """Shows a fleet: who serves, who heals, how fast, and in which phase.
 
     Args:
-        metadata: of transports, as metadata() returns it; or the address of a port for counters, such as node1:9400
-        every: seconds between two looks
-        once: look once, and end, with status 1 if one of them does not answer
-        json: print each look as one JSON document on one line, with all counters
+        metadata: what metadata() of each transport returns, or the address of its port for counters, such as node1:9400
+        every: seconds between two readings
+        once: read once, and exit with 1 if a transport does not answer
+        json: print all counters of each reading as one JSON document on one line
     """
     if not metadata:
         raise InvalidArgument("give the metadata of at least one transport, or the address of its port for counters")
