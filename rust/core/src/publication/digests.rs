@@ -5,12 +5,17 @@
 //! compares them with what it got notices a change in the middle. Those of the pages of a file come from what stands
 //! behind them ([`crate::Backing`]).
 //!
+//! Receivers that end together share a pass over the memory: a pass serves everybody who asked before it began, since it
+//! reads each block later than they received it.
+//!
 //! Computing checks for a withdrawal after each MiB, so that a withdrawal waits for no more than that.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
 use tensorferry_wire::digest::{BLOCK_SIZE, DigestTable, Hasher};
+use tokio::sync::OnceCell;
+use tokio::task::{JoinError, spawn_blocking};
 
 use super::{Abandoned, Lease, LeasedSegments, Stability};
 use crate::payload::blocks_of;
@@ -45,6 +50,39 @@ impl BlockDigest {
     fn note(&self, value: u64) {
         self.value.store(value, Ordering::Relaxed);
         self.known.store(true, Ordering::Release);
+    }
+}
+
+/// The passes over the memory of one publication that have not begun, and the turn of the one that runs.
+#[derive(Default)]
+pub(super) struct Passes {
+    waiting: Mutex<Vec<Arc<Pass>>>,
+    turn: tokio::sync::Mutex<()>,
+}
+
+/// One pass, and its table once it is over.
+struct Pass {
+    runs: Vec<(u64, u64)>,
+    table: OnceCell<Option<Arc<DigestTable>>>,
+}
+
+impl Passes {
+    /// The pass over `runs` that begins next.
+    fn next(&self, runs: Vec<(u64, u64)>) -> Arc<Pass> {
+        let mut waiting = self.waiting.locked();
+        // Those whose receivers have all gone are asked for by nobody.
+        waiting.retain(|pass| Arc::strong_count(pass) > 1);
+        let joined = waiting.iter().find(|pass| pass.runs == runs).cloned();
+        joined.unwrap_or_else(|| {
+            let pass = Arc::new(Pass { runs, table: OnceCell::new() });
+            waiting.push(Arc::clone(&pass));
+            pass
+        })
+    }
+
+    /// Notes that `pass` begins: nobody can join it any more.
+    fn begin(&self, pass: &Arc<Pass>) {
+        self.waiting.locked().retain(|other| !Arc::ptr_eq(other, pass));
     }
 }
 
@@ -145,6 +183,30 @@ impl Lease {
         }
     }
 
+    /// As [`Lease::digests`], on a thread for blocking work. Where there is much to read, all who ask for the same runs
+    /// before a pass over them begins get the table of that pass, and passes run one after another.
+    pub(crate) async fn next_digests(
+        self: Arc<Self>,
+        runs: Vec<(u64, u64)>,
+        block_size: u64,
+    ) -> Result<Option<Arc<DigestTable>>, JoinError> {
+        let compute = |lease: Arc<Self>, runs: Vec<_>| async move {
+            Ok(spawn_blocking(move || lease.digests(&runs, block_size)).await?.map(Arc::new))
+        };
+        let nbytes = block_size * runs.iter().map(|run| run.1 - run.0).sum::<u64>();
+        if block_size != BLOCK_SIZE || nbytes < THREAD_BYTES {
+            return compute(self, runs).await;
+        }
+        let publication = self.publication_arc();
+        let pass = publication.passes.next(runs);
+        let run = || async {
+            let _turn = publication.passes.turn.lock().await;
+            publication.passes.begin(&pass);
+            compute(self, pass.runs.clone()).await
+        };
+        pass.table.get_or_try_init(run).await.cloned()
+    }
+
     /// The digests of the blocks in `runs`, of `block_size` bytes each, of which there must be so many: of borrowed
     /// memory as it is now. `None` when the publication was withdrawn meanwhile, or its memory is not what was published
     /// any more. Takes several threads where there is much to read.
@@ -194,5 +256,66 @@ impl Lease {
             self.publication().blocks[first..end].iter().all(|b| b.get().is_some())
         };
         block_size == BLOCK_SIZE && self.publication().stability == Stability::Private && runs.iter().all(known)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::AtomicUsize;
+    use std::time::Duration;
+
+    use tensorferry_wire::digest::Algorithm;
+
+    use super::super::fixtures;
+    use super::*;
+    use crate::payload::Backing;
+
+    /// Memory that counts how many of its blocks are read.
+    struct Counting(Arc<AtomicUsize>);
+
+    impl Backing for Counting {
+        fn is_unchanged(&self) -> bool {
+            true
+        }
+
+        fn note_changed(&self) {}
+
+        fn digest(&self, _: &Algorithm, _: &[&[u8]]) -> Option<u64> {
+            Some(self.0.fetch_add(1, Ordering::Relaxed) as u64)
+        }
+    }
+
+    #[tokio::test]
+    async fn all_who_ask_before_a_pass_begins_get_its_table_and_who_asks_later_another_one() {
+        let (read, blocks) = (Arc::new(AtomicUsize::new(0)), THREAD_BYTES / BLOCK_SIZE);
+        let memory = vec![0; usize::try_from(THREAD_BYTES).unwrap()];
+        let mut publication =
+            fixtures::publication(Stability::Borrowed, memory).with_backing(Box::new(Counting(Arc::clone(&read))));
+        publication.seal("\"a\"".to_owned(), &Algorithm::Crc64);
+        let publication = Arc::new(publication);
+        let ask = || {
+            let lease = Lease::take(&publication, &Arc::default(), true).unwrap();
+            tokio::spawn(lease.next_digests(vec![(0, blocks)], BLOCK_SIZE))
+        };
+        let turn = publication.passes.turn.lock().await;
+        let asked: Vec<_> = std::iter::repeat_with(ask).take(8).collect();
+        let joined = || publication.passes.waiting.locked().first().is_some_and(|pass| Arc::strong_count(pass) > 8);
+        let all_joined = async {
+            while !joined() {
+                tokio::task::yield_now().await;
+            }
+        };
+        tokio::time::timeout(Duration::from_secs(20), all_joined).await.expect("they share a pass");
+        // The first to ask, who would make the pass, goes away.
+        asked[0].abort();
+        drop(turn);
+        let mut tables = Vec::new();
+        for one in asked.into_iter().skip(1) {
+            tables.push(one.await.unwrap().unwrap().unwrap().blocks.clone());
+        }
+        assert!(tables.iter().all(|table| *table == tables[0]));
+        assert_eq!(read.load(Ordering::Relaxed) as u64, blocks, "one pass serves them all");
+        assert_ne!(ask().await.unwrap().unwrap().unwrap().blocks, tables[0], "this one asked after the pass had begun");
+        assert!(publication.passes.waiting.locked().is_empty());
     }
 }

@@ -46,7 +46,7 @@ pub(crate) use self::alternate::Found;
 use self::alternate::RenderedBodies;
 pub use self::alternate::{Alternate, Rendered};
 pub(crate) use self::connection::{ConnectionHandle, LOOK};
-use self::digests::BlockDigest;
+use self::digests::{BlockDigest, Passes};
 pub(crate) use self::lease::{LINGER, Lease};
 pub(crate) use self::lookup::{Asked, Lookup};
 pub(crate) use self::proof::Asked as ProofAsked;
@@ -98,6 +98,7 @@ pub struct Publication {
     /// How far the memory is filled; `None` where it always was.
     filled: Option<ReadinessWatch>,
     blocks: Vec<BlockDigest>,
+    passes: Passes,
     /// What tells whether the memory is still what was published, if it may change by itself.
     backing: Option<Box<dyn Backing>>,
     /// Which blocks may be read, where it is received while it is served.
@@ -195,6 +196,7 @@ impl Publication {
             content,
             filled: None,
             blocks: std::iter::repeat_with(BlockDigest::default).take(count).collect(),
+            passes: Passes::default(),
             backing: None,
             relayed: None,
             tracker: Tracker::default(),

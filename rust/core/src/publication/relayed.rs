@@ -6,6 +6,7 @@ use bytes::Bytes;
 use tensorferry_wire::digest::Algorithm;
 
 use super::alternate::RenderedBodies;
+use super::digests::Passes;
 use super::proof::Proof;
 use super::tracker::Tracker;
 use super::{Publication, Stability};
@@ -30,6 +31,7 @@ impl Publication {
             content: Arc::new(Segments::new(parts)),
             filled: None,
             blocks: Vec::new(),
+            passes: Passes::default(),
             backing: None,
             relayed: Some(blocks),
             tracker: Tracker::default(),

@@ -58,9 +58,9 @@ pub(super) async fn digests<B>(
         lease.note_last();
     }
     let table = if lease.digests_known(&runs, block_size) {
-        lease.digests(&runs, block_size)
+        lease.digests(&runs, block_size).map(Arc::new)
     } else {
-        match tokio::task::spawn_blocking(move || lease.digests(&runs, block_size)).await {
+        match lease.next_digests(runs, block_size).await {
             Ok(table) => table,
             Err(_) => return text(StatusCode::INTERNAL_SERVER_ERROR, "the digests could not be computed"),
         }
