@@ -178,7 +178,7 @@ class Server:
         metadata: list[tuple[str, str]],
         owner: Any,
         private: bool,
-        alternate: Callable[[str], list[Any] | str | None] | None = None,
+        alternate: Callable[[str], list[Any] | None] | None = None,
         filled: bool = True,
         pages: list[FilePages] = ...,
     ) -> Readiness | None: ...
@@ -214,7 +214,7 @@ class Shelf:
         metadata: list[tuple[str, str]],
         owner: Any,
         private: bool,
-        alternate: Callable[[str], list[Any] | str | None] | None = None,
+        alternate: Callable[[str], list[Any] | None] | None = None,
         filled: bool = True,
         pages: list[FilePages] = ...,
     ) -> Readiness | None: ...

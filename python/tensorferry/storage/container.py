@@ -85,7 +85,7 @@ class Container:
         server: Server | Shelf,
         step: int,
         *,
-        alternate: Callable[[str], list[Any] | str | None] | None = None,
+        alternate: Callable[[str], list[Any] | None] | None = None,
         filled: bool = True,
         pages: Sequence[FilePages] = (),
     ) -> Readiness | None:
@@ -95,7 +95,7 @@ class Container:
             server: serves the container until it is withdrawn or another one is published
             step: the step number
             alternate: called with the name in requests for other resources of the step; returns the parts of the
-                answer, or a URL to redirect to, or ``None`` if there is no such resource
+                answer, or ``None`` if there is no such resource
             filled: whether all bytes are in memory already
             pages: those of files in which rows lie; once one of them has changed, receives fail
 

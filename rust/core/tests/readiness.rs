@@ -215,7 +215,7 @@ struct Noting(Arc<AtomicUsize>);
 impl Alternate for Noting {
     fn render(&self, _: &str) -> Result<Option<Rendered>, String> {
         self.0.fetch_add(1, Ordering::SeqCst);
-        Ok(Some(Rendered::Body { parts: vec![bytes::Bytes::from_static(b"other").into()], owner: Box::new(()) }))
+        Ok(Some(Rendered { parts: vec![bytes::Bytes::from_static(b"other").into()], owner: Box::new(()) }))
     }
 }
 
@@ -241,7 +241,7 @@ impl Alternate for Told {
         self.0.send(name.to_owned()).unwrap();
         self.1.lock().unwrap().recv().map_err(|_| "the test is over".to_owned())?;
         let body = bytes::Bytes::from(format!("body {name}"));
-        Ok(Some(Rendered::Body { parts: vec![body.into()], owner: Box::new(()) }))
+        Ok(Some(Rendered { parts: vec![body.into()], owner: Box::new(()) }))
     }
 }
 

@@ -27,7 +27,7 @@ use crate::sync::Locked;
 ///
 /// impl Alternate for Greeting {
 ///     fn render(&self, name: &str) -> Result<Option<Rendered>, String> {
-///         let body = || Rendered::Body { parts: vec![Bytes::from_static(b"hello").into()], owner: Box::new(()) };
+///         let body = || Rendered { parts: vec![Bytes::from_static(b"hello").into()], owner: Box::new(()) };
 ///         Ok((name == "greeting").then(body))
 ///     }
 /// }
@@ -43,17 +43,12 @@ pub trait Alternate: Send + Sync {
     fn render(&self, name: &str) -> Result<Option<Rendered>, String>;
 }
 
-/// The result of [`Alternate::render`].
-pub enum Rendered {
-    /// A body.
-    Body {
-        /// Its parts, in order.
-        parts: Vec<Memory>,
-        /// Keeps their memory alive; dropped with the publication.
-        owner: Box<dyn Any + Send + Sync>,
-    },
-    /// Another server has it, at this URL.
-    Elsewhere(String),
+/// A body in another format.
+pub struct Rendered {
+    /// The memory that it consists of, in order.
+    pub parts: Vec<Memory>,
+    /// Keeps that memory alive; dropped with the publication.
+    pub owner: Box<dyn Any + Send + Sync>,
 }
 
 /// The bodies of a publication that were rendered.
@@ -89,13 +84,6 @@ impl Drop for Turn {
     }
 }
 
-/// Where an alternate body is.
-pub(crate) enum Found {
-    /// Here: [`super::Lease::rendered`] has it.
-    Here,
-    Elsewhere(String),
-}
-
 impl Publication {
     /// Adds bodies in another format, built when they are asked for.
     #[must_use]
@@ -125,16 +113,13 @@ impl Publication {
 }
 
 impl Turn {
-    /// Builds the alternate body called `name`, which may take long; returns where it is.
-    pub(crate) fn render(self, name: &str) -> Result<Option<Found>, String> {
-        let Some(alternate) = &self.0.alternate else { return Ok(None) };
-        let (parts, owner) = match alternate.render(name)? {
-            Some(Rendered::Body { parts, owner }) => (parts, owner),
-            Some(Rendered::Elsewhere(url)) => return Ok(Some(Found::Elsewhere(url))),
-            None => return Ok(None),
-        };
+    /// Builds the alternate body called `name`, which may take long; [`super::Lease::rendered`] has it then. Returns
+    /// false if there is none of that name.
+    pub(crate) fn render(self, name: &str) -> Result<bool, String> {
+        let Some(alternate) = &self.0.alternate else { return Ok(false) };
+        let Some(Rendered { parts, owner }) = alternate.render(name)? else { return Ok(false) };
         let segments = Arc::new(Segments::new(parts));
         self.0.rendered.bodies.locked().built.insert(name.to_owned(), (segments, owner));
-        Ok(Some(Found::Here))
+        Ok(true)
     }
 }

@@ -42,7 +42,6 @@ use std::sync::{Arc, Condvar, Mutex};
 use bytes::Bytes;
 use tensorferry_wire::digest::{self, Algorithm};
 
-pub(crate) use self::alternate::Found;
 use self::alternate::RenderedBodies;
 pub use self::alternate::{Alternate, Rendered};
 pub(crate) use self::connection::{ConnectionHandle, LOOK};

@@ -65,7 +65,7 @@ fn memory(part: &Bound<'_, PyAny>) -> PyResult<Memory> {
     Ok(borrowed(address, nbytes))
 }
 
-/// A Python callable `name -> list of parts | URL | None` as the source of alternate bodies.
+/// A Python callable `name -> list of parts | None` as the source of alternate bodies.
 struct PyAlternate(Owner);
 
 impl Alternate for PyAlternate {
@@ -73,12 +73,9 @@ impl Alternate for PyAlternate {
         Python::try_attach(|py| {
             let Some(parts) = self.0.call(py, name)? else { return Ok(None) };
             let parts = parts.bind(py);
-            if let Ok(url) = parts.extract::<String>() {
-                return Ok(Some(Rendered::Elsewhere(url)));
-            }
             let memories = parts.try_iter()?.map(|p| memory(&p?)).collect::<PyResult<_>>()?;
             let owner: Box<dyn Any + Send + Sync> = Box::new(Owner::new(parts.clone().unbind()));
-            Ok(Some(Rendered::Body { parts: memories, owner }))
+            Ok(Some(Rendered { parts: memories, owner }))
         })
         .unwrap_or_else(|| Err(pyo3::exceptions::PyRuntimeError::new_err("the source is exiting")))
         .map_err(|e: PyErr| e.to_string())

@@ -54,10 +54,3 @@ pub(super) fn full() -> ServedResponse {
     answer.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from_static("1"));
     answer
 }
-
-/// Redirects the request to another server, at `url`.
-pub(super) fn elsewhere(url: &str) -> ServedResponse {
-    let mut answer = text(StatusCode::TEMPORARY_REDIRECT, "another rank serves this");
-    insert(answer.headers_mut(), header::LOCATION, url);
-    answer
-}

@@ -23,13 +23,13 @@ use tensorferry_wire::swarm::{SWARM_FILLING, SWARM_FULL, SWARM_HEADER};
 
 use self::content::{blocks, conditional, memory};
 use self::digests::digests;
-use self::messages::{GONE, bytes, elsewhere, full, insert, text};
+use self::messages::{GONE, bytes, full, insert, text};
 use self::waiting::{filled, lease};
 use super::observe::figures::Figures;
 use super::observe::strangers::Reason;
 use super::observe::{exposition, status};
 use super::{ConnectionContext, Shared};
-use crate::publication::{Found, Lease, Store};
+use crate::publication::{Lease, Store};
 use crate::server::body::ServedBody;
 use crate::trust::random;
 
@@ -243,9 +243,8 @@ async fn alternate<B>(
     if let Some(turn) = publication.turn(&name).await {
         let wanted = name.clone();
         match tokio::task::spawn_blocking(move || turn.render(&wanted)).await {
-            Ok(Ok(Some(Found::Here))) => {}
-            Ok(Ok(Some(Found::Elsewhere(url)))) => return elsewhere(&url),
-            Ok(Ok(None)) => return text(StatusCode::NOT_FOUND, &missing),
+            Ok(Ok(true)) => {}
+            Ok(Ok(false)) => return text(StatusCode::NOT_FOUND, &missing),
             Ok(Err(message)) => return text(StatusCode::INTERNAL_SERVER_ERROR, &message),
             Err(_) => return text(StatusCode::INTERNAL_SERVER_ERROR, "the body could not be built"),
         }
