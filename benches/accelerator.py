@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from tensorferry import HTTPTransport
+from tensorferry import HTTPTransport, Network
 from tensorferry.memory.accelerator import ACCELERATOR
 from tensorferry.memory.staging import HostStager, Piece
 
@@ -59,7 +59,9 @@ def heal_transport(name: str, live: dict[str, torch.Tensor] | None) -> Any:
         from torchft.checkpointing import HTTPTransport as Stock
 
         return Stock(TIMEOUT, num_chunks=THEIRS[name])
-    return HTTPTransport(TIMEOUT, same_host=name == "shared memory", state_dict=live and (lambda: live))
+    return HTTPTransport(
+        TIMEOUT, network=Network(same_host=name == "shared memory"), state_dict=live and (lambda: live)
+    )
 
 
 def receiver(mib: int, tensors: int) -> None:
@@ -163,9 +165,10 @@ def main() -> int:
     ways: dict[str, Callable[[], object]] = {PLAIN: plain, STAGING: staged}
     transports = []
     for same_host, name in ((False, "sockets"), (True, "shared memory")):
-        source = HTTPTransport(TIMEOUT, same_host=same_host)
-        fresh = HTTPTransport(TIMEOUT, same_host=same_host)
-        in_place = HTTPTransport(TIMEOUT, same_host=same_host, state_dict=lambda: live)
+        network = Network(same_host=same_host)
+        source = HTTPTransport(TIMEOUT, network=network)
+        fresh = HTTPTransport(TIMEOUT, network=network)
+        in_place = HTTPTransport(TIMEOUT, network=network, state_dict=lambda: live)
         transports += [source, fresh, in_place]
         ways[f"accelerator to host, {name}"] = lambda s=source, t=fresh: transfer(s, t, state)
         ways[f"accelerator to accelerator, {name}"] = lambda s=source, t=in_place: transfer(s, t, state)

@@ -64,11 +64,11 @@ class Contender:
             from gloo_pair import GlooPair  # imports torch.distributed, which no other contender should wait for
 
             return GlooPair(timeout, live if self.in_place else None)
-        transport = importlib.import_module(MODULES[self.library]).HTTPTransport
-        options: dict[str, Any] = {"same_host": False} if self.network else {}
+        module = importlib.import_module(MODULES[self.library])
+        options: dict[str, Any] = {"network": module.Network(same_host=False)} if self.network else {}
         if self.in_place:
             options["state_dict"] = live
-        return transport(timeout, self.chunks, **options)
+        return module.HTTPTransport(timeout, self.chunks, **options)
 
 
 def version(library: str) -> str | None:

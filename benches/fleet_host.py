@@ -16,7 +16,7 @@ from torchft.checkpointing.http_transport import HTTPTransport as Torchft
 
 from memory import fresh
 from raw_socket import RawReceiver, RawSender
-from tensorferry import HTTPTransport
+from tensorferry import HTTPTransport, Network
 
 TIMEOUT = timedelta(seconds=300)
 LAYERS = 8
@@ -45,8 +45,8 @@ def transport_of(kind: str, address: str, live: dict[str, torch.Tensor] | None =
     """Returns a new transport, which receives into the tensors of `live` if there are some."""
     if kind == "torchft":
         return Torchft(TIMEOUT, 0)
-    more = {"advertise": None if kind == "rails" else address, **more}
-    return HTTPTransport(TIMEOUT, relay=kind == "relay", state_dict=(lambda: live) if live else None, **more)
+    network = Network(**{"advertise": None if kind == "rails" else address, "relay": kind == "relay", **more})
+    return HTTPTransport(TIMEOUT, network=network, state_dict=(lambda: live) if live else None)
 
 
 def metadata_of(transport: Any, address: str) -> str:

@@ -13,7 +13,7 @@ import torch
 from torch.distributed import TCPStore
 
 from fleet_host import TIMEOUT, say, state_of, wait_for_begin
-from tensorferry import HTTPTransport
+from tensorferry import HTTPTransport, Network
 from tensorferry.torchft.replica_sources import ReplicaSources
 
 
@@ -29,7 +29,7 @@ class Client:
 
 def replica(address: str, order: dict[str, Any]) -> tuple[HTTPTransport[Any], ReplicaSources]:
     """Returns a new transport and what tensorferry's Manager puts in the place of its client."""
-    transport: HTTPTransport[Any] = HTTPTransport(TIMEOUT, advertise=address, relay=False)
+    transport: HTTPTransport[Any] = HTTPTransport(TIMEOUT, network=Network(advertise=address, relay=False))
     return transport, ReplicaSources(Client(order["quorum"]), transport, 0)
 
 

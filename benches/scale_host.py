@@ -19,7 +19,7 @@ import torch
 from main_loop import MainLoop
 from memory import fresh, touch
 from raw_socket import RawReceiver, RawSender
-from tensorferry import HTTPTransport
+from tensorferry import HTTPTransport, Network
 
 _TIMEOUT = timedelta(seconds=120)
 _TENSORS = 8
@@ -51,7 +51,7 @@ class Host:
 
     def send(self, step: int, address: str) -> str:
         """Serve the state; return where, as seen by a receiver that reaches `address`."""
-        self._source = HTTPTransport(_TIMEOUT, relay=False)
+        self._source = HTTPTransport(_TIMEOUT, network=Network(relay=False))
         self._source.send_checkpoint([1], step, self._state, _TIMEOUT)
         parts = urlsplit(self._source.metadata())
         return urlunsplit(parts._replace(netloc=f"{address}:{parts.port}"))
@@ -61,7 +61,7 @@ class Host:
         key = (lanes, same_host)
         if key not in self._transports:
             # Without relays, which a lone receiver has no use for.
-            options = {"state_dict": lambda: self._state, "same_host": same_host, "relay": False}
+            options = {"state_dict": lambda: self._state, "network": Network(same_host=same_host, relay=False)}
             self._transports[key] = HTTPTransport(_TIMEOUT, lanes, **options)
         transport = self._transports[key]
         windows, before = [], _spent()

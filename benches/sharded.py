@@ -133,13 +133,13 @@ class Rank:
         from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
         from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
 
-        from tensorferry import megatron
+        from tensorferry import Network, megatron
 
         strategy: Any
         counted = [0]
         if contender == "tensorferry two-stage":
             strategy = megatron.TwoStageDataParallelLoadShardedStrategy(
-                dist.group.WORLD, interface="127.0.0.1", same_host=False if apart else None
+                dist.group.WORLD, network=Network(interface="127.0.0.1", same_host=False if apart else None)
             )
         elif contender.startswith("tensorferry"):
             strategy = megatron.load_strategy()

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
+from tensorferry import Network
 from tensorferry.dcp import PeerReader, PeerWriter
 
 TIMEOUT = timedelta(seconds=300)
@@ -46,7 +47,8 @@ def load(order: dict[str, Any], rank: int, world: int) -> None:
     timeout = timedelta(seconds=order.get("timeout", 300))
     environment = order.get("environment", {})
     os.environ.update(environment)
-    reader = PeerReader(order["metadata"], timeout=timeout, same_host=False, relay=order["relay"], progress=progress)
+    network = Network(same_host=False, relay=order["relay"])
+    reader = PeerReader(order["metadata"], timeout=timeout, network=network, progress=progress)
     time.sleep(max(order.get("at", 0) - time.monotonic(), 0))
     begin, error = time.monotonic(), ""
     try:
@@ -83,7 +85,8 @@ def main(address: str) -> None:
         elif order["do"] == "serve":
             if writer is not None:
                 writer.shutdown()
-            writer = PeerWriter(TIMEOUT, advertise=address, same_host=False, **order.get("server", {}))
+            network = Network(advertise=address, same_host=False, **order.get("server", {}))
+            writer = PeerWriter(TIMEOUT, network=network)
             dcp.save(state_of(order["mib"]), storage_writer=writer, no_dist=True)
             say(metadata=writer.metadata())
         elif order["do"] == "load":

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 import forked
 from child import Child
+from networked import networked
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -111,7 +112,7 @@ def opening(cls: Any) -> Iterator[Callable[..., Any]]:
     opened = []
 
     def open_one(num_chunks: int = 0, timeout: timedelta = TIMEOUT, **options: Any) -> Any:
-        opened.append(cls(timeout=timeout, num_chunks=num_chunks, **options))
+        opened.append(cls(timeout=timeout, num_chunks=num_chunks, **networked(options)))
         return opened[-1]
 
     try:

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     )
     from .frameworks.installing import install
     from .net.metadata import join_metadata
+    from .net.network import Network
     from .net.report import ReceiveReport
     from .torchft.manager import Manager
     from .torchft.transport import HTTPTransport
@@ -49,6 +50,7 @@ __all__ = [
     "IncompleteCheckpoint",
     "InvalidArgument",
     "Manager",
+    "Network",
     "ProtocolError",
     "ReceiveReport",
     "SourceChanged",
@@ -78,6 +80,7 @@ if not TYPE_CHECKING:  # With a module __getattr__, a type checker would accept 
         | {
             "HTTPTransport": ".torchft.transport",
             "Manager": ".torchft.manager",
+            "Network": ".net.network",
             "ReceiveReport": ".net.report",
             "install": ".frameworks.installing",
             "join_metadata": ".net.metadata",

@@ -12,10 +12,9 @@ import pytest
 
 from equality import assert_same_state
 from keepers import KeeperAtWork, eventually, loaded, offered, state_of
-from secured import make_certificate
+from secured import fingerprint, make_certificate
 from tensorferry.checkpointing import Keeper
 from tensorferry.checkpointing.keeper import client
-from tensorferry.net.certificates import fingerprint_of
 
 pytestmark = pytest.mark.process
 
@@ -99,7 +98,7 @@ def test_the_loss_of_a_node_loses_nothing(nodes, one, two):
 def test_buddies_with_tls_know_each_other_by_their_certificates(folder, monkeypatch, one, two):
     monkeypatch.setenv("TENSORFERRY_SECRET", SECRET)
     files = [make_certificate(folder.parent, f"node{number}") for number in range(2)]
-    pins = [f"https://{fingerprint_of(certificate)}@" for certificate, _ in files]
+    pins = [f"https://{fingerprint(certificate)}@" for certificate, _ in files]
     variables = [{"TENSORFERRY_TLS_CERTIFICATE": str(c), "TENSORFERRY_TLS_KEY": str(k)} for c, k in files]
     with contextlib.ExitStack() as stack:
         nodes = Nodes(folder, stack, pins, [{"environment": one} for one in variables])

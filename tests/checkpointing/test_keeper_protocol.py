@@ -23,7 +23,7 @@ from tensorferry.checkpointing.keeper import buddies
 from tensorferry.checkpointing.keeper.client import Keeper
 from tensorferry.errors import ProtocolError
 from tensorferry.net import serve
-from tensorferry.net.options import ServerOptions
+from tensorferry.net.network import Network
 from tensorferry.storage.container import Container
 
 pytestmark = pytest.mark.process
@@ -38,7 +38,7 @@ class Liar:
     """A buddy whose list says what a test wants, and which serves what a test wants."""
 
     def __init__(self) -> None:
-        self._server, self.host = serve.start(2.0, ServerOptions(secret=SECRET, interface="127.0.0.1"))
+        self._server, self.host = serve.start(2.0, Network(secret=SECRET, interface="127.0.0.1"))
         self._list, self._shelves = self._server.shelf(buddies.LIST), []
         self.address = self._list.url(self.host).removeprefix("http://").split("/")[0]
         self.lists()

@@ -21,7 +21,7 @@ from tensorferry.checkpointing.keeper.snapshot import (
     snapshot,
 )
 from tensorferry.errors import IncompleteCheckpoint, InvalidArgument, ProtocolError, SystemRefused
-from tensorferry.net.options import ServerOptions
+from tensorferry.net.network import Network
 from tensorferry.storage.commits import Commit
 from tensorferry.storage.folder import Index
 
@@ -273,7 +273,7 @@ PIN = f"sha256-{'a' * 64}"
     ],
 )
 def test_addresses_of_buddies(address, tls, secret, expected):
-    options = ServerOptions(secret="sixteen characters or more" if secret else None, tls=tls)
+    options = Network(secret="sixteen characters or more" if secret else None, tls=tls)
     if expected.startswith("http"):
         assert keeper_url(address, options) == expected
         return

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from commands import TIMEOUT, Run, make_state, written
+from networked import networked
 from tensorferry import HTTPTransport, cli
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ def publish() -> Iterator[Callable[..., str]]:
     opened = []
 
     def publish_state(state: Any, step: int = 5, same_host: bool = False, **options: Any) -> str:
-        transport = HTTPTransport(TIMEOUT, interface="127.0.0.1", same_host=same_host, **options)
+        transport = HTTPTransport(TIMEOUT, **networked({"interface": "127.0.0.1", "same_host": same_host, **options}))
         opened.append(transport)
         transport.send_checkpoint([1], step, state, TIMEOUT)
         return transport.metadata()

@@ -16,7 +16,7 @@ from tensorferry.cli.places import CheckpointKind, find
 from tensorferry.cli.verbs.serve import Publisher, publishers
 from tensorferry.dcp import FileReader, PeerReader
 from tensorferry.errors import TensorferryError
-from tensorferry.net.options import ServerOptions
+from tensorferry.net.network import Network
 from tensorferry.net.serve import start
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def test_serve(name: str, run: Callable[..., Any], tmp_path: Path) -> None:
         assert refused.status == 2
         assert "convert" in refused.err
         return
-    server, host = start(30.0, ServerOptions(interface="127.0.0.1"))
+    server, host = start(30.0, Network(interface="127.0.0.1"))
     publisher = Publisher(server, host, 3, False)
     try:
         [metadata] = publish(publisher, place.path)["metadata"]

@@ -20,7 +20,7 @@ from tensorferry.cli.places import find
 from tensorferry.cli.verbs.serve import Publisher, publishers
 from tensorferry.dcp import FileWriter, PeerReader
 from tensorferry.errors import SourceChanged
-from tensorferry.net.options import ServerOptions
+from tensorferry.net.network import Network
 from tensorferry.net.serve import start
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def published() -> Iterator[Callable[[Path], str]]:
     servers = []
 
     def publish(path: Path) -> str:
-        server, host = start(5.0, ServerOptions(interface="127.0.0.1"))
+        server, host = start(5.0, Network(interface="127.0.0.1"))
         servers.append((server, publisher := Publisher(server, host, 5, False)))
         (metadata,) = publishers()[find(str(path)).kind](publisher, path)["metadata"]
         return metadata

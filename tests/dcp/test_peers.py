@@ -13,6 +13,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from job import Job
 
+from networked import networked
+from tensorferry import Network
 from nights import mostly_at_night
 from tensorferry.dcp import FileReader, FileWriter, PeerReader, PeerWriter
 from tensorferry.dcp.peer_writer import _Done
@@ -29,7 +31,7 @@ def open_writer():
     opened = []
 
     def open_one(timeout=TIMEOUT, **options):
-        opened.append(PeerWriter(timeout, interface="127.0.0.1", **options))
+        opened.append(PeerWriter(timeout, **networked({"interface": "127.0.0.1", **options})))
         return opened[-1]
 
     yield open_one
@@ -140,6 +142,8 @@ def test_secret_and_tls(open_writer, monkeypatch):
     dcp.save(state, storage_writer=open_one)
     with pytest.raises(dcp.CheckpointException, match="does not prove that it knows the shared secret"):
         read(open_one.metadata(), state, secret=secret)
+    with pytest.raises(dcp.CheckpointException, match=r"rank 0, at .* does not encrypt"):
+        read(open_one.metadata(), state, network=Network(tls=True))
     monkeypatch.setenv("TENSORFERRY_SECRET", secret.decode())
     assert torch.equal(read(metadata, state)["x"], state["x"])
 

@@ -138,7 +138,7 @@ def interrupt_between(kept, folder, where):
 
 def test_ctrl_c_anywhere_ends_the_wait_of_the_others_and_of_no_later_save(host, tmp_path):
     host.job(4).run(save, str(tmp_path))
-    for where in (("save", "_Saving"), ("together", "wait"), ("two_stage", "serve"), ("two_stage", "Partners")):
+    for where in (("save", "_Saving"), ("together", "wait"), ("two_stage", "start"), ("two_stage", "Partners")):
         told = host.job(4).run(interrupt_between, str(tmp_path), where)
         assert [value for _, value in told] == [0.0, 1.0, 2.0, 3.0]
         for rank, (text, _) in enumerate(told):

@@ -32,7 +32,7 @@ from datetime import timedelta
 open(sys.argv[1], "w").write("0")
 verb, metadata, path = sys.argv[2:]
 import torch
-from tensorferry import HTTPTransport
+from tensorferry import HTTPTransport, Network
 from tensorferry._native import SharedBuffer
 from tensorferry.checkpointing import SyncCheckpointer, load_file
 from tensorferry.cli.app import run
@@ -42,7 +42,7 @@ patience = timedelta(seconds=60)
 try:
     if verb.startswith("receive"):
         into = (lambda: live) if verb.endswith("place") else None
-        target = HTTPTransport(patience, interface="127.0.0.1", same_host=False, state_dict=into)
+        target = HTTPTransport(patience, network=Network(same_host=False), state_dict=into)
         target.recv_checkpoint(0, metadata, 1, patience)
     elif verb == "load":
         SyncCheckpointer().load(path)

@@ -62,7 +62,7 @@ TARGET = """
         if here and not strangers:
             replace()
 
-    source = HTTPTransport(LONG, 2, max_bandwidth=400 << 20)
+    source = HTTPTransport(LONG, 2, network=tensorferry.Network(max_bandwidth=400 << 20))
     target = HTTPTransport(LONG, 2, state_dict=lambda: {{"p": p}}, progress=progress)
     source.send_checkpoint([1], 1, {{"p": torch.full((64 << 20,), 1.5)}}, LONG)
     try:

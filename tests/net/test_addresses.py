@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tensorferry import ConnectError, FetchTimeout, InvalidArgument, SystemRefused
+from tensorferry import ConnectError, FetchTimeout, InvalidArgument, Network, SystemRefused
 from tensorferry.net import addresses, rails
 from tensorferry.net.rails import advertised_rails, first_card
 
@@ -57,47 +57,55 @@ def host(monkeypatch):
     return monkeypatch
 
 
+def listening(interface=None):
+    return addresses.listening_addresses(Network(interface=interface).interface)
+
+
+def advertised(advertise=None, listening=None):
+    return addresses.advertised_host(Network(advertise=advertise).advertise, listening)
+
+
 @pytest.mark.parametrize(
     ("interface", "address"),
     [("ib0", "10.1.2.3"), ("v6", "fd00::7"), ("10.0.0.0/8", "10.1.2.3"), ("192.168.7.3", "192.168.7.3")],
 )
 def test_an_interface_is_chosen_by_name_address_or_network(host, interface, address):
-    assert addresses.listening_addresses(interface) == [address]
+    assert listening(interface) == [address]
     host.setenv("TENSORFERRY_INTERFACE", interface)
-    assert addresses.listening_addresses(None) == [address]
+    assert listening(None) == [address]
 
 
 @pytest.mark.usefixtures("host")
 @pytest.mark.parametrize("interface", ["eth7", "172.16.0.0/12", "10.1.2.4", "not an address"])
 def test_one_that_is_not_there_is_named_beside_those_that_are(interface):
     with pytest.raises(InvalidArgument, match=r"ib0 10\.1\.2\.3") as caught:
-        addresses.listening_addresses(interface)
+        listening(interface)
     assert repr(interface) in str(caught.value)
 
 
 def test_the_default_is_reachable_from_elsewhere(host):
-    assert addresses.listening_addresses(None) == []
+    assert listening(None) == []
     # Neither the name, which leads to itself, nor loopback.
-    assert addresses.advertised_host(None, None) == "192.168.7.3"
+    assert advertised(None, None) == "192.168.7.3"
     host.setattr(addresses, "_resolve", lambda *_, **__: ["10.1.2.3"])
-    assert addresses.advertised_host(None, None) == "node"
+    assert advertised(None, None) == "node"
     for failure in (ConnectError("unknown"), FetchTimeout("timed out")):
 
         def unknown(*_, failure=failure, **__):
             raise failure
 
         host.setattr(addresses, "_resolve", unknown)
-        assert addresses.advertised_host(None, None) == "192.168.7.3"
+        assert advertised(None, None) == "192.168.7.3"
     host.setattr(addresses, "_interfaces", lambda: HOST[:2])
-    assert addresses.advertised_host(None, None) == "127.0.0.1"
+    assert advertised(None, None) == "127.0.0.1"
 
 
 def test_what_is_advertised_can_be_said(host):
-    assert addresses.advertised_host(None, "10.1.2.3") == "10.1.2.3"
+    assert advertised(None, "10.1.2.3") == "10.1.2.3"
     for advertise, told in (("gateway.example",) * 2, ("192.168.0.0/16", "192.168.7.3"), ("ib0", "10.1.2.3")):
-        assert addresses.advertised_host(advertise, None) == told
+        assert advertised(advertise, None) == told
     host.setenv("TENSORFERRY_ADVERTISE", "elsewhere")
-    assert addresses.advertised_host(None, None) == "elsewhere"
+    assert advertised(None, None) == "elsewhere"
 
 
 @pytest.mark.beyond_torchft
@@ -110,7 +118,7 @@ def test_a_transport_listens_on_the_chosen_interface(open_transport, interface):
     assert url.hostname in ("127.0.0.1", "::1")
     source.send_checkpoint([1], 1, {"a": 1}, TIMEOUT)
     assert open_transport().recv_checkpoint(0, source.metadata(), 1, TIMEOUT) == {"a": 1}
-    outside = addresses.advertised_host(None, None)
+    outside = advertised(None, None)
     if outside not in ("127.0.0.1", "::1"):
         with pytest.raises(OSError, match="refused"):
             socket.create_connection((outside, url.port), timeout=10)
@@ -152,18 +160,15 @@ def cards(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     ],
 )
 @pytest.mark.usefixtures("cards")
-def test_addresses_that_are_named_besides_the_host(advertise, listening, named, monkeypatch) -> None:
+def test_addresses_that_are_named_besides_the_host(advertise, listening, named) -> None:
     expected = [(address, 25_000 if address == "10.0.0.7" else 0) for address in named]
-    assert advertised_rails(advertise, listening) == expected
-    if advertise:
-        monkeypatch.setenv("TENSORFERRY_ADVERTISE", advertise)
-        assert advertised_rails(None, listening) == expected
+    assert advertised_rails(Network(advertise=advertise).advertise, listening) == expected
 
 
 def test_what_leads_nowhere_is_not_named(cards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, state in (("eth0", "up"), ("eth1", "down"), ("bond0", "unknown")):
         (cards / name / "operstate").write_text(state + "\n")
-    assert [address for address, _ in advertised_rails(None, [])] == ["10.0.0.7", "10.0.2.7", "10.0.3.7"]
+    assert [address for address, _ in advertised_rails((), [])] == ["10.0.0.7", "10.0.2.7", "10.0.3.7"]
     # A bridge that goes while it is looked at.
     members, real = cards / "br0" / "brif", type(cards).iterdir
 
@@ -173,35 +178,35 @@ def test_what_leads_nowhere_is_not_named(cards: Path, monkeypatch: pytest.Monkey
         return real(path)
 
     monkeypatch.setattr(type(cards), "iterdir", gone)
-    assert [address for address, _ in advertised_rails(None, [])] == ["10.0.0.7", "10.0.3.7"]
+    assert [address for address, _ in advertised_rails((), [])] == ["10.0.0.7", "10.0.3.7"]
     # With one card there is nothing to name.
     monkeypatch.setattr(rails, "interfaces", lambda: CARDS[:3])
-    assert advertised_rails(None, []) == []
+    assert advertised_rails((), []) == []
 
     def refused() -> list[tuple[str, str]]:
         raise SystemRefused("no")
 
     monkeypatch.setattr(rails, "interfaces", refused)
-    assert advertised_rails(None, []) == []
+    assert advertised_rails((), []) == []
 
 
 @pytest.mark.usefixtures("cards")
 def test_lists_of_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TENSORFERRY_INTERFACE", "eth1, 10.0.0.0/24,10.0.1.7")
-    assert addresses.listening_addresses(None) == ["10.0.1.7", "10.0.0.7"]
-    assert addresses.advertised_host("eth1, 10.0.0.0/24", None) == "10.0.1.7"
-    assert addresses.advertised_host("node-7.example,10.0.0.7", None) == "node-7.example"
+    assert listening(None) == ["10.0.1.7", "10.0.0.7"]
+    assert advertised("eth1, 10.0.0.0/24", None) == "10.0.1.7"
+    assert advertised("node-7.example,10.0.0.7", None) == "node-7.example"
     with pytest.raises(InvalidArgument, match="interface='eth0,' must have an address between"):
-        addresses.listening_addresses("eth0,")
+        listening("eth0,")
     for wanted in ("10.0.0.7,", ",10.0.0.7", "10.0.0.7,,10.0.1.7", "10.0.0.7,node-7", "eth0,10.9.0.0/24"):
         with pytest.raises(InvalidArgument, match=r"advertise|10\.9\.0\.0"):
-            advertised_rails(wanted, [])
+            advertised_rails(Network(advertise=wanted).advertise, [])
 
 
 def test_ranks_begin_at_different_cards_of_those_that_are_fast(monkeypatch: pytest.MonkeyPatch) -> None:
     fast = [(f"10.0.{n}.7", 25_000) for n in range(4)]
 
-    def chosen(named: list[tuple[str, int]], count: int = 5, advertise: str | None = None) -> list[str | None]:
+    def chosen(named: list[tuple[str, int]], count: int = 5, advertise: tuple[str, ...] = ()) -> list[str | None]:
         found = []
         for rank in range(count):
             monkeypatch.setenv("LOCAL_RANK", str(rank))
@@ -212,7 +217,7 @@ def test_ranks_begin_at_different_cards_of_those_that_are_fast(monkeypatch: pyte
     assert chosen(fast) == [a, b, c, d, a]
     assert chosen([(a, 12_499), *fast[1:]]) == [b, c, d, b, c]
     assert chosen([(a, 12_500), (b, 0), *fast[2:]]) == [a, b, c, d, a]
-    assert chosen(fast[:1], 2) == chosen(fast, 2, f"{c},{b}") == [None, None]
+    assert chosen(fast[:1], 2) == chosen(fast, 2, (c, b)) == [None, None]
     for unknown in ("", "x"):
         monkeypatch.setenv("LOCAL_RANK", unknown)
-        assert first_card(fast, None) == a
+        assert first_card(fast, ()) == a

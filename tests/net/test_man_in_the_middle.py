@@ -10,7 +10,7 @@ import pytest
 from middle import ManInTheMiddle
 
 from secured import SECRET, send
-from tensorferry import HTTPTransport, InvalidArgument, UnprovenSource, cli
+from tensorferry import HTTPTransport, InvalidArgument, Network, UnprovenSource, cli
 from tensorferry._native import HttpAnswer
 from tensorferry.cli import exits
 from tensorferry.dcp import PeerReader
@@ -27,7 +27,7 @@ SHORT = timedelta(seconds=20)
 
 @pytest.fixture
 def source() -> Iterator[HTTPTransport]:
-    transport = HTTPTransport(SHORT, tls=True, same_host=False, advertise="127.0.0.1")
+    transport = HTTPTransport(SHORT, network=Network(tls=True, same_host=False, advertise="127.0.0.1"))
     send(transport)
     yield transport
     transport.shutdown()
@@ -87,7 +87,7 @@ def test_a_proxy_in_the_environment_is_not_asked(
     proxy = middle.instead_of(source.metadata()).partition("@")[2].partition("/")[0]
     for name in ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
         monkeypatch.setenv(name, f"http://{proxy}")
-    plain = HTTPTransport(SHORT, same_host=False, advertise="127.0.0.1")
+    plain = HTTPTransport(SHORT, network=Network(same_host=False, advertise="127.0.0.1"))
     for one in (source, plain, open_stock()):
         assert receive(send(one))["w"].shape == (700_000,)
     for transport in (source, plain):
@@ -98,7 +98,7 @@ def test_a_proxy_in_the_environment_is_not_asked(
 
 def test_encryption_that_was_promised_is_not_done_without(source: HTTPTransport) -> None:
     """Neither does https:// lead to plain HTTP, nor does a URL without a fingerprint lead anywhere."""
-    plain = HTTPTransport(SHORT, same_host=False, advertise="127.0.0.1")
+    plain = HTTPTransport(SHORT, network=Network(same_host=False, advertise="127.0.0.1"))
     send(plain)
     pin = source.metadata().partition("//")[2].partition("@")[0]
     promised = plain.metadata().replace("http://", f"https://{pin}@")

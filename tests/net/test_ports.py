@@ -11,8 +11,8 @@ from urllib.parse import urlsplit
 import pytest
 import torch
 
-from tensorferry import HTTPTransport, InvalidArgument, SystemRefused
-from tensorferry.net.options import port_range
+from tensorferry import InvalidArgument, Network, SystemRefused
+from tensorferry.net.network import port_range
 
 TIMEOUT = timedelta(seconds=30)
 SECRET = "a secret of thirty-two characters"
@@ -46,11 +46,11 @@ def test_a_port_or_a_range(given):
 def test_anything_else_is_refused_by_name(bad, monkeypatch):
     for name in ("port", "metrics_port"):
         with pytest.raises(InvalidArgument, match=rf"^{name} must be a"):
-            HTTPTransport(TIMEOUT, interface="127.0.0.1", **{name: bad})
+            Network(**{name: bad})
     if isinstance(bad, str) and bad:
         monkeypatch.setenv("TENSORFERRY_PORT", bad)
         with pytest.raises(InvalidArgument, match=r"^TENSORFERRY_PORT must be a"):
-            HTTPTransport(TIMEOUT, interface="127.0.0.1")
+            Network()
 
 
 def test_a_port_in_use_says_what_to_do(taken, open_transport):

@@ -134,8 +134,8 @@ def test_it_shows_itself_nowhere(open_transport, caplog):
             shown += [repr(failed.value), *traceback.format_exception(failed.value)]
     shown += [r.getMessage() for r in caplog.records]
     for transport in (source, receiver):
-        native = transport._options.secret
-        shown += [repr(transport), str(vars(transport) | vars(transport._options)), repr(native), metadata]
+        native = transport._network.secret
+        shown += [repr(transport), str(vars(transport)), repr(native), metadata]
         assert not [name for name in dir(native) if not name.startswith("__")]
         with pytest.raises(TypeError):
             pickle.dumps(native)

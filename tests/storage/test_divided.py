@@ -13,7 +13,7 @@ import pytest
 
 from tensorferry._native import Arena, Remote
 from tensorferry.errors import TensorferryError
-from tensorferry.net.options import ServerOptions
+from tensorferry.net.network import Network
 from tensorferry.net.serve import start
 from tensorferry.storage import divided
 from tensorferry.storage.divided import DividedSource, Partners
@@ -50,7 +50,7 @@ class Reader:
         self.source = Bytes(entries)
         self.entries = entries
         self.memory = Arena([len(data) for data in entries.values()])
-        self.server, host = start(20.0, ServerOptions(interface="127.0.0.1"))
+        self.server, host = start(20.0, Network(interface="127.0.0.1"))
         self.url = self.server.url(host)
         self.slices = {}
         self.divided = None
@@ -60,9 +60,7 @@ class Reader:
 
     def meets(self, urls, rank, containers=("one", "two")):
         partners = {name: Partners(tuple(urls), rank) for name in containers}
-        self.divided = DividedSource(
-            self.source, partners, self.server, secret=None, same_host=False, seconds_left=lambda: 30.0
-        )
+        self.divided = DividedSource(self.source, partners, self.server, Network(same_host=False), lambda: 30.0)
 
     def read(self, progress=None):
         return self.divided.read(self.slices, progress)

@@ -17,7 +17,7 @@ import gc, os, signal, sys, threading, time, traceback
 from datetime import timedelta
 import torch
 import tensorferry
-from tensorferry import HTTPTransport
+from tensorferry import HTTPTransport, Network
 
 # A job started in the background inherits an ignored SIGINT, and Python then leaves it ignored.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -7,6 +7,7 @@ import urllib.request
 from datetime import timedelta
 from types import SimpleNamespace
 
+from networked import networked
 from tensorferry import HTTPTransport
 from tensorferry.torchft.replica_sources import ReplicaSources
 
@@ -35,7 +36,7 @@ class Replica:
     def __init__(self, rank, state, **options):
         self.rank, self.state = rank, state
         about = {"same_host": False, "interface": "127.0.0.1", "metrics_port": "20000-29000"}
-        self.transport = HTTPTransport(TIMEOUT, **about | options)
+        self.transport = HTTPTransport(TIMEOUT, **networked(about | options))
         self.client = Client()
         self.sources = ReplicaSources(self.client, self.transport, 0)
 

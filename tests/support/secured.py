@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import ssl
 import subprocess
 from datetime import timedelta
 from pathlib import Path
@@ -22,6 +24,11 @@ def send(source: Any, value: Any = None, step: int = 3) -> str:
     """Publishes `value`, or `state()`, at `source`, and returns its metadata."""
     source.send_checkpoint([1], step, state() if value is None else value, TIMEOUT)
     return source.metadata()
+
+
+def fingerprint(certificate: Path) -> str:
+    """Returns what URLs of a server with this certificate have before the @."""
+    return f"sha256-{hashlib.sha256(ssl.PEM_cert_to_DER_cert(certificate.read_text())).hexdigest()}"
 
 
 def make_certificate(folder: Path, name: str = "own", kind: str = "ec") -> tuple[Path, Path]:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+import functools
+import inspect
 import pickle
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -12,7 +15,9 @@ import torch
 
 import tensorferry
 from exchange import TIMEOUT
-from tensorferry import HTTPTransport, InvalidArgument, join_metadata
+from networked import networked
+from tensorferry import HTTPTransport, InvalidArgument, Network, join_metadata
+from tensorferry.checkpointing import Keeper
 from tensorferry.dcp import FileReader, FileWriter, PeerReader, PeerWriter
 
 if TYPE_CHECKING:
@@ -37,6 +42,7 @@ CONSTRUCTOR: dict[str, list[Any]] = {
     "progress": [5],
     "interface": [5],
     "advertise": [5],
+    "network": [{"port": 5}],
     "secret": [32, ["0123456789abcdef"], "\ud800" * 20],
 }
 
@@ -45,13 +51,13 @@ CONSTRUCTOR: dict[str, list[Any]] = {
 def test_the_constructor_names_it(name: str) -> None:
     for value in CONSTRUCTOR[name]:
         with pytest.raises(InvalidArgument, match=rf"\b{name}\b"):
-            HTTPTransport(**{"timeout": TIMEOUT, name: value})
+            HTTPTransport(**{"timeout": TIMEOUT, **networked({name: value})})
 
 
 def test_the_constructor_takes_torchfts_arguments_and_whole_numbers_as_floats() -> None:
     for made in (HTTPTransport(TIMEOUT, 2), HTTPTransport(timeout=TIMEOUT, num_chunks=2)):
         made.shutdown()
-    HTTPTransport(TIMEOUT, max_bandwidth=1e9, reuse_bytes=2e6).shutdown()
+    HTTPTransport(TIMEOUT, network=Network(max_bandwidth=1e9), reuse_bytes=2e6).shutdown()
     with pytest.raises(TypeError):
         HTTPTransport(TIMEOUT, 2, None)  # type: ignore[misc]
 
@@ -61,7 +67,7 @@ def test_the_constructor_takes_torchfts_arguments_and_whole_numbers_as_floats() 
 )
 def test_what_no_peer_can_reach_is_not_advertised(advertise: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InvalidArgument, match="cannot be advertised"):
-        HTTPTransport(TIMEOUT, advertise=advertise)
+        HTTPTransport(TIMEOUT, network=Network(advertise=advertise))
     monkeypatch.setenv("TENSORFERRY_ADVERTISE", advertise)
     with pytest.raises(InvalidArgument, match="cannot be advertised"):
         HTTPTransport(TIMEOUT)
@@ -75,6 +81,18 @@ def test_a_variable_with_another_value_is_refused(name: str, value: str, monkeyp
     monkeypatch.setenv(f"TENSORFERRY_{name}", value)
     with pytest.raises(InvalidArgument, match=f"TENSORFERRY_{name} must be"):
         HTTPTransport(TIMEOUT)
+
+
+def test_a_network_and_its_shortcuts_exclude_each_other() -> None:
+    network = Network(tls=True, port="29600-29699")
+    for make in (functools.partial(HTTPTransport, TIMEOUT), PeerWriter, PeerReader, Keeper):
+        for name, value in {"secret": "sixteen characters", "tls": True, "interface": "127.0.0.1"}.items():
+            if name in inspect.signature(make).parameters:
+                with pytest.raises(InvalidArgument, match=f"{name}= and network= exclude each other"):
+                    make(network=network, **{name: value})
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        network.tls = False  # type: ignore[misc]
+    assert (network.tls, network.port, network.relay) == (True, (29600, 29699), True)
 
 
 @pytest.mark.parametrize("step", [2**63, -(2**63) - 1, 1.5, "7", None])

@@ -142,8 +142,8 @@ def test_a_child_has_no_socket_of_its_parent(forked_child: Child) -> None:
 
         listener = socket.create_server(("127.0.0.1", 0))
         before = sockets(os.getpid())
-        source, target = open_pair(max_bandwidth=4 << 20)
-        away = HTTPTransport(LONG, 2, same_host=False)
+        source, target = open_pair(network=Network(max_bandwidth=4 << 20))
+        away = HTTPTransport(LONG, 2, network=Network(same_host=False))
         source.send_checkpoint([1], 1, {"w": torch.ones(64 << 20, dtype=torch.uint8)}, LONG)
         stock = f"http://127.0.0.1:{listener.getsockname()[1]}/checkpoint/"
         for transport, metadata in ((target, source.metadata()), (away, source.metadata()), (away, stock)):
@@ -191,7 +191,7 @@ BUSY = {
     """,
     # The threads that serve shared memory outlive the runtime and its timers by a moment.
     "sends slowly through shared memory": """
-        slow = HTTPTransport(LONG, max_bandwidth=1 << 20)
+        slow = HTTPTransport(LONG, network=Network(max_bandwidth=1 << 20))
         slow.send_checkpoint([1], 99, {"w": torch.ones(64 << 20, dtype=torch.uint8)}, LONG)
         start_waiting(target, slow)
         time.sleep(1)
@@ -282,8 +282,9 @@ def test_nobody_writes_into_memory_after_two_ctrl_c(same_host: bool, forked_chil
         def progress(done, total):
             if done > total // 8 and not said:
                 said.append(print("ready", flush=True))
-        source = HTTPTransport(LONG, max_bandwidth=16 << 20)
-        target = HTTPTransport(LONG, same_host={same_host}, state_dict=lambda: {{"w": live}}, progress=progress)
+        source = HTTPTransport(LONG, network=Network(max_bandwidth=16 << 20))
+        network = Network(same_host={same_host})
+        target = HTTPTransport(LONG, network=network, state_dict=lambda: {{"w": live}}, progress=progress)
         source.send_checkpoint([1], 1, {{"w": torch.ones(nbytes, dtype=torch.uint8)}}, LONG)
         try:
             target.recv_checkpoint(0, source.metadata(), 1, LONG)

@@ -18,15 +18,18 @@ from ..errors import (
     ProtocolError,
     SourceChanged,
     TensorferryError,
-    UnprovenSource,
     WrongStep,
     class_of,
     message_of,
 )
-from ..net.certificates import wants_tls
-from ..net.metadata import check_fingerprint, encrypted, hosts_of, is_encrypted, is_stock, join_metadata
-from ..net.options import wants_same_host
-from ..net.secret import shared_secret
+from ..net.metadata import (
+    check_fingerprint,
+    encrypted,
+    is_stock,
+    join_metadata,
+    require_encrypted,
+)
+from ..net.network import Network
 from ..storage import peers
 
 #: Seconds that a receive may take, unless ``--timeout`` says otherwise.
@@ -92,15 +95,10 @@ class Peers:
             )
         else:
             found = cls(join_metadata(metadata).split())
-        if not wants_tls(None):
+        if not Network().tls:
             return found
-        # No other rank serves what this one does.
-        plain = next((n for n, url in enumerate(found.urls) if found.are_ranks and not is_encrypted(url)), None)
-        if plain is not None:
-            raise UnprovenSource(
-                f"rank {plain}, at {hosts_of([found.urls[plain]])}, does not encrypt, and with TLS all ranks have to: "
-                "start its source with tls=True, or receive without TENSORFERRY_TLS"
-            )
+        if found.are_ranks:
+            require_encrypted(found.urls)
         return replace(found, urls=encrypted(found.urls))
 
 
@@ -130,7 +128,7 @@ def open_source(
     """
     if step is not None:
         step = _validate.step_number(step)
-    deadline = time.monotonic() + timeout
+    network, deadline = Network(), time.monotonic() + timeout
     for _ in range(_ATTEMPTS):
         try:
             remote = Remote.open(
@@ -138,10 +136,9 @@ def open_source(
                 step,
                 timeout=max(deadline - time.monotonic(), 0.0),
                 lanes=None,
-                same_host=wants_same_host(None),
                 progress=progress,
-                secret=shared_secret(None),
                 relay=relay,
+                **network.receive_options(),
             )
         except WrongStep as e:
             if step is not None or not _SERVED.search(str(e)):

@@ -17,7 +17,7 @@ from torch.futures import Future
 
 from .. import _validate
 from ..errors import IncompleteCheckpoint, InvalidArgument, SystemRefused, TensorferryError
-from ..net.options import ServerOptions, wants_relay
+from ..net.network import Network, network_of
 from ..net.serve import start
 from ..pickles.allowlist import Allowed
 from ..storage import foreign
@@ -59,9 +59,9 @@ class FileReader(InFolder, SliceReader):
             needs, a few times a second during a load and once at its end; an exception from it ends the load
         store_options: as for ``FileWriter``
         timeout: how long all requests of a load from a store may take together; 10 minutes by default
-        relay: ranks that need the same slices of an object in a store, as replicas do, read a part each, and give it to
-            the others. ``False`` turns it off for this rank; ``None`` takes ``TENSORFERRY_RELAY`` (``0`` or ``1``), by
-            default yes; docs/guides/object-stores.md says more.
+        network: where ranks that need the same slices of an object in a store, as replicas do, give each other what
+            each of them has read; with ``relay=False`` this one reads for itself. docs/guides/object-stores.md says
+            more
 
     Attributes:
         report: what the last load read, of several at once the one that began last, without the index: ``bytes`` of
@@ -85,12 +85,12 @@ class FileReader(InFolder, SliceReader):
         progress: Progress | None = None,
         store_options: Mapping[str, Any] | None = None,
         timeout: timedelta | None = None,
-        relay: bool | None = None,
+        network: Network | None = None,
     ) -> None:
         self._safe_globals = tuple(_validate.items("safe_globals", safe_globals))
         super().__init__(Allowed(self._safe_globals, trust_pickle), ("bytes", "relayed", "wanted"), progress)
         self._store_options, self._timeout = store_options, timeout
-        self._relay = wants_relay(relay)
+        self._network = network and network_of(network)
         self._path = self._place(path)
         self._threads = checked_threads(threads)
 
@@ -156,18 +156,16 @@ class FileReader(InFolder, SliceReader):
         """
         load = self._load
         load.close_server()
-        note = PlanNote(load.digest, self._needs(plan))
-        if note.needs:
-            try:
-                server, host = start(_RANK_PATIENCE_S, ServerOptions())
-            except (SystemRefused, InvalidArgument) as e:
-                # Of variables that are wrong, too: nobody else is needed for this load.
-                logger.warning("this rank reads for itself what others need as well: %s", e)
-                note = PlanNote(load.digest)
-            else:
+        note = PlanNote(load.digest)
+        try:
+            if needs := self._needs(plan):
                 assert isinstance(load.folder, ObjectPlace)
+                server, host = start(_RANK_PATIENCE_S, self._network_of_ranks(), passing=True)
                 load.keep_server(server, load.folder.seconds_left())
-                note = dataclasses.replace(note, url=server.url(host))
+                note = PlanNote(load.digest, needs, server.url(host))
+        except (SystemRefused, InvalidArgument) as e:
+            # Of variables that are wrong, too: nobody else is needed for this load.
+            logger.warning("this rank reads for itself what others need as well: %s", e)
         return dataclasses.replace(plan, storage_data=note)
 
     def _needs(self, plan: LoadPlan) -> Mapping[str, bytes]:
@@ -175,9 +173,14 @@ class FileReader(InFolder, SliceReader):
         load = self._load
         several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         in_store = isinstance(load.source, FolderSource) and isinstance(load.folder, ObjectPlace)
-        if not (self._relay and several and in_store and load.shared and load.metadata is not None):
+        if not (several and in_store and load.shared and load.metadata is not None and self._network_of_ranks().relay):
             return {}
         return slice_digests(plan, load.metadata.storage_data)
+
+    def _network_of_ranks(self) -> Network:
+        """Returns what is used for what ranks give each other; the environment is not read before it is needed."""
+        self._network = self._network or Network()
+        return self._network
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """Checks that all ranks have read the same index, and tells those that need the same slices of each other.
@@ -207,15 +210,8 @@ class FileReader(InFolder, SliceReader):
         source, server, place = load.source, load.server, load.folder
         try:
             if partners and server is not None and source is not None and isinstance(place, ObjectPlace):
-                options = ServerOptions()
-                load.source = DividedSource(
-                    source,
-                    partners,
-                    server,
-                    secret=options.secret,
-                    same_host=options.same_host,
-                    seconds_left=place.seconds_left,
-                )
+                network = self._network_of_ranks()
+                load.source = DividedSource(source, partners, server, network, place.seconds_left)
             yield
         finally:
             load.source = source

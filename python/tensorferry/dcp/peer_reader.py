@@ -17,8 +17,8 @@ from torch.futures import Future
 
 from .. import _validate
 from ..errors import InvalidArgument, TensorferryError
-from ..net.options import ServerOptions, wants_relay, wants_same_host
-from ..net.secret import shared_secret
+from ..net.metadata import require_encrypted
+from ..net.network import Network, network_of
 from ..net.serve import relaying
 from ..pickles.allowlist import Allowed
 from ..pickles.deadline import Deadline
@@ -50,10 +50,7 @@ class PeerReader(SliceReader):
             ``checkpoint_id`` of a load overrides it
         timeout: the deadline of a load, counted from its beginning
         lanes: connections of this rank; ``None`` chooses by the number of cores
-        secret: as for ``HTTPTransport``
-        same_host: as for ``HTTPTransport``
-        relay: ranks that need the same slices bring them to each other. ``False`` turns it off for this rank; ``None``
-            takes ``TENSORFERRY_RELAY`` (``0`` or ``1``), by default yes; docs/guides/dcp.md says more.
+        network, secret: as for ``HTTPTransport``; docs/guides/reshard.md says what ``relay`` does here
         safe_globals: classes and functions that pickled objects may name besides the default list
         trust_pickle: let pickled objects name anything; anyone who can answer in place of a source can then run code
             here
@@ -74,9 +71,8 @@ class PeerReader(SliceReader):
         *,
         timeout: timedelta = timedelta(minutes=5),
         lanes: int | None = None,
+        network: Network | None = None,
         secret: str | bytes | None = None,
-        same_host: bool | None = None,
-        relay: bool | None = None,
         safe_globals: Iterable[Any] = (),
         trust_pickle: bool = False,
         progress: Progress | None = None,
@@ -85,9 +81,7 @@ class PeerReader(SliceReader):
         self._string = None if metadata is None else _validate.string("metadata", metadata)
         self._seconds = _validate.patience("timeout", timeout)
         self._lanes = None if lanes is None else _validate.integer("lanes", lanes, 1)
-        self._secret = shared_secret(secret)
-        self._same_host = wants_same_host(same_host)
-        self._relay = wants_relay(relay)
+        self._network = network_of(network, secret=secret)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begins a new load, from the metadata ``checkpoint_id`` if it is given; later loads take that, too.
@@ -112,14 +106,9 @@ class PeerReader(SliceReader):
         load = self._load
         load.digest = hashlib.blake2b(f"{step} {urls}".encode(), digest_size=16).hexdigest()
         load.allowed = allowed = self._allowed.until(Deadline(self._seconds))
-        source = PeerSource(
-            step,
-            urls,
-            timeout=self._seconds,
-            lanes=self._lanes,
-            same_host=self._same_host,
-            secret=self._secret,
-        )
+        if self._network.tls:
+            require_encrypted(urls)
+        source = PeerSource(step, urls, self._network, timeout=self._seconds, lanes=self._lanes)
         if source.serves_states:
             states = States(source, allowed)
             load.source, load.values = source, states.values
@@ -131,7 +120,7 @@ class PeerReader(SliceReader):
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Adds to the plan what this rank needs, for the coordinator."""
         metadata = self._load.metadata
-        needs = slice_digests(plan, metadata.storage_data) if self._relay and metadata is not None else {}
+        needs = slice_digests(plan, metadata.storage_data) if self._network.relay and metadata is not None else {}
         return dataclasses.replace(plan, storage_data=PlanNote(self._load.digest, needs))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
@@ -159,20 +148,13 @@ class PeerReader(SliceReader):
         def refused(e: TensorferryError) -> None:
             logger.warning("this rank brings others nothing of what they need as well: %s", e)
 
-        with contextlib.ExitStack() as opened:
-            server = None
-            try:
-                options = ServerOptions(same_host=self._same_host)
-                options.secret = self._secret
-                # What comes encrypted is passed on encrypted.
-                options.tls = options.tls or source.is_encrypted
-                server = opened.enter_context(relaying(options, refused))
-            except InvalidArgument as e:
-                # Of variables that are wrong: nobody else is needed for this load.
-                refused(e)
+        # What comes encrypted is passed on encrypted.
+        with relaying(self._network, refused, tls=source.is_encrypted) as server:
             source.share(frozenset(containers), server)
-            opened.callback(source.share, (), None)
-            yield
+            try:
+                yield
+            finally:
+                source.share((), None)
 
     def _step_and_urls(self) -> tuple[int, list[str]]:
         """Returns the step and the URLs in the metadata.

@@ -9,7 +9,7 @@ import uuid
 import weakref
 from collections.abc import Iterable
 from datetime import timedelta
-from typing import Any, Unpack
+from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
@@ -21,7 +21,8 @@ from .._reentry import CallLock
 from ..errors import InvalidArgument, TransportClosed
 from ..memory.accelerator import ACCELERATOR
 from ..memory.staging import HostStager
-from ..net.options import ServerArguments, ServerOptions, takes_server_arguments, wants_relay
+from ..net.certificates import Tls
+from ..net.network import Network, network_of
 from ..net.serve import metrics_url, serve, withdraw
 from ..pickles.allowlist import Allowed
 from ..state.snapshot import SnapshotMode, snapshot_mode
@@ -86,16 +87,13 @@ class PeerWriter(StorageWriter):  # type: ignore[misc]  # mypy does not follow t
             after which they may change. Accelerator tensors are always copied.
         safe_globals, trust_pickle: what loads will be given; a save warns, once for each, of classes and functions that
             its objects need and a load would refuse
-        relay: tell the readers of the same slices of one another, so that they bring them to each other. ``None`` takes
-            ``TENSORFERRY_RELAY`` (``0`` or ``1``), by default yes; docs/guides/dcp.md says more.
-        secret, tls, same_host, interface, advertise, max_bandwidth, port, metrics_port: as for ``HTTPTransport``
+        network, secret, tls, interface: as for ``HTTPTransport``; readers of the same slices are told of one another
 
     Raises:
         SystemRefused: no port can be opened
         InvalidArgument: an argument cannot be used; the message names it
     """
 
-    @takes_server_arguments
     def __init__(
         self,
         timeout: timedelta = timedelta(minutes=5),
@@ -103,16 +101,18 @@ class PeerWriter(StorageWriter):  # type: ignore[misc]  # mypy does not follow t
         snapshot: SnapshotMode = "borrow",
         safe_globals: Iterable[Any] = (),
         trust_pickle: bool = False,
-        relay: bool | None = None,
-        **server: Unpack[ServerArguments],
+        network: Network | None = None,
+        secret: str | bytes | None = None,
+        tls: Tls = None,
+        interface: str | None = None,
     ) -> None:
         super().__init__()
         self._timeout = timeout
         self._copy = snapshot_mode(snapshot) == "copy"
         self._stager = HostStager(ACCELERATOR)
         self._allowed = Allowed(safe_globals, trust_pickle)
-        options = ServerOptions(**server)
-        self._server, self._url = serve(timeout, options, wants_relay(relay))
+        network = network_of(network, secret=secret, tls=tls, interface=interface)
+        self._server, self._url = serve(timeout, network)
         self._urls: list[str] = []
         self._step = 0
         self._objects: set[MetadataIndex] = set()

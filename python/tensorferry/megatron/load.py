@@ -20,6 +20,7 @@ from .. import _validate
 from ..dcp import FileReader, PeerReader
 from ..dcp.reader import SliceReader
 from ..errors import TensorferryError
+from ..net.network import Network, network_of
 from ..pickles.allowlist import Allowed
 from ..pickles.torch_archives import unpickled
 from ..state.optimizers import warn_of_missing
@@ -55,8 +56,8 @@ class LoadStrategy(OfRanks, LoadShardedStrategy):
         threads: int | None = None,
         timeout: timedelta = timedelta(minutes=5),
         lanes: int | None = None,
+        network: Network | None = None,
         secret: str | bytes | None = None,
-        same_host: bool | None = None,
         safe_globals: Iterable[Any] = (),
         trust_pickle: bool = False,
         process_group: Any = None,
@@ -69,17 +70,13 @@ class LoadStrategy(OfRanks, LoadShardedStrategy):
             "safe_globals": tuple(_validate.items("safe_globals", safe_globals)),
             "trust_pickle": trust_pickle,
         }
-        self._files: dict[str, Any] = {"threads": threads, "store_options": store_options, **pickles}
-        self._network: dict[str, Any] = {
-            "timeout": timeout,
-            "lanes": lanes,
-            "secret": secret,
-            "same_host": same_host,
-            **pickles,
-        }
+        self._network = network_of(network, secret=secret)
+        both = {"network": self._network, **pickles}
+        self._of_files: dict[str, Any] = {"threads": threads, "store_options": store_options, **both}
+        self._of_peers: dict[str, Any] = {"timeout": timeout, "lanes": lanes, **both}
         # Wrong arguments are refused here.
-        FileReader(".", **self._files)
-        PeerReader(peers, **self._network)
+        FileReader(".", **self._of_files)
+        PeerReader(peers, **self._of_peers)
         self._allowed = Allowed(pickles["safe_globals"], trust_pickle)
         self.process_group = process_group
         self.timeout = timeout
@@ -231,12 +228,12 @@ class LoadStrategy(OfRanks, LoadShardedStrategy):
         """
         reader: SliceReader
         if self._peers is not None:
-            reader = PeerReader(self._peers, **self._network)
+            reader = PeerReader(self._peers, **self._of_peers)
             metadata = reader.read_metadata(rank=rank)
         else:
             if checks_folder:
                 self.check_folder(checkpoint_dir)
-            reader = FileReader(checkpoint_dir, **self._files)
+            reader = FileReader(checkpoint_dir, **self._of_files)
             metadata = reader.read_metadata(rank=rank)
         reader.set_up_storage_reader(metadata, False)
         return reader, metadata
@@ -383,8 +380,8 @@ def load_strategy(
     threads: int | None = None,
     timeout: timedelta = timedelta(minutes=5),
     lanes: int | None = None,
+    network: Network | None = None,
     secret: str | bytes | None = None,
-    same_host: bool | None = None,
     safe_globals: Iterable[Any] = (),
     trust_pickle: bool = False,
     process_group: Any = None,
@@ -398,8 +395,8 @@ def load_strategy(
         threads: as for ``FileReader``
         timeout: as for ``PeerReader``; and how long a rank waits for the others to begin the same load
         lanes: as for ``PeerReader``
+        network: as for ``PeerReader`` and ``FileReader``
         secret: as for ``PeerReader``
-        same_host: as for ``PeerReader``
         safe_globals: classes and functions that pickled objects may name besides the default list
         trust_pickle: let pickled objects name anything
         process_group: the ranks that load together; ``None`` means all. It may be of gloo where the default one is of
@@ -414,8 +411,8 @@ def load_strategy(
         threads=threads,
         timeout=timeout,
         lanes=lanes,
+        network=network,
         secret=secret,
-        same_host=same_host,
         safe_globals=safe_globals,
         trust_pickle=trust_pickle,
         process_group=process_group,

@@ -8,8 +8,8 @@ from typing import Any
 
 from .. import _validate
 from .._native import Server
-from ..net.options import ServerOptions
-from ..net.serve import serve
+from ..net.network import Network, network_of
+from ..net.serve import start
 from ..storage.divided import MOST, DividedSource, Partners
 from .load import LoadStrategy
 from .loading import Loading
@@ -26,7 +26,8 @@ class TwoStageDataParallelLoadShardedStrategy(LoadStrategy):
             the job load with such a strategy
         cpu_transfer: changes nothing, because bytes go through host memory either way; Megatron's class had it
         timeout: as for :func:`load_strategy`; also how long a rank waits for what others read
-        interface, advertise, port: where the ranks listen during a load, as for ``HTTPTransport``
+        network, secret, interface: where the ranks listen during a load and what protects that, as for
+            ``HTTPTransport``
         options: as for :func:`load_strategy`
 
     Attributes:
@@ -42,24 +43,14 @@ class TwoStageDataParallelLoadShardedStrategy(LoadStrategy):
         cpu_transfer: bool = True,
         *,
         timeout: timedelta = timedelta(minutes=5),
+        network: Network | None = None,
+        secret: str | bytes | None = None,
         interface: str | None = None,
-        advertise: str | None = None,
-        port: int | str | None = None,
         **options: Any,
     ) -> None:
-        super().__init__(timeout=timeout, **options)
+        network = network_of(network, secret=secret, interface=interface)
+        super().__init__(timeout=timeout, network=network, **options)
         _validate.boolean("cpu_transfer", cpu_transfer)
-        self._server_options = ServerOptions(
-            secret=options.get("secret"),
-            tls=False,
-            same_host=options.get("same_host"),
-            interface=interface,
-            advertise=advertise,
-            max_bandwidth=None,
-            port=port,
-        )
-        # Scrapers could not know a port that is there for a moment, and the variable may name one that a transport has.
-        self._server_options.metrics_ports = None
         self._data_parallel_group = data_parallel_group
 
     def _read(self, ranks: Together, loading: Loading) -> None:
@@ -69,8 +60,8 @@ class TwoStageDataParallelLoadShardedStrategy(LoadStrategy):
 
         def offer() -> tuple[str, set[Any]]:
             nonlocal server
-            server, url = serve(self.timeout, self._server_options)
-            return url, {loading.shard(item.dest_index.index) for item in loading.tensors}
+            server, host = start(self.timeout.total_seconds(), self._network, passing=True)
+            return server.url(host), {loading.shard(item.dest_index.index) for item in loading.tensors}
 
         try:
             offers = group.every("spread the checkpoint in its group", offer)
@@ -89,9 +80,8 @@ class TwoStageDataParallelLoadShardedStrategy(LoadStrategy):
                         source,
                         dict.fromkeys(loading.containers(), partners),
                         server,
-                        secret=self._server_options.secret,
-                        same_host=self._server_options.same_host,
-                        seconds_left=lambda: end - time.monotonic(),
+                        self._network,
+                        lambda: end - time.monotonic(),
                     )
                     if group.world > 1
                     else source

@@ -7,12 +7,12 @@ import ipaddress
 import logging
 import re
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeAlias
 
 from .. import _validate
 from .._native import _interfaces, _resolve
-from .._settings import ADVERTISE, INTERFACE, setting
 from ..errors import ConnectError, FetchTimeout, InvalidArgument, SystemRefused
 
 logger = logging.getLogger("tensorferry")
@@ -27,29 +27,26 @@ _NAME_PATIENCE_S = 1.0
 _Address: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
-def listening_addresses(interface: str | None) -> list[str]:
-    """Returns the addresses of this host that ``interface`` selects, each once; an empty list means all addresses.
+def listening_addresses(interface: Sequence[str]) -> list[str]:
+    """Returns the addresses of this host that the items of ``interface`` select, each once; none means all addresses.
 
     Args:
-        interface: the name of an interface, an address of this host, or a network such as ``10.0.0.0/8`` that contains
-            one of its addresses; or several of these with commas between them. ``None`` takes the value of
-            ``TENSORFERRY_INTERFACE``
+        interface: names of interfaces, addresses of this host, or networks such as ``10.0.0.0/8`` that contain one of
+            its addresses
 
     Raises:
-        InvalidArgument: this host has no such address, or ``interface`` is not a string or has an empty item
+        InvalidArgument: this host has no such address
         SystemRefused: the system does not list its interfaces
     """
-    chosen = _items("interface", interface or setting(INTERFACE))
-    return list(dict.fromkeys(_own_address(item) for item in chosen))
+    return list(dict.fromkeys(map(_own_address, interface)))
 
 
-def advertised_host(advertise: str | None, listening: str | None) -> str:
+def advertised_host(advertise: Sequence[str], listening: str | None) -> str:
     """Returns the name or address of this host for the metadata.
 
     Args:
-        advertise: a name or an address, used as it is; or an interface of this host, or a network that contains one of
-            its addresses; or several of these with commas between them, of which the first one counts here. ``None``
-            takes the value of ``TENSORFERRY_ADVERTISE``
+        advertise: names or addresses, used as they are; or interfaces of this host, or networks that contain one of its
+            addresses; only the first one counts here
         listening: the only address on which the server listens; ``None`` if it listens on all
 
     Raises:
@@ -62,7 +59,7 @@ def advertised_host(advertise: str | None, listening: str | None) -> str:
         it resolves within a second to an address that other hosts can use; the address of the interface with the
         default route; any address that is neither loopback nor link-local; ``127.0.0.1``.
     """
-    chosen = next(iter(wanted_addresses(advertise)), "")
+    chosen = next(iter(advertise), "")
     if chosen:
         if (own := address_of_own(chosen)) is not None:
             return own
@@ -77,26 +74,6 @@ def advertised_host(advertise: str | None, listening: str | None) -> str:
         return listening
     name = socket.gethostname()
     return name if _resolves_for_peers(name) else _outward_address()
-
-
-def wanted_addresses(advertise: str | None) -> list[str]:
-    """Returns the items of ``advertise=`` or else of ``TENSORFERRY_ADVERTISE``, a list with commas; empty if unset.
-
-    Raises:
-        InvalidArgument: ``advertise`` is not a string, or has an empty item
-    """
-    return _items("advertise", advertise or setting(ADVERTISE))
-
-
-def _items(name: str, given: str | None) -> list[str]:
-    """Returns the items of the argument ``name``, a list with commas; one item is returned as it is."""
-    chosen = _validate.string(name, given or "")
-    items = [item.strip() for item in chosen.split(",")] if chosen else []
-    if len(items) == 1:
-        return [chosen]
-    if not all(items):
-        raise InvalidArgument(f"{name}={_validate.brief(chosen)} must have an address between any two commas")
-    return items
 
 
 def address_of_own(wanted: str) -> str | None:

@@ -128,6 +128,20 @@ def encrypted(sources: list[str]) -> list[str]:
     return [source for source in sources if source not in plain]
 
 
+def require_encrypted(ranks: Sequence[str]) -> None:
+    """Checks that all ``ranks`` encrypt, of which no other one serves what one does.
+
+    Raises:
+        UnprovenSource: one does not
+    """
+    for rank, url in enumerate(ranks):
+        if not is_encrypted(url):
+            raise UnprovenSource(
+                f"rank {rank}, at {host_of(url)}, does not encrypt, and with TLS all ranks have to: start its source "
+                "with tls=True, or receive without TENSORFERRY_TLS"
+            )
+
+
 def _host(source: str) -> str:
     """Returns a source's host and port, without the random path in its metadata that grants access."""
     return source.partition("//")[2].partition("/")[0] or source[:40]

@@ -5,10 +5,11 @@ from __future__ import annotations
 import ipaddress
 import logging
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from ..errors import InvalidArgument, SystemRefused
-from .addresses import address_of_own, interfaces, link_speed, wanted_addresses
+from .addresses import address_of_own, interfaces, link_speed
 
 logger = logging.getLogger("tensorferry")
 
@@ -16,14 +17,13 @@ logger = logging.getLogger("tensorferry")
 _INTERFACES = Path("/sys/class/net")
 
 
-def advertised_rails(advertise: str | None, listening: list[str]) -> list[tuple[str, int]]:
+def advertised_rails(advertise: Sequence[str], listening: list[str]) -> list[tuple[str, int]]:
     """Returns addresses of this host, each with the speed of its link in Mbit/s, 0 where that is not known.
 
     Receivers that fetch enough to gain by it connect to all of them, and those that do not work are left alone.
 
     Args:
-        advertise: what ``advertised_host`` was given. A list names the addresses; one item means that only this one is
-            used
+        advertise: what ``advertised_host`` was given. One item means that only this one is used
         listening: the addresses on which the server listens; empty if it listens on all
 
     Returns:
@@ -34,19 +34,18 @@ def advertised_rails(advertise: str | None, listening: list[str]) -> list[tuple[
     Raises:
         InvalidArgument: ``advertise`` lists what is neither an address nor an interface or network of this host
     """
-    wanted = wanted_addresses(advertise)
-    if len(wanted) == 1 or (not wanted and len(listening) == 1):
+    if len(advertise) == 1 or (not advertise and len(listening) == 1):
         return []
     try:
-        found = _listed(wanted or listening) if wanted or listening else _usable_addresses()
+        found = _listed(advertise or listening) if advertise or listening else _usable_addresses()
     except SystemRefused as e:
         # The address in the metadata is enough.
         logger.warning("receivers are told of one address only: %s", e)
         return []
-    return found if wanted or len(found) > 1 else []
+    return found if advertise or len(found) > 1 else []
 
 
-def first_card(rails: list[tuple[str, int]], advertise: str | None) -> str | None:
+def first_card(rails: list[tuple[str, int]], advertise: Sequence[str]) -> str | None:
     """Returns the address of the card by which receivers begin; ``None`` where there is nothing to choose.
 
     The processes of a host begin at different cards, by their ``LOCAL_RANK``. Cards of less than half of the fastest
@@ -56,7 +55,7 @@ def first_card(rails: list[tuple[str, int]], advertise: str | None) -> str | Non
         rails: what :func:`advertised_rails` has returned
         advertise: as there; what names addresses has chosen
     """
-    if len(rails) < 2 or wanted_addresses(advertise):
+    if len(rails) < 2 or advertise:
         return None
     fastest = max(mbit for _, mbit in rails)
     fast = [address for address, mbit in rails if mbit == 0 or 2 * mbit >= fastest]
@@ -64,7 +63,7 @@ def first_card(rails: list[tuple[str, int]], advertise: str | None) -> str | Non
     return fast[int(rank) % len(fast) if rank.isdecimal() else 0]
 
 
-def _listed(wanted: list[str]) -> list[tuple[str, int]]:
+def _listed(wanted: Sequence[str]) -> list[tuple[str, int]]:
     """Returns the addresses that the items of ``advertise=`` select; a name is that of the first item alone."""
     names = {address: name for name, address in interfaces()}
     found = {}

@@ -10,9 +10,10 @@ from urllib.parse import urlsplit
 
 from .. import _validate
 from .._native import Server
-from ..errors import ForkedProcess, SystemRefused
-from .addresses import advertised_host
-from .options import ServerOptions
+from ..errors import ForkedProcess, InvalidArgument, SystemRefused, TensorferryError
+from .addresses import advertised_host, listening_addresses
+from .certificates import certificate_of
+from .network import Network
 from .rails import advertised_rails, first_card
 
 logger = logging.getLogger("tensorferry")
@@ -21,72 +22,74 @@ logger = logging.getLogger("tensorferry")
 _RELAY_PATIENCE_S = 5.0
 
 
-def start(patience: float, options: ServerOptions, swarm: bool = False) -> tuple[Server, str]:
+def start(patience: float, network: Network, *, passing: bool = False, tls: bool = False) -> tuple[Server, str]:
     """Starts a server that serves nothing yet; returns it and the host that peers reach it by.
 
     Args:
         patience: seconds for which a request waits until something is served
-        options: where the server listens, the host that peers are given and what protects it
-        swarm: tell receivers of one another, so that they send each other what is published
+        network: where the server listens, the host that peers are given and what protects it
+        passing: it lives for as long as one load: it has no port for counters, which a scraper could not know and a
+            transport may have, and does not tell receivers of one another
+        tls: encrypt, even if ``network`` does not ask for that
 
     Raises:
         SystemRefused: no port can be opened, or the system does not list its interfaces
-        InvalidArgument: ``options.advertise`` cannot be used on this host
+        InvalidArgument: this host has no such interface, ``advertise`` cannot be used on it, or the certificate cannot
+            be used
     """
     # First, because it can fail: a server that nobody keeps would hold its port until it is collected.
-    listening = options.listening
-    host = advertised_host(options.advertise, next(iter(listening), None))
-    rails = advertised_rails(options.advertise, listening)
+    listening = listening_addresses(network.interface)
+    host = advertised_host(network.advertise, next(iter(listening), None))
+    rails = advertised_rails(network.advertise, listening)
     server = Server(
         patience=patience,
         bind=next(iter(listening), None),
         also=listening[1:],
-        ports=options.ports,
-        metrics_ports=options.metrics_ports,
-        same_host=options.same_host,
-        max_bandwidth=options.max_bandwidth,
-        secret=options.secret,
-        tls=options.tls,
-        certificate=options.certificate,
-        swarm=swarm,
+        ports=network.port,
+        metrics_ports=None if passing else network.metrics_port,
+        same_host=network.same_host,
+        max_bandwidth=network.max_bandwidth,
+        secret=network.secret,
+        tls=tls or bool(network.tls),
+        certificate=certificate_of(network.tls),
+        swarm=network.relay and not passing,
         rails=rails,
-        card=first_card(rails, options.advertise),
+        card=first_card(rails, network.advertise),
     )
     return server, host
 
 
-def serve(timeout: timedelta, options: ServerOptions, swarm: bool = False) -> tuple[Server, str]:
+def serve(timeout: timedelta, network: Network) -> tuple[Server, str]:
     """Starts a server that serves nothing yet; returns it and its URL for peers.
 
     Args:
         timeout: how long a request waits until something is served
-        options: as for :func:`start`
-        swarm: as for :func:`start`
+        network: as for :func:`start`
 
     Raises:
         SystemRefused: as for :func:`start`
-        InvalidArgument: ``timeout`` is not a time to wait, or ``options.advertise`` cannot be used on this host
+        InvalidArgument: ``timeout`` is not a time to wait, or as for :func:`start`
     """
-    server, host = start(_validate.patience("timeout", timeout), options, swarm)
+    server, host = start(_validate.patience("timeout", timeout), network)
     return server, server.url(host)
 
 
 @contextlib.contextmanager
-def relaying(options: ServerOptions, refused: Callable[[SystemRefused], object]) -> Iterator[Server | None]:
+def relaying(
+    network: Network, refused: Callable[[TensorferryError], object], tls: bool = False
+) -> Iterator[Server | None]:
     """Within the block, has a server that serves on what this process receives, and publishes nothing itself.
 
-    Without a port, others get nothing from here, and the block has ``None``.
+    Where it cannot listen, others get nothing from here, and the block has ``None``.
 
     Args:
-        options: as for :func:`start`
-        refused: called with the reason why there is no port
-
-    Raises:
-        InvalidArgument: as for :func:`start`
+        network: as for :func:`start`
+        refused: called with the reason why there is no server
+        tls: as for :func:`start`
     """
     try:
-        server, _ = start(_RELAY_PATIENCE_S, options)
-    except SystemRefused as e:
+        server, _ = start(_RELAY_PATIENCE_S, network, passing=True, tls=tls)
+    except (SystemRefused, InvalidArgument) as e:
         refused(e)
         yield None
         return

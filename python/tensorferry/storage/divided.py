@@ -8,10 +8,10 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
-from .._native import Readiness, Secret, Server, Table, _fetch_slices
+from .._native import Readiness, Server, Table, _fetch_slices
 from ..errors import TensorferryError
+from ..net.network import Network
 from .container import Container
 from .slices import AHEAD, SliceTuple, nbytes_of
 from .source import Parts, Progress, Source
@@ -55,8 +55,7 @@ class DividedSource:
         source: the checkpoint
         partners: by the container of which they need the same slices
         server: gives others what was read, while a read lasts
-        secret: the secret that the servers ask for
-        same_host: whether shared memory may replace the network
+        network: the secret that the servers ask for, and whether shared memory may replace the network
         seconds_left: returns how many seconds all reads together may take from now on
     """
 
@@ -65,15 +64,13 @@ class DividedSource:
         source: Source,
         partners: Mapping[str, Partners],
         server: Server,
-        *,
-        secret: Secret | None,
-        same_host: bool,
+        network: Network,
         seconds_left: Callable[[], float],
     ) -> None:
         self._source = source
         self._partners = partners
         self._server = server
-        self._secret, self._same_host = secret, same_host
+        self._network = network
         self._seconds_left = seconds_left
         self._step = 0
 
@@ -105,7 +102,7 @@ class DividedSource:
         told = _Told(progress, wanted)
         given = self._server.bytes_served
         filling: Readiness | None = self._publish(own)
-        fetching = _Fetching(others, self._step, self._seconds_left(), self._secret, self._same_host, told)
+        fetching = _Fetching(others, self._step, self._seconds_left(), self._network, told)
         patience = 0.0
         try:
             fetching.start()
@@ -242,13 +239,12 @@ class _Fetching:
         others: Mapping[str, Mapping[str, list[SliceTuple]]],
         step: int,
         seconds: float,
-        secret: Secret | None,
-        same_host: bool,
+        network: Network,
         told: _Told,
     ) -> None:
         self._orders = [([url], step, _orders(of_url)) for url, of_url in others.items()]
         self._told = told
-        self._options: dict[str, Any] = {"timeout": seconds, "secret": secret, "same_host": same_host}
+        self._seconds, self._network = seconds, network
         self._bytes = 0
         self._failed: BaseException | None = None
         self._stops = False
@@ -264,7 +260,13 @@ class _Fetching:
             # A thread that has not said yet that it lives is not waited for by end().
             if self._stops:
                 raise _Stopped
-            report = _fetch_slices(self._orders, ahead=AHEAD, progress=self._note, **self._options)
+            report = _fetch_slices(
+                self._orders,
+                ahead=AHEAD,
+                progress=self._note,
+                timeout=self._seconds,
+                **self._network.receive_options(),
+            )
             self._bytes = report.wanted
         except BaseException as e:  # A panic, too: what has not come must not be taken for read.
             self._failed = e

@@ -8,9 +8,10 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from .._native import Arena, Remote, Secret, Server, _check_machine_has, _fetch_slices
+from .._native import Arena, Remote, Server, _check_machine_has, _fetch_slices
 from ..errors import ProtocolError
 from ..net.metadata import is_encrypted
+from ..net.network import Network
 from . import reserved
 from .slices import AHEAD, SliceTuple
 from .source import Progress
@@ -50,28 +51,17 @@ class PeerSource:
     Args:
         step: the step of the publication
         urls: the URLs of all ranks; the first one serves the index
+        network: the secret that the ranks have to prove, and whether shared memory may replace the network
         timeout: seconds from now until the deadline of all reads together
         lanes: connections; ``None`` chooses by the number of cores
-        same_host: whether shared memory may replace the network
-        secret: the secret that the ranks have to prove, if there is one
     """
 
-    def __init__(
-        self,
-        step: int,
-        urls: Sequence[str],
-        *,
-        timeout: float,
-        lanes: int | None,
-        same_host: bool,
-        secret: Secret | None,
-    ) -> None:
+    def __init__(self, step: int, urls: Sequence[str], network: Network, *, timeout: float, lanes: int | None) -> None:
         self._step = step
         self._urls = urls
         self._deadline = time.monotonic() + timeout
         self._lanes = lanes
-        self._same_host = same_host
-        self._secret = secret
+        self._network = network
         self._first: dict[str, int] | None = None
         self._relay: Server | None = None
         self._shared: Collection[str] = ()
@@ -101,12 +91,7 @@ class PeerSource:
             TensorferryError: as for ``HTTPTransport.recv_checkpoint``
         """
         return Remote.open(
-            [url_of(container)],
-            self._step,
-            timeout=self._seconds_left(),
-            lanes=1,
-            same_host=self._same_host,
-            secret=self._secret,
+            [url_of(container)], self._step, timeout=self._seconds_left(), lanes=1, **self._network.receive_options()
         )
 
     @property
@@ -172,12 +157,11 @@ class PeerSource:
             requests,
             timeout=self._seconds_left(),
             lanes=self._lanes,
-            same_host=self._same_host,
             ahead=AHEAD,
-            secret=self._secret,
             progress=progress,
             relay=self._relay,
             shared={number for number, container in enumerate(slices) if container in self._shared},
+            **self._network.receive_options(),
         )
         for source, trouble in report.troubles.items():
             logger.warning("slices from %s were fetched over other connections: %s", source, trouble)

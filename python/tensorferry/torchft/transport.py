@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, Unpack, cast
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, cast
 from urllib.parse import urlsplit
 
 from .. import _validate
@@ -18,8 +18,9 @@ from ..memory.accelerator import ACCELERATOR
 from ..memory.bounce import BounceBuffers
 from ..memory.host_pool import HostMemory
 from ..memory.staging import HostStager
+from ..net.certificates import Tls
 from ..net.metadata import encrypted, hosts_of, is_encrypted, is_stock
-from ..net.options import ServerArguments, ServerOptions, takes_server_arguments, wants_relay
+from ..net.network import Network, network_of
 from ..net.report import InPlace, ReceiveReport, in_place, log_receive
 from ..net.serve import metrics_url, serve, withdraw
 from ..net.tracing import Span
@@ -76,53 +77,20 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
         safe_globals: classes and functions that a received pickle may name besides the default list
         trust_pickle: let a received pickle name anything; anyone who can answer in place of the source can then run
             code here
-        secret: a secret of 16 bytes or more that the sources and receivers of this job share. With it, the metadata
-            alone gives no access, and a receiver unpickles nothing before the source has proved that it knows the
-            secret. Stock torchft peers cannot take part. ``None`` takes ``TENSORFERRY_SECRET`` or the content of the
-            file ``TENSORFERRY_SECRET_FILE``, if set; docs/reference/security.md says what the secret protects against.
-        tls: encrypt what receivers fetch from here over the network, and refuse sources that do not encrypt. The
-            certificate is made for this transport, and its fingerprint is part of the metadata; the paths of a
-            certificate and of its key in PEM form, a tuple, take the place of ``True`` where the fingerprint is to stay
-            the same. ``None`` takes ``TENSORFERRY_TLS`` (``0`` or ``1``), and the files that
-            ``TENSORFERRY_TLS_CERTIFICATE`` and ``TENSORFERRY_TLS_KEY`` name; by default no. A receiver without
-            ``tls`` can fetch from encrypting sources as well as from plain ones. Stock torchft peers cannot take part.
-            Shared memory between processes of one machine is not encrypted.
-        same_host: move the bytes through shared memory instead of the network where source and receiver run on one
-            machine, in one network namespace and under one user. Both sides must agree. ``None`` takes
-            ``TENSORFERRY_SAME_HOST`` (``0`` means no), by default yes.
-        interface: listen only on this interface: its name, an address of this host, or a network (``10.0.0.0/8``) that
-            contains one of its addresses; or on several, with commas between them. ``None`` takes
-            ``TENSORFERRY_INTERFACE``; by default all.
-        advertise: the name or address that peers use, or one of this host's interfaces or networks; or several, with
-            commas between them. ``None`` takes ``TENSORFERRY_ADVERTISE``; by default the address listened on, the
-            host's name if it resolves to an address that other hosts can use, or the address of the interface with the
-            default route. docs/guides/nodes.md says what hosts with several network cards do.
-        max_bandwidth: bytes per second that all receivers together may take from here; ``None`` means no limit
-        port: listen on this port, or on the first free one of a range like ``"29600-29699"``, so that a firewall can
-            let peers in. ``None`` takes ``TENSORFERRY_PORT``; by default any free port.
-        metrics_port: serve ``/metrics`` and the status page, and nothing else, on this port too, so that the address
-            can be written into a scraper's configuration: a port, or a range of which each transport takes the first
-            free one. Anyone who reaches it can read them, unencrypted. ``None`` takes ``TENSORFERRY_METRICS_PORT``; by
-            default there is no such port, and they are found below the random part of the URL alone.
         reuse_bytes: keep up to this many bytes of received memory for the next receive, once all tensors in it are
             gone: fresh memory costs page faults, which take longer than the transfer. With an accelerator the memory is
             page-locked, so that copies from it run at full speed. Forked children cannot read it then, and copies from
             it with ``non_blocking=True`` must have ended before its tensors are deleted
-        relay: several receivers of one state send each other what they have: where this transport sends, it tells its
-            receivers of one another, and where it receives, its own server serves on what has come, until
-            ``recv_checkpoint`` returns. A receive that is fast, or over soon, does without. So do states of less than
-            8 MiB, receives to an accelerator, from several sources or through shared memory, and those from a source
-            with TLS to a receiver without. ``False`` on either side turns it off. ``None`` takes ``TENSORFERRY_RELAY``
-            (``0`` or ``1``), by default yes; docs/guides/healing.md says more.
         progress: called with the number of bytes received and the number of all bytes, a few times a second during a
             receive and once at its end; an exception from it ends the receive
+        network: how the server is reached and what protects it, and what a receive asks of its sources
+        secret, tls, interface: shortcuts for ``network=Network(...)`` with these alone
 
     Raises:
         SystemRefused: no port can be opened, for example because another program uses the one that was asked for
         InvalidArgument: an argument cannot be used; the message names it
     """
 
-    @takes_server_arguments
     def __init__(
         self,
         timeout: timedelta,
@@ -134,9 +102,11 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
         safe_globals: Iterable[Any] = (),
         trust_pickle: bool = False,
         reuse_bytes: int = 0,
-        relay: bool | None = None,
         progress: Callable[[int, int], object] | None = None,
-        **server: Unpack[ServerArguments],
+        network: Network | None = None,
+        secret: str | bytes | None = None,
+        tls: Tls = None,
+        interface: str | None = None,
     ) -> None:
         reuse_bytes = _validate.integer("reuse_bytes", reuse_bytes, 0)
         self._timeout = timeout
@@ -147,7 +117,7 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
             raise InvalidArgument("strict=True compares with the live state: pass state_dict=, which returns it")
         self._snapshot = snapshot_mode(snapshot)
         self._allowed = Allowed(safe_globals, trust_pickle)
-        self._options = ServerOptions(**server)
+        self._network = network_of(network, secret=secret, tls=tls, interface=interface)
         self._stager = HostStager(ACCELERATOR)
         self._bounce = BounceBuffers(ACCELERATOR)
         self._sending = CallLock("send_checkpoint()")
@@ -158,9 +128,8 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
         self._last_report: ReceiveReport | None = None
         self._pool = ArenaPool(reuse_bytes, HostMemory(ACCELERATOR).make_pinned) if reuse_bytes else None
         self._progress = _validate.function("progress", progress)
-        self._relay = wants_relay(relay)
         self._sources_besides: Callable[[], list[str]] | None = None
-        self._server, self._address = serve(timeout, self._options, self._relay)
+        self._server, self._address = serve(timeout, self._network)
 
     def address(self) -> str:
         """Returns the URL to which ``{step}.safetensors`` or, by stock peers, ``{step}/full`` is appended."""
@@ -176,7 +145,7 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
     def metrics_url(self) -> str:
         """Returns the URL at which a Prometheus scraper finds this transport's counters.
 
-        With ``metrics_port=`` it is that port's, which everyone who reaches it may read; otherwise it has the random
+        With a ``metrics_port`` it is that port's, which everyone who reaches it may read; otherwise it has the random
         part that gives access to the state as well.
 
         Raises:
@@ -295,7 +264,7 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
         sources = _validate.string("metadata", metadata).split()
         if self._sources_besides is not None and not any(map(is_stock, sources)):
             sources = list(dict.fromkeys(sources + self._sources_besides()))
-        if self._options.tls:
+        if self._network.tls:
             sources = encrypted(sources)
         live = contextlib.nullcontext() if self._state_dict is None else self._live.received(step)
         with live, Span("receive", step=step, sources=len(sources)) as span:
@@ -314,13 +283,13 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
             self._last_report = report = ReceiveReport.of(step, native, fit, seconds)
             span.set(bytes=report.bytes, lanes=report.lanes, retries=report.retries)
             encrypts = all(is_encrypted(source) for source in sources)
-            log_receive(report, tls=encrypts, secret=self._options.secret is not None)
+            log_receive(report, tls=encrypts, secret=self._network.secret is not None)
             self._warn_of_misses(fit)
             return cast(T, state)
 
     def _receive_stock(self, metadata: str, step: int, timeout: timedelta, started: float) -> T:
         """Receives ``step`` from torchft's own transport; ``started`` is when the receive began."""
-        if self._options.secret is not None:
+        if self._network.secret is not None:
             raise UnprovenSource(
                 f"{metadata} is a stock torchft source, which cannot prove that it knows the shared secret: a "
                 "transport with a secret does not receive from stock sources. While a fleet is upgraded replica by "
@@ -355,11 +324,10 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
                 step,
                 timeout=timeout,
                 lanes=self._num_chunks or None,
-                same_host=self._options.same_host,
                 pool=self._pool,
                 progress=self._progress,
-                secret=self._options.secret,
-                relay=self._server if self._relay else None,
+                relay=self._server if self._network.relay else None,
+                **self._network.receive_options(),
             )
         underway.opened(remote)
         # With several sources it may turn out only at the end that one of them served another snapshot.

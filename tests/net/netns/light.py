@@ -9,7 +9,7 @@ import sys
 from typing import Any
 
 from tensorferry._native import Remote, Table
-from tensorferry.net.options import ServerOptions
+from tensorferry.net.network import Network
 from tensorferry.net.serve import start
 from tensorferry.storage.container import Container
 
@@ -26,7 +26,7 @@ def serve(kib: int, servers: int = 1, **options: Any) -> None:
     held = []
     for rank in range(servers):
         os.environ["LOCAL_RANK"] = str(rank)
-        server, host = start(PATIENCE_S, ServerOptions(same_host=False, **options))
+        server, host = start(PATIENCE_S, Network(relay=False, same_host=False, **options))
         rows = Table()
         rows.append(memory, "w", "U8", (kib << 10,), ctypes.addressof(memory), kib << 10, 0)
         Container(rows, memory, False, [], []).publish(server, STEP)

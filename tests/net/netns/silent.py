@@ -17,7 +17,7 @@ import time
 from datetime import timedelta
 from typing import TYPE_CHECKING, NoReturn
 
-from tensorferry import HTTPTransport, cli
+from tensorferry import HTTPTransport, Network, cli
 from tensorferry.dcp import PeerReader
 from tensorferry.storage.peers import SCHEME
 
@@ -32,7 +32,7 @@ LONG = 60
 
 
 def receive(metadata: str, seconds: float) -> Callable[[], object]:
-    transport = HTTPTransport(timedelta(seconds=LONG), advertise="127.0.0.1")
+    transport = HTTPTransport(timedelta(seconds=LONG), network=Network(advertise="127.0.0.1"))
     return lambda: transport.recv_checkpoint(0, metadata, 7, timedelta(seconds=seconds))
 
 

@@ -19,7 +19,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ... import _validate
-from ..._native import Remote, Secret, SharedBuffer, Shelf, Table
+from ..._native import Remote, SharedBuffer, Shelf, Table
 from ..._settings import SECRET, SECRET_FILE
 from ...errors import (
     ConnectError,
@@ -32,8 +32,8 @@ from ...errors import (
     message_of,
 )
 from ...memory.layout import side_by_side
-from ...net.metadata import host_of
-from ...net.options import ServerOptions
+from ...net.metadata import host_of, require_encrypted
+from ...net.network import Network
 from ...storage.container import Container
 from ...storage.reserved import PREFIX
 from ..handover import Handover
@@ -66,23 +66,23 @@ _LIST_S, FETCH_S = 10.0, 600.0
 T = TypeVar("T")
 
 
-def keeper_url(address: str, options: ServerOptions) -> str:
+def keeper_url(address: str, network: Network) -> str:
     """Returns the URL of the list of the keeper at ``address``.
 
     Args:
         address: ``host:port``, or with TLS ``https://sha256-<fingerprint>@host:port``
-        options: the secret of this keeper, and whether it encrypts
+        network: the secret of this keeper, and whether it encrypts
 
     Raises:
-        InvalidArgument: it is neither, there is no secret, or it does not encrypt though ``options`` ask for TLS
+        InvalidArgument: it is neither, there is no secret, or it does not encrypt though ``network`` asks for TLS
     """
     place = _PLACE.fullmatch(_validate.string("the address of a buddy", address).strip())
-    if not place or (options.tls and not place[1]):
+    if not place or (network.tls and not place[1]):
         raise InvalidArgument(
             f"{_validate.brief(address)} is not the address of a buddy: give host:port, or with TLS "
             "https://sha256-FINGERPRINT@host:port, as tensorferry keeper --status prints it there"
         )
-    if options.secret is None:
+    if network.secret is None:
         raise InvalidArgument(f"buddies need a shared secret, the same on both nodes: set {SECRET} or {SECRET_FILE}")
     return f"{f'https://{place[1]}@' if place[1] else 'http://'}{place[2]}/{LIST}/checkpoint/"
 
@@ -94,7 +94,7 @@ def publish(shelf: Shelf, snapshots: Sequence[Snapshot]) -> None:
     Container(Table(), None, True, [(_ENTRY, text)]).publish(shelf, STEP)
 
 
-def fetch_list(url: str, secret: Secret | None, same_host: bool) -> list[Snapshot]:
+def fetch_list(url: str, network: Network) -> list[Snapshot]:
     """Returns the list of the keeper at ``url``.
 
     Raises:
@@ -102,7 +102,7 @@ def fetch_list(url: str, secret: Secret | None, same_host: bool) -> list[Snapsho
         TensorferryError: it cannot be fetched
     """
     remote = Remote.open(
-        [url], STEP, timeout=_LIST_S, lanes=1, same_host=same_host, secret=secret, most_described=2 * _LONGEST
+        [url], STEP, timeout=_LIST_S, lanes=1, most_described=2 * _LONGEST, **network.receive_options()
     )
     try:
         if remote.names != [_ENTRY] or not 0 < remote.size(0) <= _LONGEST:
@@ -130,17 +130,18 @@ def _beside(url: str, about: Snapshot) -> Snapshot:
     return replace(about, metadata=f"{scheme}//{rest.partition('/')[0]}/{token[1]}/checkpoint/")
 
 
-def open_snapshot(about: Snapshot, timeout: float, secret: Secret | None, same_host: bool = True) -> Remote:
+def open_snapshot(about: Snapshot, timeout: float, network: Network) -> Remote:
     """Opens a snapshot of a keeper's list.
 
     Raises:
+        UnprovenSource: it does not encrypt, and ``network`` asks for TLS
         TensorferryError: it cannot be reached, or announces more than the list says
     """
+    if network.tls:
+        require_encrypted([about.metadata])
     # What describes it counts many times, see ``cost_of``.
     most = about.nbytes // 4 + _SLACK
-    return Remote.open(
-        [about.metadata], about.step, timeout=timeout, same_host=same_host, secret=secret, most_described=most
-    )
+    return Remote.open([about.metadata], about.step, timeout=timeout, most_described=most, **network.receive_options())
 
 
 def fetch_snapshot(remote: Remote, about: Snapshot) -> tuple[Table, SharedBuffer]:
@@ -224,9 +225,8 @@ class Buddy(threading.Thread):
 
     def _look(self) -> None:
         """Fetches the buddy's list of snapshots into ``listed``."""
-        options = self._keeper.server
         try:
-            self.listed = fetch_list(self._url, options.secret, options.same_host)
+            self.listed = fetch_list(self._url, self._keeper.network)
         except TensorferryError:
             self.listed = []
             raise
@@ -262,8 +262,7 @@ class Buddy(threading.Thread):
         promised = holding.generations.promised
         # By what the list says: what cannot fit is not asked for, and nothing goes for it.
         self._call(lambda: holding.check_room(copied, about.nbytes))
-        options = self._keeper.server
-        remote = open_snapshot(about, FETCH_S, options.secret, options.same_host)
+        remote = open_snapshot(about, FETCH_S, self._keeper.network)
         self._remote = remote
         try:
             # stop() may have come too early to see it.

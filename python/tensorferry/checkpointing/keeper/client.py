@@ -18,7 +18,7 @@ from typing import Any
 from ... import _validate
 from ..._native import Stored
 from ...errors import ConnectError, IncompleteCheckpoint, InvalidArgument, ProtocolError, TensorferryError, message_of
-from ...net.secret import shared_secret
+from ...net.network import Network, network_of
 from ...storage.folder import Index, read_index
 from ...storage.places import place_of
 from ...storage.series import checkpoints
@@ -50,19 +50,25 @@ class Keeper:
         job: snapshots of one job and rank replace each other, and only a trainer of the same job gets them. ``None``
             takes the folder in which the checkpoint's folder lies, on this machine, so that the checkpoints of one run
             are one job. A job that is to go on on another machine needs a name
-        secret: the shared secret, for snapshots that come from a buddy; ``None`` takes it from the environment as
-            ``HTTPTransport`` does
+        network, secret: as for ``HTTPTransport``, for snapshots that come from a buddy
 
     Raises:
         InvalidArgument: an argument cannot be used
     """
 
-    def __init__(self, name: str = DEFAULT_NAME, *, job: str | None = None, secret: str | bytes | None = None) -> None:
+    def __init__(
+        self,
+        name: str = DEFAULT_NAME,
+        *,
+        job: str | None = None,
+        network: Network | None = None,
+        secret: str | bytes | None = None,
+    ) -> None:
         self.name = keeper_name(name)
         if job is not None and not (0 < len(_validate.string("job", job)) <= 1024 and job.isprintable()):
             raise InvalidArgument(f"job must be 1 to 1024 printable characters, not {_validate.brief(job)}")
         self._job = job
-        self._secret = shared_secret(secret)
+        self._network = network_of(network, secret=secret)
         self._was_missed = False
         #: When the newest save began that it has given out, in nanoseconds since the epoch.
         self.newest_loaded = 0
@@ -171,8 +177,8 @@ class Keeper:
         self.newest_loaded = max(self.newest_loaded, about.began)
         if about.remote:
             # One that does not answer is not waited for as long as one that sends.
-            open_snapshot(about, _REACH_S, self._secret).close()
-            with contextlib.closing(open_snapshot(about, FETCH_S, self._secret)) as remote:
+            open_snapshot(about, _REACH_S, self._network).close()
+            with contextlib.closing(open_snapshot(about, FETCH_S, self._network)) as remote:
                 rows, buffer = fetch_snapshot(remote, about)
             return Stored.over(rows, [], buffer)
         question = _Question(self.name)

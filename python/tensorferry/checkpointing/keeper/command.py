@@ -16,7 +16,7 @@ from pathlib import Path
 
 from ...errors import InvalidArgument, TensorferryError, message_of
 from ...net.metadata import host_of
-from ...net.options import ServerOptions
+from ...net.network import Network
 from .client import Keeper
 from .limits import memory_limit, readable
 from .place import DEFAULT_NAME, keeper_name
@@ -65,7 +65,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--memory", metavar="SIZE", help="memory to hold at most: bytes, 20G or 40%% (default: half of what there is)")
     add("--generations", type=int, default=2, metavar="N", help="snapshots of each job and rank (default: %(default)s)")
     add("--interface", metavar="NAME", help="listen on this interface, address or network only (default: all)")
-    add("--port", default="0", help="listen on this port, or on the first free one of a range like 29600-29699")
+    add("--port", help="listen on this port, or on the first free one of a range like 29600-29699")
     add("--metrics-port", help="serve /metrics and a status page, and nothing else, on this port too, to everybody")
     add("--buddy", action="append", default=[], metavar="ADDRESS", help="copy the snapshots of the keeper there")
     add("--status", action="store_true", help="print what the running keeper holds, and end")
@@ -88,10 +88,10 @@ def run(chosen: argparse.Namespace) -> int:
     if chosen.generations < 1:
         raise InvalidArgument(f"--generations must be 1 or more, not {chosen.generations}")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
-    server = ServerOptions(interface=chosen.interface, port=chosen.port, metrics_port=chosen.metrics_port)
+    network = Network(interface=chosen.interface, port=chosen.port, metrics_port=chosen.metrics_port)
     memory = memory_limit(chosen.memory)
     _prepare_process()
-    keeper = KeeperProcess(name, server, memory, chosen.generations, chosen.buddy)
+    keeper = KeeperProcess(name, network, memory, chosen.generations, chosen.buddy)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda number, _: keeper.stop(number))
     logger.info("the keeper %s holds up to %s, and is reached at %s", name, readable(memory), host_of(keeper.address))

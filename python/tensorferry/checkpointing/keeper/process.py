@@ -18,7 +18,7 @@ from typing import Any
 from ... import _validate
 from ...errors import ProtocolError, TensorferryError, message_of
 from ...net import serve
-from ...net.options import ServerOptions, wants_relay
+from ...net.network import Network
 from ..handover import Arrived, Message
 from .buddies import LIST, Buddy, keeper_url, publish
 from .connections import Client, Connections, Loop
@@ -43,7 +43,7 @@ class KeeperProcess:
 
     Args:
         name: distinguishes keepers on a node
-        server: how it is reached over the network and what protects it
+        network: how it is reached and what protects it
         memory: most bytes of memory of all snapshots
         generations: most snapshots of one job and rank
         buddies: addresses of keepers whose snapshots it copies
@@ -60,21 +60,21 @@ class KeeperProcess:
     """
 
     def __init__(
-        self, name: str, server: ServerOptions, memory: int, generations: int = 2, buddies: Sequence[str] = ()
+        self, name: str, network: Network, memory: int, generations: int = 2, buddies: Sequence[str] = ()
     ) -> None:
-        self.name, self.server = name, server
+        self.name, self.network = name, network
         self.ended_by: int | None = None
         self._loop = Loop()
         with contextlib.ExitStack() as stack:
             stack.callback(self._loop.close)
             self._place = SocketPlace(name)
             stack.callback(self._place.leave)
-            self._server, host = serve.start(_PATIENCE_S, server, wants_relay(None))
+            self._server, host = serve.start(_PATIENCE_S, network)
             stack.callback(self._server.shutdown, 1.0)
             self.holding = Holding(self._server, host, Generations(memory, generations), self._tell_giver)
-            self._list = self._server.shelf(LIST if server.secret is not None else None)
+            self._list = self._server.shelf(LIST if network.secret is not None else None)
             self.address = self._list.url(host)
-            urls = dict.fromkeys(keeper_url(address, server) for address in buddies)
+            urls = dict.fromkeys(keeper_url(address, network) for address in buddies)
             self._buddies = [Buddy(url, self) for url in urls if url != self.address]
             self._connections = Connections(self._loop, self._place.socket, self)
             stack.pop_all()

@@ -12,6 +12,7 @@ from typing import Any
 from ..._native import _check_machine_has
 from ..._validate import amount, readable
 from ...errors import InvalidArgument
+from ...net.network import Network
 from .. import console, exits
 
 _TIMEOUT = timedelta(seconds=120)
@@ -67,19 +68,15 @@ def _receives(nbytes: int, count: int, into: str) -> Iterator[tuple[str, float]]
     each = max(nbytes // _TENSORS, 1)
     sent = {f"layer.{number}": torch.empty(each, dtype=torch.uint8).random_() for number in range(_TENSORS)}
     live = {name: tensor.clone() for name, tensor in sent.items()}
-    routes: list[tuple[str, dict[str, Any]]] = [
-        ("shared memory", {"same_host": True, "tls": False}),
-        ("loopback", {"same_host": False, "tls": False}),
-        ("loopback, TLS", {"same_host": False, "tls": True}),
-    ]
-    # The variables may name ports that the transports of a job have.
-    local: dict[str, Any] = {"interface": "127.0.0.1", "port": 0, "metrics_port": 0}
+    routes = [("shared memory", True, False), ("loopback", False, False), ("loopback, TLS", False, True)]
     here: dict[str, Any] = {"state_dict": lambda: live} if into == "place" else {}
     with ExitStack() as stack:
         opened = []
-        for route, options in routes:
-            source = stack.enter_context(HTTPTransport[Any](_TIMEOUT, **local, **options))
-            receiver = stack.enter_context(HTTPTransport[Any](_TIMEOUT, **local, **options, **here))
+        for route, same_host, tls in routes:
+            # The variables may name ports that the transports of a job have.
+            network = Network(same_host=same_host, tls=tls, interface="127.0.0.1", port=0, metrics_port=0)
+            source = stack.enter_context(HTTPTransport[Any](_TIMEOUT, network=network))
+            receiver = stack.enter_context(HTTPTransport[Any](_TIMEOUT, network=network, **here))
             source.send_checkpoint([], 1, sent, _TIMEOUT)
             opened.append((route, source, receiver))
         for number in range(count + 1):

@@ -13,11 +13,11 @@ from urllib.parse import urlsplit
 
 from packaging.requirements import Requirement
 
-from ..._settings import ADVERTISE, METRICS_PORT, PORT, setting
+from ..._settings import ADVERTISE, INTERFACE, METRICS_PORT, PORT, setting
 from ..._validate import readable
 from ...errors import ConnectError, FetchTimeout, InvalidArgument, TensorferryError, message_of
 from ...net import addresses
-from ...net.options import port_range
+from ...net.network import items, port_range
 from .. import console, exits
 from ..peers import Peers, ask, open_source, peers_of
 
@@ -101,7 +101,7 @@ def _versions() -> Iterator[Finding]:
 
 
 def _address() -> Iterator[Finding]:
-    own = addresses.listening_addresses(None)
+    own = addresses.listening_addresses(items("interface", setting(INTERFACE)))
     listening = next(iter(own), None)
     where = f"only on {', '.join(own)}, as TENSORFERRY_INTERFACE asks" if own else "on all addresses"
     yield Finding("listens", _GOOD, where)
@@ -118,7 +118,7 @@ def _address() -> Iterator[Finding]:
     except ConnectError:
         yield Finding("name lookup", _GOOD, f"{name} is not known to the name server")
     try:
-        host = addresses.advertised_host(None, listening)
+        host = addresses.advertised_host(items("advertise", setting(ADVERTISE)), listening)
     except InvalidArgument as e:
         yield Finding("advertises", _BAD, str(e), "correct TENSORFERRY_ADVERTISE")
         return

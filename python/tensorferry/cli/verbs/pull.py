@@ -17,7 +17,7 @@ from cyclopts import Parameter
 
 from ..._validate import readable
 from ...errors import InvalidArgument, ProtocolError, SystemRefused, TensorferryError
-from ...net.options import ServerOptions, wants_relay
+from ...net.network import Network
 from ...net.serve import relaying
 from ...storage import commits, leftovers, reserved
 from ...storage.folder import INDEX
@@ -113,7 +113,8 @@ def pull(
 
 def _relay_server(stack: contextlib.ExitStack) -> Server | None:
     """Starts the server that serves on what comes, until ``stack`` ends; ``None`` without a port: it helps nobody."""
-    return stack.enter_context(relaying(ServerOptions(), lambda _: None)) if wants_relay(None) else None
+    network = Network()
+    return stack.enter_context(relaying(network, lambda _: None)) if network.relay else None
 
 
 #: Where a container comes to lie, the file there that it may replace, as ``lstat`` describes it, and what receives it.

@@ -11,7 +11,7 @@ from typing import Any
 from ..._native import Server, Shelf
 from ..._validate import amount
 from ...errors import InvalidArgument, SourceChanged
-from ...net.options import ServerOptions, wants_relay
+from ...net.network import Network
 from ...net.serve import start
 from ...storage import reserved
 from ...storage.peers import container_name, publication_metadata
@@ -72,12 +72,12 @@ def serve(
             f"{path} is a {kind.value}: run `tensorferry convert {path} OUT --to {to}`, and serve OUT"
         )
     limit = None if max_bandwidth is None else amount("--max-bandwidth", max_bandwidth)
-    options = ServerOptions(interface=interface, port=port, max_bandwidth=limit)
+    network = Network(interface=interface, port=port, max_bandwidth=limit)
     ended = threading.Event()
     with copying.local(place, verify=not unverified) as here, contextlib.ExitStack() as stack:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: ended.set())
-        server, host = start(_PATIENCE_S, options, wants_relay(None))
+        server, host = start(_PATIENCE_S, network)
         stack.callback(server.shutdown, _END_S)
         # It holds the shelves, which serve for as long as they are there.
         publisher = Publisher(server, host, step, unverified)
