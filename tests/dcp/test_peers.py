@@ -14,8 +14,8 @@ import torch.distributed.checkpoint as dcp
 from job import Job
 
 from networked import networked
-from tensorferry import Network
 from nights import mostly_at_night
+from tensorferry import Network
 from tensorferry.dcp import FileReader, FileWriter, PeerReader, PeerWriter
 from tensorferry.dcp.peer_writer import _Done
 from tensorferry.errors import InvalidArgument

@@ -41,7 +41,24 @@ from .together import OfRanks, Together
 
 
 class LoadStrategy(OfRanks, LoadShardedStrategy):
-    """Loads a sharded state; :func:`load_strategy` makes it.
+    """Loads a sharded state: for ``dist_checkpointing.load(..., sharded_strategy=load_strategy())``, in every release.
+
+    Args:
+        peers: load from the memory of a running job instead of a folder: what ``metadata()`` of its ``PeerWriter``
+            returned
+        threads: as for ``FileReader``
+        timeout: as for ``PeerReader``; and how long a rank waits for the others to begin the same load
+        lanes: as for ``PeerReader``
+        network: as for ``PeerReader`` and ``FileReader``
+        secret: as for ``PeerReader``
+        safe_globals: classes and functions that pickled objects may name besides the default list
+        trust_pickle: let pickled objects name anything
+        process_group: the ranks that load together; ``None`` means all. It may be of gloo where the default one is of
+            NCCL
+        store_options: options of obstore for a store, as for ``FileReader``
+
+    Raises:
+        InvalidArgument: an argument cannot be used; the message names it
 
     Attributes:
         process_group: the ranks that load together
@@ -51,8 +68,8 @@ class LoadStrategy(OfRanks, LoadShardedStrategy):
 
     def __init__(
         self,
-        peers: str | None = None,
         *,
+        peers: str | None = None,
         threads: int | None = None,
         timeout: timedelta = timedelta(minutes=5),
         lanes: int | None = None,
@@ -374,47 +391,5 @@ class LoadStrategy(OfRanks, LoadShardedStrategy):
         common.mark(folder, BACKEND, VERSION)
 
 
-def load_strategy(
-    *,
-    peers: str | None = None,
-    threads: int | None = None,
-    timeout: timedelta = timedelta(minutes=5),
-    lanes: int | None = None,
-    network: Network | None = None,
-    secret: str | bytes | None = None,
-    safe_globals: Iterable[Any] = (),
-    trust_pickle: bool = False,
-    process_group: Any = None,
-    store_options: Mapping[str, Any] | None = None,
-) -> LoadStrategy:
-    """Returns a strategy for ``dist_checkpointing.load(..., sharded_strategy=)``, in every release.
-
-    Args:
-        peers: load from the memory of a running job instead of a folder: what ``metadata()`` of its ``PeerWriter``
-            returned
-        threads: as for ``FileReader``
-        timeout: as for ``PeerReader``; and how long a rank waits for the others to begin the same load
-        lanes: as for ``PeerReader``
-        network: as for ``PeerReader`` and ``FileReader``
-        secret: as for ``PeerReader``
-        safe_globals: classes and functions that pickled objects may name besides the default list
-        trust_pickle: let pickled objects name anything
-        process_group: the ranks that load together; ``None`` means all. It may be of gloo where the default one is of
-            NCCL
-        store_options: options of obstore for a store, as for ``FileReader``
-
-    Raises:
-        InvalidArgument: an argument cannot be used; the message names it
-    """
-    return LoadStrategy(
-        peers,
-        threads=threads,
-        timeout=timeout,
-        lanes=lanes,
-        network=network,
-        secret=secret,
-        safe_globals=safe_globals,
-        trust_pickle=trust_pickle,
-        process_group=process_group,
-        store_options=store_options,
-    )
+#: What users call, in every release.
+load_strategy = LoadStrategy

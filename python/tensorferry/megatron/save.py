@@ -45,9 +45,22 @@ VERSION = 1
 
 
 class SaveStrategy(OfRanks, TorchDistSaveShardedStrategy, AsyncSaveShardedStrategy):  # type: ignore[misc]
-    """Saves a sharded state; :func:`save_strategy` makes it.
+    """Saves a sharded state: for ``dist_checkpointing.save(..., sharded_strategy=save_strategy())``, in every release.
 
     It derives from Megatron's own strategy because releases since 0.17 silently replace every other class.
+
+    Args:
+        peers: publish the state from memory with this writer, for jobs that load it with ``load_strategy(peers=)``,
+            instead of writing files
+        threads: as for ``FileWriter``
+        cached: as for ``FileWriter``
+        process_group: the ranks that save together; ``None`` means all. It may be of gloo where the default one is of
+            NCCL
+        timeout: how long a rank waits for the others to begin the same save, and to finish one in the background
+        store_options: options of obstore for a store, as for ``FileWriter``
+
+    Raises:
+        InvalidArgument: an argument cannot be used; the message names it
 
     Attributes:
         peers: publishes the state, if it is not written to files
@@ -57,13 +70,18 @@ class SaveStrategy(OfRanks, TorchDistSaveShardedStrategy, AsyncSaveShardedStrate
 
     def __init__(
         self,
-        peers: PeerWriter | None,
-        threads: int | None,
-        cached: bool | None,
-        process_group: Any,
+        *,
+        peers: PeerWriter | None = None,
+        threads: int | None = None,
+        cached: bool | None = None,
+        process_group: Any = None,
         timeout: timedelta = PATIENCE,
         store_options: Mapping[str, Any] | None = None,
     ) -> None:
+        if peers is not None:
+            _validate.instance("peers", peers, PeerWriter, "a PeerWriter")
+        FileWriter(".", threads=threads, cached=cached)
+        _validate.seconds("timeout", timeout)
         TorchDistSaveShardedStrategy.__init__(self, BACKEND, VERSION)
         self.peers = peers
         self._threads = threads
@@ -193,35 +211,8 @@ class SaveStrategy(OfRanks, TorchDistSaveShardedStrategy, AsyncSaveShardedStrate
         )
 
 
-def save_strategy(
-    *,
-    peers: PeerWriter | None = None,
-    threads: int | None = None,
-    cached: bool | None = None,
-    process_group: Any = None,
-    timeout: timedelta = PATIENCE,
-    store_options: Mapping[str, Any] | None = None,
-) -> SaveStrategy:
-    """Returns a strategy for ``dist_checkpointing.save(..., sharded_strategy=)``, in every release.
-
-    Args:
-        peers: publish the state from memory with this writer, for jobs that load it with ``load_strategy(peers=)``,
-            instead of writing files
-        threads: as for ``FileWriter``
-        cached: as for ``FileWriter``
-        process_group: the ranks that save together; ``None`` means all. It may be of gloo where the default one is of
-            NCCL
-        timeout: how long a rank waits for the others to begin the same save, and to finish one in the background
-        store_options: options of obstore for a store, as for ``FileWriter``
-
-    Raises:
-        InvalidArgument: an argument cannot be used; the message names it
-    """
-    if peers is not None:
-        _validate.instance("peers", peers, PeerWriter, "a PeerWriter")
-    FileWriter(".", threads=threads, cached=cached)
-    _validate.seconds("timeout", timeout)
-    return SaveStrategy(peers, threads, cached, process_group, timeout, store_options)
+#: What users call, in every release.
+save_strategy = SaveStrategy
 
 
 @dataclasses.dataclass
