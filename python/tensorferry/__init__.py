@@ -1,7 +1,7 @@
 """Streams live PyTorch training state between processes, zero-copy, over HTTP.
 
 ``from tensorferry import HTTPTransport`` replaces ``from torchft.checkpointing import HTTPTransport``. The public names
-are imported on first use.
+are imported on first use. The errors here are those that a program handles; ``tensorferry.errors`` has all of them.
 """
 
 from typing import TYPE_CHECKING
@@ -13,24 +13,10 @@ if TYPE_CHECKING:
         ConnectError,
         CorruptCheckpoint,
         FetchTimeout,
-        ForkedProcess,
-        HalfReceived,
         IncompleteCheckpoint,
-        InvalidArgument,
-        ProtocolError,
         SourceChanged,
-        SourceRefused,
         StateMismatch,
-        StoreRefused,
-        SystemRefused,
         TensorferryError,
-        TornCheckpoint,
-        TransferCancelled,
-        TransportClosed,
-        UnprovenSource,
-        UnsafePickle,
-        UnsupportedLeaf,
-        WriterLost,
         WrongStep,
     )
     from .frameworks.installing import install
@@ -44,28 +30,14 @@ __all__ = [
     "ConnectError",
     "CorruptCheckpoint",
     "FetchTimeout",
-    "ForkedProcess",
     "HTTPTransport",
-    "HalfReceived",
     "IncompleteCheckpoint",
-    "InvalidArgument",
     "Manager",
     "Network",
-    "ProtocolError",
     "ReceiveReport",
     "SourceChanged",
-    "SourceRefused",
     "StateMismatch",
-    "StoreRefused",
-    "SystemRefused",
     "TensorferryError",
-    "TornCheckpoint",
-    "TransferCancelled",
-    "TransportClosed",
-    "UnprovenSource",
-    "UnsafePickle",
-    "UnsupportedLeaf",
-    "WriterLost",
     "WrongStep",
     "install",
     "join_metadata",

@@ -167,7 +167,7 @@ def test_bench_measures_every_route(run):
 class TestTop:
     def test_who_serves_who_heals_and_what_has_failed(self, run, source, open_transport):
         healing = open_transport(interface="127.0.0.1", secret="a secret of thirty-two characters", same_host=False)
-        with pytest.raises(tensorferry.UnprovenSource):
+        with pytest.raises(tensorferry.errors.UnprovenSource):
             healing.recv_checkpoint(0, source.metadata(), 7, TIMEOUT)
         port = source.metrics_url().removesuffix("/metrics").removeprefix("http://")
         status, lines, _ = run("top", "--once", f"{source.metadata()} {healing.metadata()}", port)

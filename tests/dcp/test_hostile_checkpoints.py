@@ -17,7 +17,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
-import tensorferry
+from tensorferry import errors
 from tensorferry.dcp import FileReader, FileWriter, PeerReader, PeerWriter, index, load_plan, save_plan
 from tensorferry.pickles.allowlist import Allowed
 
@@ -102,7 +102,7 @@ def test_no_form_of_archive_but_torch_saves_own_is_read(ran):
     ran.unlink()
     for name, data in hostile(ran).items():
         damaged = name == "none"
-        with pytest.raises(tensorferry.ProtocolError if damaged else tensorferry.UnsafePickle):
+        with pytest.raises(errors.ProtocolError if damaged else errors.UnsafePickle):
             load_plan.unpickled(data, name, Allowed())
         assert not ran.exists(), name
 
@@ -192,7 +192,7 @@ def test_an_index_of_another_version_is_refused_by_its_number():
         "state": {"o": ["b", [0, "e", "U8", 1, "b"]]},
         "planner": None,
     }
-    with pytest.raises(tensorferry.ProtocolError, match=f"here: .*version {index.VERSION + 1}.*upgrade the older side"):
+    with pytest.raises(errors.ProtocolError, match=f"here: .*version {index.VERSION + 1}.*upgrade the older side"):
         index.decode(json.dumps(text).encode(), "here", Allowed())
     index.decode(json.dumps(text | {"version": index.VERSION}).encode(), "here", Allowed())
 

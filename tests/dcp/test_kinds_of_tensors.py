@@ -17,8 +17,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from nights import mostly_at_night
-from tensorferry import StateMismatch, UnsupportedLeaf
+from tensorferry import StateMismatch
 from tensorferry.dcp import FileReader, FileWriter, PeerReader, PeerWriter, own_errors
+from tensorferry.errors import UnsupportedLeaf
 
 pytestmark = [
     pytest.mark.timeout(120),

@@ -132,7 +132,7 @@ def test_a_marker_that_cannot_be_written_is_an_error_and_the_checkpoint_is_there
         full.setattr(marker.os, "utime", refuse)
         with pytest.raises(dcp.CheckpointException, match=r"tools look for \.metadata") as caught:
             save(tmp_path, 1)
-    assert isinstance(caught.value.failures[0][0], tensorferry.SystemRefused)
+    assert isinstance(caught.value.failures[0][0], tensorferry.errors.SystemRefused)
     assert loaded(tmp_path) == 1
     assert not list(tmp_path.glob(".metadata*"))
     save(tmp_path, 2)

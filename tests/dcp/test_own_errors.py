@@ -15,11 +15,11 @@ from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorProperties, TensorStorageMetadata
 
-from tensorferry import CorruptCheckpoint, IncompleteCheckpoint, UnsupportedLeaf
+from tensorferry import CorruptCheckpoint, IncompleteCheckpoint
 from tensorferry._native import _file_entries
 from tensorferry.checkpointing.ranks import Ranks
 from tensorferry.dcp import FileReader, FileWriter, PeerReader, PeerWriter, failures, index, own_errors
-from tensorferry.errors import InvalidArgument
+from tensorferry.errors import InvalidArgument, UnsupportedLeaf
 from tensorferry.pickles.allowlist import Allowed
 from tensorferry.state import ranks
 from tensorferry.storage import reserved

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import SavePlanner
 
-import tensorferry
+from tensorferry import errors
 from tensorferry.dcp import FileReader, FileWriter, PeerReader, PeerWriter, index, own_errors
 from tensorferry.dcp.index import ELEMENTS, EntryRef
 
@@ -145,7 +145,7 @@ def test_what_contradicts_what_was_written_is_not_committed(how, says, tmp_path)
     with pytest.raises(dcp.CheckpointException) as caught:
         dcp.save(state, storage_writer=FileWriter(tmp_path), planner=Wrong(how), no_dist=True)
     error = caught.value.failures[0][0]
-    assert isinstance(error, tensorferry.InvalidArgument | tensorferry.UnsupportedLeaf)
+    assert isinstance(error, errors.InvalidArgument | errors.UnsupportedLeaf)
     assert re.search(says, str(error))
     found = {"a": torch.zeros(8)}
     dcp.load(found, storage_reader=FileReader(tmp_path), no_dist=True)
@@ -159,7 +159,7 @@ def test_parts_that_were_written_in_different_dtypes_are_refused():
         MetadataIndex("w", chunk.offsets): EntryRef("f", str(number), "U8", 8, ELEMENTS, 1, (dtype, [2]))
         for number, (chunk, dtype) in enumerate(zip(chunks, ("float32", "float64"), strict=True))
     }
-    with pytest.raises(tensorferry.InvalidArgument, match=r"its parts have different dtypes \(float32, float64\)"):
+    with pytest.raises(errors.InvalidArgument, match=r"its parts have different dtypes \(float32, float64\)"):
         index.encode(Metadata({"w": about}), stored)
 
 
@@ -173,5 +173,5 @@ class Asking(dcp.DefaultLoadPlanner):
 
 def test_a_load_of_what_is_not_there_is_refused(tmp_path):
     dcp.save({"a": numbers()}, storage_writer=FileWriter(tmp_path), no_dist=True)
-    with pytest.raises(tensorferry.ProtocolError, match=r"the plan asks for .*z.*does not have"), own_errors():
+    with pytest.raises(errors.ProtocolError, match=r"the plan asks for .*z.*does not have"), own_errors():
         dcp.load({"a": numbers()}, storage_reader=FileReader(tmp_path), planner=Asking(), no_dist=True)

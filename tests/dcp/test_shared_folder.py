@@ -82,7 +82,7 @@ def test_nothing_is_removed_while_the_index_cannot_be_read(tmp_path, monkeypatch
     age(tmp_path / left, 120)
 
     def refuse(path):
-        raise tensorferry.SystemRefused(f"{path}: stale")
+        raise tensorferry.errors.SystemRefused(f"{path}: stale")
 
     with monkeypatch.context() as broken:
         broken.setattr(commits, "files_of", refuse)
@@ -225,7 +225,7 @@ def test_a_checkpoint_of_torch_is_replaced_or_kept_as_overwrite_says(tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     there = names(tmp_path)
     error = fails(lambda: save(None, 2, FileWriter(tmp_path, overwrite=False)))
-    assert isinstance(error, tensorferry.InvalidArgument)
+    assert isinstance(error, tensorferry.errors.InvalidArgument)
     assert ".metadata" in str(error)
     assert names(tmp_path) == there
     save(tmp_path, 2)
@@ -292,8 +292,8 @@ def test_a_writer_that_was_shut_down_publishes_nothing():
     dcp.save({"a": torch.ones(3)}, storage_writer=writer, no_dist=True)
     writer.shutdown()
     error = fails(lambda: dcp.save({"a": torch.ones(3)}, storage_writer=writer, no_dist=True))
-    assert isinstance(error, tensorferry.TransportClosed)
-    with pytest.raises(tensorferry.InvalidArgument, match="nothing is published"):
+    assert isinstance(error, tensorferry.errors.TransportClosed)
+    with pytest.raises(tensorferry.errors.InvalidArgument, match="nothing is published"):
         writer.metadata()
 
 

@@ -156,7 +156,7 @@ def test_damage_is_named(tmp_path):
     (tmp_path / "empty").mkdir()
     for content in (b"", b"\x80\x04.", pickle.dumps([1]), b"PK"):
         (tmp_path / "empty/.metadata").write_bytes(content)
-        with pytest.raises((tensorferry.ProtocolError, tensorferry.UnsafePickle)):
+        with pytest.raises((tensorferry.errors.ProtocolError, tensorferry.errors.UnsafePickle)):
             FileReader(tmp_path / "empty").read_metadata()
-        with pytest.raises(tensorferry.ProtocolError, match="cannot be read"):
+        with pytest.raises(tensorferry.errors.ProtocolError, match="cannot be read"):
             FileReader(tmp_path / "empty", trust_pickle=True).read_metadata()

@@ -213,9 +213,9 @@ def test_a_save_that_runs_ends_as_it_has_begun(tmp_path):
 
 
 def test_arguments_are_checked():
-    with pytest.raises(tensorferry.InvalidArgument, match="safe_globals"):
+    with pytest.raises(tensorferry.errors.InvalidArgument, match="safe_globals"):
         tensorferry.install(safe_globals=[1])
-    with pytest.raises(tensorferry.InvalidArgument, match="files"):
+    with pytest.raises(tensorferry.errors.InvalidArgument, match="files"):
         tensorferry.install(files=1)
     assert dcp.FileSystemReader is filesystem.FileSystemReader
 

@@ -9,7 +9,8 @@ import torch
 
 from equality import assert_same_state
 from exchange import TIMEOUT, in_background, receive, until
-from tensorferry import InvalidArgument, join_metadata
+from tensorferry import join_metadata
+from tensorferry.errors import InvalidArgument
 from tensorferry.memory.pinned import _forget_failure, pinned
 
 if TYPE_CHECKING:

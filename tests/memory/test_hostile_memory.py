@@ -183,7 +183,7 @@ reset()
 before = peak()
 try:
     compat.receive("{listener.metadata}", 1, timedelta(seconds=20), Allowed())
-except (tensorferry.ProtocolError, tensorferry.SystemRefused) as error:
+except (tensorferry.errors.ProtocolError, tensorferry.errors.SystemRefused) as error:
     print(peak() - before)
 """
         )

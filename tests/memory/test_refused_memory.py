@@ -17,7 +17,8 @@ from datetime import timedelta
 from pathlib import Path
 import torch
 import torch.distributed.checkpoint as dcp
-from tensorferry import HTTPTransport, SystemRefused
+from tensorferry import HTTPTransport
+from tensorferry.errors import SystemRefused
 from tensorferry._native import SharedBuffer
 from tensorferry.dcp import FileReader, FileWriter, own_errors
 

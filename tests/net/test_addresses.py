@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tensorferry import ConnectError, FetchTimeout, InvalidArgument, Network, SystemRefused
+from tensorferry import ConnectError, FetchTimeout, Network
+from tensorferry.errors import InvalidArgument, SystemRefused
 from tensorferry.net import addresses, rails
 from tensorferry.net.rails import advertised_rails, first_card
 

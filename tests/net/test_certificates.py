@@ -9,9 +9,10 @@ import pytest
 
 from equality import assert_same_state
 from secured import TIMEOUT, fingerprint, make_certificate, send, state
-from tensorferry import HTTPTransport, InvalidArgument, UnprovenSource, cli
+from tensorferry import HTTPTransport, cli
 from tensorferry.cli import exits
 from tensorferry.dcp import PeerReader, PeerWriter
+from tensorferry.errors import InvalidArgument, UnprovenSource
 from tensorferry.net.certificates import encryption
 
 pytestmark = pytest.mark.beyond_torchft

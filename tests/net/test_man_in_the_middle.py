@@ -10,10 +10,11 @@ import pytest
 from middle import ManInTheMiddle
 
 from secured import SECRET, send
-from tensorferry import HTTPTransport, InvalidArgument, Network, UnprovenSource, cli
+from tensorferry import HTTPTransport, Network, cli
 from tensorferry._native import HttpAnswer
 from tensorferry.cli import exits
 from tensorferry.dcp import PeerReader
+from tensorferry.errors import InvalidArgument, UnprovenSource
 from tensorferry.storage.peers import publication_metadata
 
 if TYPE_CHECKING:

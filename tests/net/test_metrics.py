@@ -83,7 +83,7 @@ def test_failed_receives_are_counted_by_the_classes_of_the_error_reference(open_
     class OfTheUser(Exception):
         pass
 
-    class Special(tensorferry.SystemRefused):
+    class Special(tensorferry.errors.SystemRefused):
         pass
 
     source = open_transport(interface="127.0.0.1")
@@ -101,7 +101,7 @@ def test_failed_receives_are_counted_by_the_classes_of_the_error_reference(open_
         raised.pop(0)
     # Classes of users would be labels without end.
     assert failures(receiver) == {"other": 2, "SystemRefused": 1}
-    with pytest.raises(tensorferry.WrongStep):
+    with pytest.raises(tensorferry.errors.WrongStep):
         receiver.recv_checkpoint(0, source.metadata(), 4, TIMEOUT)
     assert failures(receiver) == {"other": 2, "SystemRefused": 1, "WrongStep": 1}
     assert failures(receiver).keys() <= {*errors.__all__, "other"}

@@ -11,7 +11,8 @@ from urllib.parse import urlsplit
 import pytest
 import torch
 
-from tensorferry import InvalidArgument, Network, SystemRefused
+from tensorferry import Network
+from tensorferry.errors import InvalidArgument, SystemRefused
 from tensorferry.net.network import port_range
 
 TIMEOUT = timedelta(seconds=30)

@@ -12,7 +12,8 @@ import torch
 import tensorferry
 from equality import assert_same_state
 from secured import SECRET, TIMEOUT, send, state
-from tensorferry import InvalidArgument, ProtocolError, SourceRefused, UnprovenSource, join_metadata
+from tensorferry import join_metadata
+from tensorferry.errors import InvalidArgument, ProtocolError, SourceRefused, UnprovenSource
 
 OTHER = "a secret of another job"
 

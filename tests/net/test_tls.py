@@ -13,7 +13,8 @@ import torch
 
 from equality import assert_same_state
 from secured import SECRET, TIMEOUT, send, state
-from tensorferry import UnprovenSource, join_metadata
+from tensorferry import join_metadata
+from tensorferry.errors import UnprovenSource
 
 pytestmark = pytest.mark.beyond_torchft
 

@@ -32,7 +32,7 @@ from tensorferry.pickles.torch_archives import unpickled
 
 pytestmark = [pytest.mark.timeout(100), pytest.mark.beyond_torchft]
 
-REFUSALS = (tensorferry.UnsafePickle, tensorferry.ProtocolError)
+REFUSALS = (tensorferry.errors.UnsafePickle, tensorferry.errors.ProtocolError)
 V2 = global_("torch._utils", "_rebuild_tensor_v2")
 HOOKS = call(global_("collections", "OrderedDict"))
 DTYPE = call(global_("numpy", "dtype"), "f4", False, True)
@@ -182,7 +182,9 @@ def test_what_is_refused_is_named_with_its_leaf_and_what_to_do() -> None:
     from tensorferry.state import pickling
 
     needs = {"torch._utils._rebuild_tensor_v2": "user.model.weight"}
-    with pytest.raises(tensorferry.UnsafePickle, match=r"_rebuild_tensor_v2.*'user\.model\.weight'.*trust_pickle=True"):
+    with pytest.raises(
+        tensorferry.errors.UnsafePickle, match=r"_rebuild_tensor_v2.*'user\.model\.weight'.*trust_pickle=True"
+    ):
         pickling.load(data, Allowed(), [], lambda _: torch.UntypedStorage(4), needs)
 
 
@@ -193,7 +195,7 @@ def test_the_planners_data_goes_through_the_same_machine(monkeypatch: pytest.Mon
     monkeypatch.setattr("os.system", ran.append)
     planner = {"pickle": base64.b64encode(whole(ATTACKS["os.system"])).decode()}
     text = json.dumps({"version": index.VERSION, "sources": [], "state": {}, "planner": planner})
-    with pytest.raises(tensorferry.UnsafePickle):
+    with pytest.raises(tensorferry.errors.UnsafePickle):
         index.decode(text.encode(), "here", Allowed())
     assert not ran
 
@@ -203,7 +205,7 @@ def test_objects_in_files_go_through_the_same_machine_and_are_written_again(monk
 
     ran: list[Any] = []
     monkeypatch.setattr("os.system", ran.append)
-    with pytest.raises(tensorferry.UnsafePickle, match=r"'?opt\.lr"):
+    with pytest.raises(tensorferry.errors.UnsafePickle, match=r"'?opt\.lr"):
         planner_objects.rewritten(torch_archive(whole(ATTACKS["os.system"])), "opt.lr", Allowed())
     assert not ran
     good = torch_archive(state={"lr": 0.1, "w": torch.ones(3)})
@@ -280,7 +282,8 @@ def test_what_is_not_reviewed_is_refused_with_its_name_and_what_to_do(name: str)
     file = io.BytesIO()
     torch.save(Holder(a=make()), file)
     with pytest.raises(
-        tensorferry.UnsafePickle, match=rf"{re.escape(name)}.*for 'user'.*pass safe_globals=\[.*{re.escape(name)}"
+        tensorferry.errors.UnsafePickle,
+        match=rf"{re.escape(name)}.*for 'user'.*pass safe_globals=\[.*{re.escape(name)}",
     ):
         unpickled(file.getvalue(), "user", Allowed([Holder]))
     if allowed:
@@ -292,11 +295,11 @@ def test_classes_of_the_users_own_are_read_as_python_reads_them() -> None:
     value = [Holder(a=1, b=[Colour.RED]), Colour.BLUE, a_function]
     (made, colour, function) = read(pickle.dumps(value, 4), allowed)
     assert (made.a, made.b, colour, function) == (1, [Colour.RED], Colour.BLUE, a_function)
-    with pytest.raises(tensorferry.UnsafePickle, match="an enum called with more than a value"):
+    with pytest.raises(tensorferry.errors.UnsafePickle, match="an enum called with more than a value"):
         read(whole(call(global_("pickled_classes", "Colour"), "X", "a b")), allowed)
-    with pytest.raises(tensorferry.UnsafePickle):
+    with pytest.raises(tensorferry.errors.UnsafePickle):
         read(whole(build(global_("pickled_classes", "Holder"), (None, {"__init__": 3}))), allowed)
-    with pytest.raises(tensorferry.UnsafePickle):
+    with pytest.raises(tensorferry.errors.UnsafePickle):
         read(whole(build(global_("pickled_classes", "a_function"), (None, {"__defaults__": (3,)}))), allowed)
 
 
@@ -307,19 +310,19 @@ def test_an_allowed_class_allows_no_call_of_its_instances_and_no_state_for_its_o
 
     cls = global_(Made.__module__, Made.__qualname__)
     for hostile in (call(new(cls)), build(cls, (None, {"__call__": 3}))):
-        with pytest.raises(tensorferry.UnsafePickle):
+        with pytest.raises(tensorferry.errors.UnsafePickle):
             read(whole(hostile), Allowed([Made]))
 
 
 def test_torchs_own_list_of_the_users_classes_counts() -> None:
     data = pickle.dumps([Holder(a=1)], 4)
-    with pytest.raises(tensorferry.UnsafePickle):
+    with pytest.raises(tensorferry.errors.UnsafePickle):
         read(data)
     with torch.serialization.safe_globals([Holder]):
         assert read(data)[0].a == 1
     with torch.serialization.safe_globals([torch.hub.load, __import__("os").system]):
         for hostile in (global_("torch.hub", "load"), global_("posix", "system"), global_("os", "system")):
-            with pytest.raises(tensorferry.UnsafePickle):
+            with pytest.raises(tensorferry.errors.UnsafePickle):
                 read(whole(call(hostile, "true")))
 
 

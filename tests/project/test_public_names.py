@@ -21,7 +21,8 @@ def test_every_public_name_is_there_and_is_listed() -> None:
     assert set(dir(tensorferry)) == {*tensorferry.__all__, "__version__", "errors"}
     for name in tensorferry.__all__:
         assert getattr(tensorferry, name).__name__ == name
-    assert set(errors.__all__) < set(tensorferry.__all__)
+    # What a program handles; a caller corrects its call for the others.
+    assert len(set(errors.__all__) & set(tensorferry.__all__)) == 8
     assert tensorferry.HTTPTransport is HTTPTransport
     assert tensorferry.errors is errors
 

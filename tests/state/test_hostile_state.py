@@ -73,7 +73,7 @@ def test_a_manifest_that_makes_no_sense_is_a_protocol_error(
     "to", [("leaf", 2), ("leaf", -1), ("leaf", "0"), ("typed", 0, "load"), ("typed", 0), ("other", 0), 7, [], "leaf"]
 )
 def test_references_to_what_is_not_there_are_protocol_errors(to: Any) -> None:
-    with pytest.raises(tensorferry.ProtocolError):
+    with pytest.raises(tensorferry.errors.ProtocolError):
         read(whole(Raw(say(to) + b"Q")))
 
 

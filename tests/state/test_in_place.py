@@ -271,7 +271,7 @@ def test_a_callable_that_gives_no_state_is_refused_before_anything_is_fetched(
     source = open_stock() if stock else open_transport()
     target = open_transport(state_dict=lambda: given, progress=lambda here, _: fetched.append(here))
     source.send_checkpoint([1], 1, {"w": torch.ones(4)}, TIMEOUT)
-    with pytest.raises(tensorferry.InvalidArgument, match="state_dict= gave"):
+    with pytest.raises(tensorferry.errors.InvalidArgument, match="state_dict= gave"):
         target.recv_checkpoint(0, source.metadata(), 1, TIMEOUT)
     source.disallow_checkpoint()
     assert not any(fetched)

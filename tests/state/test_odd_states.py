@@ -22,7 +22,7 @@ try:
     received = target.recv_checkpoint(0, source.metadata(), 1, timedelta(seconds=30))["user"]["leaf"]
     for level in range(levels):
         received = received[keys[level % len(keys)]]
-except tensorferry.UnsupportedLeaf as error:
+except tensorferry.errors.UnsupportedLeaf as error:
     assert "user.leaf" in str(error), error
 except (tensorferry.TensorferryError, RecursionError) as error:
     print(type(error).__name__, flush=True)

@@ -12,7 +12,8 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from in_place_doors import Door, archive, file, keeper, stock, transport
-from tensorferry import InvalidArgument, StateMismatch
+from tensorferry import StateMismatch
+from tensorferry.errors import InvalidArgument
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

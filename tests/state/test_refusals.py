@@ -15,6 +15,7 @@ import tensorferry.dcp
 from equality import assert_same_state
 from exchange import TIMEOUT, send_and_receive
 from leaves import CARRIED, CATALOGUE, REFUSED, Leaf, cases
+from tensorferry import errors
 from tensorferry.checkpointing import load_file
 from tensorferry.memory.accelerator import ACCELERATOR
 from tensorferry.memory.staging import HostStager
@@ -30,7 +31,7 @@ pytestmark = [pytest.mark.timeout(60), pytest.mark.beyond_torchft]
 @pytest.mark.parametrize("leaf", cases(REFUSED))
 def test_what_cannot_be_carried_is_refused_by_the_sender(leaf: Leaf, open_transport: Callable[..., Any]) -> None:
     transport = open_transport(trust_pickle=True)
-    with pytest.raises(tensorferry.UnsupportedLeaf, match=r"\buser\.leaf\b"):
+    with pytest.raises(errors.UnsupportedLeaf, match=r"\buser\.leaf\b"):
         transport.send_checkpoint([1], 1, leaf.state(leaf.value()), TIMEOUT)
     good = CATALOGUE["Adam.state_dict()"].value()
     assert_same_state(send_and_receive(transport, transport, good, step=2), good)
@@ -45,7 +46,7 @@ def test_what_cannot_be_carried_is_refused_by_the_sender(leaf: Leaf, open_transp
     ],
 )
 def test_refusal_names_the_path(state: Any, path: str, open_transport: Callable[..., Any]) -> None:
-    with pytest.raises(tensorferry.UnsupportedLeaf, match=path) as caught:
+    with pytest.raises(errors.UnsupportedLeaf, match=path) as caught:
         open_transport().send_checkpoint([1], 1, state, TIMEOUT)
     assert isinstance(caught.value, TypeError)
     assert isinstance(caught.value, tensorferry.TensorferryError)
@@ -60,7 +61,7 @@ def test_refusal_names_the_path(state: Any, path: str, open_transport: Callable[
 )  # fmt: skip
 def test_a_class_off_the_allow_list_is_refused_by_name(leaf: Leaf, open_transport: Callable[..., Any]) -> None:
     transport = open_transport()
-    with pytest.raises(tensorferry.UnsafePickle, match=r"\bpickled_classes\b") as caught:
+    with pytest.raises(errors.UnsafePickle, match=r"\bpickled_classes\b") as caught:
         send_and_receive(transport, transport, leaf.state(leaf.value()))
     assert isinstance(caught.value, tensorferry.TensorferryError)
     assert isinstance(caught.value, pickle.UnpicklingError)
@@ -89,13 +90,13 @@ class Attack:
 )
 def test_a_hostile_pickle_is_not_run(attack: Attack, open_transport: Callable[..., Any]) -> None:
     transport = open_transport()
-    with pytest.raises(tensorferry.UnsafePickle):
+    with pytest.raises(errors.UnsafePickle):
         send_and_receive(transport, transport, {"user": {"leaf": attack, "w": torch.ones(2)}})
 
 
 def test_a_refused_archive_leaves_nothing_behind_in_torch(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(1), "o": Unlisted()}, tmp_path / "a.pt")
-    with pytest.raises(tensorferry.UnsafePickle, match="Unlisted"):
+    with pytest.raises(errors.UnsafePickle, match="Unlisted"):
         load_file(tmp_path / "a.pt", map_location=lambda storage, _: storage)
     # With a function here, torch unpickles no DTensor.
     assert torch.serialization._serialization_tls.map_location is None
@@ -110,7 +111,7 @@ def write(state: Any, path: Path) -> None:
 def test_what_is_refused_of_a_file_names_the_file(tmp_path: Path) -> None:
     path = tmp_path / "a.safetensors"
     write({"w": torch.ones(1), "o": Unlisted()}, path)
-    with pytest.raises(tensorferry.UnsafePickle, match=r"^\S*/a\.safetensors: .*safe_globals=\[\S*Unlisted\]"):
+    with pytest.raises(errors.UnsafePickle, match=r"^\S*/a\.safetensors: .*safe_globals=\[\S*Unlisted\]"):
         load_file(path)
     write({"w": torch.ones(1)}, path)
     with pytest.raises(tensorferry.StateMismatch, match="in the checkpoint") as caught:
@@ -122,7 +123,7 @@ def test_what_is_refused_of_a_file_names_the_file(tmp_path: Path) -> None:
 def test_a_rank_of_a_distributed_checkpoint_says_what_loads_it(tmp_path: Path) -> None:
     dcp.save({"w": torch.ones(1)}, storage_writer=tensorferry.dcp.FileWriter(tmp_path))
     (path,) = tmp_path.glob("rank*.safetensors")
-    with pytest.raises(tensorferry.ProtocolError, match=r"^\S*/rank00000-.* with a tensorferry\.dcp\.FileReader"):
+    with pytest.raises(errors.ProtocolError, match=r"^\S*/rank00000-.* with a tensorferry\.dcp\.FileReader"):
         load_file(path)
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from tensorferry import UnsupportedLeaf
+from tensorferry.errors import UnsupportedLeaf
 from tensorferry.state import tree
 
 if TYPE_CHECKING:

@@ -191,5 +191,5 @@ def test_groups_are_found_by_address_natively_as_by_looking() -> None:
 )
 def test_the_description_of_shared_memory_in_a_manifest_is_checked(shared: Any) -> None:
     fields = {"flags": "", "objects": 0, "storages": []}
-    with pytest.raises(tensorferry.ProtocolError, match="share memory"):
+    with pytest.raises(tensorferry.errors.ProtocolError, match="share memory"):
         Manifest(json.dumps(fields | {"shared": shared}), "0").shared()

@@ -58,7 +58,7 @@ def test_every_container_is_made(text: str, expected: Any) -> None:
     ],
 )  # fmt: skip
 def test_text_that_is_not_a_tree_is_named(text: str) -> None:
-    with pytest.raises(tensorferry.ProtocolError, match="the source's tree is malformed at byte"):
+    with pytest.raises(tensorferry.errors.ProtocolError, match="the source's tree is malformed at byte"):
         tree.unflatten(text, ["a"], [])
 
 
@@ -74,7 +74,7 @@ def test_text_that_is_not_a_tree_is_named(text: str) -> None:
     ],
 )
 def test_what_cannot_be_made_is_named(text: str, what: str) -> None:
-    with pytest.raises(tensorferry.ProtocolError, match=f"has a {what}"):
+    with pytest.raises(tensorferry.errors.ProtocolError, match=f"has a {what}"):
         tree.unflatten(text, ["a"], [[]])
 
 
@@ -124,5 +124,5 @@ def test_factories_are_those_that_a_pickle_may_name(factory: Any, options: dict[
     if known:
         assert (make(), make().default_factory) == (collections.defaultdict(factory, x=1), factory)
         return
-    with pytest.raises(tensorferry.ProtocolError, match="a defaultdict whose factory is not a type"):
+    with pytest.raises(tensorferry.errors.ProtocolError, match="a defaultdict whose factory is not a type"):
         make()

@@ -14,8 +14,9 @@ import torch
 import tensorferry
 from exchange import TIMEOUT
 from networked import networked
-from tensorferry import HTTPTransport, InvalidArgument, Network, join_metadata
+from tensorferry import HTTPTransport, Network, join_metadata
 from tensorferry.dcp import FileReader, FileWriter, PeerReader, PeerWriter
+from tensorferry.errors import InvalidArgument
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -124,7 +125,7 @@ def test_steps(step: Any, open_transport: Callable[..., Any]) -> None:
 )
 def test_metadata_that_names_no_source(metadata: Any, secured: bool, open_transport: Callable[..., Any]) -> None:
     receiver = open_transport(tls=secured)
-    with pytest.raises((InvalidArgument, tensorferry.UnprovenSource) if secured else InvalidArgument) as caught:
+    with pytest.raises((InvalidArgument, tensorferry.errors.UnprovenSource) if secured else InvalidArgument) as caught:
         receiver.recv_checkpoint(0, metadata, 1, TIMEOUT)
     assert len(str(caught.value)) < 1000
 

@@ -8,7 +8,8 @@ from datetime import timedelta
 import pytest
 import torch
 
-from tensorferry import HalfReceived, InvalidArgument, StateMismatch, TensorferryError
+from tensorferry import StateMismatch, TensorferryError
+from tensorferry.errors import HalfReceived, InvalidArgument
 
 SECONDS = timedelta(seconds=20)
 SIZE = 4 << 20

@@ -188,7 +188,7 @@ class TestStockSource:
         source, target = open_stock(), open_transport()
         for name in ("dataclass", "function, module-level", "registered node"):
             source.send_checkpoint([1], 1, CATALOGUE[name].state(CATALOGUE[name].value()), TIMEOUT)
-            with pytest.raises(tensorferry.UnsafePickle, match="pickled_classes"):
+            with pytest.raises(tensorferry.errors.UnsafePickle, match="pickled_classes"):
                 target.recv_checkpoint(0, source.metadata(), 1, TIMEOUT)
         # torchft's source writes a second, failed answer into the body of the first.
         source.send_checkpoint([1], 1, {"f": lambda: 0, "w": torch.ones(3)}, TIMEOUT)

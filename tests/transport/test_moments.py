@@ -117,7 +117,7 @@ def test_a_state_that_keeps_changing_is_an_error_that_says_what_to_do(open_trans
         while True:
             received = target.recv_checkpoint(0, source.metadata(), 1, TIMEOUT)
             assert len(received["w"].unique()) <= 2
-    except tensorferry.TornCheckpoint as error:
+    except tensorferry.errors.TornCheckpoint as error:
         torn = str(error)
     finally:
         over.set()

@@ -30,7 +30,7 @@ FORKS = {
             ):
                 try:
                     use(*arguments)
-                except tensorferry.ForkedProcess as error:
+                except tensorferry.errors.ForkedProcess as error:
                     assert isinstance(error, RuntimeError)
                 else:
                     raise AssertionError(f"{use} worked in a forked child")
@@ -49,7 +49,7 @@ FORKS = {
             for close in (source.disallow_checkpoint, source.shutdown, lambda: target.shutdown(wait=False)):
                 try:
                     close()
-                except tensorferry.ForkedProcess:
+                except tensorferry.errors.ForkedProcess:
                     pass
             received["w"] += 1
             del source, target, received, remote

@@ -12,7 +12,8 @@ import torch
 import tensorferry
 from equality import assert_same_state
 from exchange import until
-from tensorferry import InvalidArgument, join_metadata
+from tensorferry import join_metadata
+from tensorferry.errors import InvalidArgument
 
 TIMEOUT = timedelta(seconds=30)
 MIB = 1 << 20
@@ -172,7 +173,7 @@ def test_a_refused_class_is_named_with_the_leaf_that_needs_it(open_transport, ca
     with caplog.at_level(logging.WARNING, "tensorferry"):
         metadata = send(open_transport(), state)
     (warning,) = logged(caplog, "receivers will refuse")
-    with pytest.raises(tensorferry.UnsafePickle) as caught:
+    with pytest.raises(tensorferry.errors.UnsafePickle) as caught:
         open_transport().recv_checkpoint(0, metadata, 3, TIMEOUT)
     for reported in (warning.getMessage(), str(caught.value)):
         assert "'user.1.extra'" in reported

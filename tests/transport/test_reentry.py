@@ -73,7 +73,7 @@ for way in (by_signal, Dies, call):
         send_and_receive(source, target, 5)
 try:
     source.send_checkpoint([1], 1, STATE | {"hooked": Hooked(call, "shutdown")}, LONG)
-except tensorferry.TransportClosed:
+except tensorferry.errors.TransportClosed:
     pass
 else:
     raise AssertionError("a transport that is shut down sends")

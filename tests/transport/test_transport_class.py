@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from exchange import TIMEOUT, small_state, until
-from tensorferry import HTTPTransport, TransportClosed
+from tensorferry import HTTPTransport
+from tensorferry.errors import TransportClosed
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -60,7 +60,7 @@ def test_wrong_step(open_transport: Callable[..., Any], ours: bool) -> None:
     if ours:
         import tensorferry
 
-        assert isinstance(caught.value, tensorferry.WrongStep)
+        assert isinstance(caught.value, tensorferry.errors.WrongStep)
         assert isinstance(caught.value, tensorferry.TensorferryError)
 
 
