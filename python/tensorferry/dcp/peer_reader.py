@@ -50,7 +50,7 @@ class PeerReader(SliceReader):
             ``checkpoint_id`` of a load overrides it
         timeout: the deadline of a load, counted from its beginning
         lanes: connections of this rank; ``None`` chooses by the number of cores
-        network, secret: as for ``HTTPTransport``; docs/guides/reshard.md says what ``relay`` does here
+        network, secret: as for ``HTTPTransport``; docs/guides/dcp.md says what ``relay`` does here
         safe_globals: classes and functions that pickled objects may name besides the default list
         trust_pickle: let pickled objects name anything; anyone who can answer in place of a source can then run code
             here

@@ -21,7 +21,7 @@ class Network:
     """How servers are reached, what protects them, and what receivers ask of their sources.
 
     Everything that has a server or receives takes one as ``network=``. What is not given, or ``None``, is read from the
-    environment variable in brackets when the object is made; docs/reference/settings.md lists who uses what.
+    environment variable in brackets when the object is made; docs/reference/api.md lists them.
 
     Args:
         secret: a secret of 16 bytes or more that the sources and receivers of this job share. With it, the metadata
@@ -41,13 +41,13 @@ class Network:
             receiver serves on what has come until it has all. A receive that is fast, or over soon, does without; so do
             states of less than 8 MiB, receives to an accelerator, from several sources or through shared memory, and
             those from a source with TLS to a receiver without. Ranks of one load that need the same slices bring them
-            to each other. ``False`` on either side turns it off; docs/guides/swarm.md says more.
+            to each other. ``False`` on either side turns it off; docs/guides/healing.md says more.
             [``TENSORFERRY_RELAY``; by default yes]
         interface: listen only on this interface: its name, an address of this host, or a network (``10.0.0.0/8``) that
             contains one of its addresses; or on several, with commas between them. [``TENSORFERRY_INTERFACE``; by
             default all]
         advertise: the name or address that peers use, or one of this host's interfaces or networks; or several, with
-            commas between them; docs/guides/ports.md says what hosts with several network cards do.
+            commas between them; docs/guides/nodes.md says what hosts with several network cards do.
             [``TENSORFERRY_ADVERTISE``; by default the address listened on, the host's name if it resolves to an address
             that other hosts can use, or the address of the interface with the default route]
         port: listen on this port, or on the first free one of a range like ``"29600-29699"``, so that a firewall can
