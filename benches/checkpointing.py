@@ -63,7 +63,7 @@ def keeper() -> Iterator[str]:
 def _running_keeper(folder: str) -> Iterator[None]:
     environment = {**os.environ, "TENSORFERRY_KEEPER_DIR": folder}
     command = [sys.executable, "-m", "tensorferry.checkpointing.keeper", "--name", KEEPER_NAME]
-    options = ["--memory", "8G", "--interface", "127.0.0.1", "--generations", "2", "--quiet"]
+    options = ["--memory", "8G", "--interface", "127.0.0.1", "--generations", "2"]
     with subprocess.Popen([*command, *options], env=environment) as running:
         try:
             deadline = time.monotonic() + _KEEPER_S
@@ -83,8 +83,8 @@ def _running_keeper(folder: str) -> Iterator[None]:
 
 def measure(contender: str, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Saves a few times in one process, loads in another one; returns the costs."""
-    folder.mkdir()
     with keeper() if contender == KEEPER else contextlib.nullcontext() as sockets:
+        folder.mkdir()
         return _measure(contender, options, folder, sockets)
 
 
