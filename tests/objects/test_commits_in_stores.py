@@ -110,14 +110,6 @@ def test_why_an_index_cannot_be_removed_is_told_as_it_is(gateway, server):
         commits.remove_index(place_of(server, 1.0).begun() / INDEX, expected)
 
 
-def test_a_damaged_index_is_replaced(server):
-    place = place_of(server)
-    committed(place, 200)
-    (place / INDEX).write_bytes((place / INDEX).read_bytes()[:100])
-    committed(place, 100, "ba9876543210")
-    assert commits.files_of(place / INDEX).began == 100
-
-
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_a_store_that_refuses_what_tools_look_for_is_told_as_it_is(gateway, server):
     gateway.act = lambda _, method, path: FORBIDDEN if method == "PUT" and path.endswith("/.metadata") else None

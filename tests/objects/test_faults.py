@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import errno
 import os
 import re
 import signal
@@ -18,7 +17,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from stores import BUCKET, FORBIDDEN, SLOW_DOWN, LyingStore, client, objects, uploads
-from tensorferry.checkpointing import SyncCheckpointer
 from tensorferry.dcp import FileReader
 from tensorferry.errors import (
     CorruptCheckpoint,
@@ -26,7 +24,6 @@ from tensorferry.errors import (
     IncompleteCheckpoint,
     SourceChanged,
     StoreRefused,
-    SystemRefused,
     TensorferryError,
 )
 from tensorferry.storage.objects import bucket, reader, requests, upload
@@ -171,44 +168,19 @@ def test_an_index_that_did_not_come_is_not_waited_for_once_more(gateway, server)
     assert len(gateway.seen) == asked
 
 
-@pytest.mark.waits
-@pytest.mark.usefixtures("gateway")
-def test_without_memory_for_a_part_a_save_says_so(server, monkeypatch):
-    def out_of_memory(*_, **__):
-        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
-
-    with monkeypatch.context() as little:
-        little.setattr(upload.mmap, "mmap", out_of_memory)
-        with pytest.raises(SystemRefused, match=r"rank00000.*Cannot allocate memory"):
-            save(state(5), server.place)
-    save(state(5), server.place)
-    assert load(state(5), server.place)
-    assert not uploads(server.url, server.prefix)
-
-
-def cancelled_by_its_caller(slow, listener):
-    calls = Calls(Deadline(30))
-    future = calls.begin(slow)
-    listener.accept()[0].close()
-    calls.cancel()
-    with pytest.raises(concurrent.futures.CancelledError):
-        future.result(10)
-
-
-def cancelled_by_its_deadline(slow, _):
-    with pytest.raises(TimeoutError):
-        Calls(Deadline(0.2)).begin(slow).result(10)
-
-
-@pytest.mark.parametrize("cancel", [cancelled_by_its_caller, cancelled_by_its_deadline])
-def test_an_exit_waits_for_what_was_cancelled_just_before(cancel):
+@pytest.mark.parametrize("by", ["its caller", "its deadline"])
+def test_an_exit_waits_for_what_was_cancelled_just_before(by):
     """However a request of the client's own library ends before its time."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         endpoint = f"http://127.0.0.1:{listener.getsockname()[1]}"
         store = making.client_of("s3://bucket", {"endpoint": endpoint, "skip_signature": True}, 30).store
         before = time.monotonic()
-        assert making.loop().cancelled < before
-        cancel(lambda: store.get_async("object"), listener)
+        future = Calls(Deadline(30 if by == "its caller" else 0.2)).begin(lambda: store.get_async("object"))
+        listener.accept()[0].close()
+        if by == "its caller":
+            future.cancel()
+        with pytest.raises((concurrent.futures.CancelledError, TimeoutError)):
+            future.result(10)
         # What a caller cancels is cancelled in the loop.
         asyncio.run_coroutine_threadsafe(asyncio.sleep(0), making.loop()).result(10)
         assert making.loop().cancelled >= before
@@ -261,22 +233,13 @@ def test_a_file_that_is_cut_off_while_it_is_copied_is_no_copy(server, tmp_path, 
         upload.upload_file(any_place(f"{server.place}/x"), tmp_path / "x")
 
 
-def by_writer(place, number):
-    save(state(number, 0), place)
-
-
-def into_a_run(place, number):
-    SyncCheckpointer(patience=20, keep_last=1).save(f"{place}/step-{number}", state(number, 0), step=number)
-
-
 @pytest.mark.parametrize("how", ["lost", "short"])
-@pytest.mark.parametrize("save_at", [by_writer, into_a_run])
-def test_an_index_that_the_store_has_not_kept_removes_no_checkpoint(gateway, server, save_at, how):
-    save_at(server.place, 1)
+def test_an_index_that_the_store_has_not_kept_removes_no_checkpoint(gateway, server, how):
+    save(state(1, 0), server.place)
     before = objects(server.url, server.prefix)
     gateway.act = LyingStore(server.url, "/index.safetensors", how)
     with pytest.raises((StoreRefused, SourceChanged), match=r"has kept|not kept"):
-        save_at(server.place, 2)
+        save(state(2, 0), server.place)
     after = objects(server.url, server.prefix)
     ranks = {key: data for key, data in before.items() if "/rank" in key}
     assert ranks

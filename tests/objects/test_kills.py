@@ -6,99 +6,73 @@
 from __future__ import annotations
 
 import contextlib
-import queue
+import os
 import signal
 
 import pytest
 import torch
 from dcp_doors import load, save
+from ranks import context
 
-from stores import FORBIDDEN, Gateway, environment, objects, survive_kills
-from tensorferry.checkpointing import AsyncCheckpointer, SyncCheckpointer
-from tensorferry.errors import IncompleteCheckpoint, StoreRefused, WriterLost
+from stores import FORBIDDEN, environment, objects
+from tensorferry.errors import IncompleteCheckpoint, StoreRefused
 from tensorferry.storage import commits
-from tensorferry.storage.objects import bucket
+from tensorferry.storage.objects import bucket, upload
 
 pytestmark = [pytest.mark.filterwarnings("ignore::UserWarning"), pytest.mark.process]
 
-SAVER = """
-    import warnings
-    warnings.simplefilter("ignore")
-    import torch.distributed.checkpoint as dcp
-    from tensorferry.dcp import FileWriter
-    from tensorferry.storage.objects import upload
+
+def save_number(variables, place, number):
+    os.environ.update(variables)
     upload.PART = 5 << 20
-    for line in sys.stdin:
-        number = int(line)
-        pid = os.fork()
-        if pid == 0:
-            state = {{"w": torch.full((3 << 19,), float(number), dtype=torch.float64)}}
-            dcp.save(state, storage_writer=FileWriter({place!r}), no_dist=True)
-            os._exit(0)
-        print(pid, flush=True)
-        _, status = os.waitpid(pid, 0)
-        print(status, flush=True)
-    """
+    save({"w": torch.full((3 << 19,), float(number), dtype=torch.float64)}, place)
 
 
-def held(place):
-    (number,) = load({"w": torch.zeros(3 << 19, dtype=torch.float64)}, place)["w"].unique()
-    return int(number)
+def moments(seen, kills):
+    """Returns at which requests of a save it is killed: in an upload, at the commit, behind it, and spread evenly."""
+    first, commit = (
+        next(at for at, (method, path) in enumerate(seen) if method == "PUT" and name in path)
+        for name in ("/rank", "/index.safetensors")
+    )
+    # Those that matter most come first.
+    spread = [at * len(seen) // max(kills, 1) for at in range(kills)]
+    chosen = list(dict.fromkeys([commit, first, commit + 1, *spread, *range(len(seen))]))
+    return sorted(chosen[: min(kills, len(seen))])
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_kill_9_at_the_requests_of_a_save(server, pytestconfig, forked_child, monkeypatch, days_later):
-    with Gateway(server.url) as between:
-        with monkeypatch.context() as around:
-            for name, value in environment(between.url).items():
-                around.setenv(name, value)
-            saver = forked_child.start(SAVER.format(place=server.place), listens=True)
-        pids: queue.SimpleQueue[int] = queue.SimpleQueue()
+def test_kill_9_at_the_requests_of_a_save(gateway, server, pytestconfig, days_later):
+    def saved(number, at=None):
+        """Saves a number in a process, which is killed at a request; returns which number is there then."""
+        arguments = environment(gateway.url), server.place, number
+        process = context().Process(target=save_number, args=arguments)
 
-        def save_one(number):
-            saver.stdin.write(f"{number}\n")
-            saver.stdin.flush()
-            pids.put(int(saver.stdout.readline()))
-            status = int(saver.stdout.readline())
-            assert status in (0, signal.SIGKILL)
-            while not (status or pids.empty()):
-                pids.get()
-            return status != 0
+        def act(request, *_):
+            if request == at:
+                process.kill()
+                return "break"
+            return None
 
-        try:
-            kills = pytestconfig.getoption("--object-kills")
-            assert survive_kills(between, kills, save_one, lambda: pids.get(timeout=30), lambda: held(server.place))
-            days_later()
-            save({"v": torch.ones(3)}, server.place)
-            assert len(objects(server.url, server.prefix)) == 3
-        finally:
-            saver.stdin.close()
-            saver.wait(30)
+        gateway.seen.clear()
+        gateway.act = act
+        process.start()
+        process.join(60)
+        assert process.exitcode == (0 if at is None else -signal.SIGKILL), f"request {at} was not made"
+        gateway.act, seen[:] = lambda *_: None, gateway.seen
+        (found,) = load({"w": torch.zeros(3 << 19, dtype=torch.float64)}, server.place)["w"].unique()
+        return int(found)
 
-
-@pytest.mark.slow
-@pytest.mark.nightly
-@pytest.mark.timeout(900)
-def test_kill_9_of_the_process_that_writes(gateway, server, pytestconfig):
-    checkpointer = AsyncCheckpointer()
-
-    def save_one(number):
-        try:
-            checkpointer.save(server.place, {"w": torch.full((3 << 20,), float(number))}, step=number)[1].result(60)
-        except WriterLost:
-            return True
-        return False
-
-    def there():
-        (number,) = SyncCheckpointer().load(server.place)["w"].unique()
-        return int(number)
-
-    try:
-        kills = pytestconfig.getoption("--object-kills")
-        assert survive_kills(gateway, kills, save_one, lambda: checkpointer._saver.writer.pid, there)
-    finally:
-        checkpointer.close()
+    seen = []
+    assert [saved(number) for number in (1, 2)] == [1, 2]
+    last = 2
+    for at in moments(list(seen), pytestconfig.getoption("--object-kills")):
+        assert saved(100 + at, at) in (last, 100 + at), f"killed at request {at}"
+        last = 1000 + at
+        assert saved(last) == last
+    days_later()
+    save({"v": torch.ones(3)}, server.place)
+    assert len(objects(server.url, server.prefix)) == 3
 
 
 def at_the_first_part(monkeypatch, meanwhile):

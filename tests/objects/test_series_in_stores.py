@@ -1,4 +1,4 @@
-"""What a save asks of the checkpoints beside it has one deadline."""
+"""Checkpoints beside each other in a bucket: what a save asks of them has one deadline."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from stores import BUCKET, client, objects
-from tensorferry.checkpointing import SyncCheckpointer
+from tensorferry.checkpointing import SyncCheckpointer, latest_checkpoint
+from tensorferry.errors import InvalidArgument
 from tensorferry.storage.places import any_place
 from tensorferry.storage.series import checkpoints
 
@@ -42,3 +43,12 @@ def test_a_save_waits_once_for_indexes_that_stall(gateway, series, caplog):
     assert "does not remove what earlier runs have saved" in caplog.text
     gateway.act = lambda *_: None
     assert len(checkpoints(any_place(series.place))) == BESIDE + 1
+
+
+def test_a_checkpoint_itself_and_an_object_are_refused(server):
+    SyncCheckpointer().save(f"{server.place}/step-1", {"w": torch.ones(3)})
+    with pytest.raises(InvalidArgument, match="is a checkpoint itself: give the folder above"):
+        latest_checkpoint(f"{server.place}/step-1")
+    with pytest.raises(InvalidArgument, match="is an object"):
+        latest_checkpoint(f"{server.place}/step-1/index.safetensors")
+    assert latest_checkpoint(f"{server.place}/none") is None

@@ -6,9 +6,7 @@ import contextlib
 import http.client
 import http.server
 import logging
-import os
 import shutil
-import signal
 import socket
 import subprocess
 import threading
@@ -126,10 +124,10 @@ def put_folder(url: str, folder: Path, prefix: str) -> None:
         client(url).put_object(Bucket=BUCKET, Key=f"{prefix}/{path.relative_to(folder)}", Body=path.read_bytes())
 
 
-#: What a gateway does with a request: ``None`` passes it on; a status and a body are the answer; ``"stall"`` never
+#: What a gateway does with a request: ``None`` passes it on; status, body and headers are the answer; ``"stall"`` never
 #: answers, ``"break"`` closes the connection; ``"halve"`` passes on half of the body; a function changes the body of
 #: the answer.
-Action = None | str | tuple[int, bytes] | Callable[[bytes], bytes]
+Action = None | str | tuple[int, bytes] | tuple[int, bytes, dict[str, str]] | Callable[[bytes], bytes]
 
 
 class Gateway:
@@ -162,7 +160,7 @@ class Gateway:
                     number = len(gateway.seen)
                     gateway.seen.append((self.command, self.path))
                     gateway.headers.append({name.lower(): value for name, value in self.headers.items()})
-                action = gateway.act(number, self.command, self.path)
+                action = gateway.decide(number, self.command, self.path, body)
                 if action == "stall":
                     gateway.over.wait(60)
                     self.close_connection = True
@@ -172,7 +170,8 @@ class Gateway:
                     self.connection.shutdown(socket.SHUT_RDWR)
                     return
                 if isinstance(action, tuple):
-                    self._answer(action[0], {}, action[1])
+                    status, data, *more = action
+                    self._answer(status, {"content-length": str(len(data)), **dict(*more)}, data)
                     return
                 if action == "halve":
                     body = body[: len(body) // 2]
@@ -212,6 +211,11 @@ class Gateway:
         self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True)
 
+    def decide(self, number: int, method: str, path: str, body: bytes) -> Action:
+        """Returns what is done with a request."""
+        del body
+        return self.act(number, method, path)
+
     @contextlib.contextmanager
     def _passing(self) -> Iterator[None]:
         with self._lock:
@@ -237,65 +241,6 @@ class Gateway:
         self.over.set()
         self._server.shutdown()
         self._server.server_close()
-
-
-def moments(seen: list[tuple[str, str]], kills: int) -> list[int]:
-    """Returns at which requests of a save it is killed: in an upload, at the commit, behind it, and spread evenly."""
-    upload = next(at for at, (method, path) in enumerate(seen) if method == "PUT" and "/rank" in path)
-    commit = next(at for at, (method, path) in enumerate(seen) if method == "PUT" and "/index.safetensors" in path)
-    # Those that matter most come first.
-    spread = [at * len(seen) // max(kills, 1) for at in range(kills)]
-    chosen = list(dict.fromkeys([commit, upload, commit + 1, *spread, *range(len(seen))]))
-    return sorted(chosen[: min(kills, len(seen))])
-
-
-def survive_kills(
-    gateway: Gateway,
-    kills: int,
-    save: Callable[[int], bool],
-    pid: Callable[[], int | None],
-    held: Callable[[], int],
-) -> int:
-    """Kills saves (-9), each at another request: what is there then is the last one or that one, and the next works.
-
-    Args:
-        gateway: that of the process that is killed
-        kills: how many
-        save: saves a number; returns whether it has failed
-        pid: returns whom to kill; ``None`` while nobody is there
-        held: returns the number that is there
-
-    Returns:
-        How many of the saves have failed.
-    """
-    failed = 0
-
-    def saved(number: int, at: int | None = None) -> bool:
-        killed: list[int] = []
-
-        def act(request: int, *_: str) -> Action:
-            if request != at or (victim := pid()) is None:
-                return None
-            os.kill(victim, signal.SIGKILL)
-            killed.append(victim)
-            return "break"
-
-        gateway.seen.clear()
-        gateway.act = act
-        has_failed = save(number)
-        assert bool(killed) == (at is not None), f"request {at} was not made"
-        return has_failed
-
-    for last in (1, 2):
-        assert not saved(last)
-    for at in moments(list(gateway.seen), kills):
-        has_failed = saved(100 + at, at)
-        failed += has_failed
-        assert held() in ((last, 100 + at) if has_failed else (100 + at,)), f"killed at request {at}"
-        last = 1000 + at
-        assert not saved(last)
-        assert held() == last
-    return failed
 
 
 def environment(url: str) -> dict[str, str]:
