@@ -19,7 +19,6 @@ from torch.distributed._shard.sharded_tensor import Shard as LocalShard
 from torch.distributed._shard.sharded_tensor import ShardedTensor, ShardMetadata, init_from_local_shards
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
-from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
@@ -28,7 +27,6 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from tensorferry import HTTPTransport
 from tensorferry.checkpointing import AsyncCheckpointer, SyncCheckpointer
 from tensorferry.dcp import FileReader, FileWriter, PeerReader, PeerWriter
-from tensorferry.state.local_parts import spread_tensor
 
 TIMEOUT = timedelta(seconds=60)
 DTYPES = [
@@ -237,19 +235,6 @@ def differing(found: dict[str, Any], expected: dict[str, Any]) -> list[str]:
         pair = memory(found[name]), memory(value)
         if len(pair[0]) != len(pair[1]) or not all(map(torch.equal, *pair)):
             names.append(f"{name}: {pair[0]} and not {pair[1]}")
-    return names
-
-
-def compare_with_torch(kept: dict, spreads: dict[str, Spread]) -> list[str]:
-    """The names of the tensors of which torch's planner sees other parts, where it sees them right."""
-    names = []
-    for name, value in state_of(kept, spreads, False).items():
-        found = spread_tensor(value)
-        if found is None or spreads[name].has_gaps or not mesh_of(kept, *spreads[name].mesh).get_coordinate():
-            continue
-        torchs = [(tuple(c.offsets), tuple(c.sizes)) for c in _create_chunk_list(value) if c.sizes.numel()]
-        if torchs != [(part.box.offsets, part.box.sizes) for part in found.parts]:
-            names.append(f"{name}: {torchs} and not {found.parts}")
     return names
 
 

@@ -2,27 +2,11 @@
 
 from __future__ import annotations
 
-import functools
-from datetime import timedelta
-
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from tensorferry.dcp import FileReader, FileWriter
-
-__all__ = ["TIMEOUT", "Replicate", "distribute_tensor", "fails", "layouts", "loaded", "save"]
-
-TIMEOUT = timedelta(seconds=60)
-
-
-@functools.cache
-def layouts(world):
-    """Returns meshes and placements for a job of that size, by name."""
-    mesh = init_device_mesh("cpu", (world,))
-    return {"rows": (mesh, [Shard(0)]), "columns": (mesh, [Shard(1)])}
 
 
 def save(folder, value, writer=None, **options):

@@ -8,6 +8,7 @@ import os
 import socket
 from datetime import timedelta
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -81,19 +82,23 @@ def weights(seed, layers=6):
 
 
 def load(kept, metadata, options, own=(), environment=()):
-    """Loads in a rank; returns the report and whether all is right."""
+    """Loads in a rank; returns whether all is right, the report and what was warned of."""
     del kept
-    os.environ.update(environment)
-    rank = torch.distributed.get_rank()
+    rank, warned, handler = torch.distributed.get_rank(), [], logging.Handler(logging.WARNING)
+    handler.emit = lambda record: warned.append(record.getMessage())
     expected = weights(1)
     wanted = own[rank] if own else list(expected)
     found = {name: torch.zeros_like(expected[name]) for name in wanted}
-    reader, before = PeerReader(metadata, timeout=TIMEOUT, **networked({"same_host": False, **options})), listening()
-    dcp.load(found, storage_reader=reader)
-    # The server ends behind the load.
-    until(lambda: listening() == before, "the server's end")
+    logging.getLogger("tensorferry").addHandler(handler)
+    with mock.patch.dict(os.environ, environment):
+        reader = PeerReader(metadata, timeout=TIMEOUT, **networked({"same_host": False, **options}))
+        before = listening()
+        dcp.load(found, storage_reader=reader)
+        # The server ends behind the load.
+        until(lambda: listening() == before, "the server's end")
+    logging.getLogger("tensorferry").removeHandler(handler)
     equal = all(torch.equal(found[name], expected[name]) for name in wanted)
-    return equal, reader.report
+    return equal, reader.report, "".join(warned)
 
 
 @contextlib.contextmanager
@@ -117,18 +122,16 @@ def test_ranks_bring_each_other_what_both_need(secured):
         before = writer._server.bytes_served
         results = job.run(load, writer.metadata(), loading)
         served = writer._server.bytes_served - before
-    assert [equal for equal, _ in results] == [True, True]
-    relayed = sum(report["relayed"] for _, report in results)
-    assert relayed > 8 << 20, results
+    assert [equal for equal, *_ in results] == [True, True]
+    assert sum(report["relayed"] for _, report, _ in results) > 8 << 20, results
     assert served < 40 << 20
-    assert all(report["wanted"] == 24 << 20 for _, report in results)
+    assert all(report["wanted"] == 24 << 20 for _, report, _ in results)
 
 
 @pytest.mark.process
 @pytest.mark.slow
 def test_what_ranks_do_not_share_comes_from_the_source_alone():
     own = [["layer0", "layer1", "layer2"], ["layer3", "layer4", "layer5"]]
-    unrelayed = [(True, 0)] * 2
     with serving(max_bandwidth=64 << 20) as writer, Job(2) as job, socket.create_server(("127.0.0.1", 0)) as taken:
         for options, environment, needed, warns in [
             ({"relay": False}, {}, (), False),
@@ -137,22 +140,8 @@ def test_what_ranks_do_not_share_comes_from_the_source_alone():
             ({}, {"TENSORFERRY_PORT": str(taken.getsockname()[1])}, own, False),
             ({}, {"TENSORFERRY_PORT": str(taken.getsockname()[1])}, (), True),
         ]:
-            results = job.run(load_warned, writer.metadata(), options, needed, environment)
-            assert [(equal, report["relayed"]) for (equal, report), _ in results] == unrelayed
-            assert all(("brings others nothing" in "".join(warned)) is warns for _, warned in results), results
+            for equal, report, warned in job.run(load, writer.metadata(), options, needed, environment):
+                assert (equal, report["relayed"]) == (True, 0)
+                assert ("brings others nothing" in warned) is warns, warned
     with serving(max_bandwidth=64 << 20, relay=False) as writer, Job(2) as job:
-        results = job.run(load, writer.metadata(), {})
-        assert [(equal, report["relayed"]) for equal, report in results] == unrelayed
-
-
-def load_warned(kept, metadata, options, own, environment):
-    warned = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: warned.append(record.getMessage())
-    logging.getLogger("tensorferry").addHandler(handler)
-    try:
-        return load(kept, metadata, options, own, environment), warned
-    finally:
-        logging.getLogger("tensorferry").removeHandler(handler)
-        for name in environment:
-            del os.environ[name]
+        assert [report["relayed"] for _, report, _ in job.run(load, writer.metadata(), {})] == [0, 0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import random
 import re
@@ -10,12 +11,14 @@ import time
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from job import Job, context
 from safetensors import safe_open
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
-import states
 from nights import mostly_at_night
 from tensorferry.dcp import FileReader, FileWriter, PeerReader, PeerWriter, index
 
@@ -213,13 +216,12 @@ def _save_for_ever(folder, pipe):
 @pytest.mark.timeout(300)
 def test_a_kill_at_any_moment_loses_nothing_and_leaves_nothing_wrong(tmp_path, pytestconfig):
     generator = random.Random(5)
-    for kill in range(pytestconfig.getoption("--kills")):
+    for _ in range(pytestconfig.getoption("--kills")):
         ours, theirs = context().Pipe(duplex=False)
         process = context().Process(target=_save_for_ever, args=(tmp_path, theirs))
         process.start()
         theirs.close()
-        # The first one may be killed in the first save.
-        last = ours.recv() if kill and ours.poll(60) else 0
+        last = ours.recv()
         time.sleep(generator.random() * 0.08)
         process.kill()
         process.join()
@@ -228,14 +230,10 @@ def test_a_kill_at_any_moment_loses_nothing_and_leaves_nothing_wrong(tmp_path, p
                 last = ours.recv()
         ours.close()
         state = {f"t{i}": torch.zeros(60_000 + i, dtype=torch.int64) for i in range(6)} | {"number": 0}
-        if not (tmp_path / "index.safetensors").exists():
-            assert last == 0, f"save {last} was complete, and is lost"
-            continue
         dcp.load(state, storage_reader=FileReader(tmp_path))
         # The next save may have completed although its message had not arrived.
         assert state["number"] in (last, last + 1), "an older checkpoint came back"
         assert all((state[f"t{i}"] == state["number"]).all() for i in range(6))
-    assert last
 
 
 def _async(kept, folder, kind):
@@ -261,47 +259,23 @@ def test_async_save(kind, tmp_path):
     assert results == [(rank, [4.0], [0, 1, 2, 3, 4]) for rank in range(2)]
 
 
-@pytest.mark.process
-@pytest.mark.slow
-@pytest.mark.timeout(180)
-@pytest.mark.parametrize(("saved", "loaded"), mostly_at_night([("rows", "columns"), ("columns", "rows")]))
-def test_slices_cost_hardly_more_than_themselves(saved, loaded, tmp_path):
-    with Job(2) as saving, Job(2) as loading:
-        metadata = saving.run(_save_large, tmp_path / "ck", saved)[0]
-        for reports, held in loading.run(_load_large, tmp_path / "ck", metadata, loaded):
-            for report in reports:
-                assert report["wanted"] == held
-                assert report["bytes"] <= 1.05 * held, (report, held)
-        saving.run(_end_large)
-
-
-def _large(placement, blank):
-    mesh, placements = states.layouts(torch.distributed.get_world_size())[placement]
-    value = torch.zeros(1001, 4096) if blank else torch.arange(1001.0 * 4096).view(1001, 4096)
-    return {"w": states.distribute_tensor(value, mesh, placements, src_data_rank=None)}
-
-
-def _save_large(kept, folder, placement):
-    kept["state"] = _large(placement, blank=False)
-    dcp.save(kept["state"], storage_writer=FileWriter(folder))
-    kept["writer"] = PeerWriter(interface="127.0.0.1")
-    dcp.save(kept["state"], storage_writer=kept["writer"])
-    return kept["writer"].metadata()
-
-
-def _end_large(kept):
-    kept["writer"].shutdown()
-
-
-def _load_large(kept, folder, metadata, placement):
-    del kept
-    reports, expected = [], _large(placement, blank=False)["w"].to_local()
-    for reader in (FileReader(folder), PeerReader(metadata)):
-        state = _large(placement, blank=True)
-        dcp.load(state, storage_reader=reader)
-        assert torch.equal(state["w"].to_local(), expected)
-        reports.append(reader.report)
-    return reports, expected.nbytes
+def test_slices_cost_hardly_more_than_themselves(tmp_path):
+    whole, writer = torch.arange(1001.0 * 4096).view(1001, 4096), PeerWriter(interface="127.0.0.1")
+    for one in (FileWriter(tmp_path), writer):
+        dcp.save({"w": whole}, storage_writer=one, no_dist=True)
+    dist.init_process_group("fake", rank=1, world_size=2, store=FakeStore())
+    try:
+        mesh = init_device_mesh("cpu", (2,))
+        for dim, reader in itertools.product((0, 1), (FileReader(tmp_path), PeerReader(writer.metadata()))):
+            part = distribute_tensor(torch.zeros_like(whole), mesh, [Shard(dim)], src_data_rank=None)
+            dcp.load({"w": part}, storage_reader=reader, no_dist=True)
+            expected = whole.chunk(2, dim)[1]
+            assert torch.equal(part.to_local(), expected)
+            assert reader.report["wanted"] == expected.numel() * 4
+            assert reader.report["bytes"] <= 1.05 * reader.report["wanted"], reader.report
+    finally:
+        dist.destroy_process_group()
+        writer.shutdown()
 
 
 def test_an_index_that_makes_no_sense_is_a_protocol_error(tmp_path, monkeypatch):

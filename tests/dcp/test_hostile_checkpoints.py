@@ -9,8 +9,6 @@ import pickle
 import struct
 import tarfile
 import zipfile
-from contextlib import contextmanager
-from datetime import timedelta
 
 import pytest
 import torch
@@ -18,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
 from tensorferry import errors
-from tensorferry.dcp import FileReader, FileWriter, PeerReader, PeerWriter, index, load_plan, save_plan
+from tensorferry.dcp import FileReader, FileWriter, index, load_plan, save_plan
 from tensorferry.pickles.allowlist import Allowed
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.filterwarnings("ignore")]
@@ -63,15 +61,6 @@ def two_directories(archive, name, other):
     return archive[:end] + archive[start : start + length].replace(name, other) + archive[end:]
 
 
-@contextmanager
-def open_peer():
-    writer = PeerWriter(interface="127.0.0.1")
-    try:
-        yield writer
-    finally:
-        writer.shutdown()
-
-
 @pytest.fixture
 def ran(tmp_path):
     """Returns the path of a file that exists only if code of an archive has run."""
@@ -107,17 +96,14 @@ def test_no_form_of_archive_but_torch_saves_own_is_read(ran):
         assert not ran.exists(), name
 
 
-@pytest.mark.parametrize("over", ["folder", "peer"])
-def test_no_code_of_a_checkpoint_runs(over, ran, tmp_path, monkeypatch):
+def test_no_code_of_a_checkpoint_runs(ran, tmp_path, monkeypatch):
     archive = hostile(ran)["two directories"]
     monkeypatch.setattr(save_plan.torch, "save", lambda _, file, **__: file.write(archive))
-    with open_peer() as peer:
-        dcp.save({"o": "an object"}, storage_writer=peer if over == "peer" else FileWriter(tmp_path / "folder"))
-        monkeypatch.undo()
-        assert not ran.exists()
-        reader = PeerReader(peer.metadata()) if over == "peer" else FileReader(tmp_path / "folder")
-        with pytest.raises(dcp.CheckpointException, match="UnsafePickle"):
-            dcp.load({"o": ""}, storage_reader=reader)
+    dcp.save({"o": "an object"}, storage_writer=FileWriter(tmp_path / "folder"))
+    monkeypatch.undo()
+    assert not ran.exists()
+    with pytest.raises(dcp.CheckpointException, match="UnsafePickle"):
+        dcp.load({"o": ""}, storage_reader=FileReader(tmp_path / "folder"))
     assert not ran.exists()
 
 
@@ -142,20 +128,16 @@ def index_with(monkeypatch, change):
     monkeypatch.setattr(index, "encode", changed)
 
 
-@pytest.mark.parametrize("over", ["folder", "peer"])
-def test_the_announced_length_of_an_object_takes_no_memory(over, tmp_path, monkeypatch):
+def test_the_announced_length_of_an_object_takes_no_memory(tmp_path, monkeypatch):
     for nbytes, error in ((MUCH, "ProtocolError"), (1 << 62, "SystemRefused")):
-        with monkeypatch.context() as patched, open_peer() as peer:
+        with monkeypatch.context() as patched:
             index_with(patched, lambda found, n=nbytes: found["state"]["o"][1].__setitem__(3, n))
-            dcp.save({"o": "an object"}, storage_writer=peer if over == "peer" else FileWriter(tmp_path))
-            reader = (
-                PeerReader(peer.metadata(), timeout=timedelta(seconds=30)) if over == "peer" else FileReader(tmp_path)
-            )
-            peak()
-            before = peak()
-            with pytest.raises(dcp.CheckpointException, match=error):
-                dcp.load({"o": ""}, storage_reader=reader)
-            assert peak() < before + 256
+            dcp.save({"o": "an object"}, storage_writer=FileWriter(tmp_path))
+        peak()
+        before = peak()
+        with pytest.raises(dcp.CheckpointException, match=error):
+            dcp.load({"o": ""}, storage_reader=FileReader(tmp_path))
+        assert peak() < before + 256
 
 
 FAR = 200_000_000
@@ -178,36 +160,24 @@ def test_pickled_paths_that_lead_far_out_are_refused(name, tmp_path, monkeypatch
     index_with(monkeypatch, lambda found: found.update(planner={"pickle": base64.b64encode(kept).decode()}))
     dcp.save({"o": "an object"}, storage_writer=FileWriter(tmp_path))
     with pytest.raises(dcp.CheckpointException, match=r"invalid path|planner's data"):
-        from_keys(tmp_path)
+        _load_state_dict_from_keys(storage_reader=FileReader(tmp_path))
 
 
-def from_keys(path):
-    return _load_state_dict_from_keys(storage_reader=FileReader(path))
+INDEX = {"version": index.VERSION, "sources": ["f"], "state": {"o": ["b", [0, "e", "U8", 1, "b"]]}, "planner": None}
 
 
 def test_an_index_of_another_version_is_refused_by_its_number():
-    text = {
-        "version": index.VERSION + 1,
-        "sources": ["f"],
-        "state": {"o": ["b", [0, "e", "U8", 1, "b"]]},
-        "planner": None,
-    }
+    newer = json.dumps(INDEX | {"version": index.VERSION + 1}).encode()
     with pytest.raises(errors.ProtocolError, match=f"here: .*version {index.VERSION + 1}.*upgrade the older side"):
-        index.decode(json.dumps(text).encode(), "here", Allowed())
-    index.decode(json.dumps(text | {"version": index.VERSION}).encode(), "here", Allowed())
+        index.decode(newer, "here", Allowed())
+    index.decode(json.dumps(INDEX).encode(), "here", Allowed())
 
 
 @pytest.mark.parametrize(
     "kept", [{"x": FAR}, {"o": {"rank": 3, "shape": (2, 3)}}, {"o": (512, 1024)}, {"o": 0.5}, [1, 2], "text"], ids=str
 )
 def test_what_planners_of_ones_own_keep_is_read(kept):
-    text = {
-        "version": index.VERSION,
-        "sources": ["f"],
-        "state": {"o": ["b", [0, "e", "U8", 1, "b"]]},
-        "planner": {"pickle": base64.b64encode(pickle.dumps(kept, 4)).decode()},
-    }
-    assert index.decode(json.dumps(text).encode(), "here", Allowed()).planner_data == kept
     # The limits do not apply to a reader that trusts the source.
-    text["planner"] = {"pickle": base64.b64encode(pickle.dumps({"o": ("o", FAR)}, 4)).decode()}
-    assert index.decode(json.dumps(text).encode(), "here", Allowed(trust=True)).planner_data == {"o": ("o", FAR)}
+    for value, allowed in ((kept, Allowed()), ({"o": ("o", FAR)}, Allowed(trust=True))):
+        text = INDEX | {"planner": {"pickle": base64.b64encode(pickle.dumps(value, 4)).decode()}}
+        assert index.decode(json.dumps(text).encode(), "here", allowed).planner_data == value

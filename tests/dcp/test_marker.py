@@ -31,15 +31,6 @@ def test_torchs_reader_says_what_the_folder_is(tmp_path):
     assert loaded(tmp_path) == 1
 
 
-def test_ranks_without_a_coordinator_leave_none(tmp_path):
-    import inspect
-
-    if "use_collectives" not in inspect.signature(dcp.save).parameters:
-        pytest.skip("this torch always coordinates")
-    save(tmp_path, 1, use_collectives=False)
-    assert not (tmp_path / ".metadata").exists()
-
-
 def test_a_folder_whose_index_was_removed_is_incomplete_and_can_be_saved_into(tmp_path):
     save(tmp_path, 1)
     (tmp_path / "index.safetensors").unlink()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import logging
 import traceback
 
 import pytest
@@ -13,7 +12,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorProperties, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorProperties, TensorStorageMetadata
 
 from tensorferry import CorruptCheckpoint, IncompleteCheckpoint
 from tensorferry._native import _file_entries
@@ -78,42 +77,21 @@ def test_errors_of_others_are_left_as_they_are(tmp_path):
         load(tmp_path, {"other": torch.zeros(3)})
 
 
-@pytest.fixture
-def two_ranks_without_numpy(monkeypatch):
+def test_without_numpy_each_save_and_load_says_once_what_to_do(tmp_path, monkeypatch, caplog):
+    # torch goes its own way through writer and reader, without the collectives that would fail.
+    monkeypatch.setattr(failures, "lack_numpy", lambda: True)
+    writer, reader = {"storage_writer": FileWriter(tmp_path)}, {"storage_reader": FileReader(tmp_path)}
+    for act, through in ((dcp.save, writer), (dcp.load, reader)):
+        caplog.clear()
+        act(state(), **through, no_dist=True)
+        assert [record.getMessage() for record in caplog.records].count(ranks.WITHOUT_NUMPY) == 1
+
+
+def test_without_numpy_checkpointers_refuse_to_save_with_several_ranks(tmp_path, monkeypatch):
     monkeypatch.setattr(ranks, "find_spec", lambda _: None)
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_world_size", lambda _=None: 2)
     monkeypatch.setattr(dist, "get_rank", lambda _=None: 0)
-
-
-@pytest.mark.parametrize("named", [{}, {"checkpoint_id": "elsewhere"}], ids=["", "checkpoint_id"])
-def test_what_to_do_is_said_once_by_each_save_and_load_of_torch(named, tmp_path, monkeypatch, caplog):
-    # torch goes its own way through writer and reader, without the collectives that would fail.
-    monkeypatch.setattr(failures, "lack_numpy", lambda: True)
-    monkeypatch.chdir(tmp_path)
-    state = {"w": torch.ones(3)}
-
-    def said(act, *arguments, **options):
-        caplog.clear()
-        with caplog.at_level(logging.ERROR, "tensorferry"):
-            act(state, *arguments, **options, **named, no_dist=True)
-        return [record.getMessage() for record in caplog.records].count(ranks.WITHOUT_NUMPY)
-
-    assert said(dcp.save, storage_writer=FileWriter(tmp_path / "c")) == 1
-    assert said(dcp.load, storage_reader=FileReader(tmp_path / "c")) == 1
-
-
-@pytest.mark.usefixtures("two_ranks_without_numpy")
-def test_readers_and_writers_of_peers_say_it_too(caplog):
-    with caplog.at_level(logging.ERROR, "tensorferry"):
-        PeerWriter().set_up_storage_writer(True, rank=0, use_collectives=True)
-        with pytest.raises(InvalidArgument):
-            PeerReader("no metadata").read_metadata()
-    assert [record.getMessage() for record in caplog.records].count(ranks.WITHOUT_NUMPY) == 2
-
-
-@pytest.mark.usefixtures("two_ranks_without_numpy")
-def test_checkpointers_refuse_to_save_without_it(tmp_path):
     for agree in (lambda: Ranks().new_save(1, tmp_path), lambda: Ranks().gather(1)):
         with pytest.raises(InvalidArgument, match="pip install numpy"):
             agree()
@@ -139,38 +117,22 @@ def properties(metadata: Metadata) -> dict:
     }
 
 
-@pytest.fixture
-def torchs(tmp_path) -> Metadata:
+def test_what_is_said_of_tensors_and_saves_is_what_torch_says(tmp_path):
     dcp.save(STATE, storage_writer=filesystem.FileSystemWriter(tmp_path / "torch"))
-    return filesystem.FileSystemReader(tmp_path / "torch").read_metadata()
-
-
-def check(found: Metadata, theirs: Metadata) -> None:
-    assert properties(found) == properties(theirs)
-    assert getattr(found, "version", None) == getattr(theirs, "version", None)
-    for name in ("save_id", "load_id"):
-        if hasattr(StorageMeta(), name):
-            assert isinstance(getattr(found.storage_meta, name), str), name
-
-
-def test_of_files_and_of_peers(tmp_path, torchs):
     dcp.save(STATE, storage_writer=FileWriter(tmp_path / "a"))
-    first, second = (FileReader(tmp_path / "a").read_metadata() for _ in range(2))
-    check(first, torchs)
-    assert first.storage_meta.save_id == second.storage_meta.save_id
-    assert first.storage_meta.load_id != second.storage_meta.load_id
-    dcp.save(STATE, storage_writer=FileWriter(tmp_path / "a"))
-    assert FileReader(tmp_path / "a").read_metadata().storage_meta.save_id != first.storage_meta.save_id
+    theirs = filesystem.FileSystemReader(tmp_path / "torch").read_metadata()
     writer = PeerWriter()
     dcp.save(STATE, storage_writer=writer)
-    check(PeerReader(writer.metadata()).read_metadata(), torchs)
+    for reader in (FileReader(tmp_path / "torch"), FileReader(tmp_path / "a"), PeerReader(writer.metadata())):
+        found = reader.read_metadata()
+        assert properties(found) == properties(theirs)
+        assert getattr(found, "version", None) == getattr(theirs, "version", None)
     writer.shutdown()
-
-
-def test_of_a_folder_of_torchs(tmp_path, torchs):
-    found = FileReader(tmp_path / "torch").read_metadata()
-    check(found, torchs)
-    assert found.storage_meta.save_id == torchs.storage_meta.save_id
+    first, second = (FileReader(tmp_path / "a").read_metadata().storage_meta for _ in range(2))
+    assert first.save_id == second.save_id
+    assert first.load_id != second.load_id
+    dcp.save(STATE, storage_writer=FileWriter(tmp_path / "a"))
+    assert FileReader(tmp_path / "a").read_metadata().storage_meta.save_id != first.save_id
 
 
 def test_an_index_of_an_earlier_version_knows_no_strides(tmp_path):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import threading
 import urllib.error
 import urllib.request
 from datetime import timedelta
@@ -103,12 +102,6 @@ def test_withdrawn_state_is_not_read_any_more(open_writer):
         writer.metadata()
     with pytest.raises(dcp.CheckpointException, match="503"):
         read(metadata, state, timeout=timedelta(seconds=4))
-    # A waiting reader is served once something is published again.
-    release = threading.Timer(0.2, lambda: dcp.save(state, storage_writer=writer, no_dist=True))
-    release.start()
-    step, url = metadata.split()[1:]
-    assert read(f"tensorferry-dcp/1 {int(step) + 1} {url}", state)["x"].sum() == 1000
-    release.join()
 
 
 def test_a_string_opens_and_nothing_else_does(open_writer):
@@ -140,8 +133,6 @@ def test_secret_and_tls(open_writer, monkeypatch):
             read(metadata, state, **options)
     open_one = open_writer()
     dcp.save(state, storage_writer=open_one)
-    with pytest.raises(dcp.CheckpointException, match="does not prove that it knows the shared secret"):
-        read(open_one.metadata(), state, secret=secret)
     with pytest.raises(dcp.CheckpointException, match=r"rank 0, at .* does not encrypt"):
         read(open_one.metadata(), state, network=Network(tls=True))
     monkeypatch.setenv("TENSORFERRY_SECRET", secret.decode())

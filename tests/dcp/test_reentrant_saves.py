@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import signal
 import threading
 
@@ -19,9 +18,6 @@ pytestmark = [
     pytest.mark.timeout(60),
     pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning", "ignore::FutureWarning"),
 ]
-
-#: Whether torch saves without the ranks' knowing of each other.
-ALONE = "use_collectives" in inspect.signature(dcp.save).parameters
 
 
 def state(value: float) -> dict:
@@ -103,28 +99,24 @@ def test_a_file_writer_is_not_used_again_in_its_own_progress_and_another_one_is(
     assert not (tmp_path / "b").exists()
 
 
-def in_a_thread(call):
-    thread = threading.Thread(target=call)
-    thread.start()
-    thread.join()
-
-
-@pytest.mark.parametrize("where", ["by a handler", "in a thread", "in a thread, before the end"])
+@pytest.mark.parametrize("where", ["by a handler", "in a thread, before the end"])
 def test_a_save_that_another_one_with_its_writer_has_replaced_commits_nothing(tmp_path, where):
     def other():
         dcp.save(state(2), storage_writer=writer, checkpoint_id=tmp_path / "b", no_dist=True)
 
-    late = Once(lambda: in_a_thread(other)) if where.endswith("end") else Once()
+    late = threading.Thread(target=other)
 
     class Late(FileWriter):
         def finish(self, metadata, results):
-            late()
+            if threading.current_thread() is not late and where != "by a handler":
+                late.start()
+                late.join()
             super().finish(metadata, results)
 
     writer = Late(tmp_path / "a")
-    planner = dcp.DefaultSavePlanner() if late.call else interrupted(dcp.DefaultSavePlanner)
+    planner = interrupted(dcp.DefaultSavePlanner) if where == "by a handler" else dcp.DefaultSavePlanner()
     with (
-        handled_by(other if where == "by a handler" else lambda: in_a_thread(other)),
+        handled_by(other),
         pytest.raises(InvalidArgument, match="has begun in the middle of this one"),
         own_errors(),
     ):
@@ -135,14 +127,7 @@ def test_a_save_that_another_one_with_its_writer_has_replaced_commits_nothing(tm
 
 def test_the_end_of_a_save_is_not_entered_by_a_signal_handler_of_the_same_thread(tmp_path, monkeypatch):
     once = Once(lambda: dcp.save(state(2), storage_writer=FileWriter(tmp_path / "b")))
-    moments = []
-
-    def reached(moment, _):
-        moments.append(moment)
-        if moment == "checked":
-            once()
-
-    monkeypatch.setattr(commits, "reached", reached)
+    monkeypatch.setattr(commits, "reached", lambda moment, _: once() if moment == "checked" else None)
     dcp.save(state(1), storage_writer=FileWriter(tmp_path / "a"))
     assert loaded(tmp_path / "a") == 1
     assert refused(once)
@@ -154,28 +139,18 @@ def two_checkpoints(kind, path):
     with contextlib.ExitStack() as opened:
         ids = []
         for number in (1, 2):
-            if kind.startswith("peers"):
+            if kind == "peers":
                 writer = PeerWriter(interface="127.0.0.1")
                 opened.callback(writer.shutdown)
                 dcp.save(state(number), storage_writer=writer)
                 ids.append(writer.metadata())
             else:
-                alone = {"use_collectives": False} if kind == "files of each rank" else {}
-                dcp.save(state(number), storage_writer=FileWriter(path / str(number)), **alone)
+                dcp.save(state(number), storage_writer=FileWriter(path / str(number)))
                 ids.append(str(path / str(number)))
-        options = {"relay": False} if kind == "peers that do not relay" else {}
-        yield ids, lambda **more: (PeerReader if "peers" in kind else FileReader)(ids[0], **options, **more)
+        yield ids, lambda **more: (PeerReader if kind == "peers" else FileReader)(ids[0], **more)
 
 
-KINDS = [
-    "files",
-    "peers",
-    "peers that do not relay",
-    pytest.param("files of each rank", marks=pytest.mark.skipif(not ALONE, reason="torch 2.8 has no such saves")),
-]
-
-
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["files", "peers"])
 def test_a_reader_that_is_used_again_in_the_middle_of_a_load_mixes_nothing(tmp_path, kind):
     with two_checkpoints(kind, tmp_path) as (ids, make):
         # In a read, the other load is refused.

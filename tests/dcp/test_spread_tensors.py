@@ -50,7 +50,6 @@ def test_random(jobs, tmp_path, request):
         rng = random.Random(-seed - 1)
         door, saving, loading = DOORS[seed % len(DOORS)], rng.randint(1, 4), rng.randint(1, 4)
         spreads, asked = spread_states.random_states(seed, saving, loading)
-        assert jobs[saving].run(spread_states.compare_with_torch, spreads) == [[]] * saving
         if door in OF_TORCH and seed % 4:
             spreads = {name: spread for name, spread in spreads.items() if spread.is_seen_by_torch}
             asked = {name: asked[name] for name in spreads}
@@ -83,7 +82,6 @@ def test_random_made_whole_without_ranks(jobs, tmp_path, door):
                 assert torch.equal(state[name], spread_states.whole(name, spread)), (seed, name, spread)
 
 
-@pytest.mark.parametrize("door", ["sync", "async"])
 @pytest.mark.parametrize(
     ("kind", "world", "reason"),
     [
@@ -96,8 +94,8 @@ def test_random_made_whole_without_ranks(jobs, tmp_path, door):
         ("overlap", 4, r"w cannot .*: rank 0 has \[0:6, 0:2\], rank 2 has \[0:12, 0:2\], and they overlap"),
     ],
 )
-def test_a_save_whose_parts_make_up_no_whole_is_refused_by_all_ranks(jobs, tmp_path, kind, world, reason, door):
-    _, errors = saved(jobs[world], door, kind, tmp_path / "c")
+def test_a_save_whose_parts_make_up_no_whole_is_refused_by_all_ranks(jobs, tmp_path, kind, world, reason):
+    _, errors = saved(jobs[world], "sync", kind, tmp_path / "c")
     for error in errors:
         assert re.search(reason, error), error
     assert not list(tmp_path.rglob("index.safetensors"))

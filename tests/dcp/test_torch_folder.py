@@ -101,62 +101,44 @@ def test_a_hostile_folder_runs_nothing(where, tmp_path):
     assert not ran.exists()
 
 
-def damaged(folder, change):
-    dcp.save({"a": torch.ones(4, 4), "b": [1]}, checkpoint_id=folder)
-    metadata = dcp.FileSystemReader(folder).read_metadata()
-    change(folder, metadata)
-    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
-    with pytest.raises(dcp.CheckpointException) as caught:
-        dcp.load({"a": torch.zeros(4, 4), "b": [0]}, storage_reader=FileReader(folder))
-    return str(caught.value)
+def entries(**fields):
+    """Changes what the index says of all entries."""
 
-
-def test_damage_is_named(tmp_path):
-    def cut(folder, _):
-        path = folder / "__0_0.distcp"
-        path.write_bytes(path.read_bytes()[:-100])
-
-    def gone(folder, _):
-        (folder / "__0_0.distcp").unlink()
-
-    def outside(_, metadata):
+    def change(_, metadata):
         for info in metadata.storage_data.values():
-            info.relative_path = "../secret"
+            for name, value in fields.items():
+                setattr(info, name, value)
 
-    def absolute(_, metadata):
-        for info in metadata.storage_data.values():
-            info.relative_path = "/etc/passwd"
+    return change
 
-    def wrong_chunk(_, metadata):
-        metadata.state_dict_metadata["a"].chunks[0].sizes = torch.Size([4, 5])
 
-    def huge(_, metadata):
-        for info in metadata.storage_data.values():
-            info.length = 1 << 50
+#: Changes a folder and its metadata, and what is said of that.
+DAMAGE = [
+    (lambda folder, _: os.truncate(folder / "__0_0.distcp", 100), "is cut off"),
+    (lambda folder, _: (folder / "__0_0.distcp").unlink(), "there is no such file"),
+    (entries(relative_path="../secret"), "outside of its folder"),
+    (entries(relative_path="/etc/passwd"), "outside of its folder"),
+    (lambda _, about: setattr(about.state_dict_metadata["a"].chunks[0], "sizes", torch.Size([4, 5])), "has a chunk of"),
+    (entries(length=1 << 50), "SystemRefused"),
+    (entries(transform_descriptors=["zstd"]), "extensions of torch's writer"),
+    (lambda _, about: setattr(about, "storage_data", {1: 2}), "cannot be read"),
+]
 
-    def extended(_, metadata):
-        for info in metadata.storage_data.values():
-            info.transform_descriptors = ["zstd"]
 
-    def other(_, metadata):
-        metadata.storage_data = {1: 2}
+@pytest.mark.parametrize(("change", "words"), DAMAGE)
+def test_damage_is_named(change, words, tmp_path):
+    dcp.save({"a": torch.ones(4, 4), "b": [1]}, checkpoint_id=tmp_path)
+    metadata = dcp.FileSystemReader(tmp_path).read_metadata()
+    change(tmp_path, metadata)
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    asked = {"a": torch.zeros(4, 4), "b": [0]}
+    assert words in str(fails(lambda: dcp.load(asked, storage_reader=FileReader(tmp_path))))
 
-    for change, words in {
-        cut: "is cut off",
-        gone: "there is no such file",
-        outside: "outside of its folder",
-        absolute: "outside of its folder",
-        wrong_chunk: "has a chunk of",
-        huge: "SystemRefused",
-        extended: "extensions of torch's writer",
-        other: "cannot be read",
-    }.items():
-        text = damaged(tmp_path / change.__name__, change)
-        assert words in text, (change, text)
-    (tmp_path / "empty").mkdir()
-    for content in (b"", b"\x80\x04.", pickle.dumps([1]), b"PK"):
-        (tmp_path / "empty/.metadata").write_bytes(content)
-        with pytest.raises((tensorferry.errors.ProtocolError, tensorferry.errors.UnsafePickle)):
-            FileReader(tmp_path / "empty").read_metadata()
-        with pytest.raises(tensorferry.errors.ProtocolError, match="cannot be read"):
-            FileReader(tmp_path / "empty", trust_pickle=True).read_metadata()
+
+@pytest.mark.parametrize("content", [b"", b"\x80\x04.", pickle.dumps([1]), b"PK"])
+def test_what_is_no_index_of_torchs_is_named(content, tmp_path):
+    (tmp_path / ".metadata").write_bytes(content)
+    with pytest.raises((tensorferry.errors.ProtocolError, tensorferry.errors.UnsafePickle)):
+        FileReader(tmp_path).read_metadata()
+    with pytest.raises(tensorferry.errors.ProtocolError, match="cannot be read"):
+        FileReader(tmp_path, trust_pickle=True).read_metadata()
