@@ -130,6 +130,9 @@ def test_a_rank_that_never_comes_is_given_up(tmp_path) -> None:
     for rank, missing in ((0, 1), (1, 0)):
         save = FolderSave(tmp_path, SaveId("0123456789ab", 1, rank, 2), patience=0.3)
         save.write(Container(no_rows(), None, True))
+        # Nor is it waited for when the caller ends the save meanwhile, whose trainer may be gone.
+        with pytest.raises(KeyError, match="gone"):
+            save.commit(lambda: {}["gone"])
         with pytest.raises(IncompleteCheckpoint, match=f"rank {missing} has shown no sign of life for 0.3 s"):
             save.commit()
         save.close()

@@ -107,18 +107,6 @@ def test_what_is_committed_decides(folder, tmp_path):
         AsyncCheckpointer(keeper="../x")
 
 
-def test_the_memory_of_generations_is_used_again(folder, tmp_path):
-    with KeeperAtWork(folder, "--generations", "2"):
-        checkpointer = AsyncCheckpointer(keeper="default")
-        sizes = []
-        for number in range(8):
-            save(checkpointer, tmp_path / "run" / f"step-{number}", number)
-            held(min(number + 1, 2))
-            sizes.append(checkpointer._saver._stager.held)
-        assert sizes[-1] == sizes[4]
-        checkpointer.close()
-
-
 def test_a_job_gets_what_is_its_own_and_never_a_strangers(folder, tmp_path, monkeypatch):
     """The folders of two machines have nothing but their path in common."""
     path = str(tmp_path / "run" / "step-1")

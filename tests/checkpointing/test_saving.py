@@ -108,17 +108,11 @@ def test_arguments_of_a_save_that_cannot_be_used_are_named(make, tmp_path) -> No
                 checkpointer.save(path, state_of(1))
 
 
-@pytest.mark.parametrize(
-    ("module", "name", "own"),
-    [
-        ("checkpointer", "Checkpointer", AsyncCheckpointer),
-        ("checkpointer", "Checkpointer", SyncCheckpointer),
-        ("staging", "CheckpointStager", Stager),
-    ],
-)
-def test_the_classes_are_torchs_where_torch_has_them(module, name, own) -> None:
-    experimental = pytest.importorskip(f"torch.distributed.checkpoint._experimental.{module}")
-    assert issubclass(own, getattr(experimental, name))
+def test_the_classes_are_torchs_where_torch_has_them() -> None:
+    torchs = pytest.importorskip("torch.distributed.checkpoint._experimental")
+    assert issubclass(AsyncCheckpointer, torchs.checkpointer.Checkpointer)
+    assert issubclass(SyncCheckpointer, torchs.checkpointer.Checkpointer)
+    assert issubclass(Stager, torchs.staging.CheckpointStager)
 
 
 def test_arguments_that_cannot_be_used_are_named() -> None:

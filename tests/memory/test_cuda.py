@@ -10,11 +10,13 @@ import torch
 from equality import assert_same_state
 from exchange import TIMEOUT, in_background, receive, until
 from tensorferry import join_metadata
+from tensorferry.checkpointing import AsyncCheckpointer
 from tensorferry.errors import InvalidArgument
 from tensorferry.memory.pinned import _forget_failure, pinned
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
 pytestmark = [
     pytest.mark.cuda,
@@ -176,3 +178,21 @@ def test_a_graph_that_is_captured_is_left_alone(open_transport: Callable[..., An
     graph.replay()
     source.send_checkpoint([1], 1, state, TIMEOUT)
     assert_same_state(receive(target, source, 1), {"w": torch.ones(MIB)})
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("own_stream", [False, True])
+def test_a_checkpointer_saves_what_is_queued_and_not_what_comes_later(own_stream: bool, tmp_path: Path) -> None:
+    state, checkpointer = weights("cuda"), AsyncCheckpointer()
+    warm_up(state)
+    # After it, page-locked memory, streams and the process exist.
+    checkpointer.save(tmp_path / "warm-up", state)[1].result(60)
+    with torch.cuda.stream(torch.cuda.Stream() if own_stream else torch.cuda.current_stream()):
+        queue(state, lambda tensor: tensor.add_(1))
+        staged, written = checkpointer.save(tmp_path / "one", state)
+        staged.result(60)
+        for tensor in state.values():
+            tensor.fill_(-1)
+    written.result(60)
+    assert_same_state(checkpointer.load(tmp_path / "one", default_map_location="cpu"), weights("cpu", 2.0))
+    checkpointer.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickletools
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -12,30 +11,12 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from exchange import send_and_receive
-from pickled_states import dump, in_python
+from pickled_states import in_python
 from random_states import Meshes
 from tensorferry.state import tree
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-
-@pytest.mark.skipif(
-    not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"), reason="this torch's tensors are read in Python"
-)
-def test_dtensors_that_differ_in_nothing_share_one_spec(meshes: Meshes) -> None:
-    def made(rows: int, *placements: Any, mesh: int = 0) -> DTensor:
-        return DTensor.from_local(torch.zeros(rows, 4), meshes.all[mesh], placements, run_check=False)
-
-    data = dump([made(2, Shard(0)) for _ in range(9)] + [made(2, Shard(1)), made(3, Shard(0)), made(2, Replicate())])
-    assert data.count(b"_rebuild_tensor_v2") <= 1
-    assert [argument for _, argument, _ in pickletools.genops(data)].count("tensor_meta") == 1
-    flat = tree.flatten([made(2, Shard(0)), made(2, Shard(0)), made(2, Shard(1)), made(2, Shard(0), Shard(0), mesh=1)])
-    assert len(flat.rows.first_specs) == 3
-    assert flat.unread == []
-    # More than are compared first, each by turns with the others.
-    kinds = [(rows, placement) for rows in (1, 2, 3, 4) for placement in (Shard(0), Shard(1))]
-    assert len(tree.flatten([made(*kind) for _ in range(3) for kind in kinds]).rows.first_specs) == len(kinds)
 
 
 @pytest.mark.skipif(

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import urllib.request
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from equality import assert_same_state
 from exchange import TIMEOUT, send_and_receive
-from leaves import CARRIED, CATALOGUE, Leaf, cases, model, with_attribute
+from leaves import CARRIED, CATALOGUE, Leaf, cases
 from nights import mostly_at_night
-from pickled_classes import Box
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,30 +31,19 @@ def group_if_needed(request: pytest.FixtureRequest) -> None:
 @pytest.mark.parametrize(
     ("actual", "expected"),
     [
-        (torch.zeros(2), torch.zeros(2, dtype=torch.float16)),
         (torch.zeros(2), -torch.zeros(2)),
         (torch.zeros(2), torch.zeros(2).requires_grad_()),
         (torch.zeros(3)[1:], torch.zeros(3)[:2]),
-        (torch.zeros(2, dtype=torch.complex64), torch.zeros(2, dtype=torch.complex64).conj()),
-        (torch.zeros(2), with_attribute(torch.zeros(2))),
-        ([t := torch.zeros(2), t], [torch.zeros(2), torch.zeros(2)]),
         ([torch.zeros(2), torch.zeros(2)], [t := torch.zeros(2), t]),
         ([torch.zeros(4)[:2], torch.zeros(4)[2:]], list((t := torch.zeros(4)).split(2))),
-        (torch.eye(2).to_sparse(), (torch.eye(2) * 2).to_sparse()),
         ({"a": 1, "b": 2}, {"b": 2, "a": 1}),
-        ({"a": 1}, collections.OrderedDict(a=1)),
-        (model().state_dict(), collections.OrderedDict(model().state_dict())),
-        (collections.deque([1], maxlen=2), collections.deque([1])),
-        (0.0, -0.0),
-        (np.zeros(2), np.ones(2)),
-        (Box(1, 2, "a"), Box(1, 2, "b")),
     ],
 )
 def test_the_comparison_sees_the_difference(actual: Any, expected: Any) -> None:
-    with pytest.raises(AssertionError, match=r"^state"):
-        assert_same_state(actual, expected)
-    assert_same_state(actual, actual)
-    assert_same_state(expected, expected)
+    for one, other in ((actual, expected), (expected, actual)):
+        with pytest.raises(AssertionError, match=r"^state"):
+            assert_same_state(one, other)
+        assert_same_state(one, one)
 
 
 def versions(state: Any) -> list[int]:

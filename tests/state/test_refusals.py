@@ -69,31 +69,6 @@ def test_a_class_off_the_allow_list_is_refused_by_name(leaf: Leaf, open_transpor
     assert_same_state(send_and_receive(transport, transport, {"w": torch.ones(2)}, step=2), {"w": torch.ones(2)})
 
 
-class Attack:
-    """Pickles as a call that a receiver must not make."""
-
-    def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
-        self.call = (function, arguments)
-
-    def __reduce__(self) -> Any:
-        return self.call
-
-
-@pytest.mark.parametrize(
-    "attack",
-    [
-        Attack(eval, "1 + 1"),
-        Attack(__import__("os").system, "exit 1"),
-        Attack(torch.hub.load, "a/b", "c"),
-    ],
-    ids=lambda attack: f"{attack.call[0].__module__}.{attack.call[0].__qualname__}",
-)
-def test_a_hostile_pickle_is_not_run(attack: Attack, open_transport: Callable[..., Any]) -> None:
-    transport = open_transport()
-    with pytest.raises(errors.UnsafePickle):
-        send_and_receive(transport, transport, {"user": {"leaf": attack, "w": torch.ones(2)}})
-
-
 def test_a_refused_archive_leaves_nothing_behind_in_torch(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(1), "o": Unlisted()}, tmp_path / "a.pt")
     with pytest.raises(errors.UnsafePickle, match="Unlisted"):

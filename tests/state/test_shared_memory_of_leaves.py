@@ -7,7 +7,6 @@ import json
 import random
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -32,12 +31,6 @@ def heal(open_transport: Callable[..., Any]) -> Callable[..., Any]:
     return heal
 
 
-def from_array(count: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns two tensors with separate storage objects over one memory."""
-    array = np.zeros(count, dtype=np.float32)
-    return torch.from_numpy(array), torch.from_numpy(array)
-
-
 def clashing() -> dict[str, Callable[[], dict[str, torch.Tensor]]]:
     """Returns live states in which `a` and `b`, both of 8 elements, share memory."""
 
@@ -48,10 +41,8 @@ def clashing() -> dict[str, Callable[[], dict[str, torch.Tensor]]]:
         "one object": of(lambda t: (t[:8], t[:8])),
         "one whole object": lambda: dict.fromkeys("ab", torch.zeros(8)),
         "detached": of(lambda t: (t, t.detach()), 8),
-        "from one array": lambda: dict(zip("ab", from_array(), strict=True)),
-        "parts of one array": lambda: dict(
-            zip("ab", map(torch.from_numpy, (lambda x: (x[:8], x[4:]))(np.zeros(12, dtype=np.float32))), strict=True)
-        ),
+        "from one array": of(lambda t: (torch.from_numpy(t.numpy()), torch.from_numpy(t.numpy())), 8),
+        "parts of one array": of(lambda t: (torch.from_numpy(t.numpy()[:8]), torch.from_numpy(t.numpy()[4:])), 12),
         "overlapping views": of(lambda t: (t[:8], t[4:12])),
         "one byte": of(lambda t: (t[:8], t[7:15])),
         "strided over contiguous": of(lambda t: (t[::2], t[8:])),

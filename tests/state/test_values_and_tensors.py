@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
 from collections import OrderedDict, defaultdict, deque
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +11,7 @@ import pytest
 import torch
 
 from equality import assert_same_state
-from in_place_doors import STATE_DOORS, Door, folder, transport
+from in_place_doors import STATE_DOORS, Door
 from pickled_classes import Colour, DictSubclass, Holder, ListSubclass, Point, Settings
 from tensorferry import StateMismatch
 
@@ -142,28 +141,6 @@ def test_a_tensor_takes_a_tensor_and_nothing_else(saved: Any, live: Any, wrong: 
         assert_same_state(loaded, source)
         found = {id(tensor) for tensor in tensors_of(loaded)}
         assert all(id(tensor) in found for tensor in own), "a tensor here was not filled, but replaced"
-
-
-@pytest.mark.parametrize("door", [folder, transport], ids=lambda door: door.__name__)
-def test_a_long_list_is_not_looked_at_number_by_number(door: Door, tmp_path: Path) -> None:
-    """The calls of Python's functions are counted, in a receive into another list and into none."""
-    count, length = 0, 20_000
-
-    def count_call(_frame: Any, event: str, _argument: Any) -> None:
-        nonlocal count
-        count += event == "call"
-
-    counts = []
-    for name, live in (("none", None), ("list", list(range(length)))):
-        (path := tmp_path / name).mkdir()
-        target, count = {"w": torch.zeros(2), "h": live}, 0
-        sys.setprofile(count_call)
-        try:
-            assert door({"w": torch.ones(2), "h": list(range(length, 2 * length))}, target, path, ())["h"][0] == length
-        finally:
-            sys.setprofile(None)
-        counts.append(count)
-    assert counts[1] < counts[0] + length / 10
 
 
 @each_door

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -83,14 +84,8 @@ class Waiting:
 
     def __init__(self, monkeypatch, work) -> None:
         self._patch, self._work, self._tries = monkeypatch, work, threading.Event()
-        self._thread = threading.Thread(target=self._run)
-        self.error: BaseException | None = None
 
     def begin(self) -> None:
-        self.start()
-        self.has_come()
-
-    def start(self) -> None:
         real = fcntl.flock
 
         def flock(file, how):
@@ -101,22 +96,12 @@ class Waiting:
                 raise
 
         self._patch.setattr(fcntl, "flock", flock)
-        self._thread.start()
-
-    def has_come(self) -> None:
+        self._running = ThreadPoolExecutor(1).submit(self._work)
         assert self._tries.wait(WAIT_S), "it does not wait for the lock"
-        assert self._thread.is_alive()
-
-    def _run(self) -> None:
-        try:
-            self._work()
-        except BaseException as e:
-            self.error = e
+        assert not self._running.done()
 
     def end(self) -> None:
-        self._thread.join(WAIT_S)
-        if self.error is not None:
-            raise self.error
+        self._running.result(WAIT_S)
 
 
 @pytest.mark.parametrize("moment", ["written", "checked", "renamed"])
@@ -199,28 +184,17 @@ def test_a_commit_that_began_before_a_save_does_not_replace_it(error, why, at, t
     assert len(files(tmp_path)) == 2
 
 
-@pytest.mark.parametrize("door", ["dcp", "checkpointer"])
-def test_a_commit_that_cannot_be_synced_is_whole_and_nobody_is_told_to_remove_it(door, tmp_path, monkeypatch) -> None:
+def test_a_commit_that_cannot_be_synced_is_whole_and_nobody_is_told_to_remove_it(tmp_path, monkeypatch) -> None:
     def fails(_) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    def save_of(value: float) -> None:
-        if door == "dcp":
-            with own_errors():
-                save(tmp_path, value)
-        else:
-            SyncCheckpointer().save(tmp_path, {"a": torch.full((100,), value)})
-
-    save_of(1.0)
-    with monkeypatch.context() as broken:
-        broken.setattr(FolderStore, "sync", fails)
-        with pytest.raises(SystemRefused) as refused:
-            save_of(2.0)
+    save(tmp_path, 1)
+    monkeypatch.setattr(FolderStore, "sync", fails)
+    with pytest.raises(SystemRefused, match="committed, but not synchronised") as refused, own_errors():
+        save(tmp_path, 2)
     assert refused.value.errno == errno.ENOSPC
-    assert "committed, but not synchronised" in str(refused.value)
     assert "remove" not in str(refused.value)
-    found = held(tmp_path) if door == "dcp" else SyncCheckpointer().load(tmp_path)
-    assert found["a"] == 2.0 if door == "dcp" else torch.all(found["a"] == 2.0)
+    assert held(tmp_path) == all_of(2)
 
 
 def refusing(monkeypatch, module) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import random
 import threading
-from collections import Counter
+from collections import Counter, defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -87,16 +87,18 @@ def readers(entries):
         reader.server.shutdown(0.0)
 
 
-def both(readers, **options):
+def both(readers, progress=None):
     with ThreadPoolExecutor(len(readers)) as pool:
-        running = [pool.submit(reader.read, **options) for reader in readers]
+        running = [pool.submit(reader.read, progress) for reader in readers]
         return [one.result(60) for one in running]
 
 
 @pytest.mark.waits
 def test_each_reads_a_half_of_what_both_need_and_all_of_the_rest(readers, entries):
-    total = sum(map(len, entries.values()))
-    reports = both(readers)
+    total, told = sum(map(len, entries.values())), defaultdict(list)
+    reports = both(readers, lambda done, _: told[threading.get_ident()].append(done))
+    assert [numbers[-1] for numbers in told.values()] == [total, total]
+    assert all(numbers == sorted(numbers) for numbers in told.values())
     assert [reader.is_right() for reader in readers] == [True, True]
     assert [report["wanted"] for report in reports] == [total, total]
     assert all(report["relayed"] + report["bytes"] == total for report in reports)
@@ -141,27 +143,6 @@ def test_others_that_are_gone_or_need_something_else_are_done_without(readers, m
     assert readers[0].is_right()
     assert report["relayed"] == 0
     assert "is read from the store" in caplog.text
-
-
-@pytest.mark.waits
-def test_progress_grows_and_its_error_ends_the_read(readers):
-    told = []
-    with ThreadPoolExecutor(2) as pool:
-        other = pool.submit(readers[1].read)
-        readers[0].read(lambda done, _: told.append(done))
-        other.result(30)
-    assert told == sorted(told)
-    assert told[-1] == sum(map(len, readers[0].entries.values()))
-
-    def ends(*_):
-        raise RuntimeError("enough")
-
-    with ThreadPoolExecutor(2) as pool:
-        other = pool.submit(readers[1].read)
-        with pytest.raises(RuntimeError, match="enough"):
-            readers[0].read(ends)
-        other.result(30)
-    assert readers[1].is_right()
 
 
 @pytest.mark.parametrize("when", ["start", "join"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import time
 
 import pytest
@@ -65,36 +66,6 @@ def untouched(outside) -> bool:
     return all((outside / name).read_text() == "mine" for name in ("victim", GOOD, "sub/victim"))
 
 
-def distributed(where, **fields) -> None:
-    """Saves a distributed checkpoint, and replaces its index by one whose commit has other ``fields``."""
-    dcp.save({"a": torch.ones(10), "b": torch.ones(10)}, storage_writer=FileWriter(where), no_dist=True)
-    path = where / "index.safetensors"
-    text, commit = commits.read(path)
-    known = json.loads(commit.encode())
-    files = json.dumps(known | {"files": known["files"] | fields.pop("files", {})} | fields).encode()
-    control = [(reserved.INDEX, text), (reserved.INDEX_FILES, files)]
-    Container(no_rows(), None, True, control, ABOUT).write(path, partial=where / "p")
-
-
-@pytest.mark.parametrize("name", ["../home/victim", "{outside}/victim", "sub/victim", "victim"])
-def test_a_distributed_checkpoint_with_such_a_name_is_none_and_nothing_is_removed(name, tmp_path, outside) -> None:
-    where = tmp_path / "ck"
-    distributed(where, files={name.format(outside=outside): "1"})
-    (where / "sub").mkdir()
-    for own in ("victim", "sub/victim"):
-        (where / own).write_text("mine")
-    there = sorted(os.listdir(where))
-    with pytest.raises(dcp.CheckpointException, match="not the name of a rank's file"):
-        dcp.load({"a": torch.zeros(10)}, storage_reader=FileReader(where), no_dist=True)
-    for verb in (["inspect", where], ["verify", where], ["convert", where, tmp_path / "out", "--to", "dcp"]):
-        assert main([str(part) for part in verb]) != 0
-    assert sorted(os.listdir(where)) == there
-    dcp.save({"a": torch.ones(10)}, storage_writer=FileWriter(where), no_dist=True)
-    dcp.load({"a": torch.zeros(10)}, storage_reader=FileReader(where), no_dist=True)
-    assert untouched(outside)
-    assert (where / "victim").read_text() == (where / "sub" / "victim").read_text() == "mine"
-
-
 @pytest.mark.parametrize("name", ["../home/victim", "{outside}/victim", "sub/victim", "victim", "../home/" + GOOD])
 def test_a_checkpointers_folder_with_such_a_name_is_none_and_nothing_is_removed(name, tmp_path, outside) -> None:
     name = name.format(outside=outside)
@@ -118,7 +89,9 @@ def test_a_checkpointers_folder_with_such_a_name_is_none_and_nothing_is_removed(
         assert main([str(part) for part in verb]) != 0
     # Neither as an old checkpoint of a series nor as one that is replaced.
     saver.save(tmp_path / "step-2", {"a": torch.ones(10)})
+    shutil.copytree(where, tmp_path / "other")
     saver.save(where, {"a": torch.ones(10)})
+    dcp.save({"a": torch.ones(10)}, storage_writer=FileWriter(tmp_path / "other"), no_dist=True)
     assert untouched(outside)
     assert (where / "victim").read_text() == "mine"
     saver.close()
@@ -143,9 +116,13 @@ def test_links_are_removed_and_what_they_lead_to_stays(tmp_path, outside) -> Non
 
 @pytest.mark.parametrize("began", [-1, 1 << 63, 10**30, True, "5", None, 1.5])
 def test_an_index_whose_save_began_at_no_time_is_none(began, tmp_path) -> None:
-    distributed(tmp_path, began=began)
+    dcp.save({"a": torch.ones(10), "b": torch.ones(10)}, storage_writer=FileWriter(tmp_path), no_dist=True)
+    text, commit = commits.read(path := tmp_path / "index.safetensors")
+    files = json.dumps(json.loads(commit.encode()) | {"began": began}).encode()
+    control = [(reserved.INDEX, text), (reserved.INDEX_FILES, files)]
+    Container(no_rows(), None, True, control, ABOUT).write(path, partial=tmp_path / "p")
     with pytest.raises(TensorferryError):
-        commits.read(tmp_path / "index.safetensors")
+        commits.read(path)
     dcp.save({"a": torch.ones(10)}, storage_writer=FileWriter(tmp_path), no_dist=True)
     dcp.load({"a": torch.zeros(10)}, storage_reader=FileReader(tmp_path), no_dist=True)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from tensorferry.checkpointing import AsyncCheckpointer, SyncCheckpointer
+from tensorferry.checkpointing import AsyncCheckpointer
 from tensorferry.dcp import FileReader, FileWriter
 from tensorferry.errors import InvalidArgument
 from tensorferry.storage.places import place_of
@@ -90,18 +90,4 @@ def test_the_current_folder_may_change_once_save_has_returned(here, tmp_path, mo
     assert float(state["w"][0]) == 2
     assert float(one.load(here / "ckpt" / "step-1")["w"][0]) == 1
     assert not any((tmp_path / "there").iterdir())
-    one.close()
-
-
-def test_a_checkpoint_folder_that_is_a_link_is_saved_into_and_what_lies_beside_its_target_stays(tmp_path) -> None:
-    one = SyncCheckpointer(keep_last=1)
-    for n in (1, 2):
-        (tmp_path / "others" / f"step-{n}").mkdir(parents=True)
-        SyncCheckpointer().save(tmp_path / "others" / f"step-{n}", state_of(n))
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "step-9").symlink_to(tmp_path / "others" / "step-2")
-    one.save(tmp_path / "run" / "step-9", state_of(9))
-    one.save(tmp_path / "run" / "step-10", state_of(10))
-    assert float(one.load(tmp_path / "others" / "step-1")["w"][0]) == 1
-    assert float(one.load(tmp_path / "others" / "step-2")["w"][0]) == 9
     one.close()
