@@ -12,7 +12,6 @@ import torch
 import tensorferry
 from equality import assert_same_state
 from secured import SECRET, TIMEOUT, send, state
-from tensorferry import join_metadata
 from tensorferry.errors import InvalidArgument, ProtocolError, SourceRefused, UnprovenSource
 
 OTHER = "a secret of another job"
@@ -99,13 +98,6 @@ def test_nothing_is_unpickled_from_a_source_that_cannot_prove_itself(open_transp
         open_transport(secret=SECRET, trust_pickle=True).recv_checkpoint(0, metadata, 3, TIMEOUT)
     assert isinstance(refused.value, urllib.error.URLError)
     assert isinstance(refused.value, PermissionError)
-
-
-def test_an_unproven_source_is_left_for_a_proven_one(open_transport):
-    urls = [send(open_transport(), state(9)), send(open_transport(secret=SECRET))]
-    for order in (urls, urls[::-1]):
-        receiver = open_transport(secret=SECRET, num_chunks=2)
-        assert_same_state(receiver.recv_checkpoint(0, join_metadata(order), 3, TIMEOUT), state())
 
 
 def test_stock_peers_stay_outside(open_transport, open_stock):

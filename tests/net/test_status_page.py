@@ -1,9 +1,9 @@
-"""The page for people: read by an HTML parser and, where there is one, by a browser."""
+"""The page for people: what it loads, and what its script shows."""
 
 from __future__ import annotations
 
-import html.parser
 import json
+import re
 import shutil
 import socket
 import subprocess
@@ -16,34 +16,10 @@ import pytest
 import torch
 
 TIMEOUT = timedelta(seconds=30)
-VOID = {"meta", "link", "br", "img", "input"}
 #: Sent as bytes, as no client of ours would: quotes and ampersands, and letters that change the order of a line.
 HOSTILE = b"x&\"'{onload=alert(1)}/\xe2\x80\xae\xc3\xbc"
 
 pytestmark = pytest.mark.beyond_torchft
-
-
-class Page(html.parser.HTMLParser):
-    """Notes elements, attributes and text, and that everything that is opened is closed."""
-
-    def __init__(self, text):
-        super().__init__()
-        self.open, self.elements, self.attributes, self.text = [], [], [], []
-        self.feed(text)
-        self.close()
-        assert not self.open
-
-    def handle_starttag(self, tag, attrs):
-        self.elements.append(tag)
-        self.attributes += attrs
-        if tag not in VOID:
-            self.open.append(tag)
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        self.text.append(data)
 
 
 def ask(transport, path):
@@ -103,20 +79,15 @@ def figures(transport):
     return json.loads(text)
 
 
-def test_the_page_is_whole_and_loads_nothing_but_its_figures(busy):
+def test_the_page_loads_nothing_but_its_figures(busy):
     headers, text = read(busy.status_url())
-    page = Page(text)
     assert headers["content-type"] == "text/html; charset=utf-8"
-    policy = headers["content-security-policy"]
-    nonce = dict(page.attributes)["nonce"]
+    policy, [nonce, again] = headers["content-security-policy"], re.findall(r'nonce="([^"]+)"', text)
     assert f"default-src 'none'; style-src 'nonce-{nonce}'; script-src 'nonce-{nonce}'; connect-src 'self';" in policy
-    assert [value for name, value in page.attributes if name == "nonce"] == [nonce] * 2
+    assert again == nonce
     assert read(busy.status_url())[0]["content-security-policy"] != policy, "a nonce is used once"
-    assert page.elements.count("script") == 1
-    assert not {"link", "img", "iframe", "a", "form", "object"} & set(page.elements)
-    named = {name for name, _ in page.attributes}
-    assert not {"src", "href", "style"} & named
-    assert not [name for name in named if name.startswith("on")]
+    assert re.findall(r"<(script|link|img|iframe|a|form|object)\b", text) == ["script"]
+    assert not re.search(r"<[^>]*\s(src|href|style|on\w+)=", text)
 
 
 def test_the_figures_are_of_everything_that_goes_on(busy):
@@ -147,14 +118,6 @@ def test_the_script_shows_the_figures_as_text(busy):
     for what in ("tensorferry: step 7", "the gate is open", "failed: WrongStep, of 127.0.0.1:", "1 healed, 1 failed",
                  "serving 7 but got step=5", "x&\"'{onload=alert(1)}"):  # fmt: skip
         assert what in shown.stdout, what
-
-
-def test_a_stranger_can_neither_read_nor_write_the_page(busy):
-    where = urlsplit(busy.metadata())
-    for path in ("/", "/checkpoint/", "/?json", f"/{'0' * 32}/stranger"):
-        with pytest.raises(urllib.error.HTTPError, match="404"):
-            urllib.request.urlopen(f"http://{where.netloc}{path}")
-    assert "stranger" not in json.dumps(figures(busy)).replace('"strangers"', "")
 
 
 def test_only_the_latest_refusals_are_kept(busy):

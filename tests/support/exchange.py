@@ -153,40 +153,6 @@ class Listener:
         self.close()
 
 
-class SlowRelay(Listener):
-    """Relays a source's responses: `budget` bytes at full speed, then one byte every 50 ms."""
-
-    def __init__(self, metadata: str, budget: int) -> None:
-        parts = urllib.parse.urlsplit(metadata)
-        self.source = ("127.0.0.1", parts.port)
-        self.budget = budget
-        super().__init__(self._relay)
-        self.metadata = parts._replace(netloc=f"127.0.0.1:{self.port}").geturl()
-
-    def _relay(self, client: socket.socket) -> None:
-        server = self.own(socket.create_connection(self.source))
-        self.start(self._requests, client, server)
-        self._answers(server, client)
-
-    def _requests(self, client: socket.socket, server: socket.socket) -> None:
-        with contextlib.suppress(OSError):
-            while part := client.recv(1 << 16):
-                server.sendall(part)
-            server.shutdown(socket.SHUT_WR)
-
-    def _answers(self, server: socket.socket, client: socket.socket) -> None:
-        with contextlib.suppress(OSError):
-            while part := server.recv(1 << 16):
-                quick = max(0, min(len(part), self.budget))
-                self.budget -= quick
-                client.sendall(part[:quick])
-                for byte in part[quick:]:
-                    if self.closed.wait(0.05):
-                        return
-                    client.sendall(bytes([byte]))
-            client.shutdown(socket.SHUT_WR)
-
-
 def connect(transport: Any) -> http.client.HTTPConnection:
     return http.client.HTTPConnection("127.0.0.1", urllib.parse.urlsplit(transport.metadata()).port, timeout=30)
 

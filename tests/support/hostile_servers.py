@@ -189,7 +189,8 @@ class Relay(Listener):
             source.request("GET", path, headers=headers)
             got = source.getresponse()
             body = got.read()
-        kept = [f"{k}: {v}" for k, v in got.getheaders() if k.lower() in ("etag", "content-range")]
+        told = ("etag", "content-range", "tensorferry-")
+        kept = [f"{k}: {v}" for k, v in got.getheaders() if k.lower().startswith(told)]
         with self._lock:
             number, self.requests = self.requests, self.requests + 1
         said = answer(f"{got.status} {got.reason}", body, "Connection: close", *kept)

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import re
 import threading
-import time
 import urllib.request
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -36,38 +33,6 @@ class Middle:
         if not self.reached.is_set() and here > total // 3:
             self.then()
             self.reached.set()
-
-
-@pytest.mark.parametrize(
-    ("same_host", "lanes", "snapshot"),
-    mostly_at_night([(False, 4, "borrow"), (False, 1, "copy"), (True, 1, "borrow"), (True, 4, "copy")], by_day=2),
-)
-@pytest.mark.waits
-def test_a_receive_of_many_requests_heals_while_its_source_disallows(
-    same_host: bool, lanes: int, snapshot: str, open_transport: Callable[..., Any]
-) -> None:
-    middle = Middle()
-    source = open_transport(timeout=TIMEOUT, snapshot=snapshot, same_host=same_host, max_bandwidth=32 * MIB)
-    target = open_transport(lanes, same_host=same_host, progress=middle)
-    state = {"w": torch.arange(6 * MIB, dtype=torch.int32)}
-    expected = state["w"].clone()
-    source.send_checkpoint([1], 1, state, TIMEOUT)
-    with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        receiving = pool.submit(target.recv_checkpoint, 0, source.metadata(), 1, TIMEOUT)
-        assert middle.reached.wait(30)
-        source.disallow_checkpoint()
-        disallowed = time.monotonic()
-        state["w"].zero_()
-        if snapshot == "borrow":
-            assert torch.equal(receiving.result(5)["w"], expected)
-            assert time.monotonic() - disallowed < 5, "the trainer did not wait for the receiver"
-        else:
-            assert torch.equal(receiving.result(30)["w"], expected)
-    # No receiver is left, so the next withdrawal does not wait.
-    source.send_checkpoint([1], 2, state, TIMEOUT)
-    started = time.monotonic()
-    source.disallow_checkpoint()
-    assert time.monotonic() - started < 1
 
 
 @pytest.mark.parametrize(("same_host", "in_place"), mostly_at_night([(False, True), (True, False)]))
@@ -125,24 +90,6 @@ def test_a_state_that_keeps_changing_is_an_error_that_says_what_to_do(open_trans
     assert all(word in torn for word in ("disallow_checkpoint()", 'snapshot="copy"', "w"))
     # Once the changes have stopped, the receive succeeds.
     assert torch.equal(target.recv_checkpoint(0, source.metadata(), 1, TIMEOUT)["w"], state["w"])
-
-
-@pytest.mark.waits
-def test_a_receiver_that_comes_too_late_fails_at_once(open_transport: Callable[..., Any]) -> None:
-    """Making the live state takes longer than a withdrawn copy waits for its receivers."""
-    source = open_transport(snapshot="copy")
-    source.send_checkpoint([1], 1, {"w": torch.ones(4 * MIB)}, TIMEOUT)
-
-    def live() -> dict[str, torch.Tensor]:
-        source.disallow_checkpoint()
-        time.sleep(4)
-        return {"w": torch.zeros(4 * MIB)}
-
-    target = open_transport(state_dict=live)
-    started = time.monotonic()
-    with pytest.raises(tensorferry.SourceChanged):
-        target.recv_checkpoint(0, source.metadata(), 1, timedelta(seconds=30))
-    assert time.monotonic() - started < 15
 
 
 def connections(source: Any) -> int:

@@ -334,17 +334,3 @@ def test_signals_that_are_handled_end_no_receive(forked_child: Child) -> None:
         process.send_signal(signal.SIGUSR1)
         time.sleep(0.1)
     assert "received" in forked_child.finish(within=30)
-
-
-@pytest.mark.nightly
-def test_without_torchft(forked_child: Child) -> None:
-    out = forked_child.run(
-        """
-        source, target = open_pair()
-        send_and_receive(source, target, 1)
-        HTTPTransport[dict[str, int]](LONG).shutdown()
-        print("ok", flush=True)
-        """,
-        before="import sys; sys.modules['torchft'] = None",
-    )
-    assert "ok" in out

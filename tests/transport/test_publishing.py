@@ -16,25 +16,12 @@ import pytest
 import torch
 
 from equality import assert_same_state
-from exchange import CLEAN, POISON, TIMEOUT, Reader, big_state, receive, small_state, until
-from nights import mostly_at_night
+from exchange import CLEAN, POISON, TIMEOUT, big_state, connect, path, receive, small_state, until
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
 pytestmark = pytest.mark.timeout(90)
-
-
-@pytest.fixture
-def reader() -> Iterator[Callable[..., Reader]]:
-    with contextlib.ExitStack() as stack:
-
-        def open_one(*arguments: Any) -> Reader:
-            made = Reader(*arguments)
-            stack.enter_context(made.socket)
-            return made
-
-        yield open_one
 
 
 def test_what_is_served_after_each_call(open_transport: Callable[..., Any]) -> None:
@@ -100,49 +87,18 @@ def test_copied_tensors_are_those_of_the_send(open_transport: Callable[..., Any]
 
 
 def test_transfer_begun_before_the_next_send_ends_with_the_old_state(
-    open_transport: Callable[..., Any], reader: Callable[..., Reader], ours: bool
+    open_transport: Callable[..., Any], ours: bool
 ) -> None:
     source = open_transport()
     source.send_checkpoint([1], 1, big_state(), TIMEOUT)
-    slow = reader(f"{source.metadata()}1" + (".safetensors" if ours else "/full"))
-    slow.read_to(1 << 20)
-    newer = {"w": torch.full((64 << 20,), POISON, dtype=torch.uint8)}
-    source.send_checkpoint([1], 2, newer, TIMEOUT)
-    body = slow.read_rest()
+    with contextlib.closing(connect(source)) as connection:
+        connection.request("GET", path(source, "1.safetensors" if ours else "1/full"))
+        answer = connection.getresponse()
+        body = answer.read(1 << 20)
+        source.send_checkpoint([1], 2, {"w": torch.full((64 << 20,), POISON, dtype=torch.uint8)}, TIMEOUT)
+        body += answer.read()
     assert body.count(bytes([CLEAN])) >= 64 << 20
     assert bytes([POISON]) * 64 not in body
-
-
-@pytest.mark.beyond_torchft
-@pytest.mark.parametrize("resource", mostly_at_night([".safetensors", "/full", "/1"], by_day=2))
-@pytest.mark.waits
-def test_a_stuck_reader_is_cut_and_never_reads_the_next_step(
-    resource: str, open_transport: Callable[..., Any], reader: Callable[..., Reader]
-) -> None:
-    """Once disallow has returned, the trainer writes to its tensors: none of the new bytes may reach a receiver."""
-    source = open_transport(num_chunks=1 if resource == "/1" else 0, timeout=timedelta(seconds=2))
-    resource = resource.replace("/1", "/0")
-    state = big_state()
-    source.send_checkpoint([1], 1, state, TIMEOUT)
-    stuck = [reader(f"{source.metadata()}1{resource}") for _ in range(3)]
-    for one in stuck:
-        one.read_to(1 << 20)
-    started = time.monotonic()
-    source.disallow_checkpoint()
-    assert time.monotonic() - started < 15
-    state["w"].fill_(POISON)
-    time.sleep(0.2)
-    for one in stuck:
-        body = one.read_rest()
-        assert bytes([POISON]) not in body
-        assert body.count(bytes([CLEAN])) < 64 << 20, "the reader was not stuck: the test shows nothing"
-    # The failure has no lasting effect.
-    started = time.monotonic()
-    source.disallow_checkpoint()
-    source.send_checkpoint([1], 2, small_state(), TIMEOUT)
-    assert_same_state(receive(open_transport(), source, 2), small_state())
-    source.disallow_checkpoint()
-    assert time.monotonic() - started < 15
 
 
 @pytest.mark.beyond_torchft

@@ -2,7 +2,6 @@
 
 import gc
 import logging
-import threading
 import weakref
 from datetime import timedelta
 
@@ -144,24 +143,6 @@ def test_a_source_that_is_gone_or_serves_something_else_is_left_with_a_warning(o
     warnings = [r.getMessage() for r in logged(caplog, "were fetched over other connections")]
     assert len(warnings) == 2
     assert any("another snapshot" in w for w in warnings), warnings
-
-
-def test_a_source_that_dies_in_the_middle_is_replaced(open_transport):
-    state = state_of(1, mib=64)
-    sources = [open_transport(same_host=False), open_transport(same_host=False)]
-    joined = join_metadata([send(source, state) for source in sources])
-    begun = threading.Event()
-    receiver = open_transport(progress=lambda done, total: begun.set() if 2 * MIB < done < total else None)
-
-    def kill():
-        begun.wait(10)
-        sources[0].shutdown(wait=False)
-
-    killer = threading.Thread(target=kill)
-    killer.start()
-    assert_same_state(receiver.recv_checkpoint(0, joined, 3, TIMEOUT), state)
-    begun.set()
-    killer.join()
 
 
 class Unknown:

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import http.client
 import re
-import urllib.error
-import urllib.parse
-import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -18,7 +14,7 @@ import torch
 from tensorferry._native import HttpAnswer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    pass
 
 BLOCK = 1 << 20
 BLOCKS = 48
@@ -66,38 +62,6 @@ def test_four_receivers_take_little_more_than_one_copy(open_transport: Any, capl
     assert sum(figure(figures(member), "relayed_bytes_total") for member in members) >= 0.9 * relayed
     # Nothing is read once a receive has returned, so the source withdraws at once.
     source.disallow_checkpoint()
-
-
-@contextlib.contextmanager
-def joined(source: Any, port: int) -> Iterator[None]:
-    """Is a member that relays at ``port`` in the swarm of ``source``, for as long as its connection is open."""
-    url = urllib.parse.urlsplit(source.metadata())
-    member = http.client.HTTPConnection(url.netloc, timeout=10)
-    with contextlib.closing(member):
-        member.request("GET", f"{url.path}7.safetensors", headers={"Range": "bytes=0-0"})
-        answer = member.getresponse()
-        answer.read()
-        assert answer.headers["Tensorferry-Swarm"] == "1"
-        tag = answer.headers["ETag"]
-        member.request("GET", f"{url.path}7/swarm?port={port}&token={'0' * 32}", headers={"If-Match": tag})
-        answer = member.getresponse()
-        answer.read()
-        assert answer.status == 200
-        yield
-
-
-def test_the_source_shows_its_members(open_transport: Any) -> None:
-    source = open_transport(**OPTIONS)
-    source.send_checkpoint([1], 7, state(), TIMEOUT)
-    assert figure(figures(source), "swarm_members") == 0
-    with joined(source, 4001), joined(source, 4002):
-        assert figure(figures(source), "swarm_members") == 2
-        with urllib.request.urlopen(source.status_url() + "?json", timeout=10) as page:
-            text = page.read().decode()
-        assert "127.0.0.1:4001" in text
-        assert "127.0.0.1:4002" in text
-    source.disallow_checkpoint()
-    assert figure(figures(source), "swarm_members") == 0
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ import time
 from datetime import timedelta
 from typing import TYPE_CHECKING, NoReturn
 
-from tensorferry import HTTPTransport, Network, cli
+from tensorferry import HTTPTransport, Network
 from tensorferry.dcp import PeerReader
 from tensorferry.storage.peers import SCHEME
 
@@ -47,7 +47,6 @@ DOORS = {
     "stock": lambda seconds: receive(STOCK, seconds),
     "peers": load_from_peers,
     "construction": lambda _: lambda: HTTPTransport(timedelta(seconds=LONG)),
-    "verb": lambda seconds: lambda: cli.main(["inspect", OURS, "--timeout", str(seconds)]),
 }
 
 
@@ -62,17 +61,13 @@ def main(door: str, seconds: float, interrupt: float | None) -> NoReturn:
     handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("tensorferry").addHandler(handler)
     call = DOORS[door](seconds)
-    program, sys.stdout = sys.stdout, sys.stderr
     if interrupt is not None:
         threading.Timer(interrupt, os.kill, (os.getpid(), signal.SIGINT)).start()
     begin, end = time.monotonic(), ["returned", ""]
     try:
-        value = call()
-        end[1] = str(value) if isinstance(value, int) else ""
+        call()
     except BaseException as error:
         end = [type(error).__name__, str(error)]
-    # What a verb prints must not come between the lines of this program.
-    sys.stdout = program
     ended_at = time.monotonic()
     took = ended_at - begin
     silent.settimeout(0)

@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tensorferry.cli import exits
-
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
@@ -92,13 +90,6 @@ def test_an_interrupt_ends_the_lookup_of_a_name(door: str, attempt: Callable[...
     result = attempt(door, seconds=60, interrupt=0.3)
     assert result["ended"] == "KeyboardInterrupt", result
     assert result["took"] < 1.3, result
-
-
-def test_a_verb_ends_before_the_system_s_resolver(attempt: Callable[..., dict[str, Any]]) -> None:
-    result = attempt("verb")
-    status = str(exits.UNAVAILABLE)
-    assert (result["ended"], result["message"], result["asked"]) == ("returned", status, True), result
-    assert result["took"] < UNBOUNDED_S, result
 
 
 def test_construction_does_not_wait_for_a_name_server(attempt: Callable[..., dict[str, Any]]) -> None:

@@ -1,15 +1,14 @@
-"""pytest plugin that runs torchft's own tests with another class in HTTPTransport's place, and proves that it did.
+"""pytest plugin that runs torchft's own tests with our class in HTTPTransport's place, and proves that it did.
 
-Loaded with ``-p swap_plugin``, before any test module is imported. Two environment variables steer it:
-``SWAP_TRANSPORT`` names the class (``module:Class``), ``SWAP_REPORT`` the file that receives the counts as JSON.
-The methods are counted on the classes themselves, so a reference that escaped the swap is counted as well: the
-session fails if torchft's own class was constructed even once, or if any torchft module still names it at the end.
+Loaded with ``-p swap_plugin``, before any test module is imported. The environment variable ``SWAP_REPORT`` names the
+file that receives the counts as JSON. The methods are counted on the classes themselves, so a reference that escaped
+the swap is counted as well: the session fails if torchft's own class was constructed even once, or if any torchft
+module still names it at the end.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib
 import json
 import os
 import sys
@@ -24,21 +23,20 @@ import torchft.checkpointing.http_transport as http_transport
 import torchft.checkpointing.http_transport_bench
 import torchft.manager  # noqa: F401 (both modules hold the class's name by the time it is swapped)
 
+from tensorferry import HTTPTransport
+
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from types import ModuleType
+    from collections.abc import Callable
 
-STOCK_NAME = "torchft.checkpointing.http_transport:HTTPTransport"
 COUNTED = {"__init__": "built", "send_checkpoint": "sent", "recv_checkpoint": "received"}
+STOCK = http_transport.HTTPTransport
+outcomes: Counter[str] = Counter()
+failed: list[dict[str, str]] = []
 
 
-def load_class(name: str) -> type:
-    module, _, attribute = name.partition(":")
-    return getattr(importlib.import_module(module), attribute)
-
-
-def count_calls(cls: type, counts: Counter[str]) -> None:
-    """Wrap the constructor, send and receive of a class, in place."""
+def count_calls(cls: type) -> Counter[str]:
+    """Wraps the constructor, send and receive of a class, in place; returns how often each is called from now on."""
+    counts = Counter(dict.fromkeys(COUNTED.values(), 0))
 
     def counted(method: Callable[..., Any], what: str) -> Callable[..., Any]:
         @functools.wraps(method)
@@ -50,51 +48,26 @@ def count_calls(cls: type, counts: Counter[str]) -> None:
 
     for name, what in COUNTED.items():
         setattr(cls, name, counted(getattr(cls, name), what))
+    return counts
 
 
-def torchft_modules() -> Iterator[ModuleType]:
-    for name, module in list(sys.modules.items()):
-        if name.partition(".")[0] == "torchft" and module is not None:
-            yield module
+def holders() -> list[tuple[Any, str]]:
+    """The names under which torchft's modules, its test modules included, refer to its own class."""
+    modules = [one for name, one in list(sys.modules.items()) if name.partition(".")[0] == "torchft" and one]
+    return [(module, name) for module in modules for name, value in list(vars(module).items()) if value is STOCK]
 
 
-def holders(cls: type) -> list[str]:
-    """The names under which torchft's modules, its test modules included, refer to a class."""
-    return sorted(
-        f"{module.__name__}.{attribute}"
-        for module in torchft_modules()
-        for attribute, value in list(vars(module).items())
-        if value is cls
-    )
-
-
-STOCK = http_transport.HTTPTransport
-OURS = load_class(os.environ["SWAP_TRANSPORT"])
-SWAPPED = OURS is not STOCK
-REPLACED = holders(STOCK)
-outcomes: Counter[str] = Counter()
-failed: list[dict[str, str]] = []
-counts: dict[str, Counter[str]] = {}
-
-for _cls in {STOCK, OURS}:
-    counts[f"{_cls.__module__}:{_cls.__qualname__}"] = Counter(dict.fromkeys(COUNTED.values(), 0))
-    count_calls(_cls, counts[f"{_cls.__module__}:{_cls.__qualname__}"])
-
-if SWAPPED and not hasattr(OURS, "_checkpoint_lock"):
-    # One of these tests asks the lock of torchft's class whether requests wait.
-    OURS._checkpoint_lock = property(lambda self: SimpleNamespace(w_locked=lambda: self._disallowed))
-
-for _holder in REPLACED:
-    _module, _, _attribute = _holder.rpartition(".")
-    setattr(sys.modules[_module], _attribute, OURS)
+counts, of_stock = count_calls(HTTPTransport), count_calls(STOCK)
+# One of these tests asks the lock of torchft's class whether requests wait.
+HTTPTransport._checkpoint_lock = property(lambda self: SimpleNamespace(w_locked=lambda: self._disallowed))
+for _module, _name in holders():
+    setattr(_module, _name, HTTPTransport)
 
 
 def failures() -> list[str]:
-    if not SWAPPED:
-        return []
-    found = [f"{name} still is torchft's own class" for name in holders(STOCK)]
-    if built := counts[STOCK_NAME]["built"]:
-        found.append(f"torchft's own class was constructed {built} times")
+    found = [f"{module.__name__}.{name} still is torchft's own class" for module, name in holders()]
+    if of_stock["built"]:
+        found.append(f"torchft's own class was constructed {of_stock['built']} times")
     return found
 
 
@@ -120,5 +93,5 @@ def pytest_collectreport(report: pytest.CollectReport) -> None:
 def pytest_sessionfinish(session: pytest.Session) -> None:
     if failures():
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
-    report = {"counts": counts, "replaced": REPLACED, "failures": failures(), "outcomes": outcomes, "failed": failed}
+    report = {"counts": counts, "failures": failures(), "outcomes": outcomes, "failed": failed}
     Path(os.environ["SWAP_REPORT"]).write_text(json.dumps(report), encoding="utf-8")

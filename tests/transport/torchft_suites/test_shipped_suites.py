@@ -17,12 +17,10 @@ from forked import Popen
 
 pytest.importorskip("torchft")
 
-pytestmark = pytest.mark.nightly
+pytestmark = [pytest.mark.nightly, pytest.mark.beyond_torchft]
 
 
 HERE = Path(__file__).parent
-STOCK = "torchft.checkpointing.http_transport:HTTPTransport"
-CLASSES = {"torchft": STOCK, "tensorferry": "tensorferry:HTTPTransport"}
 
 
 @dataclass(frozen=True)
@@ -74,7 +72,7 @@ def lost_torchfts_race(failure: dict[str, str]) -> bool:
     )
 
 
-def run_in_child(tests: list[str], directory: Path, transport: str, seconds: int) -> tuple[int | None, str, dict]:
+def run_in_child(tests: list[str], directory: Path, seconds: int) -> tuple[int | None, str, dict]:
     """Run tests in a process of their own; returns its status (None: timed out), output and swap report."""
     report = directory / "swap.json"
     report.unlink(missing_ok=True)
@@ -84,7 +82,6 @@ def run_in_child(tests: list[str], directory: Path, transport: str, seconds: int
     command += ["-p", "swap_plugin", "-p", "no:cacheprovider", "-o", f"faulthandler_timeout={seconds - 15}", "-rA"]
     env = {name: value for name, value in os.environ.items() if not name.startswith(("TORCHFT_", "PYTEST_"))}
     env |= {
-        "SWAP_TRANSPORT": transport,
         "SWAP_REPORT": str(report),
         "PYTHONPATH": os.pathsep.join([str(HERE), *filter(None, [env.get("PYTHONPATH")])]),
         "OMP_NUM_THREADS": "1",
@@ -113,12 +110,11 @@ def run_in_child(tests: list[str], directory: Path, transport: str, seconds: int
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("suite", SUITES, ids=lambda suite: suite.module.rpartition(".")[2])
-def test_shipped_suite_passes(suite: Suite, tmp_path: Path, pytestconfig: pytest.Config):
-    transport = CLASSES[pytestconfig.getoption("--transport")]
+def test_shipped_suite_passes(suite: Suite, tmp_path: Path):
     tests = [str(suite.path)]
     passed = 0
     for attempt in range(3):
-        status, output, report = run_in_child(tests, tmp_path, transport, suite.seconds)
+        status, output, report = run_in_child(tests, tmp_path, suite.seconds)
         print(f"attempt {attempt}\n{output}")
         assert status is not None, f"{suite.module} did not end within {suite.seconds} s"
         assert report, f"{suite.module} did not get to the end of its session (status {status})"
@@ -132,10 +128,7 @@ def test_shipped_suite_passes(suite: Suite, tmp_path: Path, pytestconfig: pytest
     assert status == 0, f"{suite.module} exited with {status}"
     assert report["outcomes"].get("failed", 0) == 0
     assert passed >= suite.passed
-    # With the stock class in its own place there is one set of counts.
-    stock = first["counts"].pop(STOCK)
-    used = next(iter(first["counts"].values()), stock)
-    assert used is stock or stock["built"] == 0
+    used = first["counts"]
     assert used["built"] >= suite.built
     assert used["sent"] >= suite.sent
     assert used["received"] >= suite.received
