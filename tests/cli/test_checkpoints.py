@@ -1,4 +1,4 @@
-"""``serve``, ``inspect``, ``diff`` and ``verify`` on every form of a checkpoint, and hostile files for every verb."""
+"""``inspect``, ``diff`` and ``verify`` on every form of a checkpoint, and hostile files for every verb."""
 
 from __future__ import annotations
 
@@ -20,19 +20,14 @@ import torch.distributed.checkpoint as dcp
 import checkpoint_ranks
 from commands import (
     FORMS,
-    PLAIN,
-    TIMEOUT,
     copied,
     damage,
     make_state,
-    serving,
     write_archive,
     write_distributed,
     write_torch_distributed,
 )
-from equality import assert_same_state
-from tensorferry import HTTPTransport
-from tensorferry.checkpointing import SyncCheckpointer, load_file
+from tensorferry.checkpointing import SyncCheckpointer
 from tensorferry.cli import exits, values
 from tensorferry.cli.values import are_same
 from tensorferry.dcp import FileWriter, PeerWriter, index
@@ -47,20 +42,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
     pytest.mark.filterwarnings("ignore::UserWarning"),
 ]
-
-
-# serve
-
-
-@pytest.mark.process
-def test_a_safetensors_file_is_served_without_torch(
-    forms: dict[str, Path], run: Callable[..., Any], tmp_path: Path
-) -> None:
-    with serving(forms["plain"]) as metadata:
-        with HTTPTransport(TIMEOUT, interface="127.0.0.1") as receiver:
-            assert_same_state(receiver.recv_checkpoint(0, metadata[0], 0, TIMEOUT), PLAIN)
-        assert run("pull", metadata[0], "-o", tmp_path / "a").status == 0
-    assert_same_state(load_file(tmp_path / "a"), PLAIN)
 
 
 # inspect

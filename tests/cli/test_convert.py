@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import urllib.request
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -136,13 +137,8 @@ def test_names_that_the_format_reserves_take_that_of_no_other_leaf(run: Callable
     assert float(found["~__tensorferry__/x"][0]) == 5
 
 
-@pytest.mark.process
-def test_a_curled_container_becomes_a_state_again(run: Callable[..., Any], publish: Any, tmp_path: Path) -> None:
-    curl = shutil.which("curl")
-    if curl is None:
-        pytest.skip("there is no curl")
-    url = f"{publish(make_state())}5.safetensors"
-    subprocess.run([curl, "-sfo", tmp_path / "5.safetensors", url], check=True, timeout=30)
+def test_a_downloaded_container_becomes_a_state_again(run: Callable[..., Any], publish: Any, tmp_path: Path) -> None:
+    urllib.request.urlretrieve(f"{publish(make_state())}5.safetensors", tmp_path / "5.safetensors")
     assert_same_state(load_file(tmp_path / "5.safetensors"), make_state())
     assert "model.weight" in run("inspect", tmp_path / "5.safetensors").out
     assert run("verify", tmp_path / "5.safetensors").status == exits.NO
@@ -255,6 +251,7 @@ CASES = [
     ("inspect checkpointers --timeout 5", FOR_PEERS),
     ("inspect . --digests", "Name one of what is in it"),
     ("diff state.pt state.pt --timeout 5", FOR_PEERS),
+    (f"pull {PEER} -o a --into-folder b", "--output and --into-folder exclude each other"),
     (f"pull {PEER} -o s3://bucket/x --force", "--force replaces nothing in an object store"),
 ]
 

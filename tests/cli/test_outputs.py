@@ -31,13 +31,6 @@ pytestmark = pytest.mark.beyond_torchft
 FORMATS = ("tensorferry", "safetensors", "torch", "checkpoint", "dcp", "torch-dcp")
 
 
-def size_of(path: Path) -> int:
-    """The length of a file, or of all files in a folder; 0 if there is none."""
-    if path.is_dir():
-        return sum(size_of(one) for one in path.iterdir())
-    return path.stat().st_size if path.exists() else 0
-
-
 @pytest.mark.process
 def test_a_killed_conversion_leaves_nothing_under_the_final_name(
     run: Callable[..., Any], tmp_path: Path, pytestconfig: pytest.Config

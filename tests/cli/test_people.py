@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
 from datetime import timedelta
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 import torch
 
 import tensorferry
+from hostile_servers import answer, answering, constant, dripping, redirecting, silent
 from tensorferry.cli import app, peers
 from tensorferry.net import addresses
 
@@ -46,25 +44,9 @@ def source(open_transport):
     return transport
 
 
-@contextlib.contextmanager
-def answering(answer):
-    """The address of a server whose requests ``answer`` handles."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self):
-            answer(self)
-
-        def log_message(self, *_):
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            yield f"127.0.0.1:{server.server_port}"
-        finally:
-            server.shutdown()
-            thread.join()
+def counting(text: bytes):
+    """The metadata of a server that answers with these counters."""
+    return answering(constant(answer("200 OK", text)))
 
 
 class TestDoctor:
@@ -184,56 +166,16 @@ class TestTop:
         values = {"allowed": 0, "keeper_memory_limit_bytes": 8 << 30, 'keeper_snapshots{job="a"}': 3}
         values |= {'refused_total{reason="path"}': 9, 'refused_total{reason="other_secret"}': 4}
         text = "".join(f"tensorferry_{name} {value}\n" for name, value in values.items()).encode()
-
-        def answer(request):
-            request.send_response(200)
-            request.end_headers()
-            request.wfile.write(text)
-
-        with answering(answer) as address:
-            _, lines, _ = run("top", "--once", address)
+        with counting(text) as metadata:
+            _, lines, _ = run("top", "--once", metadata)
         assert "keeper  3 snapshots, 0 bytes of 8.0 GiB" in lines[1]
         assert lines[1].endswith("4 requests refused")
-
-    @pytest.mark.parametrize(
-        "text",
-        [
-            b"tensorferry_allowed 1\ntensorferry_step 1\x1b]0;owned\x07\n\x1b[2Jtensorferry_step 9e999999\n",
-            b"tensorferry_allowed{x=\"\x1b[31m\"} 1\n",
-            b"\xff\xfe" * 1000,
-            b"",
-            b"x" * (2 << 20),
-        ],
-    )  # fmt: skip
-    def test_a_hostile_transport_writes_nothing_on_the_terminal(self, run, text):
-        def answer(request):
-            request.send_response(200, "\x1b[2Jowned")
-            request.end_headers()
-            request.wfile.write(text)
-
-        with answering(answer) as address:
-            for how in ([], ["--json"]):
-                status, lines, err = run("top", "--once", *how, address)
-                assert status in (0, 1)
-                assert "\x1b" not in "".join(lines) + err
 
     def test_one_that_is_gone_or_says_nothing_stops_no_other(self, run, source, monkeypatch):
         monkeypatch.setattr(peers, "_PATIENCE_S", 0.3)
 
-        def elsewhere(request):
-            request.send_response(302)
-            request.send_header("Location", source.metrics_url())
-            request.end_headers()
-
-        def drip(request):
-            with contextlib.suppress(OSError):
-                request.wfile.write(b"HTTP/1.1 200 OK\r\n")
-                for _ in range(100):
-                    request.wfile.write(b"x: y\r\n")
-                    time.sleep(0.02)
-
-        with socket.create_server(("127.0.0.1", 0)) as silent, answering(elsewhere) as other, answering(drip) as slow:
-            quiet = f"127.0.0.1:{silent.getsockname()[1]}"
+        drip = dripping(b"HTTP/1.1 200 OK\r\n" + b"x: y\r\n" * 100)
+        with answering(silent) as quiet, redirecting(source.metadata()) as other, answering(drip) as slow:
             status, lines, _ = run("top", "--once", "127.0.0.1:1", source.metadata(), quiet, other, slow)
         assert status == 1
         assert "ConnectError: " in lines[1]
@@ -252,14 +194,12 @@ class TestTop:
     def test_the_live_table_ends_with_a_signal(self, number, status):
         looks = threading.Semaphore(0)
 
-        def answer(request):
+        def look(connection):
             looks.release()
-            request.send_response(200)
-            request.end_headers()
-            request.wfile.write(b"tensorferry_allowed 1\ntensorferry_step 7\n")
+            constant(answer("200 OK", b"tensorferry_allowed 1\ntensorferry_step 7\n"))(connection)
 
-        with answering(answer) as address:
-            arguments = [sys.executable, "-m", "tensorferry", "top", "--every", "0.1", address]
+        with answering(look) as metadata:
+            arguments = [sys.executable, "-m", "tensorferry", "top", "--every", "0.1", metadata]
             process = subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True)
             try:
                 assert looks.acquire(timeout=110)

@@ -226,16 +226,6 @@ def test_metadata_that_is_none(metadata: str, status: int, run: Callable[..., An
     assert "\x1b" not in done.err
 
 
-def test_options_that_contradict_each_other(run: Callable[..., Any], publish: Any, tmp_path: Path) -> None:
-    metadata = publish(make_state())
-    for arguments in (
-        ["-o", tmp_path / "a", "--into-folder", tmp_path / "b"],
-        ["-o", tmp_path],
-    ):
-        assert run("pull", metadata, *arguments).status in (exits.USAGE,), arguments
-    assert os.listdir(tmp_path) == []
-
-
 class Announced:
     """A source that announces one entry, and would have nothing to send."""
 

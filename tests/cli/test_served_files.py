@@ -11,9 +11,10 @@ import safetensors.torch
 import torch
 import torch.distributed.checkpoint as dcp
 
+from checkpoint_loads import rank_file, save_state
 from commands import TIMEOUT, command, incomplete, until
 from equality import assert_same_state
-from tensorferry.checkpointing import SyncCheckpointer, load_file
+from tensorferry.checkpointing import load_file
 from tensorferry.cli import exits, mapped
 from tensorferry.cli.mapped import ServedFiles
 from tensorferry.cli.places import find
@@ -42,11 +43,7 @@ def large(value: int = 0) -> dict[str, Any]:
 
 def written(state: Any, path: Path) -> Path:
     """A file of this package, with checksums."""
-    saving = SyncCheckpointer()
-    saving.save(path.with_name(f"{path.name}.folder"), state)
-    saving.close()
-    (file,) = path.with_name(f"{path.name}.folder").glob("*rank*.safetensors")
-    file.rename(path)
+    rank_file(save_state(path.with_name(f"{path.name}.folder"), state)).rename(path)
     return path
 
 
@@ -54,9 +51,14 @@ def replaced(path: Path) -> None:
     written(large(100), path.with_name("other")).replace(path)
 
 
+def in_tensor(path: Path) -> int:
+    """A place in the file that is in the middle of a large tensor."""
+    return path.stat().st_size // 2
+
+
 def overwritten(path: Path) -> None:
     with path.open("r+b") as file:
-        file.seek(5 * MIB)
+        file.seek(in_tensor(path))
         file.write(b"changed")
 
 
@@ -64,18 +66,11 @@ def truncated(path: Path) -> None:
     os.truncate(path, MIB)
 
 
-def emptied_and_filled(path: Path) -> None:
-    """As ``cp`` replaces a file: with the same name, the same length and other bytes."""
-    other = written(large(100), path.with_name("other")).read_bytes()
-    path.write_bytes(other)
-
-
 #: How a file changes, and whether its content, which the server holds, does.
 CHANGES = {
     "replaced": (replaced, False),
     "overwritten": (overwritten, True),
     "truncated": (truncated, True),
-    "emptied and filled": (emptied_and_filled, True),
 }
 
 
@@ -139,17 +134,6 @@ def put_back(path: Path, change: Callable[[Path], None]) -> None:
     assert path.stat().st_mtime_ns == before.st_mtime_ns
 
 
-def in_tensor(path: Path) -> int:
-    """A place in the file that is in the middle of a large tensor."""
-    return path.stat().st_size // 2
-
-
-def changed_in_one_place(path: Path) -> None:
-    with path.open("r+b") as file:
-        file.seek(in_tensor(path))
-        file.write(b"changed")
-
-
 @pytest.mark.parametrize(
     ("same_host", "secret", "checked"),
     [("0", False, True), ("0", True, True), ("1", False, True), ("0", False, False)],
@@ -173,7 +157,7 @@ def test_a_change_that_no_time_shows_is_noticed(
     metadata = published(path)
     told = run("pull", metadata, "-o", tmp_path / "before", "--timeout", "20")
     assert told.status == 0, told.err
-    put_back(path, changed_in_one_place)
+    put_back(path, overwritten)
     told = run("pull", metadata, "-o", tmp_path / "after", "--timeout", "20")
     assert told.status in (exits.UNREADABLE, exits.UNAVAILABLE), told.err
     assert len(told.err.splitlines()) == 1
@@ -210,7 +194,7 @@ def test_parts_of_a_tensor_are_compared_with_the_checksums_of_the_file(tmp_path:
 
     assert torch.equal(load(), state["w"])
     (file,) = (tmp_path / "saved").glob("rank*.safetensors")
-    put_back(file, changed_in_one_place)
+    put_back(file, overwritten)
     with pytest.raises(dcp.CheckpointException, match=r"corrupt|no longer served|another snapshot"):
         load()
 
