@@ -53,12 +53,3 @@ def test_killed_replicas_heal_bit_equal(name: str, tmp_path: Path, pytestconfig:
     assert all(heal.nbytes >= options.get("pad_mib", 1) * 2**20 for heal in after_kill)
     assert len(outcome.digests) == ranks
     assert len(set(outcome.digests.values())) == ranks, "the ranks of a group hold different parts"
-
-
-@pytest.mark.nightly
-@pytest.mark.timeout(270)
-def test_one_flipped_bit_is_a_failure(tmp_path: Path):
-    here = str(Path(__file__).parent)
-    outcome = play(tmp_path, "flipping:FlippingTransport", replicas=2, kill=0, kill_at_step=5, path=[here])
-    assert [problem for problem in outcome.problems if "received other bytes at step 0" in problem]
-    assert [problem for problem in outcome.problems if "ended with different states" in problem]

@@ -110,22 +110,6 @@ def test_every_module_of_the_engine_uses_only_what_is_below_it() -> None:
     assert [found for path in sources for found in offences(path, (ENGINE_SOURCES / path).read_text())] == []
 
 
-@pytest.mark.parametrize(
-    ("module", "line", "what"),
-    [
-        ("client/lane.rs", "use crate::server::Server;", "client uses server"),
-        ("client/remote/open.rs", "use crate::{error::Error, server::{Lease, Store}};", "client uses server"),
-        ("memory/arena.rs", "use super::super::payload::{Layout, Extent};", "memory uses payload"),
-        ("memory/mod.rs", "pub(crate) use super::publication::Store;", "memory uses publication"),
-        ("error.rs", "use super::{fork::without_fork};", "error uses fork"),
-        ("client/lane.rs", "// use crate::server::Server;", None),
-        ("client/lane.rs", "#[cfg(test)]\nmod tests { use crate::server::Server; }", None),
-    ],
-)
-def test_a_use_that_goes_up_is_found(module: str, line: str, what: str | None) -> None:
-    assert offences(Path(module), line) == ([f"{module}:1: {what}"] if what else [])
-
-
 def loaded_by(statements: str) -> set[str]:
     """Returns the modules that a process has loaded after these statements."""
     report = "import sys; print(*sys.modules)"

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
 GONE = frozenset({"ConnectError", "FetchTimeout"})
 """tensorferry's errors for a source that cannot be reached or stops sending."""
-ODD = GONE | {"ProtocolError"}
-"""The same, and its error for responses that are not HTTP."""
 
 DEEP = 300_000
 """An offset in the first body of most connections; responses with metadata are smaller."""
@@ -86,12 +84,6 @@ def _change(cell: Cell) -> None:
     cell.ask_source(("change", cell.newer_seed))
 
 
-def _slow(cell: Cell) -> tuple[faults.Fault, ...]:
-    """A rate at which a quarter of the state takes 1.5 times the timeout, and an eighth less than the timeout."""
-    interval = 0.02
-    return (faults.Drip(size=int(cell.nbytes / 4 / (1.5 * cell.timeout) * interval), interval=interval),)
-
-
 def _with_connections(
     name: str,
     about: str,
@@ -124,15 +116,6 @@ def _with_connections(
     return rows
 
 
-def _forged_answers(name: str, about: str, expected: frozenset[str], **answer: object) -> list[Scenario]:
-    """The proxy answers in place of the source: on one connection, and on every one."""
-    make: Callable[..., faults.Fault] = faults.Answer
-    return [
-        Scenario(f"{name}-lane", f"{about}: one connection", (make(connections=2, **answer),)),
-        Scenario(f"{name}-all", f"{about}: every connection", (make(**answer),), expected=expected),
-    ]
-
-
 def _with_healthy_source(rows: list[Scenario]) -> list[Scenario]:
     """The scenarios that a single source does not survive, with a healthy source named before or after it."""
     chosen = {
@@ -141,7 +124,6 @@ def _with_healthy_source(rows: list[Scenario]) -> list[Scenario]:
         if row.name.endswith("-all") or row.name in ("move-on", "source-sigkill", "source-sigstop")
     }
     sides: dict[str, Beside] = {"first": "behind", "second": "in front"}
-    chosen.pop("short-answer-all")
     return [
         dataclasses.replace(
             row,
@@ -156,9 +138,6 @@ def _with_healthy_source(rows: list[Scenario]) -> list[Scenario]:
     ]
 
 
-_NOISE = bytes((i * 2654435761 >> 13) & 0xFF for i in range(32768))
-_OK = b"HTTP/1.1 200 OK\r\n"
-
 _ROWS = [
     Scenario("none", "nothing goes wrong"),
     *_with_connections("truncate", "closed in the middle of a body", faults.Truncate, GONE),
@@ -171,13 +150,6 @@ _ROWS = [
     Scenario("stubborn", "each of the first five connections is closed in its first body",
         (faults.Truncate(connections=range(5), order="reaching", at=DEEP),), expected=GONE | {HEALED}),
     Scenario("drip-head-all", "one byte each 0.1 s from the first one on", (faults.Drip(of="stream"),), expected=GONE),
-    *_forged_answers("garbage-answer", "32 KiB of noise for an answer", ODD, data=_NOISE),
-    *_forged_answers("endless-header-answer", "headers without end", ODD, data=_OK, repeat=b"X: a\r\n" * 500,
-        interval=0.01),
-    *_forged_answers("short-answer", "200, and a body shorter than its Content-Length", ODD | {"SourceRefused"},
-        data=_OK + b"Content-Length: 9999999\r\n\r\n" + _NOISE),
-    *_forged_answers("status-500", "500 for an answer", frozenset({"SourceRefused"}) | GONE,
-        data=b"HTTP/1.1 500 No\r\nContent-Length: 0\r\n\r\n"),
     Scenario("wrong-step", "the source serves another step", wrong_step=True, expected=frozenset({"WrongStep"})),
     Scenario("republish", "the source publishes other bytes as the same step, mid-transfer", during=_republish,
         expected=frozenset({HEALED, "SourceChanged"}), private=frozenset({HEALED})),
@@ -193,8 +165,6 @@ _ROWS = [
         during=_stall, part=0.1, nbytes=LARGE // 2, lanes=1,
         expected=frozenset({HEALED, "SourceChanged", "WrongStep"}) | GONE,
         private=frozenset({HEALED})),
-    Scenario("reader-slow", "the receiver reads slowly while the source withdraws the state and goes on", _slow,
-        during=_move_on, part=0.06, nbytes=LARGE, expected=frozenset({HEALED, "SourceChanged", "WrongStep"}) | GONE),
 ]  # fmt: skip
 
 _ROWS += [

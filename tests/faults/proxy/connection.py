@@ -7,7 +7,6 @@ import contextlib
 import socket
 import struct
 import time
-from typing import TypeVar
 
 from . import faults
 from .http_framing import ResponseSplitter
@@ -16,11 +15,6 @@ from .script import Script
 _READ = 64 << 10
 # Small buffers, because bytes that a killed or stalled peer has already handed to the kernel still arrive.
 _BUFFER = 128 << 10
-
-# The first bytes of an encrypted connection, whose requests the proxy cannot read.
-_TLS_HANDSHAKE = b"\x16\x03"
-
-_F = TypeVar("_F", bound=faults.Fault)
 
 
 class _Ended(Exception):
@@ -50,18 +44,11 @@ class Connection:
         self.open = asyncio.Event()  # cleared: half-open
         self.open.set()
 
-    def _striking(self, kind: type[_F]) -> list[_F]:
-        """The faults of a class without an offset that strike this connection."""
-        return [f for f in self.script.faults if isinstance(f, kind) and self.script.strikes(f, self.number)]
-
     async def run(self) -> None:
         """Forwards until one side closes the connection or a fault ends it."""
         reset = False
         try:
             _prepare(self._client)
-            for answer in self._striking(faults.Answer):
-                await self._answer(answer)
-                return
             await self._connect()
             pumps = [
                 self.loop.create_task(self._pump_requests()),
@@ -91,24 +78,10 @@ class Connection:
         self._source.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER)
         _prepare(self._source)
 
-    async def _answer(self, answer: faults.Answer) -> None:
-        request = b""
-        while b"\r\n\r\n" not in request and not request.startswith(_TLS_HANDSHAKE):
-            data = await self.loop.sock_recv(self._client, _READ)
-            if not data:
-                return
-            request += data
-        self.script.record(answer)
-        await self.loop.sock_sendall(self._client, answer.data)
-        while answer.repeat:
-            await asyncio.sleep(answer.interval)
-            await self.loop.sock_sendall(self._client, answer.repeat)
-
     async def _pump_requests(self) -> None:
         assert self._source is not None
         while data := await self.loop.sock_recv(self._client, _READ):
             await self.open.wait()
-            self.script.counters.request_bytes += len(data)
             await self.loop.sock_sendall(self._source, data)
         await self.open.wait()
         self._source.shutdown(socket.SHUT_WR)

@@ -79,18 +79,3 @@ class Drip(OffsetFault):
 
     size: int = 1
     interval: float = 0.1
-
-
-@dataclass(frozen=True, kw_only=True)
-class Answer(Fault):
-    """Answers the first request of a connection in place of the source, which never sees it.
-
-    Args:
-        data: sent at once
-        repeat: sent over and over after ``data``, until the receiver closes the connection
-        interval: seconds between two times
-    """
-
-    data: bytes = b""
-    repeat: bytes = b""
-    interval: float = 0.0

@@ -8,7 +8,7 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from types import TracebackType
 from urllib.parse import urlsplit
 
@@ -32,29 +32,21 @@ class FaultProxy:
         target_host: the source's host
         target_port: the source's port
         script: the faults; several may hit one connection
-        listen: the address and the port to listen on; port 0 is any
 
     Raises:
         OSError: it cannot listen there
     """
 
-    def __init__(
-        self,
-        target_host: str,
-        target_port: int,
-        script: Iterable[Fault] = (),
-        listen: tuple[str, int] = ("127.0.0.1", 0),
-    ) -> None:
+    def __init__(self, target_host: str, target_port: int, script: Iterable[Fault] = ()) -> None:
         self._script = Script(script, (target_host, target_port))
         self._original_port = target_port
-        self.script: Sequence[Fault] = self._script.faults
         self.counters: ProxyCounters = self._script.counters
         self.fired: Counter[str] = self._script.fired
         """How often each fault struck, by the name of its class."""
         self._loop = asyncio.new_event_loop()
         self._tasks: set[asyncio.Task[None]] = set()
         self._closing = asyncio.Event()
-        self._listener = socket.create_server(listen, backlog=256)
+        self._listener = socket.create_server(("127.0.0.1", 0), backlog=256)
         self._listener.setblocking(False)
         self._thread = threading.Thread(target=self._run, name="fault-proxy", daemon=True)
 

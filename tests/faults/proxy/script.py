@@ -17,7 +17,6 @@ class ProxyCounters:
     """Connections that a proxy has accepted, and bytes that it has read, whether or not a fault kept them back."""
 
     connections: int = 0
-    request_bytes: int = 0
     response_bytes: int = 0
     body_bytes: int = 0
 
