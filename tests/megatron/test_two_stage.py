@@ -4,40 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from placed import Placement, digest, expected, sharded_state
 
 pytestmark = pytest.mark.process
-
-
-def save(kept, folder, sizes):
-    import tensorferry.megatron as ours
-
-    del kept
-    ours.save(sharded_state(Placement(*sizes)), folder)
-
-
-def load(kept, folder, sizes):
-    import tensorferry.megatron as ours
-    from tensorferry.storage import divided
-
-    place = Placement(*sizes)
-    group = kept.setdefault(sizes, place.group())
-    strategy = ours.TwoStageDataParallelLoadShardedStrategy(group, interface="127.0.0.1")
-    # The states are small.
-    least, divided.LEAST_BYTES = divided.LEAST_BYTES, 1
-    found = digest(ours.load(sharded_state(place, empty=True), folder, strategy))
-    divided.LEAST_BYTES = least
-    return found, expected(place), strategy.report
-
-
-def test_every_placement_is_loaded_as_without_it(host, tmp_path):
-    for sizes in ((1, 1, 4), (2, 1, 2)):
-        folder = tmp_path / str(sizes)
-        folder.mkdir()
-        host.job(2).run(save, str(folder), (2, 1, 1))
-        for found, wanted, report in host.job(4).run(load, str(folder), sizes):
-            assert found == wanted
-            assert report["relayed"] > 0
 
 
 ROWS, COLUMNS, TENSORS = 8192, 512, 6

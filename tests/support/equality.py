@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from collections.abc import Collection
 
 METADATA = "metadata"  # attributes of dicts, as the `_metadata` of a module's state_dict
-SIZE = "size"  # torch.Size, which torchft hands over as a tuple
 STORAGES = "storages"  # which tensors share a storage
 OBJECTS = "objects"  # which leaves are the same object
 
@@ -78,7 +77,7 @@ def raw_bytes(tensor: torch.Tensor) -> bytes | None:
 def assert_same_state(actual: Any, expected: Any, *, lax: Collection[str] = ()) -> None:
     """Raise AssertionError naming the first path at which `actual` differs from `expected`.
 
-    `lax` leaves comparisons out: any of METADATA, SIZE, STORAGES, OBJECTS.
+    `lax` leaves comparisons out: any of METADATA, STORAGES, OBJECTS.
     """
     walk = _Walk(frozenset(lax))
     walk.compare(actual, expected, "state", leaf=True)
@@ -107,8 +106,6 @@ class _Walk:
 
     def compare(self, a: Any, b: Any, path: str, *, leaf: bool = False) -> None:
         """Compare two nodes. `leaf` says that this position of the pytree may be a container torch takes apart."""
-        if SIZE in self.lax:
-            a, b = (tuple(x) if type(x) is torch.Size else x for x in (a, b))
         _require(type(a) is type(b), path, f"type {type(a).__qualname__}, expected {type(b).__qualname__}")
         if isinstance(b, _ATOMS) and type(b) in _ATOMS:
             _require(a == b, path, f"{a!r}, expected {b!r}")

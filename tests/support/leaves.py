@@ -434,7 +434,6 @@ def ordered_with_attribute() -> Any:
 
 
 _METADATA = frozenset({equality.METADATA})
-_SIZE = frozenset({equality.SIZE})
 
 OBJECTS = [
     Leaf("python scalars, str, bytes, None", all_scalars),

@@ -14,19 +14,19 @@ _PATIENCE_S = 60
 
 
 class Fabric:
-    """Hosts of which `cards` says which rails each has a card on; what a card sends is limited to `mbit`.
+    """Hosts of which `cards` says which rails each has a card on; what a card sends is limited to 200 Mbit/s.
 
     Kinds: `rails`, a network for each rail; `ipv6`, the same with IPv6 alone; `shared`, one network for all cards, with
     rules by the source's address; `routed`, a /32 address and a gateway for each card, with rules as well. The default
     route of a host leads over its first card.
     """
 
-    def __init__(self, kind: str, cards: list[list[int]], mbit: int = 200) -> None:
+    def __init__(self, kind: str, cards: list[list[int]]) -> None:
         if not shutil.which("ip") or not shutil.which("tc"):
             raise NotPermitted("ip or tc is not installed")
         # One that was killed may have left others.
         prefix = f"tx{secrets.token_hex(3)}"
-        self.kind, self.cards, self.mbit = kind, cards, mbit
+        self.kind, self.cards = kind, cards
         self.switch = f"{prefix}w"
         self.hosts = [f"{prefix}h{number}" for number in range(len(cards))]
         self._made: list[str] = []
@@ -76,7 +76,7 @@ class Fabric:
             run("ip", "-n", name, "route", "add", "default", "via", gateway, "dev", card, "onlink", "table", table)
         if self.kind in ("shared", "routed"):
             run("ip", "-n", name, "rule", "add", "from", own, "lookup", table)
-        shape = ("tbf", "rate", f"{self.mbit}mbit", "burst", "64kb", "latency", "100ms")
+        shape = ("tbf", "rate", "200mbit", "burst", "64kb", "latency", "100ms")
         run("tc", "-n", name, "qdisc", "add", "dev", card, "root", *shape)
 
     def _settings(self, host: str, *settings: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import json
-import os
 import sys
 from typing import Any
 
@@ -21,17 +20,13 @@ def say(**what: Any) -> None:
     print(json.dumps(what), flush=True)
 
 
-def serve(kib: int, servers: int = 1, **options: Any) -> None:
+def serve(kib: int) -> None:
     memory = ctypes.create_string_buffer(bytes(range(256)) * (kib * 4), kib << 10)
-    held = []
-    for rank in range(servers):
-        os.environ["LOCAL_RANK"] = str(rank)
-        server, host = start(PATIENCE_S, Network(relay=False, same_host=False, **options))
-        rows = Table()
-        rows.append(memory, "w", "U8", (kib << 10,), ctypes.addressof(memory), kib << 10, 0)
-        Container(rows, memory, False, [], []).publish(server, STEP)
-        held.append((server, server.url(host)))
-    say(metadata=[url for _, url in held])
+    server, host = start(PATIENCE_S, Network(relay=False, same_host=False))
+    rows = Table()
+    rows.append(memory, "w", "U8", (kib << 10,), ctypes.addressof(memory), kib << 10, 0)
+    Container(rows, memory, False, [], []).publish(server, STEP)
+    say(metadata=[server.url(host)])
     for _ in sys.stdin:
         pass
 
@@ -49,9 +44,7 @@ def receive() -> None:
         _, report = remote.fetch([ctypes.addressof(memory)])
         by_route = [[*route, nbytes] for route, nbytes in zip(report.routes, report.route_bytes, strict=True)]
         right = memory.raw == bytes(range(256)) * (len(memory) // 256)
-        troubles = list(report.troubles)
-        opened, fetched = report.opening_seconds, report.fetching_seconds
-        say(right=right, by_route=by_route, seconds=opened + fetched, troubles=troubles)
+        say(right=right, by_route=by_route)
 
 
 if __name__ == "__main__":

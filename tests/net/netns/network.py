@@ -72,17 +72,13 @@ class Agent:
         self.process.stdin.flush()
         return self.next()
 
-    def kill(self) -> None:
-        """Kills the process, as a loss of power would."""
-        self.process.kill()
-        self.process.wait(_PATIENCE_S)
-
     def end(self) -> None:
         self.process.stdin.close()
         try:
             self.process.wait(_PATIENCE_S)
         except subprocess.TimeoutExpired:
-            self.kill()
+            self.process.kill()
+            self.process.wait(_PATIENCE_S)
         self.process.stdout.close()
         sys.stderr.write(self.process.stderr.read())
         self.process.stderr.close()
