@@ -254,16 +254,6 @@ fn shutting_down_ends_everything_and_closes_the_port() {
     }
 }
 
-#[test]
-fn shutting_down_answers_or_ends_those_who_wait_at_the_gate() {
-    let rig = Rig::new();
-    let mut waiting = Raw::asking(&rig, "7.safetensors");
-    std::thread::sleep(Duration::from_millis(50));
-    rig.server.shutdown(PATIENCE);
-    let answer = String::from_utf8_lossy(waiting.rest()).into_owned();
-    assert!(answer.is_empty() || answer.starts_with("HTTP/1.1 503 "), "{answer}");
-}
-
 /// A server that serves `state`, so many blocks a second.
 fn capped(state: &State, blocks: usize) -> Rig {
     let max_bandwidth = Some((blocks * BLOCK) as u64);

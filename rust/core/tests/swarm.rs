@@ -400,6 +400,17 @@ fn what_comes_encrypted_is_not_relayed_in_the_clear() {
 }
 
 #[test]
+fn digests_to_compare_with_are_computed_for_two_members_and_not_for_one() {
+    let source = offering(&State::of(&[4 * BLOCK], 1), None);
+    let mut member = join(&source, 1);
+    for _ in 0..50 {
+        assert!(!ask_by(&mut member, &source, 1, "").text().contains("table"));
+    }
+    let _other = join(&source, 2);
+    eventually("there is a table", || ask_by(&mut member, &source, 1, "").text().contains("table 1"));
+}
+
+#[test]
 fn a_tracker_refuses_what_is_no_question() {
     let state = State::of(&[16 * BLOCK], 1);
     let source = offering(&state, None);

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use crate::common::local::{LocalReader, name_of};
-use crate::common::raw::{Raw, begin, get};
+use crate::common::raw::{Raw, begin, connections, get};
 use crate::common::{BLOCK, Owner, PATIENCE, Rig, STEP, State, eventually, lanes, noise};
 use tensorferry_core::{
     Destination, ErrorKind, FetchOptions, Item, Memory, Publication, Remote, ServerConfig, Stability, Withdrawn,
@@ -315,6 +315,18 @@ fn a_withdrawal_waits_only_for_whom_may_come_back() {
         assert!(tries.len() < 3, "it has come back and is through: {tries:?}");
         tries.push(comes_back());
     }
+}
+
+#[test]
+fn a_receive_that_has_its_last_digests_and_is_gone_is_over() {
+    let state = State::of(&[4 * BLOCK], 1);
+    let rig = Rig::new().publishing(state.publication(Stability::Borrowed));
+    let etag = etag_of(&rig);
+    let part = [("If-Match", etag.as_str()), ("Range", "bytes=0-99")];
+    assert_eq!(get(&rig, &rig.path("7.safetensors"), &part).status, 206);
+    assert_eq!(get(&rig, &rig.path("7/digests"), &part[..1]).status, 200);
+    eventually("both connections are gone", || connections(&rig) == 1);
+    assert_eq!(rig.server.store().withdraw(PATIENCE), Withdrawn::Clean, "it has waited for another connection");
 }
 
 #[test]

@@ -203,7 +203,7 @@ impl Buffer {
 
 #[cfg(test)]
 mod tests {
-    use std::path::{Path, PathBuf};
+    use std::path::PathBuf;
 
     use super::*;
 
@@ -304,14 +304,4 @@ mod tests {
         assert_eq!(std::fs::read(&file.0).unwrap().len(), 20 * PAGE);
     }
 
-    #[test]
-    fn a_file_system_in_memory_has_nothing_to_write_past() {
-        let path = Path::new("/dev/shm").join(format!("tensorferry-memory-{}", std::process::id()));
-        // Machines without it have nothing to show.
-        let Ok(file) = File::create(&path) else { return };
-        let file = (Gone(path), file);
-        assert!(is_in_memory(&file.1));
-        let output = Output::new(file.1, 1, Some(true));
-        assert!(output.direct.is_none());
-    }
 }

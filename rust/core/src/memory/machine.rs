@@ -305,11 +305,4 @@ mod tests {
         assert_eq!(root.found(), (Some(17 * GIB), Some(16 * GIB), Some(8 * GIB)));
     }
 
-    #[test]
-    fn the_message_says_what_the_limit_is_of() {
-        let of = |by| Limit { nbytes: 5, by }.to_string();
-        assert_eq!(of(By::Machine), "all memory of this machine is 5");
-        assert_eq!(of(By::Group), "the control group of this process may have 5");
-        assert_eq!(of(By::AddressSpace), "the address space of this process may have 5 (ulimit -v)");
-    }
 }
