@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from middle import ManInTheMiddle
 
+from exchange import figures
 from secured import SECRET, send
 from tensorferry import HTTPTransport, Network, cli
 from tensorferry._native import HttpAnswer
@@ -110,15 +110,9 @@ def test_encryption_that_was_promised_is_not_done_without(source: HTTPTransport)
     assert cli.main(["top", pinned, "--once"]) == exits.USAGE
     with pytest.raises(InvalidArgument):
         receive(pinned)
-    assert "answers_total{" not in counters(plain)
+    assert "answers_total{" not in figures(plain)
     plain.shutdown()
     bare = source.metadata().replace(f"{pin}@", "")
     assert cli.main(["top", bare, "--once"]) == exits.USAGE
     with pytest.raises(InvalidArgument, match="without the fingerprint"):
         HttpAnswer.open(bare, "metrics", timeout=5)
-
-
-def counters(transport: HTTPTransport) -> str:
-    answer = HttpAnswer.open(transport.metadata().removesuffix("checkpoint/"), "metrics", timeout=10)
-    with contextlib.closing(answer):
-        return answer.read(1 << 20).decode()

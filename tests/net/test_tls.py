@@ -4,24 +4,18 @@ import hashlib
 import logging
 import socket
 import ssl
-import urllib.error
-import urllib.request
 from urllib.parse import urlsplit
 
 import pytest
 import torch
 
 from equality import assert_same_state
+from exchange import figure
 from secured import SECRET, TIMEOUT, send, state
 from tensorferry import join_metadata
 from tensorferry.errors import UnprovenSource
 
 pytestmark = pytest.mark.beyond_torchft
-
-
-def counters(source):
-    with urllib.request.urlopen(source.metadata().replace("/checkpoint/", "/metrics")) as answer:
-        return answer.read().decode()
 
 
 @pytest.mark.parametrize(("secret", "same_host"), [(None, False), (SECRET, True)])
@@ -56,7 +50,7 @@ def test_a_receiver_with_tls_fetches_from_no_plain_source(open_transport, open_s
             receiver.recv_checkpoint(0, metadata, 3, TIMEOUT)
         assert urlsplit(metadata).netloc in str(refused.value)
         assert plain.metadata() not in str(refused.value), "metadata opens the door"
-    assert "tensorferry_sent_bytes_total 0\n" in counters(plain)
+    assert figure(plain, "sent_bytes_total") == 0
     assert_same_state(receiver.recv_checkpoint(0, send(open_transport(tls=True)), 3, TIMEOUT), state())
 
 
@@ -66,7 +60,7 @@ def test_of_several_sources_only_those_that_encrypt_are_used(open_transport, cap
     received = open_transport(tls=True).recv_checkpoint(0, joined, 3, TIMEOUT)
     assert_same_state(received, state())
     assert f"{urlsplit(plain.metadata()).netloc} does not encrypt and is left out" in caplog.text
-    assert "tensorferry_sent_bytes_total 0\n" in counters(plain)
+    assert figure(plain, "sent_bytes_total") == 0
 
 
 def test_another_implementation_agrees_on_version_and_certificate(open_transport):

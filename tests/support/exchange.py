@@ -48,6 +48,21 @@ def until(condition: Callable[[], bool], what: str) -> None:
         time.sleep(0.005)
 
 
+def figures(transport: Any) -> str:
+    """What a transport tells a scraper, also behind TLS."""
+    from tensorferry._native import HttpAnswer
+
+    answer = HttpAnswer.open(transport.metadata().removesuffix("checkpoint/"), "metrics", timeout=20)
+    with contextlib.closing(answer):
+        return answer.read(1 << 20).decode()
+
+
+def figure(transport: Any, name: str) -> float:
+    found = re.search(rf"^tensorferry_{name} ([\d.]+)$", figures(transport), re.MULTILINE)
+    assert found, name
+    return float(found[1])
+
+
 @contextlib.contextmanager
 def in_background(function: Callable[..., Any], *arguments: Any) -> Iterator[concurrent.futures.Future]:
     with concurrent.futures.ThreadPoolExecutor(1) as pool:

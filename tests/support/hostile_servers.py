@@ -219,26 +219,17 @@ def other_snapshots(_: str, number: int, said: bytes) -> bytes:
     return re.sub(rb'ETag: "', b'ETag: "%d' % number, said, flags=re.IGNORECASE)
 
 
-def gone_after(count: int) -> Callable[[str, int, bytes], bytes]:
-    """After so many answers the step is gone."""
-
-    def change(_: str, number: int, said: bytes) -> bytes:
-        return said if number < count else answer("412 Precondition Failed", b"the step went on")
-
-    return change
-
-
-def cut_at(length: int) -> Callable[[str, int, bytes], bytes]:
-    """Each answer ends after so many bytes, with its connection."""
-    return lambda _path, _number, said: said[:length]
+def gone(_: str, number: int, said: bytes) -> bytes:
+    """After two answers the step is gone."""
+    return said if number < 2 else answer("412 Precondition Failed", b"the step went on")
 
 
 CHANGES: dict[str, Callable[[str, int, bytes], bytes]] = {
     "other digests each time": other_digests,
     "wrong bytes": wrong_bytes,
     "another snapshot each time": other_snapshots,
-    "gone after 2 answers": gone_after(2),
-    **{f"cut after {length} bytes": cut_at(length) for length in (1, 40, 200)},
+    "gone after 2 answers": gone,
+    **{f"cut after {n} bytes": lambda _path, _number, said, n=n: said[:n] for n in (1, 40, 200)},
 }
 
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import re
-import urllib.request
 from datetime import timedelta
 from types import SimpleNamespace
 
+from exchange import figure
 from networked import networked
 from tensorferry import HTTPTransport
 from tensorferry.torchft.replica_sources import ReplicaSources
@@ -90,6 +89,4 @@ def heal(replicas, timeout=TIMEOUT):
 
 def sent(replica):
     """How many bytes of checkpoints a replica has sent."""
-    with urllib.request.urlopen(replica.transport.metrics_url(), timeout=20) as answer:
-        figures = answer.read().decode()
-    return int(re.search(r"^tensorferry_sent_bytes_total (\d+)", figures, re.MULTILINE)[1])
+    return figure(replica.transport, "sent_bytes_total")

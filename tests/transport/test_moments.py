@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import re
 import threading
-import urllib.request
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
 import tensorferry
-from exchange import TIMEOUT, until
+from exchange import TIMEOUT, figure, until
 from nights import mostly_at_night
 
 if TYPE_CHECKING:
@@ -92,13 +90,6 @@ def test_a_state_that_keeps_changing_is_an_error_that_says_what_to_do(open_trans
     assert torch.equal(target.recv_checkpoint(0, source.metadata(), 1, TIMEOUT)["w"], state["w"])
 
 
-def connections(source: Any) -> int:
-    """Returns how many connections a source has, without that of this request."""
-    with urllib.request.urlopen(source.metadata().replace("checkpoint/", "metrics"), timeout=20) as answer:
-        (count,) = re.findall(rb"^tensorferry_connections (\d+)$", answer.read(), re.MULTILINE)
-    return int(count) - 1
-
-
 def test_a_failed_receive_keeps_no_connection_while_its_exception_is_kept(open_transport: Callable[..., Any]) -> None:
     source = open_transport(timeout=TIMEOUT)
     source.send_checkpoint([1], 1, {"w": torch.ones(3 * MIB)}, TIMEOUT)
@@ -106,4 +97,4 @@ def test_a_failed_receive_keeps_no_connection_while_its_exception_is_kept(open_t
     target = open_transport(state_dict=lambda: {"w": torch.ones(7)}, strict=True)
     with pytest.raises(tensorferry.StateMismatch) as kept:
         target.recv_checkpoint(0, source.metadata(), 1, TIMEOUT)
-    until(lambda: not connections(source), str(kept.value))
+    until(lambda: figure(source, "connections") == 1, str(kept.value))

@@ -12,7 +12,6 @@ import tensorferry
 from equality import assert_same_state
 from exchange import until
 from tensorferry import join_metadata
-from tensorferry.errors import InvalidArgument
 
 TIMEOUT = timedelta(seconds=30)
 MIB = 1 << 20
@@ -110,16 +109,6 @@ def test_nothing_of_a_state_waits_for_the_garbage_collector(open_transport):
         until(lambda: there() is None, "the storage is gone")
     finally:
         gc.enable()
-
-
-def test_what_is_kept_is_bounded(open_transport):
-    source, receiver = open_transport(), open_transport(reuse_bytes=MIB)
-    metadata = send(source, state_of(1))
-    del (first := {"state": receiver.recv_checkpoint(0, metadata, 3, TIMEOUT)})["state"]
-    assert not first
-    assert receiver._pool.held == 0
-    with pytest.raises(InvalidArgument, match="reuse_bytes"):
-        open_transport(reuse_bytes=-1)
 
 
 def test_progress_is_reported_up_to_the_end(open_transport):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import re
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -11,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from tensorferry._native import HttpAnswer
+from exchange import figure
 
 if TYPE_CHECKING:
     pass
@@ -30,19 +28,6 @@ def state() -> dict[str, torch.Tensor]:
     return {"w": torch.randint(0, 255, (BLOCKS * BLOCK,), dtype=torch.uint8)}
 
 
-def figure(text: str, name: str) -> float:
-    found = re.search(rf"^tensorferry_{name} ([\d.]+)$", text, re.MULTILINE)
-    assert found, name
-    return float(found[1])
-
-
-def figures(transport: Any) -> str:
-    with contextlib.closing(
-        HttpAnswer.open(transport.metrics_url().removesuffix("metrics"), "metrics", timeout=10)
-    ) as answer:
-        return answer.read(BLOCK).decode()
-
-
 @pytest.mark.waits
 def test_four_receivers_take_little_more_than_one_copy(open_transport: Any, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "tensorferry")
@@ -59,7 +44,7 @@ def test_four_receivers_take_little_more_than_one_copy(open_transport: Any, capl
     assert relayed > 1.5 * total
     assert all(report.relays <= 3 and report.refused_blocks == 0 for report in reports)
     assert all(f" bytes from the source and {report.relayed_bytes} from " in caplog.text for report in reports)
-    assert sum(figure(figures(member), "relayed_bytes_total") for member in members) >= 0.9 * relayed
+    assert sum(figure(member, "relayed_bytes_total") for member in members) >= 0.9 * relayed
     # Nothing is read once a receive has returned, so the source withdraws at once.
     source.disallow_checkpoint()
 
@@ -78,7 +63,7 @@ def test_what_takes_no_part_says_nothing(
     with caplog.at_level("WARNING"):
         assert torch.equal(healing.recv_checkpoint(0, source.metadata(), 7, TIMEOUT)["w"], values["w"])
     assert not caplog.records
-    assert figure(figures(source), "swarm_members") == 0
+    assert figure(source, "swarm_members") == 0
     assert healing.last_report.relays == 0
 
 
@@ -98,7 +83,7 @@ def test_who_takes_part(options: dict[str, Any], bandwidth: int | None, expected
     seen: list[float] = []
     chosen = OPTIONS | options
     source = open_transport(**chosen, max_bandwidth=bandwidth)
-    healing = open_transport(**chosen, progress=lambda *_: seen.append(figure(figures(source), "swarm_members")))
+    healing = open_transport(**chosen, progress=lambda *_: seen.append(figure(source, "swarm_members")))
     source.send_checkpoint([1], 7, state(), TIMEOUT)
     healing.recv_checkpoint(0, source.metadata(), 7, TIMEOUT)
     assert max(seen) == expected
