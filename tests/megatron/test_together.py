@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import time
 from datetime import timedelta
 
 import pytest
@@ -146,6 +147,33 @@ def test_ctrl_c_anywhere_ends_the_wait_of_the_others_and_of_no_later_save(host, 
                 assert re.match("another exception: .*KeyboardInterrupt", text, re.DOTALL), (where, text)
             else:
                 assert re.match(r"cannot (load|save|write|spread) .*KeyboardInterrupt.*rank 1", text), (where, text)
+
+
+def be_late(kept, folder):
+    """Loads in two stages; rank 1 is late among those that read together, as one that is stopped."""
+    from unittest import mock
+
+    import tensorferry.megatron as ours
+    from tensorferry.megatron import two_stage
+
+    del kept
+    rank, serve = torch.distributed.get_rank(), two_stage.serve
+
+    def serve_late(*arguments):
+        time.sleep(4 * (rank == 1))
+        return serve(*arguments)
+
+    strategy = ours.TwoStageDataParallelLoadShardedStrategy(
+        torch.distributed.group.WORLD, interface="127.0.0.1", timeout=SHORT
+    )
+    with mock.patch.object(two_stage, "serve", serve_late):
+        return outcome(lambda: ours.load({"w": tensor("w", 0, 1, 12, replica_id=rank)}, folder, strategy))
+
+
+def test_a_rank_that_is_late_within_its_group_is_waited_for_as_long_as_the_strategy_says(host, tmp_path):
+    host.job(3).run(save, str(tmp_path))
+    for text in host.job(3).run(be_late, str(tmp_path))[::2]:
+        assert re.search(r"cannot spread .*: rank 1(, 2)? did not come within 1 s\.", text)
 
 
 def agree(kept, nbytes):

@@ -55,7 +55,7 @@ class TwoStageDataParallelLoadShardedStrategy(LoadStrategy):
 
     def _read(self, ranks: Together, loading: Loading) -> None:
         """Reads this rank's share of what its group needs, and what it alone needs."""
-        group = Together(self._data_parallel_group, within=ranks)
+        group = Together(self._data_parallel_group, self.timeout, within=ranks)
         server: Server | None = None
 
         def offer() -> tuple[str, set[Any]]:
