@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from checkpoint_loads import load_state, save_states
+from kinds import FORMATS
 from pickled_classes import Settings
 from tensorferry.cli import exits
 from tensorferry.errors import StateMismatch, UnsafePickle
@@ -41,10 +42,6 @@ def stages(kind: Callable[[int], torch.Tensor]) -> list[dict]:
     return [{"model": {f"layers.{stage}.w": kind(stage)}, "stage": torch.tensor(stage)} for stage in range(2)]
 
 
-#: Each format holds the same state, as ``diff`` says; one is read by torch itself.
-FORMATS = ("torch", "tensorferry", "safetensors", "checkpoint", "dcp", "torch-dcp")
-
-
 def check(state: dict, rank: int = 0) -> None:
     assert sorted(state["model"]) == ["layers.0.w", "layers.1.w"]
     for stage in range(2):
@@ -59,6 +56,7 @@ def test_every_way_to_take_all_of_it_has_the_keys_of_all_stages(kind, tmp_path, 
     for world_size in (1, 3):
         check(load_state(folder, world_size=world_size))
     check(load_state(folder, rank=1, world_size=3), 1)
+    # Each format holds the same state, as ``diff`` says; one is read by torch itself.
     for to in FORMATS:
         assert run("convert", folder, tmp_path / to, "--to", to).status == exits.OK
         assert run("diff", folder, tmp_path / to).status == exits.OK

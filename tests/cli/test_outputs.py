@@ -17,6 +17,7 @@ import torch
 
 from commands import command, incomplete, make_state, until, write_archive, write_checkpoint
 from equality import assert_same_state
+from kinds import FORMATS
 from nights import mostly_at_night
 from tensorferry.checkpointing import SyncCheckpointer, load_file
 from tensorferry.cli import conversion, download, exits
@@ -26,9 +27,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 pytestmark = pytest.mark.beyond_torchft
-
-
-FORMATS = ("tensorferry", "safetensors", "torch", "checkpoint", "dcp", "torch-dcp")
 
 
 @pytest.mark.process

@@ -215,8 +215,8 @@ def _is_there(pid):
 class Placement:
     """Where one rank is: tensor, pipeline and data parallel."""
 
-    def __init__(self, tp, pp, dp, rank=None):
-        rank = torch.distributed.get_rank() if rank is None else rank
+    def __init__(self, tp, pp, dp):
+        rank = torch.distributed.get_rank()
         self.tp, self.pp, self.dp = tp, pp, dp
         self.tp_rank, self.dp_rank, self.pp_rank = rank % tp, rank // tp % dp, rank // tp // dp
 

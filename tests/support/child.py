@@ -104,17 +104,15 @@ class Child:
         self._forks = forks
         self.process: subprocess.Popen[str] | None = None
 
-    def start(
-        self, script: str, before: str = "", listens: bool = False, to_the_end: bool = False
-    ) -> subprocess.Popen[str]:
+    def start(self, script: str, listens: bool = False, to_the_end: bool = False) -> subprocess.Popen[str]:
         """Starts a script; with ``to_the_end`` a forked interpreter is torn down behind it, as any other is."""
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
-        if self._forks and not before:
-            script = PRELUDE + textwrap.dedent(script)
+        script = PRELUDE + textwrap.dedent(script)
+        if self._forks:
             self.process = forked.fork(script, environment, listens=listens, to_the_end=to_the_end)
             return self.process
         self.process = subprocess.Popen(
-            [sys.executable, "-c", before + PRELUDE + textwrap.dedent(script)],
+            [sys.executable, "-c", script],
             stdin=subprocess.PIPE if listens else subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -124,9 +122,9 @@ class Child:
         )
         return self.process
 
-    def run(self, script: str, within: float = 90, before: str = "", to_the_end: bool = False) -> str:
+    def run(self, script: str, within: float = 90, to_the_end: bool = False) -> str:
         """Runs a script, which must exit with 0 within ``within`` seconds, and returns its output."""
-        self.start(script, before, to_the_end=to_the_end)
+        self.start(script, to_the_end=to_the_end)
         return self.finish(within)
 
     def finish(self, within: float, returncode: int = 0) -> str:

@@ -88,12 +88,11 @@ class Reader:
             assert part, f"the connection ended after {len(self.data)} bytes: {bytes(self.data[:300])!r}"
             self.data += part
 
-    def read_rest(self, pause: float = 0) -> bytes:
+    def read_rest(self) -> bytes:
         """Reads until the connection ends or is cut, and returns the whole body."""
         with contextlib.suppress(ConnectionError):
             while part := self.socket.recv(1 << 20):
                 self.data += part
-                time.sleep(pause)
         return self.body
 
     @property
