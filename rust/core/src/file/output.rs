@@ -303,5 +303,4 @@ mod tests {
         }
         assert_eq!(std::fs::read(&file.0).unwrap().len(), 20 * PAGE);
     }
-
 }

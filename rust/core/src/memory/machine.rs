@@ -304,5 +304,4 @@ mod tests {
         let root = Root::with("unreadable", &[&common[..], &[("sys/fs/cgroup/job/memory.max/a-folder", "")]].concat());
         assert_eq!(root.found(), (Some(17 * GIB), Some(16 * GIB), Some(8 * GIB)));
     }
-
 }
