@@ -157,16 +157,16 @@ def be_late(kept, folder):
     from tensorferry.megatron import two_stage
 
     del kept
-    rank, serve = torch.distributed.get_rank(), two_stage.serve
+    rank, start = torch.distributed.get_rank(), two_stage.start
 
-    def serve_late(*arguments):
+    def start_late(*arguments, **options):
         time.sleep(4 * (rank == 1))
-        return serve(*arguments)
+        return start(*arguments, **options)
 
     strategy = ours.TwoStageDataParallelLoadShardedStrategy(
         torch.distributed.group.WORLD, interface="127.0.0.1", timeout=SHORT
     )
-    with mock.patch.object(two_stage, "serve", serve_late):
+    with mock.patch.object(two_stage, "start", start_late):
         return outcome(lambda: ours.load({"w": tensor("w", 0, 1, 12, replica_id=rank)}, folder, strategy))
 
 
