@@ -1,8 +1,8 @@
 """The transports that are compared, by name.
 
 `torchft:4` is torchft's HTTPTransport with four chunks, `gloo` its PGTransport over a gloo process group. `tensorferry`
-is ours as it is imported. With `+inplace` a transport receives into the trainer's own tensors, and with `+network` our
-bytes go through sockets, as they do between machines; torchft's always do.
+is ours as it is imported. With `+inplace` a transport receives into the trainer's own tensors, with `+manager` as our
+Manager asks for it, and with `+network` our bytes go through sockets, as they do between machines; torchft's always do.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MODULES = {
     THEIRS: "torchft.checkpointing.http_transport",
     GLOO: "torchft.checkpointing.pg_transport",
 }
-_OPTIONS = {OURS: {"network", "inplace"}, THEIRS: set(), GLOO: {"inplace"}}
+_OPTIONS = {OURS: {"network", "inplace", "manager"}, THEIRS: set(), GLOO: {"inplace"}}
 
 
 class StateRefused(Exception):
@@ -51,7 +51,8 @@ class Contender:
         library, _, chunks = transport.partition(":")
         if library not in MODULES or not {*options} <= _OPTIONS[library] or (chunks and library == GLOO):
             raise ValueError(f"no such contender: {name!r}")
-        return cls(name, library, int(chunks or 0), "inplace" in options, "network" in options)
+        in_place = not {"inplace", "manager"}.isdisjoint(options)
+        return cls(name, library, int(chunks or 0), in_place, "network" in options)
 
     @property
     def meets(self) -> bool:
@@ -66,9 +67,12 @@ class Contender:
             return GlooPair(timeout, live if self.in_place else None)
         module = importlib.import_module(MODULES[self.library])
         options: dict[str, Any] = {"network": module.Network(same_host=False)} if self.network else {}
-        if self.in_place:
+        if self.in_place and "+manager" not in self.name:
             options["state_dict"] = live
-        return module.HTTPTransport(timeout, self.chunks, **options)
+        transport = module.HTTPTransport(timeout, self.chunks, **options)
+        if "+manager" in self.name:
+            transport.receive_into(live)
+        return transport
 
 
 def version(library: str) -> str | None:
@@ -87,7 +91,7 @@ def choose(row: Row, have_ours: bool, *, full: bool) -> list[Contender]:
     names += [f"{GLOO}+inplace"] if row.in_place else []
     if have_ours:
         names += [OURS, f"{OURS}+network"]
-        names += [f"{OURS}+inplace", f"{OURS}+network+inplace"] if row.in_place else []
+        names += [f"{OURS}+inplace", f"{OURS}+network+inplace", f"{OURS}+manager"] if row.in_place else []
     return [Contender.parse(name) for name in names]
 
 

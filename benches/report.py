@@ -167,6 +167,7 @@ def title(contender: str) -> str:
     if contender.startswith(f"{THEIRS}:"):
         return f"HTTPTransport, {contender.partition(':')[2]} chunks"
     name = contender.replace("+network", ", sockets").replace("+inplace", ", in place")
+    name = name.replace("+manager", ", in place by the Manager")
     return name.replace(GLOO, "PGTransport (gloo)")
 
 

@@ -1,4 +1,4 @@
-"""Trains a data-parallel replica with torchft's Manager, which heals through tensorferry's transport.
+"""Trains a data-parallel replica with tensorferry's Manager: it heals in place, from every healthy replica.
 
     pip install 'tensorferry[torchft]'
     torchft_lighthouse --min_replicas 1 --join_timeout_ms 1000 2>lighthouse.log
@@ -11,8 +11,8 @@ In a second and a third terminal (torchft logs several lines for each step to st
 
 Stop the second replica with Ctrl-C and start it again: it prints ``healed`` and goes on with the loss of the first.
 
-With ``IN_PLACE=1`` a replica that heals receives into its own tensors, the optimizer's included. ``WIDTH=4096`` makes
-the state 1.6 GB large. ``TENSORFERRY_SECRET_FILE`` and ``TENSORFERRY_TLS=1`` protect it without a change to the script.
+``WIDTH=4096`` makes the state 1.6 GB large. ``TENSORFERRY_SECRET_FILE`` and ``TENSORFERRY_TLS=1`` protect it without a
+change to the script.
 """
 
 from __future__ import annotations
@@ -24,15 +24,14 @@ from datetime import timedelta
 
 import torch
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
-from torchft import Manager, Optimizer, ProcessGroupGloo
+from torchft import Optimizer, ProcessGroupGloo
 
-from tensorferry import HTTPTransport  # was: from torchft.checkpointing import HTTPTransport
+from tensorferry import Manager  # was: from torchft import Manager
 
 TIMEOUT = timedelta(seconds=30)
 REPLICA = int(os.environ["REPLICA"])
 STEPS = int(os.environ.get("STEPS", "1000000"))
 WIDTH = int(os.environ.get("WIDTH", "64"))
-IN_PLACE = os.environ.get("IN_PLACE") == "1"
 
 
 def prime(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -52,8 +51,7 @@ def main() -> None:
         torch.nn.Linear(32, WIDTH), torch.nn.ReLU(), *hidden, torch.nn.ReLU(), torch.nn.Linear(WIDTH, 32)
     )
     inner = torch.optim.AdamW(model.parameters())
-    if IN_PLACE:
-        prime(model, inner)
+    prime(model, inner)  # or else the optimizer's tensors come into fresh memory
 
     def state_dict():
         return {"model": model.state_dict(), "optimizer": inner.state_dict()}
@@ -63,16 +61,13 @@ def main() -> None:
         inner.load_state_dict(state["optimizer"])
         print("healed", flush=True)
 
-    live = (lambda: {"user": {"default": state_dict()}}) if IN_PLACE else None  # as the Manager sends it
     manager = Manager(
         pg=ProcessGroupGloo(timeout=TIMEOUT),
         min_replica_size=1,
-        use_async_quorum=not IN_PLACE,  # else the forward pass computes with tensors that are being written
         state_dict=state_dict,
         load_state_dict=load_state_dict,
         replica_id=f"replica_{REPLICA}",
         timeout=TIMEOUT,
-        checkpoint_transport=HTTPTransport(TIMEOUT, num_chunks=0, state_dict=live),
     )
     optimizer = Optimizer(manager, inner)
     batches = torch.Generator().manual_seed(REPLICA)

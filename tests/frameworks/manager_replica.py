@@ -1,11 +1,16 @@
-"""A replica that trains under tensorferry's Manager, which builds its transport itself: ``LIGHTHOUSE NAME SEED``.
+"""A replica that trains under tensorferry's Manager until it is killed: ``LIGHTHOUSE NAME SEED OPTIONS``.
 
-Prints ``step``, its number and a digest of the model after each step, until it is killed, and ``sent`` with the number
-of bytes of checkpoints that it has sent, when that has changed.
+``OPTIONS`` is JSON: arguments of the Manager; ``primed``: the optimizer has its tensors before the first step;
+``differs``: a tensor has another dtype than those of the others; ``fails``: the first heal fails midway.
+
+Prints ``step``, its number and a digest of what was trained after each step, ``healed``, ``sent`` with the number of
+bytes of checkpoints that it has sent, when that has changed, and what tensorferry logs.
 """
 
 from __future__ import annotations
 
+import json
+import logging
 import re
 import sys
 import time
@@ -15,9 +20,10 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from digests import digest
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torchft import Optimizer, ProcessGroupGloo
 
-from tensorferry import Manager
+from tensorferry import HTTPTransport, Manager
 
 TIMEOUT = timedelta(seconds=20)
 
@@ -28,23 +34,33 @@ def sent(transport):
 
 
 def main():
-    lighthouse, name, seed = *sys.argv[1:3], int(sys.argv[3])
+    lighthouse, name, seed, options = *sys.argv[1:3], int(sys.argv[3]), json.loads(sys.argv[4])
+    logging.basicConfig(format="\n%(name)s %(message)s")
+    logging.getLogger("tensorferry").setLevel(logging.INFO)
     torch.set_num_threads(1)
     torch.manual_seed(seed)
     model = torch.nn.Sequential(torch.nn.Linear(8, 9), torch.nn.Linear(9, 3))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    if options.pop("primed", False):
+        get_optimizer_state_dict(model, optimizer)
+    dtype = torch.float64 if options.pop("differs", False) else torch.float32
+    more = {"more": torch.full((8 << 20,), float(seed), dtype=dtype)}
+    fails = ["once"] if options.pop("fails", False) else []
 
-    more = {"more": torch.full((8 << 20,), float(seed))}
+    def progress(done, total):
+        if fails and done > total // 2:
+            raise RuntimeError(f"midway {fails.pop()}")
 
     def state():
-        return {"model": model.state_dict(), "optimizer": optimizer.state_dict(), **more}
+        return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
 
     def load(found):
         model.load_state_dict(found["model"])
         optimizer.load_state_dict(found["optimizer"])
-        more["more"] = found["more"]
         print(f"\nhealed {digest(state())}", flush=True)
 
+    if fails:
+        options["checkpoint_transport"] = HTTPTransport(TIMEOUT, progress=progress)
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     manager = Manager(
         pg=ProcessGroupGloo(timeout=TIMEOUT),
@@ -59,7 +75,9 @@ def main():
         lighthouse_addr=lighthouse,
         replica_id=name,
         hostname="localhost",
+        **options,
     )
+    manager.register_state_dict_fn("more", more.update, lambda: more)
 
     def loss():
         return model(torch.full((2, 8), float(manager.current_step() + 1))).square().sum()
@@ -71,7 +89,7 @@ def main():
         for parameter in model.parameters():
             manager.allreduce(parameter.grad).wait()
         managed.step()
-        print(f"\nstep {manager.current_step()} {digest(model.state_dict())}", flush=True)
+        print(f"\nstep {manager.current_step()} {digest([state(), more['more'][:9].float()])}", flush=True)
         if (now := sent(manager._checkpoint_transport)) != last:
             last = now
             print(f"\nsent {now}", flush=True)

@@ -30,14 +30,10 @@ def losses(output: list[str]) -> dict[int, str]:
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        ("torchft_ddp", {}),
-        (
-            "torchft_ddp",
-            {"IN_PLACE": "1", "TENSORFERRY_TLS": "1", "TENSORFERRY_SECRET": "a secret of more than 16 bytes"},
-        ),
+        ("torchft_ddp", {"TENSORFERRY_TLS": "1", "TENSORFERRY_SECRET": "a secret of more than 16 bytes"}),
         ("torchft_diloco", {}),
     ],
-    ids=["ddp", "ddp in place, secured", "diloco"],
+    ids=["ddp, secured", "diloco"],
 )
 def test_a_killed_replica_heals_and_trains_on_with_the_same_loss(name, options, tmp_path):
     pytest.importorskip("torchft")
@@ -69,7 +65,7 @@ def test_a_killed_replica_heals_and_trains_on_with_the_same_loss(name, options, 
             pass
         healed, whole = losses(again.output), losses(one.output)
         assert min(healed) > 1
-        if "IN_PLACE" in options:
+        if name == "torchft_ddp":
             [line] = [line for line in (tmp_path / "2.log").read_text().splitlines() if "received step" in line]
             # Four of the model, and of each exp_avg, exp_avg_sq and step.
             assert "with TLS, with a secret, 16 of 16 tensors in place" in line

@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.nightly, pytest.mark.timeout(300), pytest.mark.process
 BENCHES = {
     "heals": (
         "side_by_side.py --quick --scale 0.002 --rounds 1 --rows large,small,tiny --stalls small --memory backed "
-        "--contenders torchft:0,gloo,gloo+inplace,tensorferry,tensorferry+network+inplace",
+        "--contenders torchft:0,gloo,gloo+inplace,tensorferry,tensorferry+network+inplace,tensorferry+manager",
         "torchft",
     ),
     "jobs": (

@@ -140,6 +140,29 @@ def test_nor_do_receives_into_fresh_memory(open_transport):
     pair.target.send_checkpoint([0], 1, pair.live, SECONDS)
 
 
+@pytest.mark.parametrize("stock", [False, True])
+def test_what_does_not_fit_comes_into_fresh_memory_where_it_may(stock, open_transport, open_stock, caplog):
+    pair = Pair(open_transport, state_dict=None, progress=None)
+    pair.source = open_stock() if stock else pair.source
+    pair.target.receive_into(lambda: pair.live())
+    fits = {"w": torch.zeros(SIZE)}
+    for live, in_place, said in (
+        (lambda: fits, True, ""),
+        (lambda: {"w": torch.zeros(3)}, False, "does not fit into this one; the leaves that differ: w"),
+        (lambda: None, False, ""),
+        (lambda: 1 / 0, False, "ZeroDivisionError"),
+    ):
+        caplog.clear()
+        pair.live = live
+        pair.send()
+        received = pair.receive()["w"]
+        assert received.eq(1).all()
+        assert (received is fits["w"]) is in_place
+        assert ("receiving into fresh memory: " in caplog.text) is bool(said)
+        assert said in caplog.text
+        pair.source.disallow_checkpoint()
+
+
 def test_a_later_receive_that_finds_no_source_is_given_its_step_and_mends_nothing(pair):
     pair.fail()
     pair.target.disallow_checkpoint()

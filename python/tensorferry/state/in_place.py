@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 from collections import deque
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,8 @@ from .match import Match, tensors_in
 
 if TYPE_CHECKING:
     from .build import StateBuilder
+
+logger = logging.getLogger("tensorferry")
 
 #: How many leaves a message names that exist on one side only, or that share memory.
 _LISTED = 20
@@ -131,6 +134,7 @@ class InPlaceTargets:
         name: what ``live`` came from, for messages
         is_part: whether only what ``live`` has is taken of the source's state
         kept: the identities of values in ``live`` that are left as they are
+        must_fit: whether a state that does not fit is refused; otherwise it comes into fresh memory
 
     Attributes:
         direct: for each entry that is received without a copy into its final place, the tensor with that place
@@ -157,7 +161,9 @@ class InPlaceTargets:
         name: str = "state_dict",
         is_part: bool = False,
         kept: Collection[int] = (),
+        must_fit: bool = True,
     ) -> None:
+        self.must_fit = must_fit
         self.direct: dict[int, torch.Tensor] = {}
         self.places: dict[int, int] = {}
         self.staged: dict[int, torch.Tensor] = {}
@@ -249,6 +255,18 @@ class InPlaceTargets:
         filled = tree.unflatten(self.tree, self.take(flat.plain, flat.objects), flat.objects)
         self.write()
         return filled
+
+    def give_up(self, error: StateMismatch) -> None:
+        """Logs that the source's state comes into fresh memory, because of ``error``.
+
+        Raises:
+            StateMismatch: ``error``, if the state must fit, or may have been written to
+        """
+        if self.must_fit or self.fit.matched:
+            raise error
+        first, *leaves = str(error).splitlines()
+        more = f" and {len(leaves) - 1} more" if len(leaves) > 1 else ""
+        logger.warning("receiving into fresh memory: %s%s%s", first, leaves[0][1:] if leaves else "", more)
 
     def _compare(self, source: _Announced | _Built, there: str, objects: Sequence[Any] | None) -> None:
         """Compares the source's state with ours; raises as :meth:`assign`."""

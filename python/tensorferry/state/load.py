@@ -9,7 +9,7 @@ import torch
 
 from .. import _gc
 from .._native import Remote, Report, Stored
-from ..errors import ProtocolError, TensorferryError, UnsafePickle
+from ..errors import ProtocolError, StateMismatch, TensorferryError, UnsafePickle
 from ..memory.bounce import BounceBuffers
 from ..memory.tensors import DTYPES
 from ..net.report import InPlace
@@ -24,7 +24,7 @@ from .part import storages_of
 def receive(
     remote: Remote | Stored,
     allowed: Allowed,
-    live: Callable[[], InPlaceTargets] | None,
+    live: Callable[[], InPlaceTargets | None] | None,
     bounce: BounceBuffers,
     relocate: Relocate | None = None,
 ) -> tuple[Any, Report, InPlace | None]:
@@ -33,7 +33,7 @@ def receive(
     Args:
         remote: an opened checkpoint
         allowed: the globals that its pickle may name
-        live: returns the receiver's own tensors to be filled in place; ``None`` receives into fresh memory
+        live: returns the receiver's own tensors to be filled in place; ``None``, or from it, receives into fresh memory
         bounce: the buffers through which bytes reach an accelerator
         relocate: moves storages that are not the receiver's own to the device where they belong
 
@@ -50,7 +50,11 @@ def receive(
         builder, pickled = begin(remote)
         targets = live() if live is not None else None
         if targets is not None:
-            targets.assign(builder, remote.names, AT_SOURCE if isinstance(remote, Remote) else IN_FILE)
+            try:
+                targets.assign(builder, remote.names, AT_SOURCE if isinstance(remote, Remote) else IN_FILE)
+            except StateMismatch as e:
+                targets.give_up(e)
+                targets = None
     return _receive(remote, builder, pickled, allowed, targets, bounce, None, relocate)
 
 

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from .. import _validate
 from .._native import ArenaPool, Receive, Remote, Report
 from .._reentry import CallLock
-from ..errors import ForkedProcess, InvalidArgument, TransportClosed, UnprovenSource, class_of
+from ..errors import ForkedProcess, InvalidArgument, StateMismatch, TransportClosed, UnprovenSource, class_of
 from ..memory.accelerator import ACCELERATOR
 from ..memory.bounce import BounceBuffers
 from ..memory.host_pool import HostMemory
@@ -128,6 +128,8 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
         self._last_report: ReceiveReport | None = None
         self._pool = ArenaPool(reuse_bytes, HostMemory(ACCELERATOR).make_pinned) if reuse_bytes else None
         self._progress = _validate.function("progress", progress)
+        #: Whether a receive is refused whose state does not fit the live one; else it goes into fresh memory.
+        self._must_fit = True
         self._sources_besides: Callable[[], list[str]] | None = None
         self._server, self._address = serve(timeout, self._network)
 
@@ -299,18 +301,30 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
         state = compat.receive(metadata, step, timeout, self._allowed)
         fit = None
         if targets is not None:
-            state, fit = targets.fill(state), targets.fit
+            try:
+                state, fit = targets.fill(state), targets.fit
+            except StateMismatch as e:
+                targets.give_up(e)
         seconds = time.perf_counter() - started
         self._last_report = None
         logger.info("received step %d from a stock torchft source in %.3f s%s", step, seconds, in_place(fit))
         self._warn_of_misses(fit)
         return cast(T, state)
 
-    def _targets(self, may_stage: bool = False) -> InPlaceTargets:
+    def _targets(self, may_stage: bool = False) -> InPlaceTargets | None:
         """Returns the tensors of the live state as receive targets; for ``may_stage`` see :class:`InPlaceTargets`."""
         assert self._state_dict is not None
+        try:
+            live = self._state_dict()
+        except Exception as e:
+            if self._must_fit:
+                raise
+            logger.warning("receiving into fresh memory: state_dict has raised %s: %s", type(e).__name__, e)
+            live = None
+        if live is None and not self._must_fit:
+            return None
         accelerator = self._bounce.accelerator
-        targets = InPlaceTargets(self._state_dict(), accelerator, may_stage, self._strict, "state_dict=")
+        targets = InPlaceTargets(live, accelerator, may_stage, self._strict, "state_dict=", must_fit=self._must_fit)
         return self._live.written(targets)
 
     def _fetch(
@@ -334,6 +348,17 @@ class HTTPTransport(CheckpointTransport[T]):  # type: ignore[misc]  # torchft ha
         live = None if self._state_dict is None else lambda: self._targets(may_stage=len(sources) == 1)
         with contextlib.closing(remote):
             return receive(remote, allowed, live, self._bounce)
+
+    def receive_into(self, live: Callable[[], T | None]) -> None:
+        """Has receives write into the state that ``live`` returns; one that does not fit comes into fresh memory.
+
+        A transport that was given ``state_dict=`` goes on with that.
+
+        Args:
+            live: returns the state; what it raises, and ``None``, mean fresh memory
+        """
+        if self._state_dict is None:
+            self._state_dict, self._must_fit = live, False
 
     def find_sources(self, besides: Callable[[], list[str]] | None) -> None:
         """Sets who names further sources with the state of the one that ``recv_checkpoint`` is given.
