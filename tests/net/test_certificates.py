@@ -9,11 +9,10 @@ import pytest
 
 from equality import assert_same_state
 from secured import TIMEOUT, fingerprint, make_certificate, send, state
-from tensorferry import HTTPTransport, cli
+from tensorferry import HTTPTransport, Network, cli
 from tensorferry.cli import exits
 from tensorferry.dcp import PeerReader, PeerWriter
 from tensorferry.errors import InvalidArgument, UnprovenSource
-from tensorferry.net.certificates import encryption
 
 pytestmark = pytest.mark.beyond_torchft
 
@@ -42,14 +41,6 @@ def test_a_certificate_of_every_kind_is_shown_and_its_fingerprint_stays(
         assert send(source).startswith(f"https://{fingerprint(given[0])}@")
         received = open_transport(same_host=False, tls=True).recv_checkpoint(0, source.metadata(), 3, TIMEOUT)
         assert_same_state(received, state())
-
-
-@pytest.mark.process
-@pytest.mark.usefixtures("by_environment")
-def test_an_argument_has_the_last_word(open_transport: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert open_transport(tls=False).metadata().startswith("http://")
-    monkeypatch.setenv("TENSORFERRY_TLS", "0")
-    assert open_transport().metadata().startswith("http://")
 
 
 def test_one_variable_is_enough_for_a_certificate_of_each_process(
@@ -81,45 +72,40 @@ def test_verbs_and_other_doors_take_it_from_the_environment(
 
 @pytest.mark.process
 @pytest.mark.parametrize(
-    ("switch", "certificate", "key", "words"),
+    ("certificate", "key", "words"),
     [
-        ("yes", None, None, "TENSORFERRY_TLS must be 0 or 1, not 'yes'"),
-        (None, "CERT", None, "TENSORFERRY_TLS_CERTIFICATE is set, and TENSORFERRY_TLS_KEY is not"),
-        (None, None, "KEY", "TENSORFERRY_TLS_KEY is set, and TENSORFERRY_TLS_CERTIFICATE is not"),
-        (None, "/no/file", "KEY", "the certificate names a file that can.*/no/file"),
-        (None, "CERT", "/no/file", "the key names a file that cannot.*/no/file"),
-        (None, "", "KEY", "the certificate names a file that cannot be"),
-        (None, "KEY", "KEY", "the certificate holds none in PEM form"),
-        (None, "CERT", "CERT", "the key holds no private key in PEM"),
-        (None, "CERT", "OTHER", "the key is not that of the certi"),
+        ("CERT", None, "TENSORFERRY_TLS_CERTIFICATE is set, and TENSORFERRY_TLS_KEY is not"),
+        (None, "KEY", "TENSORFERRY_TLS_KEY is set, and TENSORFERRY_TLS_CERTIFICATE is not"),
+        ("/no/file", "KEY", "the certificate names a file that can.*/no/file"),
+        ("CERT", "/no/file", "the key names a file that cannot.*/no/file"),
+        ("", "KEY", "the certificate names a file that cannot be"),
+        ("KEY", "KEY", "the certificate holds none in PEM form"),
+        ("CERT", "CERT", "the key holds no private key in PEM"),
+        ("CERT", "OTHER", "the key is not that of the certi"),
     ],
 )
 def test_what_cannot_be_used_is_named(
-    files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, switch: Any, certificate: Any, key: Any, words: str
+    files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, certificate: Any, key: Any, words: str
 ) -> None:
     meant = {"CERT": files[0], "KEY": files[1]}
     if key == "OTHER":
         meant["OTHER"] = make_certificate(files[0].parent, "other")[1]
-    for name, value in (("", switch), ("_CERTIFICATE", certificate), ("_KEY", key)):
+    for name, value in (("CERTIFICATE", certificate), ("KEY", key)):
         if value is not None:
-            monkeypatch.setenv(f"TENSORFERRY_TLS{name}", str(meant.get(value, value)))
+            monkeypatch.setenv(f"TENSORFERRY_TLS_{name}", str(meant.get(value, value)))
     with pytest.raises(InvalidArgument, match=words) as raised:
         HTTPTransport(TIMEOUT)
     assert "PRIVATE KEY" not in str(raised.value)
 
 
-@pytest.mark.parametrize("wrong", [("one.pem",), ("one.pem", "one.key", "two"), ("one.pem", 1), "one.pem", 1])
-def test_wrong_arguments_are_named(wrong: Any) -> None:
-    with pytest.raises(InvalidArgument, match=r"^tls must be"):
-        HTTPTransport(TIMEOUT, tls=wrong)
-
-
-def test_a_receiver_needs_no_files(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_argument_has_the_last_word_and_a_receiver_needs_no_files(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TENSORFERRY_TLS_CERTIFICATE", "/no/file")
     monkeypatch.setenv("TENSORFERRY_TLS_KEY", "/no/file")
-    assert encryption(None)
-    assert not encryption(False)
     PeerReader()
+    assert Network().tls
+    assert not Network(tls=False).tls
+    monkeypatch.setenv("TENSORFERRY_TLS", "0")
+    assert not Network().tls
 
 
 PLACE = "127.0.0.1:1/abcdefghijklmnop/checkpoint/"
