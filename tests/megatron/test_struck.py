@@ -85,7 +85,7 @@ def strike(host, folder, job, phase, victim, way, at_once=False):
     """Has ranks do something until one of them is struck; returns what each says, once the checkpoint was looked at."""
 
     def answer(rank):
-        assert job._pipes[rank].poll(40), f"rank {rank} waits, {victim} was {way}"
+        assert job._pipes[rank].poll(120), f"rank {rank} waits, {victim} was {way}"
         fine, told[rank] = job._pipes[rank].recv()
         assert fine, told[rank]
 
