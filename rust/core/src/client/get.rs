@@ -4,13 +4,11 @@
 //! before a byte is sent, no proxy is asked, no redirection is followed, and one deadline covers the lookup of the name,
 //! the connection attempts and the whole answer. Where the URL names several addresses and one is silent, another is asked.
 
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::connection::{Connection, Head};
 use super::limits::Limits;
-use super::source::SILENCE;
-use super::url::SourceUrl;
+use super::source::Source;
 use crate::cancel::Cancel;
 use crate::error::{Error, ErrorKind};
 
@@ -53,7 +51,7 @@ impl Get {
     /// [`ErrorKind::Cancelled`]; [`ErrorKind::System`] when there is no socket or thread for it.
     pub fn open(url: &str, path: &str, timeout: Duration, cancel: &Cancel) -> Result<Self, Error> {
         let started = Instant::now();
-        let url = Arc::new(SourceUrl::parse(url)?);
+        let source = Source::parse(url, false, None)?;
         if path.bytes().any(|b| !b.is_ascii_graphic()) || path.starts_with('/') {
             return Err(Error::new(ErrorKind::Invalid, "the path holds characters that do not belong there"));
         }
@@ -61,18 +59,8 @@ impl Get {
             .checked_add(timeout)
             .ok_or_else(|| Error::new(ErrorKind::Invalid, "the timeout is too long to be counted"))?;
         let limits = Limits { started, deadline, stall: timeout, cancel: cancel.clone() };
-        loop {
-            let mut connection = Connection::open(&url, &limits)?.in_hurry(SILENCE);
-            let head = connection.get(path, None, None, None);
-            let (targets, at) = (url.targets(), connection.address());
-            match (head, at) {
-                // Another address of the server may answer.
-                (Err(e), Some(at)) if e.is_timeout() && connection.is_in_hurry() && limits.left().is_ok() => {
-                    targets.note_silent(at);
-                }
-                (head, _) => return Ok(Self { head: head?, connection: connection.within(&limits) }),
-            }
-        }
+        let (connection, head) = source.ask(None, &limits, |connection| connection.get(path, None, None, None))?;
+        Ok(Self { connection, head })
     }
 
     /// The status of the answer.

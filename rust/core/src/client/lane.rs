@@ -1,56 +1,44 @@
-//! A lane: one thread with one connection that works through the queue of ranges.
+//! The workers of a transfer: threads with one connection each that do what the scheduler says.
 //!
-//! A range that fails goes back into the queue, without the blocks that had come. The lane then tries the next source,
-//! waits a little longer each time, and gives up after [`MAX_FAILURES`] failures in a row; the last lane to give up
-//! fails the transfer. A lane whose thread panics counts as one that gave up.
+//! A [`Lane`] asks for a task, does it, and says how that went; what is left of a range that failed waits again, also when
+//! the thread panics. The thread that called starts the lanes and drives them: it starts those over further addresses and
+//! to relays when these become known, asks the tracker, and shuts down connections that are too slow.
 
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::thread::{self, Scope};
+use std::cell::Cell;
+use std::net::SocketAddr;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::{self, Scope, ScopedJoinHandle, Thread};
 use std::time::{Duration, Instant};
 
+use socket2::Socket;
 use tensorferry_wire::digest::Algorithm;
 
 use super::Source;
 use super::blocks::block_len;
 use super::connection::Connection;
 use super::ledger::BlockLedger;
-use super::limits::{Limits, retry_pause};
-use super::pilot::Pilot;
-use super::rails::RailLanes;
-use super::stragglers::{StragglerMonitor, format_rate, rate};
-use super::swarm::Swarm;
+use super::limits::Limits;
+use super::rails::Pair;
+use super::scheduler::{Action, Cut, Failure, Role, Scheduler, Task, rate};
+use super::swarm::{NewRelay, RelayView, Swarm};
+use super::targets::ADDRESSES;
 use crate::error::{Error, ErrorKind};
+use crate::fork::CloseOnFork;
 use crate::memory::zeroed;
-use crate::payload::{Next, Plan, Queue, Taken};
-use crate::swarm::FromSource;
+use crate::payload::Plan;
+use crate::sync::Locked;
 
-/// Failures in a row, without one block in between, after which a lane gives up.
-const MAX_FAILURES: u32 = 4;
-/// How often lanes that wait for relays look at slow ones.
-const IDLE: Duration = Duration::from_millis(100);
-
-/// A lane that runs. One whose thread panics leaves, too: the others go on with its range, and the last one says so.
-struct Present<'a>(&'a Transfer<'a>);
-
-impl Drop for Present<'_> {
-    fn drop(&mut self) {
-        self.0.pilot.note_gone();
-        // Nothing here may panic: the thread is unwinding already.
-        if thread::panicking() {
-            let message = "the last lane panicked: a bug of tensorferry; stderr says where";
-            self.0.leave(Error::new(ErrorKind::System, message));
-        }
-    }
-}
+/// How often the driver looks whether there is something to do.
+const LOOK: Duration = Duration::from_millis(50);
+/// How long a connection attempt to a further address may go unanswered.
+const PATIENCE: Duration = Duration::from_secs(1);
 
 /// The state that all lanes of one transfer share.
 pub(super) struct Transfer<'a> {
     pub(super) plan: &'a Plan,
-    pub(super) queue: &'a Queue,
     pub(super) sources: &'a [Source],
     pub(super) primary: usize,
-    /// Whether the lanes begin at different sources, or all at the primary one.
-    pub(super) spread: bool,
     /// The checkpoint's key in paths.
     pub(super) key: &'a str,
     pub(super) payload_start: u64,
@@ -58,207 +46,212 @@ pub(super) struct Transfer<'a> {
     pub(super) header_digest: u64,
     pub(super) algorithm: &'a Algorithm,
     pub(super) limits: &'a Limits,
+    /// Those of lanes to further addresses, which end with the others.
+    pub(super) rail_limits: Limits,
     pub(super) received: &'a BlockLedger,
-    pub(super) watch: StragglerMonitor,
     /// Other receivers of the same snapshot, if this takes part in a swarm.
     pub(super) swarm: Option<&'a Swarm<'a>>,
-    /// Lanes over the other addresses of the sources.
-    pub(super) rails: &'a RailLanes,
-    pub(super) alive: AtomicUsize,
-    /// Where the thread waits that runs the lanes.
-    pub(super) pilot: Pilot,
+    pub(super) shared: Shared,
+}
+
+/// What the lanes and their driver have in common.
+pub(super) struct Shared {
+    scheduler: Mutex<Scheduler>,
+    changed: Condvar,
+    /// Whether the transfer has failed, for lanes that look after each block.
+    has_failed: AtomicBool,
+    began: Instant,
+    driver: Thread,
+}
+
+impl Shared {
+    /// For lanes that the calling thread drives, of a transfer that has begun.
+    pub(super) fn new(scheduler: Scheduler, began: Instant) -> Self {
+        Self {
+            scheduler: Mutex::new(scheduler),
+            changed: Condvar::new(),
+            has_failed: AtomicBool::new(false),
+            began,
+            driver: thread::current(),
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Scheduler> {
+        self.scheduler.locked()
+    }
+
+    /// Whether the transfer has failed.
+    pub(super) fn has_failed(&self) -> bool {
+        self.has_failed.load(Ordering::Relaxed)
+    }
+
+    /// The scheduler, once every lane has ended.
+    pub(super) fn into_scheduler(self) -> Scheduler {
+        self.scheduler.into_value()
+    }
+
+    fn now(&self) -> Duration {
+        self.began.elapsed()
+    }
+
+    /// Wakes lanes that wait.
+    fn notify(&self) {
+        self.changed.notify_all();
+    }
+}
+
+/// Where a lane's bytes come from.
+enum Endpoint {
+    Source,
+    /// Another pair of addresses of the source of this number.
+    Rail(usize, Pair),
+    Relay(NewRelay),
+}
+
+/// A source or relay that a range is fetched from.
+#[derive(Clone, Copy)]
+pub(super) struct Origin<'a> {
+    /// Its number; those of relays begin behind those of the sources.
+    pub(super) number: usize,
+    pub(super) source: &'a Source,
+    pub(super) limits: &'a Limits,
+}
+
+/// A worker.
+pub(super) struct Lane<'a> {
+    pub(super) transfer: &'a Transfer<'a>,
+    index: usize,
+    endpoint: Endpoint,
+    /// The bytes that it has brought.
+    pub(super) got: Arc<AtomicU64>,
+    /// The first block of its range that is not here yet, and the end of the range.
+    pub(super) at: Cell<u64>,
+    pub(super) end: Cell<u64>,
+    /// Whether its relay has made a block up.
+    has_lied: Cell<bool>,
 }
 
 impl Transfer<'_> {
-    /// Runs `lanes` lanes, the first ones on `connections`, each in a thread that is made as `builder` says. Returns
-    /// the connections that are still good.
-    pub(super) fn run_all(
-        &self,
-        lanes: usize,
-        connections: Vec<Connection>,
-        builder: impl Fn(usize) -> thread::Builder,
-    ) -> Vec<Connection> {
+    /// Runs `lanes` lanes, the first ones on `connections`, and `each` over every further address of a source. Returns the
+    /// connections that are still good.
+    pub(super) fn run(&self, origins: &[usize], connections: Vec<Connection>, each: usize) -> Vec<Connection> {
         thread::scope(|scope| {
-            let mut threads = Vec::with_capacity(lanes);
+            let lanes: Vec<_> =
+                origins.iter().map(|&source| self.enlist(Endpoint::Source, source, Duration::ZERO)).collect();
             let mut connections = connections.into_iter();
-            for index in 0..lanes {
-                let first = connections.next();
-                self.pilot.note_coming();
-                match builder(index).spawn_scoped(scope, move || self.run(scope, index, first)) {
-                    Ok(thread) => threads.push(thread),
-                    // With fewer lanes it takes longer, and that is all.
-                    Err(e) => {
-                        self.pilot.note_gone();
-                        self.leave(Error::caused(ErrorKind::System, "cannot start a thread for a lane", e));
-                    }
-                }
-            }
-            (0..self.sources.len()).for_each(|number| self.begin_rails(scope, number));
-            if let Some(swarm) = self.swarm {
-                self.accompany(scope, swarm);
-            }
-            let left = threads.into_iter().filter_map(|thread| thread.join().ok().flatten()).collect();
-            self.rails.close();
-            if let Some(swarm) = self.swarm {
-                swarm.close();
-            }
-            left
+            let start = |lane| self.start(scope, lane, connections.next());
+            let threads: Vec<_> = lanes.into_iter().map(start).collect();
+            self.drive(scope, each);
+            self.rail_limits.cancel.cancel();
+            self.shared.notify();
+            threads.into_iter().flatten().filter_map(|thread| thread.join().ok().flatten()).collect()
         })
     }
 
-    /// Fetches ranges until there are none. A range that fails goes back into the queue; a lane that keeps failing
-    /// leaves the work to the others, and the last one to leave fails the transfer. Returns the connection if it is
-    /// still good.
-    fn run<'scope>(
+    /// A lane to `endpoint` that begins with the source of this number after a `rest`.
+    fn enlist(&self, endpoint: Endpoint, source: usize, rest: Duration) -> Lane<'_> {
+        let role = match &endpoint {
+            Endpoint::Source => Role::Source,
+            Endpoint::Rail(..) => Role::Rail,
+            Endpoint::Relay(relay) => Role::Relay(relay.number),
+        };
+        let (index, got) = self.shared.lock().enlist(role, source, self.shared.now() + rest);
+        let (at, end, has_lied) = Default::default();
+        Lane { transfer: self, index, endpoint, got, at, end, has_lied }
+    }
+
+    /// Starts the thread of a lane. Without one it takes longer, and that is all, unless it was the last.
+    fn start<'scope>(
         &'scope self,
         scope: &'scope Scope<'scope, '_>,
-        index: usize,
-        mut connection: Option<Connection>,
-    ) -> Option<Connection> {
-        let _present = Present(self);
-        let mut failures = 0;
-        let mut turn = if self.spread { index } else { 0 };
-        let mut sink = match zeroed(block_len()) {
-            Ok(sink) => sink,
-            // Another lane may have got its buffer; the last one to leave fails the transfer.
-            Err(error) => {
-                self.leave(error);
-                return None;
+        lane: Lane<'scope>,
+        connection: Option<Connection>,
+    ) -> Option<ScopedJoinHandle<'scope, Option<Connection>>> {
+        let index = lane.index;
+        let builder = thread::Builder::new().name(format!("tensorferry-lane-{index}"));
+        let started = builder.spawn_scoped(scope, move || lane.run(connection));
+        started
+            .map_err(|e| {
+                self.leave(index, Some(Error::caused(ErrorKind::System, "cannot start a thread for a lane", e)))
+            })
+            .ok()
+    }
+
+    /// Does what no lane does for itself, until all lanes to sources have ended.
+    fn drive<'scope>(&'scope self, scope: &'scope Scope<'scope, '_>, each: usize) {
+        let (mut begun, mut used) = (vec![each == 0; self.sources.len()], Vec::new());
+        loop {
+            for (number, source) in self.sources.iter().enumerate() {
+                if begun[number] || !source.has_rails() {
+                    continue;
+                }
+                begun[number] = true;
+                for pair in source.rails.pairs(&mut used).into_iter().flat_map(|pair| std::iter::repeat_n(pair, each)) {
+                    let rest = ADDRESSES.remaining(pair, source.url.port());
+                    self.start(scope, self.enlist(Endpoint::Rail(number, pair), number, rest), None);
+                }
             }
-        };
-        while let Some(mut range) = self.take(scope) {
-            let first = range.at;
-            // After a failure the lane tries the next source, and stays there.
-            let origin = (self.primary + turn) % self.sources.len();
-            let source = &self.sources[origin];
-            let from = (origin, source, self.limits);
-            // Not once the range is through: that takes a second where the link is slow.
-            let begin_rails = || self.begin_rails(scope, origin);
-            let result = self.fetch_range(index, from, &mut connection, (&mut range, &mut sink), begin_rails);
-            let (slow, was_recalled) = (self.watch.end(index), self.watch.was_recalled(index));
-            let Err(mut error) = result else {
-                failures = 0;
-                if let Some(brought) = &connection {
-                    source.note_answered(brought);
-                }
-                if slow.is_some() || was_recalled {
-                    // It was shut down when all had come.
-                    connection = None;
-                }
+            let joins = self.swarm.is_some_and(|swarm| swarm.is_worth_joining(self.received.bytes()));
+            let mut scheduler = self.shared.lock();
+            if !scheduler.is_manned() {
+                return;
+            }
+            let slow = scheduler.steal(self.shared.now());
+            cut(&scheduler, slow);
+            let is_over = scheduler.is_over();
+            let question = self.swarm.filter(|_| !is_over).and_then(|swarm| {
+                let (waiting, asked) = scheduler.take_question();
+                asked.or_else(|| swarm.question(waiting, joins)).map(|need| (swarm, need))
+            });
+            drop(scheduler);
+            let Some((swarm, need)) = question else {
+                thread::park_timeout(LOOK);
                 continue;
             };
-            if was_recalled {
-                continue;
+            let (relays, are_new) = swarm.ask(need);
+            for relay in relays {
+                self.received.note_relay(self.sources.len() + relay.number, relay.source.url.authority());
+                self.start(scope, self.enlist(Endpoint::Relay(relay), 0, Duration::ZERO), None);
             }
-            if let Some(rate) = slow {
-                let text = format!("timed out: at {} it is far slower than the other connections", format_rate(rate));
-                error = Error::new(ErrorKind::Timeout, text);
+            if are_new {
+                let mut scheduler = self.shared.lock();
+                let len = |first, end| self.plan.held(&[(first, end)]);
+                let recalled = scheduler.recall(self.shared.now(), len);
+                cut(&scheduler, recalled);
             }
-            if error.kind() != ErrorKind::Cancelled {
-                error = self.with_position(error, source, &range);
-            }
-            // Whatever the error of shared memory was, the range is fetched over the network afterwards.
-            let connection = connection.take();
-            // The source answers but is still copying its state: that is no fault, and only the deadline ends the wait.
-            let filling = error.is_timeout() && connection.as_ref().is_some_and(Connection::is_filling);
-            let by_network = connection.as_ref().filter(|ended| !filling && !ended.is_same_host());
-            let is_hasty = by_network.is_some_and(|ended| source.note_failed(ended, &error)) && slow.is_none();
-            let around_the_network = !filling && connection.is_some_and(|c| c.is_same_host());
-            if around_the_network {
-                source.give_up_same_host();
-            }
-            turn += 1;
-            // A lane that was merely slow is not at fault twice, and one that would have waited longer is not at fault.
-            let merely_slow = range.at > first || slow.is_some() || filling;
-            failures = if merely_slow { 1 } else { failures + u32::from(!is_hasty || failures == 0) };
-            let elsewhere = (self.sources.len() > 1 || around_the_network) && error.kind() != ErrorKind::Cancelled;
-            let over = self.limits.left().is_err();
-            let fatal = !(error.is_transient() || elsewhere) || failures >= MAX_FAILURES;
-            let can_go_on = |swarm: &Swarm<'_>| swarm.receiver().note_source_lost(swarm.now());
-            if fatal && !over && self.swarm.is_some_and(can_go_on) {
-                self.received.note_trouble(source.url.authority(), &error);
-                // It is asked once more when relays bring nothing.
-                failures = MAX_FAILURES - 1;
-                continue;
-            }
-            if over || !(error.is_transient() || elsewhere) {
-                self.queue.fail(error);
-                break;
-            }
-            let pause = retry_pause(&error, failures, Duration::from_millis(20 << (2 * failures)));
-            self.received.note_retry();
-            if !around_the_network {
-                self.received.note_trouble(source.url.authority(), &error);
-            }
-            if failures >= MAX_FAILURES {
-                self.leave(error);
-                return None;
-            }
-            drop(range);
-            if !around_the_network {
-                self.limits.pause(pause, || self.queue.has_failed());
-            }
-        }
-        connection.filter(Connection::is_reusable)
-    }
-
-    /// What a lane to a source fetches next: anything, or in a swarm, what is left to the source. `None` when all is
-    /// done or has failed; in a swarm it fails here when the deadline has passed. Starts lanes to relays that the
-    /// tracker names.
-    pub(super) fn take<'scope>(&'scope self, scope: &'scope Scope<'scope, '_>) -> Option<Taken<'scope>> {
-        self.watch.cut_silent();
-        let Some(swarm) = self.swarm else { return self.queue.take(|| self.watch.cut_slow()) };
-        let mut looked = Instant::now();
-        loop {
-            if let Err(over) = self.limits.left() {
-                let source = self.sources[self.primary].url.authority();
-                self.queue.fail(over.at(&format!("{} from {source}, {}", self.path(), self.progress())));
-                return None;
-            }
-            let mut next = None;
-            swarm.receiver().note_bytes(swarm.now(), self.received.bytes());
-            let found = self.queue.next(|waiting| match swarm.receiver().next_from_source(swarm.now(), waiting) {
-                FromSource::Take(index, run) => Some((index, run)),
-                other => {
-                    next = Some(other);
-                    None
-                }
-            });
-            match (found, next) {
-                (Next::Taken(range), _) => return Some(range),
-                (Next::Over, _) => return None,
-                (Next::Later, Some(FromSource::Ask(need))) => self.ask_tracker(scope, swarm, need),
-                (Next::Later, wait) => {
-                    let Some(FromSource::Wait(wait)) = wait else { continue };
-                    self.queue.wait(wait);
-                    if looked.elapsed() >= IDLE {
-                        self.watch.cut_slow();
-                        looked = Instant::now();
-                    }
-                }
-            }
+            self.shared.notify();
         }
     }
 
-    /// A lane is gone because of `error`, which fails the transfer if it was the last.
-    fn leave(&self, error: Error) {
-        if self.alive.fetch_sub(1, Ordering::AcqRel) == 1 {
-            self.queue.fail(error);
-        }
+    /// Worker `index` has ended, because of `error` or since nothing is left.
+    fn leave(&self, index: usize, error: Option<Error>) {
+        let mut scheduler = self.shared.lock();
+        scheduler.leave(index, error);
+        self.shared.has_failed.store(scheduler.has_failed(), Ordering::Relaxed);
+        drop(scheduler);
+        self.shared.notify();
+        self.shared.driver.unpark();
+    }
+
+    /// Fails the transfer.
+    fn fail(&self, error: Error) {
+        self.shared.lock().give_up(error);
+        self.shared.has_failed.store(true, Ordering::Relaxed);
+        self.shared.notify();
     }
 
     /// `error` with what was being fetched, from where, and how far the transfer has come.
-    fn with_position(&self, error: Error, source: &Source, range: &Taken<'_>) -> Error {
-        let (start, stop) = (self.plan.block_bounds(range.at).0, self.plan.block_bounds(range.end - 1).1);
-        let (source, progress) = (source.url.authority(), self.progress());
-        error.at(&format!("{} from {source}, payload bytes {start}-{stop}, {progress}", self.path()))
-    }
-
-    /// How far the transfer has come.
-    fn progress(&self) -> String {
-        let bytes = self.received.bytes();
+    fn with_position(&self, error: Error, source: &Source, (at, end): (u64, u64)) -> Error {
+        if error.kind() == ErrorKind::Cancelled {
+            return error;
+        }
+        let bounds = |at, end: u64| (self.plan.block_bounds(at).0, self.plan.block_bounds(end - 1).1);
+        let range = (at < end).then(|| bounds(at, end));
+        let range = range.map_or(String::new(), |(start, stop)| format!(", payload bytes {start}-{stop}"));
+        let (path, authority) = (self.path(), source.url.authority());
+        let (bytes, total) = (self.received.bytes(), self.payload_len);
         let pace = format_rate(rate(bytes, self.limits.started.elapsed()));
-        format!("after {bytes} of {} bytes at {pace}", self.payload_len)
+        error.at(&format!("{path} from {authority}{range}, after {bytes} of {total} bytes at {pace}"))
     }
 
     pub(super) fn path(&self) -> String {
@@ -266,114 +259,239 @@ impl Transfer<'_> {
     }
 }
 
+impl Drop for Lane<'_> {
+    /// What is left of its range waits again. If its thread panics, the others go on, and the last one says so.
+    fn drop(&mut self) {
+        self.give_back(false);
+        if let (Endpoint::Relay(relay), Some(swarm)) = (&self.endpoint, self.transfer.swarm) {
+            swarm.set_aside(relay, self.has_lied.get());
+        }
+        // Nothing here may panic: the thread is unwinding already.
+        let message = "the last lane panicked: a bug of tensorferry; stderr says where";
+        let error = thread::panicking().then(|| Error::new(ErrorKind::System, message));
+        self.transfer.leave(self.index, error);
+    }
+}
+
+impl Lane<'_> {
+    /// Does what there is to do until nothing is left, or it has failed too often. Returns the connection if it is still
+    /// good.
+    fn run(self, mut connection: Option<Connection>) -> Option<Connection> {
+        let mut view = RelayView::new();
+        let mut sink = match zeroed(block_len()) {
+            Ok(sink) => sink,
+            // Another lane may have got its buffer; the last one to leave fails the transfer.
+            Err(error) => {
+                self.transfer.leave(self.index, Some(error));
+                return None;
+            }
+        };
+        loop {
+            let task = self.next(connection.as_ref().is_some_and(Connection::is_reusable));
+            let origin = self.origin(task);
+            let result = match task {
+                Task::Fetch { at, end, .. } => {
+                    self.at.set(at);
+                    self.end.set(end);
+                    self.fetch(origin, &mut connection, &mut sink)
+                }
+                Task::Connect => self.connect(origin).map(|opened| connection = Some(opened)),
+                Task::Refresh { wait } => self.refresh(&mut view, wait),
+                Task::Wait(_) | Task::Over => return connection.filter(Connection::is_reusable),
+            };
+            if !self.settle(task, origin, result, &mut connection) {
+                return None;
+            }
+        }
+    }
+
+    /// The next task, once there is one.
+    fn next(&self, is_connected: bool) -> Task {
+        let Transfer { shared, swarm, limits, .. } = self.transfer;
+        let mut scheduler = shared.lock();
+        loop {
+            let mut receiver = swarm.map(Swarm::receiver);
+            let task = scheduler.next(shared.now(), self.index, is_connected, receiver.as_deref_mut());
+            drop(receiver);
+            let Task::Wait(length) = task else { return task };
+            if scheduler.has_question() {
+                shared.driver.unpark();
+            }
+            // While another lane is at work, its error says more.
+            if matches!(self.endpoint, Endpoint::Source)
+                && (swarm.is_some() || !scheduler.is_source_busy())
+                && let Err(over) = limits.left()
+            {
+                drop(scheduler);
+                let source = &self.transfer.sources[self.transfer.primary];
+                self.transfer.fail(self.transfer.with_position(over, source, (0, 0)));
+                return Task::Over;
+            }
+            scheduler = shared.changed.wait_timeout(scheduler, length).unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+
+    /// Where the bytes of `task` come from.
+    fn origin(&self, task: Task) -> Origin<'_> {
+        let transfer = self.transfer;
+        let (number, source, limits) = match (&self.endpoint, task) {
+            (Endpoint::Relay(relay), _) => {
+                let limits = transfer.swarm.map_or(transfer.limits, |swarm| &swarm.limits);
+                (transfer.sources.len() + relay.number, &relay.source, limits)
+            }
+            (Endpoint::Rail(number, _), _) => (*number, &transfer.sources[*number], &transfer.rail_limits),
+            (Endpoint::Source, Task::Fetch { source, .. }) => (source, &transfer.sources[source], transfer.limits),
+            (Endpoint::Source, _) => (transfer.primary, &transfer.sources[transfer.primary], transfer.limits),
+        };
+        Origin { number, source, limits }
+    }
+
+    /// Connects to a further address.
+    fn connect(&self, Origin { source, limits, .. }: Origin<'_>) -> Result<Connection, Error> {
+        let Endpoint::Rail(_, pair) = self.endpoint else { return source.connect(limits) };
+        let hasty = Limits { stall: PATIENCE, ..limits.clone() };
+        Ok(Connection::open_at(&source.url, pair, &hasty)?.within(limits))
+    }
+
+    /// Learns what the relay has.
+    fn refresh(&self, view: &mut RelayView, wait: bool) -> Result<(), Error> {
+        let (Endpoint::Relay(relay), Some(swarm)) = (&self.endpoint, self.transfer.swarm) else { return Ok(()) };
+        view.refresh(swarm, relay, wait)?;
+        self.transfer.shared.lock().note_refreshed(self.transfer.shared.now(), self.index);
+        Ok(())
+    }
+
+    /// Asks for the range now, over `socket`.
+    pub(super) fn begin(&self, socket: &Arc<CloseOnFork<Socket>>) {
+        let shared = &self.transfer.shared;
+        shared.lock().begin(shared.now(), self.index, Arc::downgrade(socket));
+    }
+
+    /// Gives back what is left of the range. Returns why its connection was shut down, if it was.
+    fn give_back(&self, is_well: bool) -> Option<Cut> {
+        let Transfer { shared, swarm, .. } = self.transfer;
+        let mut scheduler = shared.lock();
+        let mut receiver = swarm.map(Swarm::receiver);
+        let cut = scheduler.end(shared.now(), self.index, self.at.get(), is_well, receiver.as_deref_mut());
+        drop((receiver, scheduler));
+        shared.notify();
+        cut
+    }
+
+    /// Draws the conclusions from the `result` of `task`; returns whether the lane goes on.
+    fn settle(
+        &self,
+        task: Task,
+        Origin { source, limits, .. }: Origin<'_>,
+        result: Result<(), Error>,
+        connection: &mut Option<Connection>,
+    ) -> bool {
+        let Transfer { shared, swarm, .. } = self.transfer;
+        let is_source = matches!(self.endpoint, Endpoint::Source);
+        let cut = if let Task::Fetch { .. } = task { self.give_back(result.is_ok()) } else { None };
+        let error = match result {
+            Ok(()) => {
+                if let Some(brought) = connection.as_ref().filter(|_| is_source) {
+                    source.note_answered(brought);
+                }
+                if cut.is_some() {
+                    // It was shut down when all had come.
+                    *connection = None;
+                }
+                return true;
+            }
+            Err(_) if cut == Some(Cut::Recall) => return true,
+            Err(error) => error,
+        };
+        let slow = if let Some(Cut::Slow(rate)) = cut { Some(rate) } else { None };
+        let is_slow = slow.is_some();
+        let mut error = slow.map_or(error, |rate| {
+            let text = format!("timed out: at {} it is far slower than the other connections", format_rate(rate));
+            Error::new(ErrorKind::Timeout, text)
+        });
+        let (mut is_filling, mut by_same_host, mut is_hasty) = (false, false, false);
+        if let Some(failed) = connection.take().filter(|_| is_source) {
+            // The source answers but is still copying its state: that is no fault, and only the deadline ends the wait.
+            is_filling = error.is_timeout() && failed.is_filling();
+            by_same_host = !is_filling && failed.is_same_host();
+            if by_same_host {
+                // Whatever the error of shared memory was, the range is fetched over the network afterwards.
+                source.give_up_same_host();
+            } else if !is_filling {
+                is_hasty = source.note_failed(&failed, &error) && !is_slow;
+            }
+        }
+        if is_source {
+            error = self.transfer.with_position(error, source, (self.at.get(), self.end.get()));
+        }
+        let has_progressed = matches!(task, Task::Fetch { at, .. } if self.at.get() > at);
+        let is_over = limits.left().is_err();
+        let failure = Failure { error: &error, has_progressed, is_slow, is_filling, by_same_host, is_hasty, is_over };
+        let mut scheduler = shared.lock();
+        let mut receiver = swarm.map(Swarm::receiver);
+        let action = scheduler.fail(shared.now(), self.index, &failure, receiver.as_deref_mut());
+        drop((receiver, scheduler));
+        if let (Endpoint::Rail(_, pair), Action::LeaveAlone(length)) = (&self.endpoint, action) {
+            ADDRESSES.leave(*pair, source.url.port(), length);
+        }
+        self.note(task, &error, &failure, source);
+        match action {
+            Action::Fail => self.transfer.fail(error),
+            Action::Leave => self.transfer.leave(self.index, Some(error)),
+            Action::Retry | Action::LeaveAlone(_) | Action::DoWithout => return true,
+        }
+        false
+    }
+
+    /// Notes a failure for the report. A relay may leave when it likes, an address that cannot be reached is no trouble while
+    /// there are others, and none is a connection that is cut at the end.
+    fn note(&self, task: Task, error: &Error, failure: &Failure<'_>, source: &Source) {
+        let received = self.transfer.received;
+        let authority = source.url.authority();
+        match self.endpoint {
+            Endpoint::Relay(_) => {
+                self.has_lied.set(error.kind() == ErrorKind::Corrupt);
+                if (failure.is_slow || self.has_lied.get()) && !failure.is_over {
+                    received.note_trouble(authority, error);
+                }
+            }
+            Endpoint::Rail(_, pair) if matches!(task, Task::Fetch { .. }) && !failure.is_over => {
+                received.note_retry();
+                received.note_trouble(&SocketAddr::from((pair.1, source.url.port())).to_string(), error);
+            }
+            Endpoint::Rail(..) => {}
+            Endpoint::Source => {
+                received.note_retry();
+                if !failure.by_same_host {
+                    received.note_trouble(authority, error);
+                }
+            }
+        }
+    }
+}
+
+/// Shuts down the connections of `workers`.
+fn cut(scheduler: &Scheduler, workers: Vec<usize>) {
+    for socket in workers.into_iter().filter_map(|index| scheduler.socket(index)) {
+        let _ = socket.shutdown(std::net::Shutdown::Both);
+    }
+}
+
+/// `rate`, in bytes per second, as people read it.
+fn format_rate(rate: u64) -> String {
+    match rate {
+        0..1_000 => format!("{rate} B/s"),
+        1_000..1_000_000 => format!("{}.{} kB/s", rate / 1_000, rate / 100 % 10),
+        _ => format!("{}.{} MB/s", rate / 1_000_000, rate / 100_000 % 10),
+    }
+}
+
 #[cfg(test)]
 mod tests {
-    use std::sync::Arc;
-    use std::sync::atomic::AtomicBool;
-    use std::time::Instant;
-
-    use bytes::Bytes;
-    use tensorferry_wire::digest::block_count;
-    use tensorferry_wire::dtype::Dtype;
-
-    use super::super::{Cancel, FetchOptions, Remote};
     use super::*;
-    use crate::{Item, Publication, Server, ServerConfig, Stability};
-
-    const LANES: usize = 3;
-
-    /// Runs three lanes on a source that is well. Those that `watch` does not know panic when they get a range; for the
-    /// last `threadless` there is no thread.
-    fn run(known: usize, threadless: usize) -> Result<u64, Error> {
-        run_beside(known, threadless, |_, _| ()).map(|(bytes, _)| bytes)
-    }
-
-    /// As [`run`], while `beside` runs until it is told that the lanes have ended. Returns the bytes, and how many ranges
-    /// were fetched again.
-    fn run_beside(
-        known: usize,
-        threadless: usize,
-        beside: impl Fn(&StragglerMonitor, &AtomicBool) + Sync,
-    ) -> Result<(u64, u64), Error> {
-        let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
-        let server = Server::bind(&ServerConfig::default(), runtime.handle()).unwrap();
-        let bytes = Bytes::from(vec![7; 12 * block_len()]);
-        let item = Item::bytes("w", Dtype::U8, &[bytes.len() as u64], bytes);
-        let publication = Publication::new(Vec::new(), vec![item], Stability::Private, Box::new(())).unwrap();
-        server.store().publish(1, publication);
-        let url = server.url("127.0.0.1");
-        let header = Remote::open(&[&url], 1, FetchOptions::within(Duration::from_secs(20))).unwrap().header().clone();
-
-        let started = Instant::now();
-        let limits = Limits {
-            started,
-            deadline: started + Duration::from_secs(20),
-            stall: Duration::from_secs(5),
-            cancel: Cancel::new(),
-        };
-        let algorithm = Algorithm::default();
-        let payload_len = header.payload_len();
-        let header = header.encode(crate::memory::ALIGNMENT).unwrap();
-        let sources = [Source::parse(&url, false, None).unwrap()];
-        let plan = Plan::new(Vec::new(), payload_len).unwrap();
-        let queue = Queue::new(&[(0, block_count(payload_len))], 1);
-        let received = BlockLedger::new(&[(0, 12)], Arc::default()).expect("twelve blocks");
-        let rails = RailLanes::new(1, 0, 0, &limits);
-        let transfer = Transfer {
-            plan: &plan,
-            queue: &queue,
-            sources: &sources,
-            primary: 0,
-            spread: true,
-            key: "1",
-            payload_start: header.len() as u64,
-            payload_len,
-            header_digest: algorithm.checksum(&header),
-            algorithm: &algorithm,
-            limits: &limits,
-            received: &received,
-            watch: StragglerMonitor::new((known, 0), 0),
-            swarm: None,
-            rails: &rails,
-            alive: AtomicUsize::new(LANES),
-            pilot: Pilot::here(),
-        };
-        // A stack of more than all addresses there are.
-        let impossible = || thread::Builder::new().stack_size(1 << 60);
-        let builder = |index| if index < LANES - threadless { thread::Builder::new() } else { impossible() };
-        let over = AtomicBool::new(false);
-        thread::scope(|scope| {
-            scope.spawn(|| beside(&transfer.watch, &over));
-            transfer.run_all(LANES, Vec::new(), builder);
-            over.store(true, Ordering::Relaxed);
-        });
-        queue.finish().map(|()| (received.take_bytes(), received.take_retries()))
-    }
 
     #[test]
-    fn a_connection_that_is_shut_down_when_its_range_has_come_is_no_fault() {
-        for recalled in [true, false] {
-            let cuts = AtomicUsize::new(0);
-            let cut = |watch: &StragglerMonitor, over: &AtomicBool| {
-                while !over.load(Ordering::Relaxed) {
-                    cuts.fetch_add(usize::from(watch.cut_one_that_is_through(recalled)), Ordering::Relaxed);
-                }
-            };
-            // It may take a few rounds to come between the last byte of a range and its end.
-            let rounds = (0..100).take_while(|_| cuts.load(Ordering::Relaxed) < 10);
-            let retries: u64 = rounds.map(|_| run_beside(LANES, 0, cut).unwrap().1).sum();
-            assert_eq!((retries, cuts.into_inner() > 0), (0, true), "recalled: {recalled}");
-        }
-    }
-
-    #[test]
-    fn a_lane_that_panics_or_has_no_thread_leaves_its_ranges_to_the_others() {
-        for (known, threadless) in [(LANES, 0), (1, 0), (LANES, 1), (LANES, LANES - 1)] {
-            assert_eq!(run(known, threadless).unwrap(), 12 << 20, "{known} {threadless}");
-        }
-        for (known, threadless, said) in [(0, 0, ""), (LANES, LANES, "cannot start a thread")] {
-            let failed = run(known, threadless).unwrap_err();
-            assert!(failed.kind() == ErrorKind::System && failed.to_string().contains(said), "{failed}");
-        }
+    fn rates_are_readable() {
+        assert_eq!([0, 999, 1_250, 53_626_265].map(format_rate), ["0 B/s", "999 B/s", "1.2 kB/s", "53.6 MB/s"]);
     }
 }

@@ -18,12 +18,17 @@ const LONGEST_RETRY: Duration = Duration::from_secs(10);
 /// says; it doubles each time, five times at most.
 const SHORTEST_RETRY: Duration = Duration::from_millis(250);
 
-/// How long to wait before a request is repeated that has failed `failures` times, 1 or more, the last time with `error`:
-/// `ordinary`, unless the source has said when it wants to be asked again.
-pub(super) fn retry_pause(error: &Error, failures: u32, ordinary: Duration) -> Duration {
-    error.retry_after().map_or(ordinary, |said| {
-        said.min(LONGEST_RETRY).max(SHORTEST_RETRY.saturating_mul(1 << failures.saturating_sub(1).min(5)))
-    })
+/// How often in a row something may fail before it is given up.
+pub(super) const ATTEMPTS: u32 = 5;
+/// The first pause before what has failed is tried again, which doubles each time.
+const FIRST_PAUSE: Duration = Duration::from_millis(80);
+
+/// How long to wait before what has failed `failures` times in a row, the last time with `error`, is tried again: longer
+/// each time, or as the source has said.
+pub(super) fn backoff(error: &Error, failures: u32) -> Duration {
+    let doubled = 1 << failures.saturating_sub(1).min(5);
+    let ordinary = FIRST_PAUSE.saturating_mul(doubled);
+    error.retry_after().map_or(ordinary, |said| said.min(LONGEST_RETRY).max(SHORTEST_RETRY.saturating_mul(doubled)))
 }
 
 /// How fast an answer comes, for noticing a connection on which bytes drip.

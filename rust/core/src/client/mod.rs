@@ -5,13 +5,13 @@
 //! | `remote` | [`Remote`]: a checkpoint at its sources, from the header to the verified payload |
 //! | `fetch_slices` | parts of checkpoints from several sources at once |
 //! | `staged` | [`StagedFetch`]: entries that pass through a bounded buffer |
-//! | `lane`, `range` | one thread with one connection; how it fetches a range |
-//! | `stragglers`, `ledger` | lanes that are too slow; received blocks |
-//! | `swarm`, `relaying`, `pilot` | fetching from other receivers, with the tracker of the source; serving on what has come |
+//! | `scheduler` | which worker fetches what, from where, and what follows a failure: pure |
+//! | `lane`, `range` | the workers, threads with one connection each; how one fetches a range |
+//! | `ledger` | received blocks |
+//! | `swarm`, `relaying` | fetching from other receivers, with the tracker of the source; serving on what has come |
 //! | `named_relays` | which of the relays that a tracker names are asked |
 //! | `source`, `url`, `targets`, `resolver` | where a source is, by which of its addresses, and how to reach it |
-//! | `rails`, `pairs`, `routes` | lanes over each of its network cards and ours |
-//! | `left_alone` | addresses that failed, which later receives try last |
+//! | `rails`, `routes` | its other addresses, and which of ours lead there |
 //! | `get` | [`Get`]: one answer that is no container |
 //! | `connection` | blocking HTTP/1.1 over TCP, TLS or shared memory |
 //! | `limits` | one deadline for everything, and what counts as stuck |
@@ -36,20 +36,17 @@ mod get;
 mod lane;
 mod lane_count;
 mod ledger;
-mod left_alone;
 mod limits;
 mod named_relays;
-mod pairs;
-mod pilot;
 mod rails;
 mod range;
 mod relaying;
 mod remote;
 mod resolver;
 mod routes;
+mod scheduler;
 mod source;
 mod staged;
-mod stragglers;
 mod swarm;
 mod targets;
 mod url;

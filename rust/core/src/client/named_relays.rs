@@ -20,26 +20,20 @@ pub(super) struct NamedRelays {
     /// The URLs that were tried, each time, and those that are fetched from.
     tried: Vec<String>,
     active: Vec<String>,
-    /// The lanes that are free, of those that were used.
-    free: Vec<usize>,
-    lanes: usize,
 }
 
 impl NamedRelays {
-    /// The relay at `url`, which `source` names whom we have reached at the address `there`, and a lane for it of at most
-    /// `most`, if it is not fetched from, was not tried too often, and may be asked. One that may not be asked counts
-    /// as tried.
+    /// The relay at `url`, which `source` names whom we have reached at the address `there`, if it is not fetched from, nor
+    /// `most` others, was not tried too often, and may be asked. One that may not be asked counts as tried.
     pub(super) fn begin(
         &mut self,
         url: &str,
         (source, there): (&Source, Option<IpAddr>),
         most: usize,
-    ) -> Option<(Source, usize)> {
+    ) -> Option<Source> {
         let times = self.tried.iter().filter(|tried| *tried == url).count();
-        if self.tried.len() >= MOST_TRIED || times >= MOST_TIMES || self.active.iter().any(|active| active == url) {
-            return None;
-        }
-        if self.free.is_empty() && self.lanes >= most {
+        let is_full = self.tried.len() >= MOST_TRIED || self.active.len() >= most;
+        if is_full || times >= MOST_TIMES || self.active.iter().any(|active| active == url) {
             return None;
         }
         self.tried.push(url.to_owned());
@@ -47,20 +41,15 @@ impl NamedRelays {
         if !may_be_asked(&relay, source, there) {
             return None;
         }
-        let lane = self.free.pop().unwrap_or_else(|| {
-            self.lanes += 1;
-            self.lanes - 1
-        });
         self.active.push(url.to_owned());
-        Some((relay, lane))
+        Some(relay)
     }
 
-    /// The relay at `url` is fetched from no more by its `lane`, if it `lied`, or until the tracker names it again.
-    pub(super) fn set_aside(&mut self, url: &str, lane: usize, lied: bool) {
+    /// The relay at `url` is fetched from no more, if it `lied`, or until the tracker names it again.
+    pub(super) fn set_aside(&mut self, url: &str, lied: bool) {
         self.active.retain(|active| active != url);
         let times = if lied { MOST_TIMES } else { 0 };
         self.tried.extend(std::iter::repeat_n(url.to_owned(), times));
-        self.free.push(lane);
     }
 }
 
@@ -145,15 +134,15 @@ mod tests {
         let url = |number: u32| format!("http://10.0.0.7:4000/{number:032x}/checkpoint/");
         let begin = |relays: &mut NamedRelays, number| relays.begin(&url(number), (&source, None), 2);
         for _ in 0..MOST_TIMES {
-            let (_, lane) = begin(&mut relays, 1).unwrap();
+            begin(&mut relays, 1).unwrap();
             assert!(begin(&mut relays, 1).is_none(), "it is fetched from");
-            relays.set_aside(&url(1), lane, false);
+            relays.set_aside(&url(1), false);
         }
         assert!(begin(&mut relays, 1).is_none());
-        let (_, lane) = begin(&mut relays, 2).unwrap();
-        relays.set_aside(&url(2), lane, true);
+        begin(&mut relays, 2).unwrap();
+        relays.set_aside(&url(2), true);
         assert!(begin(&mut relays, 2).is_none());
         assert!(begin(&mut relays, 3).is_some() && begin(&mut relays, 4).is_some());
-        assert!(begin(&mut relays, 5).is_none(), "there is no lane for it");
+        assert!(begin(&mut relays, 5).is_none(), "there are enough");
     }
 }

@@ -27,7 +27,7 @@ use crate::sync::Locked;
 use crate::trust::{random, secret};
 
 /// Relays that are fetched from at once: as many lanes more than to the source.
-pub(super) const MOST_RELAYS: usize = 12;
+const MOST_RELAYS: usize = 12;
 /// The same of each of many receives that run side by side.
 const LEAST_RELAYS: usize = 3;
 /// A source is too fast for others to be of help when it brings more bytes than this a second for each core: receiving,
@@ -37,8 +37,6 @@ const FAST_FOR_CORE: u64 = 128 << 20;
 const MAX_ANSWER: u64 = 64 << 10;
 /// How long a relay, or a tracker, may be silent.
 const RELAY_STALL: Duration = Duration::from_secs(5);
-/// How old what is known of a relay may become while there is something to fetch from it.
-const MAP_AGE: Duration = Duration::from_millis(200);
 /// The pause between two questions to a relay that has nothing.
 const MAP_PAUSE: Duration = Duration::from_millis(10);
 
@@ -87,8 +85,6 @@ pub(super) struct SwarmEnd {
 pub(super) struct NewRelay {
     /// Its number in this receive, in the order of their beginnings.
     pub(super) number: usize,
-    /// The number of its lane, below [`MOST_RELAYS`].
-    pub(super) lane: usize,
     url: String,
     pub(super) source: Source,
 }
@@ -101,7 +97,8 @@ impl<'a> Swarm<'a> {
         plan: &Plan,
         (header_digest, payload_len): (u64, u64),
         (at_once, beside): (bool, usize),
-        limits: &Limits,
+        (limits, began): (&Limits, Instant),
+        help: &Cancel,
     ) -> Result<Option<Self>, Error> {
         let Some(etag) = source.etag.get() else { return Ok(None) };
         let blocks = plan.block_count();
@@ -112,7 +109,7 @@ impl<'a> Swarm<'a> {
         let wanted: u64 = relay.missing().iter().map(|(first, end)| end - first).sum();
         let algorithm = secret::algorithm(source.url.secret()).for_relayed();
         let tracker_limits = Limits { stall: limits.stall.min(RELAY_STALL), ..limits.clone() };
-        let limits = Limits { cancel: Cancel::new(), ..tracker_limits.clone() };
+        let limits = Limits { cancel: help.clone(), ..tracker_limits.clone() };
         Ok(Some(Self {
             relay,
             source,
@@ -124,7 +121,7 @@ impl<'a> Swarm<'a> {
             is_hidden: AtomicBool::new(false),
             unit: (wanted / 256).clamp(1, 16),
             most_relays: (MOST_RELAYS / beside).max(LEAST_RELAYS),
-            began: Instant::now(),
+            began,
             receiver: Mutex::new(Receiver::new(count, seed, fast).wanting(relay.missing())),
             tracker: Mutex::default(),
             table: OnceLock::new(),
@@ -258,21 +255,16 @@ impl<'a> Swarm<'a> {
     /// The relay at `url`, which the source at the address `there` has named, if it may be asked now.
     fn begin_relay(&self, url: String, there: Option<IpAddr>, nearness: Nearness) -> Option<NewRelay> {
         let mut relays = self.relays.locked();
-        let (source, lane) = relays.begin(&url, (self.source, there), self.most_relays)?;
+        let source = relays.begin(&url, (self.source, there), self.most_relays)?;
         let _ = source.etag.set(self.etag.to_owned());
-        Some(NewRelay { number: self.receiver().add_relay_at(nearness), lane, url, source })
+        Some(NewRelay { number: self.receiver().add_relay_at(nearness), url, source })
     }
 
     /// The relay is fetched from no more, if it `lied`, or until the tracker names it again.
     pub(super) fn set_aside(&self, relay: &NewRelay, lied: bool) {
         self.receiver().set_aside(relay.number);
         let mut relays = self.relays.locked();
-        relays.set_aside(&relay.url, relay.lane, lied);
-    }
-
-    /// Ends the lanes of relays.
-    pub(super) fn close(&self) {
-        self.limits.cancel.cancel();
+        relays.set_aside(&relay.url, lied);
     }
 }
 
@@ -305,17 +297,11 @@ fn request(
 pub(super) struct RelayView {
     connection: Option<Connection>,
     count: u64,
-    read: Instant,
 }
 
 impl RelayView {
     pub(super) fn new() -> Self {
-        Self { connection: None, count: 0, read: Instant::now() }
-    }
-
-    /// Whether the relay should be asked again before more is fetched from it.
-    pub(super) fn is_old(&self) -> bool {
-        self.read.elapsed() >= MAP_AGE
+        Self { connection: None, count: 0 }
     }
 
     /// Learns what `relay` has. If there was nothing to fetch from it, waits until it has more, or for a moment.
@@ -339,7 +325,7 @@ impl RelayView {
         let mut receiver = swarm.receiver();
         receiver.learn(relay.number, set);
         drop(receiver);
-        (self.count, self.read) = (count, Instant::now());
+        self.count = count;
         Ok(())
     }
 }

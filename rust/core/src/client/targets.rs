@@ -10,16 +10,56 @@ use std::collections::BTreeMap;
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use tensorferry_wire::rails::Cards;
 
-use super::left_alone::ADDRESSES;
+use super::rails::Pair;
 use crate::error::{Error, ErrorKind};
 use crate::sync::Locked;
 
 /// For how long later receives try an address last that has failed where another one has answered.
 const TRIED_LAST: Duration = Duration::from_mins(1);
+
+/// The most that are remembered.
+const MOST_LEFT_ALONE: usize = 64;
+
+/// Addresses of sources that have failed in this process, so that one receive does not wait for what was silent a moment
+/// ago in another one: until then they are tried last, and carry nothing as rails.
+pub(super) static ADDRESSES: LeftAlone = LeftAlone::new();
+
+/// Pairs of addresses by which sources were to be reached, their ports, and until when each is left alone.
+#[derive(Debug)]
+pub(super) struct LeftAlone(Mutex<Vec<(Pair, u16, Instant)>>);
+
+impl LeftAlone {
+    const fn new() -> Self {
+        Self(Mutex::new(Vec::new()))
+    }
+
+    /// Notes that a pair is to be left alone for `length`; with no length, that it is as good as any other.
+    pub(super) fn leave(&self, pair: Pair, port: u16, length: Duration) {
+        // A forked child may find it locked for ever.
+        if let Ok(mut all) = self.0.try_lock()
+            && let Some(until) = Instant::now().checked_add(length)
+        {
+            all.retain(|one| (one.0, one.1) != (pair, port) && one.2 > Instant::now());
+            if !length.is_zero() {
+                // The oldest are forgotten.
+                let over = (all.len() + 1).saturating_sub(MOST_LEFT_ALONE);
+                all.drain(..over);
+                all.push((pair, port, until));
+            }
+        }
+    }
+
+    /// For how long a pair is to be left alone still.
+    pub(super) fn remaining(&self, pair: Pair, port: u16) -> Duration {
+        let all = self.0.try_lock().ok();
+        let until = all.and_then(|all| all.iter().find(|one| (one.0, one.1) == (pair, port)).map(|one| one.2));
+        until.map_or(Duration::ZERO, |until| until.saturating_duration_since(Instant::now()))
+    }
+}
 
 /// The addresses of one source.
 #[derive(Debug)]
@@ -187,7 +227,7 @@ impl Targets {
     }
 
     fn is_left_alone(&self, address: IpAddr) -> bool {
-        !ADDRESSES.left((None, address), self.port).is_zero()
+        !ADDRESSES.remaining((None, address), self.port).is_zero()
     }
 
     fn note_failed(&self, state: &mut State, address: IpAddr) {
@@ -350,5 +390,20 @@ mod tests {
         assert_eq!(found(Some(loopback(1))), [2, 1, 3].map(loopback));
         assert_eq!(found(Some(ip(9))), [9, 1].map(ip));
         assert_eq!(found(None), [ip(1)]);
+    }
+
+    #[test]
+    fn the_latest_are_remembered_and_a_success_makes_forget_none_of_them() {
+        let all = LeftAlone::new();
+        let pair = |number: usize| (None, [10, 0, 0, u8::try_from(number).unwrap()].into());
+        let known = |all: &LeftAlone| {
+            (0..=MOST_LEFT_ALONE).filter(|&one| !all.remaining(pair(one), 1).is_zero()).collect::<Vec<_>>()
+        };
+        (0..=MOST_LEFT_ALONE).for_each(|number| all.leave(pair(number), 1, Duration::from_mins(1)));
+        assert_eq!(known(&all), (1..=MOST_LEFT_ALONE).collect::<Vec<_>>());
+        all.leave(pair(0), 1, Duration::ZERO);
+        assert_eq!(known(&all).len(), MOST_LEFT_ALONE);
+        all.leave(pair(7), 1, Duration::ZERO);
+        assert!(known(&all).len() == MOST_LEFT_ALONE - 1 && !known(&all).contains(&7));
     }
 }

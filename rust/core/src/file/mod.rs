@@ -25,8 +25,8 @@ mod write;
 
 use std::io;
 use std::path::Path;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
 
 use rustix::fs::{CWD, RenameFlags, renameat_with};
 
@@ -39,8 +39,8 @@ pub use self::stored::{Stored, StoredWaves};
 pub use self::write::{FileWriting, Written, write_file};
 use crate::cancel::Cancel;
 use crate::error::{Error, ErrorKind};
-use crate::payload::{Plan, Queue};
-use crate::sync::parallel;
+use crate::payload::Plan;
+use crate::sync::{Locked, parallel};
 
 /// Bytes that a thread writes or reads at a time.
 const CHUNK: u64 = 4 << 20;
@@ -68,28 +68,33 @@ fn by_runs<R>(
 where
     R: FnMut(u64, u64) -> Result<u64, Error>,
 {
+    let step = usize::try_from(most).unwrap_or(usize::MAX);
+    let of =
+        |&(first, end): &(u64, u64)| (first..end).step_by(step).map(move |at| (at, end.min(at.saturating_add(most))));
     let chunks = runs.iter().map(|(first, end)| (end - first).div_ceil(most)).sum();
-    let queue = Queue::new(runs, most);
+    let waiting = Mutex::new(Ok(runs.iter().flat_map(of)));
     let bytes = AtomicU64::new(0);
-    let work = || {
-        let mut read = match start() {
-            Ok(read) => read,
-            Err(e) => return queue.fail(e),
-        };
-        while let Some(mut range) = queue.take(|| {}) {
-            match options.check().and_then(|()| read(range.at, range.end)) {
-                Ok(taken) => {
-                    bytes.fetch_add(taken, Ordering::Relaxed);
-                    options.progress.fetch_add(taken, Ordering::Relaxed);
-                }
-                Err(e) => queue.fail(e),
-            }
-            range.at = range.end;
+    // Nothing is taken after a failure, of which the first counts.
+    let next = || waiting.locked().as_mut().ok().and_then(Iterator::next);
+    let work = || -> Result<(), Error> {
+        let mut read = start()?;
+        while let Some((at, end)) = next() {
+            options.check()?;
+            let taken = read(at, end)?;
+            bytes.fetch_add(taken, Ordering::Relaxed);
+            options.progress.fetch_add(taken, Ordering::Relaxed);
         }
+        Ok(())
     };
-    parallel("tensorferry-read", options.threads_for(chunks), work);
-    queue.finish()?;
-    Ok(bytes.into_inner())
+    parallel("tensorferry-read", options.threads_for(chunks), || {
+        if let Err(e) = work() {
+            let mut waiting = waiting.locked();
+            if waiting.is_ok() {
+                *waiting = Err(e);
+            }
+        }
+    });
+    waiting.into_value().map(|_| bytes.into_inner())
 }
 
 /// An error of the system about `path`; where it is too short for what is read of it, that it is damaged.

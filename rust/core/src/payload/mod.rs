@@ -7,7 +7,6 @@
 //! | `destination` | where entries go: memory that was given for them, or a fresh arena |
 //! | `waves` | entries that pass through a bounded buffer |
 //! | `plan` | destinations for bytes of a payload, in payload order |
-//! | `queue` | ranges of blocks still to come, shared by the threads that bring them |
 //! | `runs` | runs of blocks |
 //! | `slices` | parts of entries and their destinations, as a reshard asks for |
 //! | `checksums` | the checksums of blocks, taken while the bytes pass |
@@ -21,7 +20,6 @@ mod checksums;
 mod destination;
 mod layout;
 mod plan;
-mod queue;
 mod runs;
 mod segments;
 pub(crate) mod slices;
@@ -35,7 +33,6 @@ pub(crate) use self::destination::{ReceiveMemory, is_control};
 pub use self::layout::Item;
 pub(crate) use self::layout::Layout;
 pub(crate) use self::plan::{Extent, Plan};
-pub(crate) use self::queue::{Next, Queue, Taken};
 pub(crate) use self::runs::{BlockRuns, blocks_of};
 pub(crate) use self::segments::Segments;
 pub use self::slices::{Repeat, Slice};

@@ -15,7 +15,7 @@ use super::body::Ring;
 use super::session::Session;
 use super::{Connection, is_timeout};
 use crate::client::limits::Limits;
-use crate::client::pairs::Pair;
+use crate::client::rails::Pair;
 use crate::client::url::SourceUrl;
 use crate::client::{resolver, routes};
 use crate::error::{Error, ErrorKind};

@@ -29,7 +29,7 @@ use self::head::ParsedHead;
 pub(crate) use self::head::{Head, Offers};
 use self::session::Session;
 use super::limits::{Limits, StallDetector};
-use super::pairs::Pair;
+use super::rails::Pair;
 use super::url::SourceUrl;
 use crate::error::{Error, ErrorKind, Hint};
 use crate::fork::CloseOnFork;

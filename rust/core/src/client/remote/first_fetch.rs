@@ -7,13 +7,12 @@ use std::time::Duration;
 use tensorferry_wire::container::{self, Header};
 use tensorferry_wire::digest::{BLOCK_SIZE, Hasher};
 
-use super::OPEN_ATTEMPTS;
 use super::open::served_step;
 use super::verify::{Passes, hash_digests};
 use crate::client::answers::{check_range, read_digests};
 use crate::client::blocks::block_len;
 use crate::client::connection::{Connection, Head, Offers};
-use crate::client::limits::Limits;
+use crate::client::limits::{ATTEMPTS, Limits};
 use crate::error::{Error, ErrorKind, Hint};
 use crate::memory::{check_machine_has, check_room};
 use crate::payload::is_control;
@@ -125,7 +124,7 @@ impl FirstFetch {
         if table.header != header_digest || table.payload_len != payload_len {
             return Err(Error::new(
                 ErrorKind::Corrupt,
-                format!("corrupt: the header did not match its checksum {OPEN_ATTEMPTS} times"),
+                format!("corrupt: the header did not match its checksum {ATTEMPTS} times"),
             ));
         }
         let blocks = prefix.chunks(block_len()).zip(&table.blocks);

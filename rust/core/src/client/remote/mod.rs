@@ -40,8 +40,6 @@ use crate::payload::{Destination, Plan, ReceiveMemory, Slice, Waves, slices};
 use crate::report::{Report, Trouble};
 use crate::swarm::RelayHost;
 
-/// How often a source is asked for its header before it is given up.
-const OPEN_ATTEMPTS: u32 = 5;
 /// With less to fetch, memory to share takes longer to set up than the network takes (measured).
 const SAME_HOST_BYTES: u64 = 16 << 20;
 

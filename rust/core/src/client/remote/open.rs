@@ -12,9 +12,9 @@ use std::time::{Duration, Instant};
 use tensorferry_wire::request::STEP_PATH;
 
 use super::first_fetch::{self, FirstFetch};
-use super::{OPEN_ATTEMPTS, Passes, Remote};
+use super::{Passes, Remote};
 use crate::client::connection::Connection;
-use crate::client::limits::{Limits, retry_pause};
+use crate::client::limits::{ATTEMPTS, Limits, backoff};
 use crate::client::source::state_at;
 use crate::client::targets::Targets;
 use crate::client::url::SourceUrl;
@@ -95,8 +95,7 @@ impl Remote {
                 // No source wants to be asked before the deadline.
                 return Err(last);
             }
-            let ordinary = Duration::from_millis(20 << asked.min(5));
-            if asked > 0 && !limits.pause(wait.max(ordinary), || false) {
+            if asked > 0 && !limits.pause(wait, || false) {
                 return Err(match limits.left() {
                     Err(over) if last.is_timeout() || !over.is_timeout() => late(over, step, &waited),
                     _ => last,
@@ -153,7 +152,7 @@ impl Remote {
                     // A refusal by status is the source's answer and stays. A refused connection is retried once.
                     let refused = matches!(e.kind(), ErrorKind::Status(_));
                     let repairable = e.is_transient() || e.kind() == ErrorKind::Changed;
-                    let most = if nobody { 2 } else { OPEN_ATTEMPTS };
+                    let most = if nobody { 2 } else { ATTEMPTS };
                     let failures = if e.is_timeout() { failures } else { failures + 1 };
                     if connected && e.is_transient() && !refused && !e.is_timeout() {
                         // What it has sent comes again, as a range of a lane does that is given to another connection.
@@ -161,8 +160,7 @@ impl Remote {
                         troubles.insert(url.authority().to_owned(), Trouble::of(&e));
                     }
                     if repairable && !refused && failures < most {
-                        let pause = retry_pause(&e, failures.max(1), Duration::ZERO);
-                        let not_before = Instant::now().checked_add(pause);
+                        let not_before = Instant::now().checked_add(backoff(&e, failures));
                         standing.push_back(Turn { source: primary, asked: asked + 1, failures, not_before });
                     }
                     let changed = e.kind() == ErrorKind::Changed;

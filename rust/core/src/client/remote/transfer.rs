@@ -5,19 +5,21 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use tensorferry_wire::digest::BLOCK_SIZE;
 
 use super::Remote;
 use super::verify::Passes;
 use crate::client::connection::Connection;
+use crate::client::lane::{Shared, Transfer};
+use crate::client::lane_count;
 use crate::client::ledger::BlockLedger;
-use crate::client::pilot::Pilot;
-use crate::client::rails::{self, RailLanes};
+use crate::client::limits::Limits;
+use crate::client::rails;
 use crate::client::relaying::OpenRelay;
-use crate::client::stragglers::StragglerMonitor;
-use crate::client::swarm::{MOST_RELAYS, Swarm, SwarmEnd};
-use crate::client::{lane, lane_count};
+use crate::client::scheduler::Scheduler;
+use crate::client::swarm::{Swarm, SwarmEnd};
 use crate::error::Error;
 use crate::payload::{BlockRuns, Plan, blocks_of};
 use crate::report::Report;
@@ -30,6 +32,9 @@ const MANY_RUNS: usize = 64;
 const JOIN_GAP: u64 = 1 << 20;
 /// How often blocks that relays have made up are fetched from the source before they are held against what it has now.
 const LONG_RETRIES: u32 = 3;
+
+/// How long a lane to a further address may get no byte at all.
+const RAIL_STALL: Duration = Duration::from_secs(1);
 
 /// What a transfer is to do for one plan.
 #[derive(Clone, Copy)]
@@ -191,51 +196,55 @@ impl Remote {
         // As many connections in all, but at least two at each address: one waits for a request while the other receives.
         let each = wanted.div_ceil(rails + 1).max(2);
         let lanes = if rails == 0 { wanted } else { each * self.sources.len() as u64 };
-        let fitting = |number: u64| usize::try_from(number).unwrap_or(1);
-        let lanes = fitting(lanes);
-        let rail_lanes =
-            RailLanes::new(self.sources.len(), lanes, if is_large { fitting(each) } else { 0 }, &self.limits);
-        let queue = rails::queue_of(runs, per_range, lanes as u64, each * rails);
-        // Receivers that begin together do not fetch the same at first; a source that is still copying has the beginning.
-        let anywhere = relay.is_some() && self.sources[self.primary].is_full();
-        let queue = if anywhere { queue.beginning_at(random::bytes()?) } else { queue };
+        let lanes = usize::try_from(lanes).unwrap_or(1);
+        let mut scheduler = Scheduler::new(runs, per_range, self.sources.len());
+        if rails > 0 {
+            scheduler.expect(lanes + usize::try_from(each * rails).unwrap_or(0));
+        }
+        if relay.is_some() && self.sources[self.primary].is_full() {
+            // Receivers that begin together do not fetch the same at first; a source that is still copying has the beginning.
+            scheduler.begin_at(u64::from_ne_bytes(random::bytes()?));
+        }
+        let (began, help) = (Instant::now(), self.limits.cancel.child());
         let swarm = match relay {
             Some(relay) => {
                 let of = (self.header_digest, self.header.payload_len());
                 let source = &self.sources[self.primary];
-                Swarm::new(relay, source, (&self.key, &self.prefix), plan, of, self.joining, &self.limits)?
+                let limits = (&self.limits, began);
+                Swarm::new(relay, source, (&self.key, &self.prefix), plan, of, self.joining, limits, &help)?
             }
             None => None,
         };
-        let transfer = lane::Transfer {
+        if let Some(swarm) = &swarm {
+            scheduler.set_unit(swarm.unit);
+        }
+        let transfer = Transfer {
             plan,
-            queue: &queue,
             sources: &self.sources,
             primary: self.primary,
-            spread,
             key: &self.key,
             payload_start: self.payload_start,
             payload_len: self.header.payload_len(),
             header_digest: self.header_digest,
             algorithm: &self.algorithm,
             limits: &self.limits,
+            rail_limits: Limits { stall: self.limits.stall.min(RAIL_STALL), cancel: help, ..self.limits.clone() },
             received,
-            watch: StragglerMonitor::new((lanes, rail_lanes.most()), if swarm.is_some() { MOST_RELAYS } else { 0 }),
             swarm: swarm.as_ref(),
-            rails: &rail_lanes,
-            alive: lanes.into(),
-            pilot: Pilot::here(),
+            shared: Shared::new(scheduler, began),
         };
-        let builder = |index| std::thread::Builder::new().name(format!("tensorferry-lane-{index}"));
-        self.connections = transfer.run_all(lanes, std::mem::take(&mut self.connections), builder);
-        report.lanes = report.lanes.max(transfer.watch.add_rails(0));
+        let origin = |lane| (self.primary + if spread { lane } else { 0 }) % self.sources.len();
+        let origins: Vec<_> = (0..lanes).map(origin).collect();
+        let each = if is_large { usize::try_from(each).unwrap_or(1) } else { 0 };
+        self.connections = transfer.run(&origins, std::mem::take(&mut self.connections), each);
+        let scheduler = transfer.shared.into_scheduler();
+        report.lanes = report.lanes.max(scheduler.on_sources());
         report.bytes += received.take_bytes();
         report.retries += received.take_retries();
         report.same_host |= received.came_same_host();
         report.troubles.append(&mut received.take_troubles());
         report.add_routes(received.take_routes());
-        drop(transfer);
-        queue.finish()?;
+        scheduler.finish()?;
         Ok(swarm.and_then(Swarm::end))
     }
 

@@ -47,7 +47,7 @@ pub(super) fn hear(node: &mut Node, flows: &mut Vec<Flow>, index: usize, (now, c
 }
 
 /// Ends what the source sends to `node`, of number `to`, but what will soon be there, as
-/// `StragglerMonitor::recall` does.
+/// `Scheduler::recall` does.
 fn recall(node: &mut Node, flows: &mut Vec<Flow>, to: usize, (now, copy): (f64, Duration)) {
     let whole = |flow: &Flow| (flow.run.1 - flow.run.0) as f64;
     let is_of_source = |flow: &Flow| flow.to == to && flow.from.is_none();
