@@ -12,9 +12,7 @@ use std::thread::{self, Scope, ScopedJoinHandle, Thread};
 use std::time::{Duration, Instant};
 
 use socket2::Socket;
-use tensorferry_wire::digest::Algorithm;
 
-use super::Source;
 use super::blocks::block_len;
 use super::connection::Connection;
 use super::ledger::BlockLedger;
@@ -23,6 +21,7 @@ use super::rails::Pair;
 use super::scheduler::{Action, Cut, Failure, Role, Scheduler, Task, rate};
 use super::swarm::{NewRelay, RelayView, Swarm};
 use super::targets::ADDRESSES;
+use super::{Remote, Source};
 use crate::error::{Error, ErrorKind};
 use crate::fork::CloseOnFork;
 use crate::memory::zeroed;
@@ -36,16 +35,8 @@ const PATIENCE: Duration = Duration::from_secs(1);
 
 /// The state that all lanes of one transfer share.
 pub(super) struct Transfer<'a> {
+    pub(super) remote: &'a Remote,
     pub(super) plan: &'a Plan,
-    pub(super) sources: &'a [Source],
-    pub(super) primary: usize,
-    /// The checkpoint's key in paths.
-    pub(super) key: &'a str,
-    pub(super) payload_start: u64,
-    pub(super) payload_len: u64,
-    pub(super) header_digest: u64,
-    pub(super) algorithm: &'a Algorithm,
-    pub(super) limits: &'a Limits,
     /// Those of lanes to further addresses, which end with the others.
     pub(super) rail_limits: Limits,
     pub(super) received: &'a BlockLedger,
@@ -179,9 +170,9 @@ impl Transfer<'_> {
 
     /// Does what no lane does for itself, until all lanes to sources have ended.
     fn drive<'scope>(&'scope self, scope: &'scope Scope<'scope, '_>, each: usize) {
-        let (mut begun, mut used) = (vec![each == 0; self.sources.len()], Vec::new());
+        let (mut begun, mut used) = (vec![each == 0; self.remote.sources.len()], Vec::new());
         loop {
-            for (number, source) in self.sources.iter().enumerate() {
+            for (number, source) in self.remote.sources.iter().enumerate() {
                 if begun[number] || !source.has_rails() {
                     continue;
                 }
@@ -210,7 +201,7 @@ impl Transfer<'_> {
             };
             let (relays, are_new) = swarm.ask(need);
             for relay in relays {
-                self.received.note_relay(self.sources.len() + relay.number, relay.source.url.authority());
+                self.received.note_relay(self.remote.sources.len() + relay.number, relay.source.url.authority());
                 self.start(scope, self.enlist(Endpoint::Relay(relay), 0, Duration::ZERO), None);
             }
             if are_new {
@@ -249,13 +240,13 @@ impl Transfer<'_> {
         let range = (at < end).then(|| bounds(at, end));
         let range = range.map_or(String::new(), |(start, stop)| format!(", payload bytes {start}-{stop}"));
         let (path, authority) = (self.path(), source.url.authority());
-        let (bytes, total) = (self.received.bytes(), self.payload_len);
-        let pace = format_rate(rate(bytes, self.limits.started.elapsed()));
+        let (bytes, total) = (self.received.bytes(), self.remote.header().payload_len());
+        let pace = format_rate(rate(bytes, self.remote.limits.started.elapsed()));
         error.at(&format!("{path} from {authority}{range}, after {bytes} of {total} bytes at {pace}"))
     }
 
     pub(super) fn path(&self) -> String {
-        format!("{}.safetensors", self.key)
+        format!("{}.safetensors", self.remote.key)
     }
 }
 
@@ -307,7 +298,7 @@ impl Lane<'_> {
 
     /// The next task, once there is one.
     fn next(&self, is_connected: bool) -> Task {
-        let Transfer { shared, swarm, limits, .. } = self.transfer;
+        let Transfer { shared, swarm, remote, .. } = self.transfer;
         let mut scheduler = shared.lock();
         loop {
             let mut receiver = swarm.map(Swarm::receiver);
@@ -320,10 +311,10 @@ impl Lane<'_> {
             // While another lane is at work, its error says more.
             if matches!(self.endpoint, Endpoint::Source)
                 && (swarm.is_some() || !scheduler.is_source_busy())
-                && let Err(over) = limits.left()
+                && let Err(over) = remote.limits.left()
             {
                 drop(scheduler);
-                let source = &self.transfer.sources[self.transfer.primary];
+                let source = &remote.sources[remote.primary];
                 self.transfer.fail(self.transfer.with_position(over, source, (0, 0)));
                 return Task::Over;
             }
@@ -336,12 +327,16 @@ impl Lane<'_> {
         let transfer = self.transfer;
         let (number, source, limits) = match (&self.endpoint, task) {
             (Endpoint::Relay(relay), _) => {
-                let limits = transfer.swarm.map_or(transfer.limits, |swarm| &swarm.limits);
-                (transfer.sources.len() + relay.number, &relay.source, limits)
+                let limits = transfer.swarm.map_or(&transfer.remote.limits, |swarm| &swarm.limits);
+                (transfer.remote.sources.len() + relay.number, &relay.source, limits)
             }
-            (Endpoint::Rail(number, _), _) => (*number, &transfer.sources[*number], &transfer.rail_limits),
-            (Endpoint::Source, Task::Fetch { source, .. }) => (source, &transfer.sources[source], transfer.limits),
-            (Endpoint::Source, _) => (transfer.primary, &transfer.sources[transfer.primary], transfer.limits),
+            (Endpoint::Rail(number, _), _) => (*number, &transfer.remote.sources[*number], &transfer.rail_limits),
+            (Endpoint::Source, Task::Fetch { source, .. }) => {
+                (source, &transfer.remote.sources[source], &transfer.remote.limits)
+            }
+            (Endpoint::Source, _) => {
+                (transfer.remote.primary, &transfer.remote.sources[transfer.remote.primary], &transfer.remote.limits)
+            }
         };
         Origin { number, source, limits }
     }
@@ -488,7 +483,82 @@ fn format_rate(rate: u64) -> String {
 
 #[cfg(test)]
 mod tests {
+    use bytes::Bytes;
+    use tensorferry_wire::dtype::Dtype;
+
+    use super::super::FetchOptions;
     use super::*;
+    use crate::{Item, Publication, Server, ServerConfig, Stability};
+
+    const BLOCKS: u64 = 12;
+
+    /// Fetches twelve blocks by `lanes` lanes from a source that is well, while `beside` runs until it is told that they have
+    /// ended. Returns the bytes, and how many ranges were fetched again.
+    fn run(lanes: usize, beside: impl Fn(&Transfer<'_>, &AtomicBool) + Sync) -> Result<(u64, u64), Error> {
+        let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
+        let server = Server::bind(&ServerConfig::default(), runtime.handle()).unwrap();
+        let bytes = Bytes::from(vec![7; usize::try_from(BLOCKS).unwrap() * block_len()]);
+        let item = Item::bytes("w", Dtype::U8, &[bytes.len() as u64], bytes);
+        let publication = Publication::new(Vec::new(), vec![item], Stability::Private, Box::new(())).unwrap();
+        server.store().publish(1, publication);
+        let options = FetchOptions { same_host: false, ..FetchOptions::within(Duration::from_secs(20)) };
+        let remote = Remote::open(&[&server.url("127.0.0.1")], 1, options).unwrap();
+        let plan = Plan::new(Vec::new(), remote.header().payload_len()).unwrap();
+        let received = BlockLedger::new(&[(0, BLOCKS)], Arc::default())?;
+        let transfer = Transfer {
+            remote: &remote,
+            plan: &plan,
+            rail_limits: remote.limits.clone(),
+            received: &received,
+            swarm: None,
+            shared: Shared::new(Scheduler::new(&[(0, BLOCKS)], 1, 1), Instant::now()),
+        };
+        let over = AtomicBool::new(false);
+        thread::scope(|scope| {
+            scope.spawn(|| beside(&transfer, &over));
+            while lanes == 1 && transfer.shared.lock().on_sources() == 0 {}
+            transfer.run(&vec![0; lanes - 1], Vec::new(), 0);
+            over.store(true, Ordering::Relaxed);
+        });
+        transfer.shared.into_scheduler().finish().map(|()| (received.take_bytes(), received.take_retries()))
+    }
+
+    #[test]
+    fn a_connection_that_is_shut_down_when_its_range_has_come_is_no_fault() {
+        for reason in [Cut::Recall, Cut::Slow(0)] {
+            let cuts = AtomicU64::new(0);
+            let cut_all = |transfer: &Transfer<'_>, over: &AtomicBool| {
+                while !over.load(Ordering::Relaxed) {
+                    let mut scheduler = transfer.shared.lock();
+                    let through = scheduler.cut_one_that_is_through(reason, block_len() as u64);
+                    cuts.fetch_add(through.is_some().into(), Ordering::Relaxed);
+                    cut(&scheduler, through.into_iter().collect());
+                }
+            };
+            // It may take a few rounds to come between the last byte of a range and its end.
+            let rounds = (0..100).take_while(|_| cuts.load(Ordering::Relaxed) < 10);
+            let retries: u64 = rounds.map(|_| run(4, cut_all).unwrap().1).sum();
+            assert_eq!((retries, cuts.into_inner() > 0), (0, true), "{reason:?}");
+        }
+    }
+
+    #[test]
+    fn a_lane_that_panics_leaves_its_range_to_the_others() {
+        let panics = |transfer: &Transfer<'_>, _: &AtomicBool| {
+            let lane = transfer.enlist(Endpoint::Source, 0, Duration::ZERO);
+            let ended = std::panic::catch_unwind(std::panic::AssertUnwindSafe(move || {
+                if let Task::Fetch { at, end, .. } = lane.next(false) {
+                    lane.at.set(at);
+                    lane.end.set(end);
+                }
+                panic!("as this test has it");
+            }));
+            assert!(ended.is_err());
+        };
+        assert_eq!(run(4, panics).unwrap().0, BLOCKS << 20);
+        let failed = run(1, panics).unwrap_err();
+        assert!(failed.kind() == ErrorKind::System && failed.to_string().contains("panicked"), "{failed}");
+    }
 
     #[test]
     fn rates_are_readable() {

@@ -90,12 +90,10 @@ impl Limits {
         Self { deadline, ..self.clone() }
     }
 
-    /// Sleeps for `length`, in steps of at most 20 ms, or until `over` holds or the operation must end; says whether it
-    /// may go on.
-    pub(crate) fn pause(&self, length: Duration, over: impl Fn() -> bool) -> bool {
+    /// Sleeps for `length`, in steps of at most 20 ms, or until the operation must end; says whether it may go on.
+    pub(crate) fn pause(&self, length: Duration) -> bool {
         let (step, started) = (Duration::from_millis(20), Instant::now());
-        while !over()
-            && let Ok(left) = self.left()
+        while let Ok(left) = self.left()
             && let Some(rest) = length.checked_sub(started.elapsed()).filter(|rest| !rest.is_zero())
         {
             std::thread::sleep(step.min(rest).min(left));
@@ -134,6 +132,6 @@ mod tests {
     fn a_pause_is_as_long_as_it_is_said_to_be() {
         let (started, stall) = (Instant::now(), Duration::from_secs(9));
         let limits = Limits { started, deadline: started + Duration::from_millis(3900), stall, cancel: Cancel::new() };
-        assert!((0..200).all(|_| limits.pause(Duration::from_millis(1), || false)));
+        assert!((0..200).all(|_| limits.pause(Duration::from_millis(1))));
     }
 }

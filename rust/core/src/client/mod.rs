@@ -9,7 +9,6 @@
 //! | `lane`, `range` | the workers, threads with one connection each; how one fetches a range |
 //! | `ledger` | received blocks |
 //! | `swarm`, `relaying` | fetching from other receivers, with the tracker of the source; serving on what has come |
-//! | `named_relays` | which of the relays that a tracker names are asked |
 //! | `source`, `url`, `targets`, `resolver` | where a source is, by which of its addresses, and how to reach it |
 //! | `rails`, `routes` | its other addresses, and which of ours lead there |
 //! | `get` | [`Get`]: one answer that is no container |
@@ -37,7 +36,6 @@ mod lane;
 mod lane_count;
 mod ledger;
 mod limits;
-mod named_relays;
 mod rails;
 mod range;
 mod relaying;

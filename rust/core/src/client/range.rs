@@ -67,8 +67,8 @@ impl Lane<'_> {
     /// Receives the blocks up to `end` from the source or relay of this number.
     fn fetch_run(&self, number: usize, connection: &mut Connection, end: u64, sink: &mut [u8]) -> Result<(), Error> {
         let Transfer { plan, received, shared, .. } = self.transfer;
-        let relays = self.transfer.swarm.filter(|_| number >= self.transfer.sources.len());
-        let algorithm = relays.map_or(self.transfer.algorithm, Swarm::algorithm);
+        let relays = self.transfer.swarm.filter(|_| number >= self.transfer.remote.sources.len());
+        let algorithm = relays.map_or(&self.transfer.remote.algorithm, Swarm::algorithm);
         let mut populated = self.at.get();
         while self.at.get() < end {
             let at = self.at.get();
@@ -109,9 +109,15 @@ impl Transfer<'_> {
         let bounds = |&(first, end): &(u64, u64)| (self.plan.block_bounds(first).0, self.plan.block_bounds(end - 1).1);
         if let [run] = runs {
             let (start, stop) = bounds(run);
-            let (start, stop) = (self.payload_start + start, self.payload_start + stop);
+            let (start, stop) = (self.remote.payload_start + start, self.remote.payload_start + stop);
             let head = connection.get(&self.path(), Some((start, stop)), Some(etag), None)?;
-            return check_range(connection, &head, start, stop, self.payload_start + self.payload_len);
+            return check_range(
+                connection,
+                &head,
+                start,
+                stop,
+                self.remote.payload_start + self.remote.header().payload_len(),
+            );
         }
         let path = format!("{}?blocks={}&grain={}", self.path(), format_runs(runs), self.plan.block_size());
         let head = connection.get(&path, None, Some(etag), None)?;
@@ -123,8 +129,8 @@ impl Transfer<'_> {
         if let Some(etag) = source.etag.get() {
             return Ok(etag);
         }
-        let (table, head) = read_digests(connection, self.key, None, &[(0, 0)], BLOCK_SIZE)?;
-        if table.header != self.header_digest || table.payload_len != self.payload_len {
+        let (table, head) = read_digests(connection, &self.remote.key, None, &[(0, 0)], BLOCK_SIZE)?;
+        if table.header != self.remote.header_digest || table.payload_len != self.remote.header().payload_len() {
             return Err(changed().at(source.url.authority()));
         }
         source.learn(head.same_host);

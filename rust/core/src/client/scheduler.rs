@@ -124,7 +124,7 @@ pub(super) enum Action {
 pub(super) struct Scheduler {
     waiting: VecDeque<(u64, u64)>,
     workers: Vec<Worker>,
-    /// How many sources there are, and the first to be asked.
+    /// How many sources there are.
     sources: usize,
     /// The most blocks that are fetched from a relay at a time.
     unit: u64,
@@ -384,8 +384,8 @@ impl Scheduler {
         }
     }
 
-    /// Worker `index` gives back what is left of its range from block `at` on, after a failure or not.
-    /// Returns why its connection was shut down, if it was.
+    /// Worker `index` gives back what is left of its range from block `at` on, and says whether all went well. Returns
+    /// why its connection was shut down, if it was.
     pub(super) fn end(
         &mut self,
         now: Duration,
@@ -468,12 +468,14 @@ impl Scheduler {
         action
     }
 
-    /// Worker `index` has ended because of `error`, or since nothing is left. The last one on a source fails the transfer.
+    /// Worker `index` has ended because of `error`, or since nothing is left. While something is, the last one on a source
+    /// fails the transfer.
     pub(super) fn leave(&mut self, index: usize, error: Option<Error>) {
         self.workers[index].is_gone = true;
         if let Some(error) = error
             && self.workers[index].role == Role::Source
             && !self.is_manned()
+            && !self.is_over()
         {
             self.give_up(error);
         }

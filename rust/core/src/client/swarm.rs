@@ -2,7 +2,11 @@
 //!
 //! A [`Swarm`] accompanies the lanes of one transfer. Lanes to the source fetch what its tracker has granted; each relay
 //! that the tracker names gets a lane of its own. What to do next is decided in [`Receiver`]. A relay that fails in any
-//! way is set aside, and what it was to bring goes back into the queue: relays cannot fail a transfer.
+//! way is set aside, and what it was to bring waits again: relays cannot fail a transfer.
+//!
+//! A tracker may be hostile, and so may be whoever has changed its answer. So nothing is asked for at an address that it
+//! names but the path of a relay, and no address only this machine or this link has, unless the source itself was
+//! reached by one.
 
 use std::net::IpAddr;
 use std::num::NonZero;
@@ -11,14 +15,13 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 use std::time::{Duration, Instant};
 
 use tensorferry_wire::digest::{Algorithm, BlockDigests, WideTable};
-use tensorferry_wire::swarm::{Answer, Ask, Nearness};
+use tensorferry_wire::swarm::{Answer, Ask, Nearness, is_relay_path};
 
-use super::Source;
 use super::answers::read_long_digests;
 use super::connection::Connection;
 use super::limits::Limits;
-use super::named_relays::NamedRelays;
 use super::relaying::OpenRelay;
+use super::{Remote, Source};
 use crate::cancel::Cancel;
 use crate::error::{Error, ErrorKind};
 use crate::payload::Plan;
@@ -43,13 +46,10 @@ const MAP_PAUSE: Duration = Duration::from_millis(10);
 /// The swarm as one transfer sees it.
 pub(super) struct Swarm<'a> {
     relay: &'a OpenRelay<'a>,
+    remote: &'a Remote,
     source: &'a Source,
-    key: &'a str,
-    /// The first bytes of the payload.
-    prefix: &'a [u8],
     etag: &'a str,
     blocks: u64,
-    at_once: bool,
     /// Whether others cannot reach the relay.
     is_hidden: AtomicBool,
     /// The most blocks that are fetched from a relay at a time.
@@ -63,9 +63,6 @@ pub(super) struct Swarm<'a> {
     table: OnceLock<Arc<WideTable>>,
     /// The algorithm for the checksums of what relays bring.
     algorithm: Algorithm,
-    /// What the digests have to be of: the checksum of the header, and the length of the payload.
-    header_digest: u64,
-    payload_len: u64,
     relays: Mutex<NamedRelays>,
     /// Those of relays: their lanes end with the others.
     pub(super) limits: Limits,
@@ -90,16 +87,16 @@ pub(super) struct NewRelay {
 }
 
 impl<'a> Swarm<'a> {
+    /// The swarm of `remote`, which fetches as `plan` says since the time `began`; `help` ends the lanes of relays. `None`
+    /// where the source has no entity tag.
     pub(super) fn new(
         relay: &'a OpenRelay<'a>,
-        source: &'a Source,
-        (key, prefix): (&'a str, &'a [u8]),
+        remote: &'a Remote,
         plan: &Plan,
-        (header_digest, payload_len): (u64, u64),
-        (at_once, beside): (bool, usize),
-        (limits, began): (&Limits, Instant),
+        began: Instant,
         help: &Cancel,
     ) -> Result<Option<Self>, Error> {
+        let (source, limits, (_, beside)) = (&remote.sources[remote.primary], &remote.limits, remote.joining);
         let Some(etag) = source.etag.get() else { return Ok(None) };
         let blocks = plan.block_count();
         let count = usize::try_from(blocks).map_err(|e| Error::caused(ErrorKind::System, "too many blocks", e))?;
@@ -112,12 +109,10 @@ impl<'a> Swarm<'a> {
         let limits = Limits { cancel: help.clone(), ..tracker_limits.clone() };
         Ok(Some(Self {
             relay,
+            remote,
             source,
-            key,
-            prefix,
             etag,
             blocks,
-            at_once,
             is_hidden: AtomicBool::new(false),
             unit: (wanted / 256).clamp(1, 16),
             most_relays: (MOST_RELAYS / beside).max(LEAST_RELAYS),
@@ -126,8 +121,6 @@ impl<'a> Swarm<'a> {
             tracker: Mutex::default(),
             table: OnceLock::new(),
             algorithm,
-            header_digest,
-            payload_len,
             relays: Mutex::default(),
             limits,
             tracker_limits,
@@ -142,9 +135,9 @@ impl<'a> Swarm<'a> {
         }
         let mut receiver = self.receiver();
         let joins = receiver.is_worth_joining(self.now(), bytes, self.relay.bytes().saturating_sub(bytes))
-            || (self.at_once && !receiver.has_joined());
+            || (self.remote.joining.0 && !receiver.has_joined());
         drop(receiver);
-        if joins && !self.relay.show(self.prefix) {
+        if joins && !self.relay.show(&self.remote.prefix) {
             self.is_hidden.store(true, Ordering::Relaxed);
             return false;
         }
@@ -223,11 +216,11 @@ impl<'a> Swarm<'a> {
     /// Fetches the digests of all blocks. Without them it goes on as before.
     fn fetch_table(&self, tracker: &mut Option<Connection>) {
         let Some(connection) = tracker else { return };
-        let Ok(table) = read_long_digests(connection, self.key, Some(self.etag), self.blocks) else {
+        let Ok(table) = read_long_digests(connection, &self.remote.key, Some(self.etag), self.blocks) else {
             *tracker = None;
             return;
         };
-        if table.header == self.header_digest && table.payload_len == self.payload_len {
+        if table.header == self.remote.header_digest && table.payload_len == self.remote.header().payload_len() {
             let _ = self.table.set(Arc::new(table));
             self.receiver().note_table();
         }
@@ -240,7 +233,7 @@ impl<'a> Swarm<'a> {
     }
 
     fn answer(&self, tracker: &mut Option<Connection>, ask: &Ask) -> Result<Answer, Error> {
-        let path = format!("{}/swarm?{}", self.key, ask.query());
+        let path = format!("{}/swarm?{}", self.remote.key, ask.query());
         let of = (self.source, self.etag, self.blocks);
         match request(tracker, of, &self.tracker_limits, &path) {
             // The connection may have been given to somebody else since the last answer.
@@ -306,7 +299,7 @@ impl RelayView {
 
     /// Learns what `relay` has. If there was nothing to fetch from it, waits until it has more, or for a moment.
     pub(super) fn refresh(&mut self, swarm: &Swarm<'_>, relay: &NewRelay, wait: bool) -> Result<(), Error> {
-        if wait && !swarm.limits.pause(MAP_PAUSE, || false) {
+        if wait && !swarm.limits.pause(MAP_PAUSE) {
             return Err(swarm.limits.over());
         }
         let connection = match &mut self.connection {
@@ -314,7 +307,7 @@ impl RelayView {
             none => none.insert(Connection::open(&relay.source.url, &swarm.limits)?),
         };
         let since = if wait { format!("?since={}", self.count) } else { String::new() };
-        let head = connection.get(&format!("{}/have{since}", swarm.key), None, Some(swarm.etag), None)?;
+        let head = connection.get(&format!("{}/have{since}", swarm.remote.key), None, Some(swarm.etag), None)?;
         if head.status != 200 {
             return Err(connection.refuse(&head));
         }
@@ -327,5 +320,138 @@ impl RelayView {
         drop(receiver);
         self.count = count;
         Ok(())
+    }
+}
+
+/// How often one receive tries relays in all, and how often the same one, as long as it does not lie, which counts as
+/// that many tries: a relay that was slow, or frozen, may be the only one that has a block when the source is gone.
+const MOST_TRIED: usize = 256;
+const MOST_TIMES: usize = 3;
+
+/// The relays that the tracker has named.
+#[derive(Default)]
+struct NamedRelays {
+    /// The URLs that were tried, each time, and those that are fetched from.
+    tried: Vec<String>,
+    active: Vec<String>,
+}
+
+impl NamedRelays {
+    /// The relay at `url`, which `source` names whom we have reached at the address `there`, if it is not fetched from, nor
+    /// `most` others, was not tried too often, and may be asked. One that may not be asked counts as tried.
+    fn begin(&mut self, url: &str, (source, there): (&Source, Option<IpAddr>), most: usize) -> Option<Source> {
+        let times = self.tried.iter().filter(|tried| *tried == url).count();
+        let is_full = self.tried.len() >= MOST_TRIED || self.active.len() >= most;
+        if is_full || times >= MOST_TIMES || self.active.iter().any(|active| active == url) {
+            return None;
+        }
+        self.tried.push(url.to_owned());
+        let relay = Source::parse(url, source.wants_same_host, source.url.secret()).ok()?;
+        if !may_be_asked(&relay, source, there) {
+            return None;
+        }
+        self.active.push(url.to_owned());
+        Some(relay)
+    }
+
+    /// The relay at `url` is fetched from no more, if it `lied`, or until the tracker names it again.
+    fn set_aside(&mut self, url: &str, lied: bool) {
+        self.active.retain(|active| active != url);
+        let times = if lied { MOST_TIMES } else { 0 };
+        self.tried.extend(std::iter::repeat_n(url.to_owned(), times));
+    }
+}
+
+/// Whether `relay` may be one: at an address, so that nobody is asked for a name, and encrypted if `source` is.
+fn may_be_asked(relay: &Source, source: &Source, there: Option<IpAddr>) -> bool {
+    let Some(host) = relay.url.host().parse::<IpAddr>().ok().map(|host| host.to_canonical()) else { return false };
+    let is_near = |address: IpAddr| [address.is_loopback(), is_link_local(address)];
+    let (near, near_source) = (is_near(host), there.map_or([false; 2], is_near));
+    let is_reached = near.iter().zip(near_source).all(|(relay, source)| source || !relay);
+    let is_host = !host.is_unspecified() && !host.is_multicast() && relay.url.port() > 0;
+    let is_private = source.url.tls().is_none() || relay.url.tls().is_some();
+    is_host && is_reached && is_private && is_relay_path(relay.url.prefix())
+}
+
+/// Whether only hosts of one link have this address: services of a cloud for its machines are at some of them.
+fn is_link_local(address: IpAddr) -> bool {
+    match address {
+        IpAddr::V4(address) => address.is_link_local(),
+        IpAddr::V6(address) => address.is_unicast_link_local(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const TOKEN: &str = "0123456789abcdef0123456789abcdef";
+
+    fn begins(url: &str, there: &str) -> bool {
+        let source = Source::parse("http://10.0.0.1:1/0f/checkpoint/", false, None).unwrap();
+        NamedRelays::default().begin(url, (&source, there.parse().ok()), 12).is_some()
+    }
+
+    #[test]
+    fn a_tracker_leads_to_relays_alone() {
+        for host in ["10.0.0.7", "192.0.2.1", "[2001:db8::1]", "[::ffff:10.0.0.7]"] {
+            assert!(begins(&format!("http://{host}:4000/{TOKEN}/checkpoint/"), "10.0.0.1"), "{host}");
+        }
+        for host in [
+            "127.0.0.1",
+            "[::1]",
+            "[::ffff:127.0.0.1]",
+            "169.254.169.254",
+            "[fe80::1]",
+            "0.0.0.0",
+            "[::]",
+            "224.0.0.1",
+            "localhost",
+            "node7",
+            "2130706433",
+        ] {
+            assert!(!begins(&format!("http://{host}:4000/{TOKEN}/checkpoint/"), "10.0.0.1"), "{host}");
+        }
+        for path in [
+            "",
+            "checkpoint/",
+            "latest/meta-data/",
+            &format!("{TOKEN}/checkpoint/../"),
+            &format!("{TOKEN}~10.0.0.9/checkpoint/"),
+            &format!("{TOKEN}/checkpoint/?a=/"),
+            &format!("admin/{TOKEN}/checkpoint/"),
+            &format!("{}/checkpoint/", &TOKEN[1..]),
+        ] {
+            assert!(!begins(&format!("http://10.0.0.7:4000/{path}"), "10.0.0.1"), "{path}");
+        }
+        assert!(!begins(&format!("http://10.0.0.7:0/{TOKEN}/checkpoint/"), "10.0.0.1"));
+    }
+
+    #[test]
+    fn a_near_source_may_name_near_relays() {
+        for (host, there) in [("127.0.0.1", "127.0.0.1"), ("127.0.0.1", "::1"), ("169.254.0.7", "169.254.0.1")] {
+            assert!(begins(&format!("http://{host}:4000/{TOKEN}/checkpoint/"), there), "{host}");
+        }
+        assert!(!begins(&format!("http://127.0.0.1:4000/{TOKEN}/checkpoint/"), "169.254.0.1"));
+        assert!(!begins(&format!("http://127.0.0.1:4000/{TOKEN}/checkpoint/"), "unknown"));
+    }
+
+    #[test]
+    fn a_relay_is_tried_so_often_and_one_that_lies_no_more() {
+        let source = Source::parse("http://10.0.0.1:1/0f/checkpoint/", false, None).unwrap();
+        let mut relays = NamedRelays::default();
+        let url = |number: u32| format!("http://10.0.0.7:4000/{number:032x}/checkpoint/");
+        let begin = |relays: &mut NamedRelays, number| relays.begin(&url(number), (&source, None), 2);
+        for _ in 0..MOST_TIMES {
+            begin(&mut relays, 1).unwrap();
+            assert!(begin(&mut relays, 1).is_none(), "it is fetched from");
+            relays.set_aside(&url(1), false);
+        }
+        assert!(begin(&mut relays, 1).is_none());
+        begin(&mut relays, 2).unwrap();
+        relays.set_aside(&url(2), true);
+        assert!(begin(&mut relays, 2).is_none());
+        assert!(begin(&mut relays, 3).is_some() && begin(&mut relays, 4).is_some());
+        assert!(begin(&mut relays, 5).is_none(), "there are enough");
     }
 }

@@ -79,8 +79,6 @@ struct State {
     named: Vec<IpAddr>,
     /// The address of the first connection.
     good: Option<IpAddr>,
-    /// Whether that has failed: the others have equal shares then.
-    is_good_lost: bool,
     records: BTreeMap<IpAddr, Record>,
 }
 
@@ -93,8 +91,6 @@ struct Record {
     is_waiting: bool,
     /// Whether something else answers there.
     is_foreign: bool,
-    /// How many connections were made to it.
-    uses: u32,
 }
 
 impl Targets {
@@ -145,8 +141,7 @@ impl Targets {
         let mut found = self.all(&state);
         found.sort_by_key(|address| {
             let record = state.record(key(address));
-            let uses = if state.is_good_lost { record.uses } else { 0 };
-            (record.failures, self.is_left_alone(key(address)), state.good != Some(key(address)), uses)
+            (record.failures, self.is_left_alone(key(address)), state.good != Some(key(address)))
         });
         found
     }
@@ -181,7 +176,6 @@ impl Targets {
     pub(super) fn note_connected(&self, address: IpAddr, beaten: &[SocketAddr]) {
         let mut state = self.state.locked();
         state.good.get_or_insert(address);
-        state.records.entry(address).or_default().uses += 1;
         for other in beaten {
             self.note_failed(&mut state, key(other));
         }
@@ -207,7 +201,7 @@ impl Targets {
     /// Notes that the source at `address` is there and has nothing to say yet: that is where it is asked again.
     pub(super) fn note_waiting(&self, address: IpAddr) {
         let mut state = self.state.locked();
-        (state.good, state.is_good_lost) = (Some(address), false);
+        state.good = Some(address);
         let record = state.records.entry(address).or_default();
         (record.failures, record.is_waiting) = (0, true);
     }
@@ -216,7 +210,7 @@ impl Targets {
     pub(super) fn note_answered(&self, address: IpAddr) {
         if self.has_failed.load(Ordering::Relaxed) {
             let mut state = self.state.locked();
-            state.records.insert(address, Record { uses: 1, ..Record::default() });
+            state.records.insert(address, Record::default());
             ADDRESSES.leave((None, address), self.port, Duration::ZERO);
             for (&other, record) in &state.records {
                 if record.failures > 0 && !self.is_left_alone(other) {
@@ -232,7 +226,6 @@ impl Targets {
 
     fn note_failed(&self, state: &mut State, address: IpAddr) {
         self.has_failed.store(true, Ordering::Relaxed);
-        state.is_good_lost |= state.good == Some(address);
         let record = state.records.entry(address).or_default();
         record.failures = record.failures.saturating_add(1);
         record.is_waiting = false;
@@ -362,23 +355,15 @@ mod tests {
     }
 
     #[test]
-    fn connections_stay_with_the_first_address_until_it_fails_and_are_spread_then() {
+    fn connections_stay_with_the_first_address_until_it_fails() {
         let all = targets(Some(1), None, &[2, 3]);
-        for _ in 0..3 {
-            assert_eq!(order(&all)[0], ip(1));
-            all.note_connected(ip(1), &[]);
-        }
-        all.note_silent(ip(1));
-        let next: Vec<_> = (0..4)
-            .map(|_| {
-                let first = order(&all)[0];
-                all.note_connected(first, &[]);
-                first
-            })
-            .collect();
-        assert_eq!(next, [2, 3, 2, 3].map(ip));
+        all.note_connected(ip(2), &[]);
+        all.note_connected(ip(1), &[]);
+        assert_eq!(order(&all), [2, 1, 3].map(ip));
+        all.note_silent(ip(2));
+        assert_eq!(order(&all), [1, 3, 2].map(ip));
         // Those that were tried in vain before come behind.
-        all.note_connected(ip(3), &[(ip(2), 7).into()]);
+        all.note_connected(ip(3), &[(ip(1), 7).into()]);
         assert_eq!(order(&all)[0], ip(3));
     }
 

@@ -45,28 +45,28 @@ const SAME_HOST_BYTES: u64 = 16 << 20;
 
 /// A checkpoint at its source: the header is here and verified, the payload is not fetched yet.
 pub struct Remote {
-    sources: Vec<Source>,
+    pub(super) sources: Vec<Source>,
     /// The source that the others are held against.
-    primary: usize,
+    pub(super) primary: usize,
     /// The source that header and prefix came from.
     opener: usize,
     step: i64,
     /// The step as paths have it.
-    key: String,
+    pub(super) key: String,
     header: Arc<Header>,
-    header_digest: u64,
-    algorithm: Algorithm,
-    payload_start: u64,
+    pub(super) header_digest: u64,
+    pub(super) algorithm: Algorithm,
+    pub(super) payload_start: u64,
     /// The first blocks of the payload, verified: what the header's reserved entries need, or all of a small one.
-    prefix: Vec<u8>,
-    limits: Limits,
+    pub(super) prefix: Vec<u8>,
+    pub(super) limits: Limits,
     lanes: Option<usize>,
     pool: Option<Arc<ArenaPool>>,
     progress: Arc<AtomicU64>,
     /// Serves on what is received, where this takes part in a swarm.
     relay: Option<Arc<dyn RelayHost>>,
     /// Whether it takes part from the beginning, and how many receives of this process share its cores and links.
-    joining: (bool, usize),
+    pub(super) joining: (bool, usize),
     /// The addresses at both ends of the connection that brought the header, if it went over the network.
     route: Option<(IpAddr, IpAddr)>,
     /// Those that can be used again.

@@ -4,7 +4,6 @@
 //! up the deadline. One that says nothing is asked again later and given twice as long; a refused connection is retried
 //! once. So it is with the addresses of one source (`targets`), of which each request takes the first that has not failed.
 
-use std::collections::{BTreeMap, VecDeque};
 use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -79,165 +78,205 @@ impl Remote {
         let sources = urls.iter().map(|url| Source::parse(url, options.same_host, options.secret.as_ref()));
         let sources = sources.collect::<Result<Vec<_>, Error>>()?;
         let mut last = Error::new(ErrorKind::Invalid, "no source was named");
-        // For each source that did not answer in time: what was being waited for.
-        let mut waited: Vec<Option<String>> = vec![None; sources.len()];
-        // For each source: the snapshot it has begun to send, and its error once that was gone.
-        let mut begun: Vec<(Option<String>, Option<Error>)> = sources.iter().map(|_| (None, None)).collect();
-        // For each source: why it was asked by another address.
-        let mut refused: Vec<Option<Error>> = sources.iter().map(|_| None).collect();
-        let (mut reopened, mut troubles) = (0, BTreeMap::new());
-        let mut passes: Vec<Passes> = sources.iter().map(|_| Passes::default()).collect();
+        let mut candidates: Vec<_> = sources.iter().map(|source| Candidate::new(&source.url)).collect();
+        let first = (options.ahead, options.most_described);
         // Each in turn, so that one that is stuck costs a share of the time and not all of it.
-        let mut standing: VecDeque<_> = (0..sources.len()).map(Turn::first).collect();
-        while let Some(Turn { source: primary, asked, failures, not_before }) = Turn::next(&mut standing) {
-            let wait = not_before.map_or(Duration::ZERO, |then| then.saturating_duration_since(Instant::now()));
+        while let Some(primary) = Candidate::next(&candidates) {
+            let others = candidates.iter().filter(|candidate| !candidate.is_done).count() - 1;
+            let candidate = &mut candidates[primary];
+            let wait = candidate.wait();
             if limits.left().is_ok_and(|left| left < wait) {
                 // No source wants to be asked before the deadline.
                 return Err(last);
             }
-            if asked > 0 && !limits.pause(wait, || false) {
-                return Err(match limits.left() {
-                    Err(over) if last.is_timeout() || !over.is_timeout() => late(over, step, &waited),
-                    _ => last,
-                });
+            if candidate.asked > 0 && !limits.pause(wait) {
+                break;
             }
-            let url = &sources[primary].url;
-            let (etag, gone) = &mut begun[primary];
-            let (share, patience) = share_and_patience(&limits, standing.len(), asked, gone.is_some());
-            let limited = (&limits, &share, patience);
-            let (asking, passes) = ((step, (options.ahead, options.most_described)), &mut passes[primary]);
-            let (opened, at) = ask(url, asking, limited, etag, passes, &mut waited[primary]);
-            let connected = at.is_some();
-            let nobody = !connected && opened.as_ref().is_err_and(|e| e.kind() == ErrorKind::Connect);
-            let (opened, goes_elsewhere) = judged(opened, (url.targets(), at), &mut refused[primary], &limits);
-            match opened {
-                Ok(opened) => {
-                    sources[primary].note_opened(opened.etag, opened.connection.route(), opened.offers);
-                    return Ok(Self {
-                        sources,
-                        primary,
-                        opener: primary,
-                        step: opened.step,
-                        key: opened.step.to_string(),
-                        payload_start: opened.payload_start,
-                        header: Arc::new(opened.header),
-                        header_digest: opened.header_digest,
-                        algorithm: secret::algorithm(options.secret.as_ref()),
-                        prefix: opened.prefix,
-                        route: opened.connection.route(),
-                        // It was given a share of the time, and must not end with that.
-                        connections: vec![opened.connection.within(&limits)],
-                        opening: started.elapsed(),
-                        reopened,
-                        troubles,
-                        lanes: options.lanes,
-                        pool: options.pool,
-                        progress: options.progress,
-                        relay: options.relay,
-                        joining: (options.relays_at_once, options.beside.max(1)),
-                        limits,
-                    });
-                }
-                Err(e) if goes_elsewhere => {
-                    // Behind a proxy, the port of one address may be that of another program.
-                    last = Error::new(e.kind(), e.to_string());
-                    refused[primary] = Some(e);
-                    standing.push_front(Turn { source: primary, asked, failures, not_before: None });
-                }
-                Err(e) if e.is_timeout() && gone.is_some() => {
-                    // This wait is for another snapshot than the one that was begun, and may last for ever.
-                    last = gone.take().unwrap_or(e);
-                }
+            let (opened, at) = candidate.ask(step, first, &limits, others);
+            let opened = match opened {
+                Ok(opened) => opened,
                 Err(e) => {
-                    // A refusal by status is the source's answer and stays. A refused connection is retried once.
-                    let refused = matches!(e.kind(), ErrorKind::Status(_));
-                    let repairable = e.is_transient() || e.kind() == ErrorKind::Changed;
-                    let most = if nobody { 2 } else { ATTEMPTS };
-                    let failures = if e.is_timeout() { failures } else { failures + 1 };
-                    if connected && e.is_transient() && !refused && !e.is_timeout() {
-                        // What it has sent comes again, as a range of a lane does that is given to another connection.
-                        reopened += 1;
-                        troubles.insert(url.authority().to_owned(), Trouble::of(&e));
-                    }
-                    if repairable && !refused && failures < most {
-                        let not_before = Instant::now().checked_add(backoff(&e, failures));
-                        standing.push_back(Turn { source: primary, asked: asked + 1, failures, not_before });
-                    }
-                    let changed = e.kind() == ErrorKind::Changed;
-                    last = e.at(&asked_for(step, url.authority()));
-                    if changed {
-                        *etag = None;
-                        *gone = Some(Error::new(ErrorKind::Changed, last.to_string()));
-                    }
+                    last = candidate.note(e, at, step, &limits);
+                    continue;
                 }
-            }
+            };
+            let reopened = candidates.iter().map(|candidate| candidate.reopened).sum();
+            let trouble = |candidate: Candidate| Some((candidate.url.authority().to_owned(), candidate.trouble?));
+            let troubles = candidates.into_iter().filter_map(trouble).collect();
+            sources[primary].note_opened(opened.etag, opened.connection.route(), opened.offers);
+            return Ok(Self {
+                sources,
+                primary,
+                opener: primary,
+                step: opened.step,
+                key: opened.step.to_string(),
+                payload_start: opened.payload_start,
+                header: Arc::new(opened.header),
+                header_digest: opened.header_digest,
+                algorithm: secret::algorithm(options.secret.as_ref()),
+                prefix: opened.prefix,
+                route: opened.connection.route(),
+                // It was given a share of the time, and must not end with that.
+                connections: vec![opened.connection.within(&limits)],
+                opening: started.elapsed(),
+                reopened,
+                troubles,
+                lanes: options.lanes,
+                pool: options.pool,
+                progress: options.progress,
+                relay: options.relay,
+                joining: (options.relays_at_once, options.beside.max(1)),
+                limits,
+            });
         }
         match limits.left() {
-            Err(over) if last.is_timeout() && over.is_timeout() => Err(late(over, step, &waited)),
+            Err(over) if last.is_timeout() || !over.is_timeout() => {
+                let over = if let Some(step) = step { over.at(&format!("step {step}")) } else { over };
+                let waited: Vec<_> = candidates.into_iter().filter_map(|candidate| candidate.waited).collect();
+                Err(over.waiting_for(|| waited.join("; ")))
+            }
             _ => Err(last),
         }
     }
 }
 
-/// Asks the source at `url` for `step`, without one for what it serves, and for the beginning of it, within a share of
-/// `limits`; notes in `waited` what was waited for in vain, and how the address has done. Also returns that, once there is a
-/// connection.
-fn ask(
-    url: &Arc<SourceUrl>,
-    (step, first): (Option<i64>, (u64, u64)),
-    (limits, share, patience): (&Limits, &Limits, Duration),
-    etag: &mut Option<String>,
-    passes: &mut Passes,
-    waited: &mut Option<String>,
-) -> (Result<FirstFetch, Error>, Option<IpAddr>) {
-    let connection = match Connection::open(url, share) {
-        Ok(connection) => connection,
-        Err(e) => {
-            if e.is_timeout() {
-                *waited = Some(reason(&e));
-            }
-            return (Err(e), None);
-        }
-    };
-    let (there, at) = (connection.peer(), connection.address());
-    let connection = connection.in_hurry(OPEN_PATIENCE);
-    let patience = connection.patience(patience);
-    let opened = FirstFetch::read(connection, step, first, share, patience, etag, passes);
-    let targets = url.targets();
-    match (&opened, at) {
-        (Ok(_), Some(at)) => targets.note_answered(at),
-        (Err(e), Some(at)) if e.is_timeout() => {
-            targets.note_silent(at);
-            if limits.left().is_ok() || waited.is_none() {
-                let state = there.and_then(|there| state_at(url, there, &why_limits(limits, patience)));
-                if state.is_some() {
-                    targets.note_waiting(at);
-                }
-                let why = state.unwrap_or_else(|| "it accepts connections and answers nothing".to_owned());
-                *waited = Some(format!("{}: {why}", reason(e)));
-            }
-        }
-        _ => {}
-    }
-    (opened, at)
+/// A source that may be opened, and what asking it has shown so far.
+struct Candidate {
+    url: Arc<SourceUrl>,
+    is_done: bool,
+    /// How often it was asked; how often it has failed in another way than by silence; when it may be asked again.
+    asked: u32,
+    failures: u32,
+    not_before: Option<Instant>,
+    /// What was being waited for when it did not answer in time.
+    waited: Option<String>,
+    /// The snapshot it has begun to send, and its error once that was gone.
+    etag: Option<String>,
+    gone: Option<Error>,
+    /// Why it was asked by another address.
+    refused: Option<Error>,
+    passes: Passes,
+    /// How often opening had to be begun anew after a connection had been made, and the last reason.
+    reopened: u64,
+    trouble: Option<Trouble>,
 }
 
-/// What `opened`, the result of a request at the address `at`, counts as, and whether another address is to be asked at
-/// once. What one has `refused` counts when the others say nothing.
-fn judged(
-    opened: Result<FirstFetch, Error>,
-    (targets, at): (&Targets, Option<IpAddr>),
-    refused: &mut Option<Error>,
-    limits: &Limits,
-) -> (Result<FirstFetch, Error>, bool) {
-    match (opened, at) {
-        (Err(e), Some(at)) if goes_elsewhere(targets, at, &e) && limits.left().is_ok() => (Err(e), true),
-        (Err(e), _) if matches!(e.kind(), ErrorKind::Timeout | ErrorKind::Connect) => {
-            let is_last = !targets.has_untried() && limits.left().is_ok();
-            let before = if is_last { refused.take() } else { None };
-            (Err(before.unwrap_or(e)), false)
+impl Candidate {
+    fn new(url: &Arc<SourceUrl>) -> Self {
+        Self {
+            url: Arc::clone(url),
+            is_done: false,
+            asked: 0,
+            failures: 0,
+            not_before: None,
+            waited: None,
+            etag: None,
+            gone: None,
+            refused: None,
+            passes: Passes::default(),
+            reopened: 0,
+            trouble: None,
         }
-        (opened, _) => (opened, false),
+    }
+
+    /// How long it is not to be asked still.
+    fn wait(&self) -> Duration {
+        self.not_before.map_or(Duration::ZERO, |then| then.saturating_duration_since(Instant::now()))
+    }
+
+    /// The number of the one that may be asked now and was asked least, or else of the one that may be asked soonest.
+    fn next(candidates: &[Self]) -> Option<usize> {
+        let standing = (0..candidates.len()).filter(|&index| !candidates[index].is_done);
+        standing.min_by_key(|&index| (candidates[index].wait(), candidates[index].asked))
+    }
+
+    /// Asks for `step`, without one for what it serves, and for the beginning of it, within a share of `limits` while
+    /// `others` are to be asked as well; notes what was waited for in vain, and how the address has done. Also returns
+    /// that, once there is a connection.
+    fn ask(
+        &mut self,
+        step: Option<i64>,
+        first: (u64, u64),
+        limits: &Limits,
+        others: usize,
+    ) -> (Result<FirstFetch, Error>, Option<IpAddr>) {
+        let (share, patience) = share_and_patience(limits, others, self.asked, self.gone.is_some());
+        let connection = match Connection::open(&self.url, &share) {
+            Ok(connection) => connection,
+            Err(e) => {
+                if e.is_timeout() {
+                    self.waited = Some(reason(&e));
+                }
+                return (Err(e), None);
+            }
+        };
+        let (there, at) = (connection.peer(), connection.address());
+        let connection = connection.in_hurry(OPEN_PATIENCE);
+        let patience = connection.patience(patience);
+        let opened = FirstFetch::read(connection, step, first, &share, patience, &mut self.etag, &mut self.passes);
+        let targets = self.url.targets();
+        match (&opened, at) {
+            (Ok(_), Some(at)) => targets.note_answered(at),
+            (Err(e), Some(at)) if e.is_timeout() => {
+                targets.note_silent(at);
+                if limits.left().is_ok() || self.waited.is_none() {
+                    let why = limits.at_most((patience / 4).clamp(Duration::from_millis(50), WHY_PATIENCE));
+                    let state = there.and_then(|there| state_at(&self.url, there, &why));
+                    if state.is_some() {
+                        targets.note_waiting(at);
+                    }
+                    let why = state.unwrap_or_else(|| "it accepts connections and answers nothing".to_owned());
+                    self.waited = Some(format!("{}: {why}", reason(e)));
+                }
+            }
+            _ => {}
+        }
+        (opened, at)
+    }
+
+    /// Notes that a request has ended with `error`, at the address `at` if there was a connection: whether it is asked again,
+    /// when, and by another address or not. Returns the error that counts if nothing better comes.
+    fn note(&mut self, error: Error, at: Option<IpAddr>, step: Option<i64>, limits: &Limits) -> Error {
+        let targets = self.url.targets();
+        if at.is_some_and(|at| goes_elsewhere(targets, at, &error)) && limits.left().is_ok() {
+            // Behind a proxy, the port of one address may be that of another program.
+            self.not_before = None;
+            let last = Error::new(error.kind(), error.to_string());
+            self.refused = Some(error);
+            return last;
+        }
+        // A refused connection is retried once.
+        let most = if at.is_none() && error.kind() == ErrorKind::Connect { 2 } else { ATTEMPTS };
+        let is_mute = matches!(error.kind(), ErrorKind::Timeout | ErrorKind::Connect);
+        // What one address has refused counts when the others say nothing.
+        let refused = self.refused.take_if(|_| is_mute && !targets.has_untried() && limits.left().is_ok());
+        let error = refused.unwrap_or(error);
+        if error.is_timeout()
+            && let Some(gone) = self.gone.take()
+        {
+            // This wait is for another snapshot than the one that was begun, and may last for ever.
+            self.is_done = true;
+            return gone;
+        }
+        // A refusal by status is the source's answer and stays.
+        let is_refusal = matches!(error.kind(), ErrorKind::Status(_));
+        let is_changed = error.kind() == ErrorKind::Changed;
+        self.failures += u32::from(!error.is_timeout());
+        if at.is_some() && error.is_transient() && !is_refusal && !error.is_timeout() {
+            // What it has sent comes again, as a range of a lane does that is given to another connection.
+            self.reopened += 1;
+            self.trouble = Some(Trouble::of(&error));
+        }
+        self.is_done = !(error.is_transient() || is_changed) || is_refusal || self.failures >= most;
+        self.asked += 1;
+        self.not_before = Instant::now().checked_add(backoff(&error, self.failures));
+        let authority = self.url.authority();
+        let last = error.at(&step.map_or_else(|| authority.to_owned(), |step| format!("step {step} from {authority}")));
+        if is_changed {
+            self.etag = None;
+            self.gone = Some(Error::new(ErrorKind::Changed, last.to_string()));
+        }
+        last
     }
 }
 
@@ -260,11 +299,6 @@ fn goes_elsewhere(targets: &Targets, at: IpAddr, e: &Error) -> bool {
     !matches!(e.kind(), ErrorKind::Corrupt | ErrorKind::Torn) && targets.has_untried()
 }
 
-/// How errors name what was asked for.
-fn asked_for(step: Option<i64>, authority: &str) -> String {
-    step.map_or_else(|| authority.to_owned(), |step| format!("step {step} from {authority}"))
-}
-
 /// What of the limits one try may take while `others` are still to be asked, and how long its answer may take to begin.
 ///
 /// A silent source may have nothing to serve yet, or be stuck: it is asked again and given longer each time.
@@ -279,33 +313,6 @@ fn share_and_patience(limits: &Limits, others: usize, asked: u32, has_gone: bool
     (share, if has_gone { patience.min(NEXT_PATIENCE) } else { patience })
 }
 
-/// A source that is still to be asked.
-#[derive(Debug)]
-struct Turn {
-    /// Its number.
-    source: usize,
-    /// How often it was asked.
-    asked: u32,
-    /// How often it has failed in another way than by silence.
-    failures: u32,
-    /// When it may be asked again.
-    not_before: Option<Instant>,
-}
-
-impl Turn {
-    fn first(source: usize) -> Self {
-        Self { source, asked: 0, failures: 0, not_before: None }
-    }
-
-    /// Takes the first that may be asked now, or else the one that may be asked soonest.
-    fn next(standing: &mut VecDeque<Self>) -> Option<Self> {
-        let now = Instant::now();
-        let wait = |turn: &Self| turn.not_before.map_or(Duration::ZERO, |then| then.saturating_duration_since(now));
-        let first = (0..standing.len()).min_by_key(|&index| wait(&standing[index]))?;
-        standing.remove(first)
-    }
-}
-
 /// The step that the source at the other end serves. Its answer may take `patience` to begin.
 pub(super) fn served_step(connection: &mut Connection, patience: Duration) -> Result<i64, Error> {
     let head = connection.get(STEP_PATH, None, None, Some(patience))?;
@@ -317,22 +324,7 @@ pub(super) fn served_step(connection: &mut Connection, patience: Duration) -> Re
     step.ok_or_else(|| Error::new(ErrorKind::Protocol, "the source does not say which step it serves"))
 }
 
-/// The error for a deadline that has passed, with what was waited for at each source.
-fn late(over: Error, step: Option<i64>, waited: &[Option<String>]) -> Error {
-    let waited: Vec<_> = waited.iter().flatten().map(String::as_str).collect();
-    let over = match step {
-        Some(step) => over.at(&format!("step {step}")),
-        None => over,
-    };
-    over.waiting_for(|| waited.join("; "))
-}
-
 /// What was waited for when a source took too long.
 fn reason(e: &Error) -> String {
     e.waited_for().map_or_else(|| e.to_string().trim_start_matches("timed out: ").to_owned(), str::to_owned)
-}
-
-/// The limits of the question why a source keeps a request waiting.
-fn why_limits(limits: &Limits, patience: Duration) -> Limits {
-    limits.at_most((patience / 4).clamp(Duration::from_millis(50), WHY_PATIENCE))
 }

@@ -206,28 +206,15 @@ impl Remote {
             scheduler.begin_at(u64::from_ne_bytes(random::bytes()?));
         }
         let (began, help) = (Instant::now(), self.limits.cancel.child());
-        let swarm = match relay {
-            Some(relay) => {
-                let of = (self.header_digest, self.header.payload_len());
-                let source = &self.sources[self.primary];
-                let limits = (&self.limits, began);
-                Swarm::new(relay, source, (&self.key, &self.prefix), plan, of, self.joining, limits, &help)?
-            }
-            None => None,
-        };
+        let connections = std::mem::take(&mut self.connections);
+        let this = &*self;
+        let swarm = relay.map(|relay| Swarm::new(relay, this, plan, began, &help)).transpose()?.flatten();
         if let Some(swarm) = &swarm {
             scheduler.set_unit(swarm.unit);
         }
         let transfer = Transfer {
+            remote: this,
             plan,
-            sources: &self.sources,
-            primary: self.primary,
-            key: &self.key,
-            payload_start: self.payload_start,
-            payload_len: self.header.payload_len(),
-            header_digest: self.header_digest,
-            algorithm: &self.algorithm,
-            limits: &self.limits,
             rail_limits: Limits { stall: self.limits.stall.min(RAIL_STALL), cancel: help, ..self.limits.clone() },
             received,
             swarm: swarm.as_ref(),
@@ -236,7 +223,7 @@ impl Remote {
         let origin = |lane| (self.primary + if spread { lane } else { 0 }) % self.sources.len();
         let origins: Vec<_> = (0..lanes).map(origin).collect();
         let each = if is_large { usize::try_from(each).unwrap_or(1) } else { 0 };
-        self.connections = transfer.run(&origins, std::mem::take(&mut self.connections), each);
+        let connections = transfer.run(&origins, connections, each);
         let scheduler = transfer.shared.into_scheduler();
         report.lanes = report.lanes.max(scheduler.on_sources());
         report.bytes += received.take_bytes();
@@ -244,8 +231,10 @@ impl Remote {
         report.same_host |= received.came_same_host();
         report.troubles.append(&mut received.take_troubles());
         report.add_routes(received.take_routes());
+        let end = swarm.and_then(Swarm::end);
+        self.connections = connections;
         scheduler.finish()?;
-        Ok(swarm.and_then(Swarm::end))
+        Ok(end)
     }
 
     /// How many other addresses the sources have.

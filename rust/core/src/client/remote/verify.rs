@@ -110,7 +110,7 @@ impl Remote {
             return Err(passes.error(&self.header, first));
         }
         if passes.changes > 0 {
-            self.limits.pause(Duration::from_millis(10 << passes.count.min(6)), || false);
+            self.limits.pause(Duration::from_millis(10 << passes.count.min(6)));
         }
         Ok(differing)
     }

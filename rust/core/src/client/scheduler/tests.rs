@@ -23,6 +23,19 @@ enum Health {
     Lying,
 }
 
+impl Scheduler {
+    /// Notes that a worker is cut for `reason` whose range of `len` bytes has come and has not ended yet, if there is one.
+    pub(in crate::client) fn cut_one_that_is_through(&mut self, reason: Cut, len: u64) -> Option<usize> {
+        self.workers.iter_mut().position(|worker| {
+            let bytes = worker.bytes();
+            let Some(Claim { begun: Some((_, before)), cut, .. }) = &mut worker.claim else { return false };
+            let is_through = bytes - *before >= len;
+            *cut = cut.or(is_through.then_some(reason));
+            is_through
+        })
+    }
+}
+
 struct SimWorker {
     endpoint: usize,
     is_rail: bool,
