@@ -41,7 +41,7 @@ ENGINE: dict[str, frozenset[str]] = {
     "cancel": frozenset({"fork", "sync"}),
     "memory": frozenset({"error", "sync"}),
     "trust": frozenset({"error"}),
-    "payload": frozenset({"error", "memory", "sync"}),
+    "payload": frozenset({"error", "memory"}),
     "same_host": frozenset({"error", "memory"}),
     "swarm": frozenset({"error", "memory", "payload"}),
     "publication": frozenset({"error", "sync", "memory", "payload", "trust", "swarm"}),

@@ -7,7 +7,7 @@
 use std::cell::Cell;
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::{self, Scope, ScopedJoinHandle, Thread};
 use std::time::{Duration, Instant};
 
@@ -26,6 +26,7 @@ use crate::error::{Error, ErrorKind};
 use crate::fork::CloseOnFork;
 use crate::memory::zeroed;
 use crate::payload::Plan;
+use crate::swarm::Receiver;
 use crate::sync::Locked;
 
 /// How often the driver looks whether there is something to do.
@@ -42,53 +43,13 @@ pub(super) struct Transfer<'a> {
     pub(super) received: &'a BlockLedger,
     /// Other receivers of the same snapshot, if this takes part in a swarm.
     pub(super) swarm: Option<&'a Swarm<'a>>,
-    pub(super) shared: Shared,
-}
-
-/// What the lanes and their driver have in common.
-pub(super) struct Shared {
     scheduler: Mutex<Scheduler>,
+    /// For lanes that wait, and their driver.
     changed: Condvar,
+    driver: Thread,
     /// Whether the transfer has failed, for lanes that look after each block.
     has_failed: AtomicBool,
     began: Instant,
-    driver: Thread,
-}
-
-impl Shared {
-    /// For lanes that the calling thread drives, of a transfer that has begun.
-    pub(super) fn new(scheduler: Scheduler, began: Instant) -> Self {
-        Self {
-            scheduler: Mutex::new(scheduler),
-            changed: Condvar::new(),
-            has_failed: AtomicBool::new(false),
-            began,
-            driver: thread::current(),
-        }
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Scheduler> {
-        self.scheduler.locked()
-    }
-
-    /// Whether the transfer has failed.
-    pub(super) fn has_failed(&self) -> bool {
-        self.has_failed.load(Ordering::Relaxed)
-    }
-
-    /// The scheduler, once every lane has ended.
-    pub(super) fn into_scheduler(self) -> Scheduler {
-        self.scheduler.into_value()
-    }
-
-    fn now(&self) -> Duration {
-        self.began.elapsed()
-    }
-
-    /// Wakes lanes that wait.
-    fn notify(&self) {
-        self.changed.notify_all();
-    }
 }
 
 /// Where a lane's bytes come from.
@@ -122,7 +83,36 @@ pub(super) struct Lane<'a> {
     has_lied: Cell<bool>,
 }
 
+impl<'a> Transfer<'a> {
+    /// For lanes that the calling thread drives, and a scheduler whose time began at `began`.
+    pub(super) fn new(
+        remote: &'a Remote,
+        (plan, received): (&'a Plan, &'a BlockLedger),
+        swarm: Option<&'a Swarm<'a>>,
+        rail_limits: Limits,
+        (scheduler, began): (Scheduler, Instant),
+    ) -> Self {
+        let (scheduler, changed, driver) = (Mutex::new(scheduler), Condvar::new(), thread::current());
+        let has_failed = AtomicBool::new(false);
+        Self { remote, plan, rail_limits, received, swarm, scheduler, changed, driver, has_failed, began }
+    }
+
+    /// The scheduler, once every lane has ended.
+    pub(super) fn into_scheduler(self) -> Scheduler {
+        self.scheduler.into_value()
+    }
+}
+
 impl Transfer<'_> {
+    /// Whether the transfer has failed.
+    pub(super) fn has_failed(&self) -> bool {
+        self.has_failed.load(Ordering::Relaxed)
+    }
+
+    fn now(&self) -> Duration {
+        self.began.elapsed()
+    }
+
     /// Runs `lanes` lanes, the first ones on `connections`, and `each` over every further address of a source. Returns the
     /// connections that are still good.
     pub(super) fn run(&self, origins: &[usize], connections: Vec<Connection>, each: usize) -> Vec<Connection> {
@@ -134,7 +124,7 @@ impl Transfer<'_> {
             let threads: Vec<_> = lanes.into_iter().map(start).collect();
             self.drive(scope, each);
             self.rail_limits.cancel.cancel();
-            self.shared.notify();
+            self.changed.notify_all();
             threads.into_iter().flatten().filter_map(|thread| thread.join().ok().flatten()).collect()
         })
     }
@@ -146,7 +136,7 @@ impl Transfer<'_> {
             Endpoint::Rail(..) => Role::Rail,
             Endpoint::Relay(relay) => Role::Relay(relay.number),
         };
-        let (index, got) = self.shared.lock().enlist(role, source, self.shared.now() + rest);
+        let (index, got) = self.scheduler.locked().enlist(role, source, self.now() + rest);
         let (at, end, has_lied) = Default::default();
         Lane { transfer: self, index, endpoint, got, at, end, has_lied }
     }
@@ -183,11 +173,11 @@ impl Transfer<'_> {
                 }
             }
             let joins = self.swarm.is_some_and(|swarm| swarm.is_worth_joining(self.received.bytes()));
-            let mut scheduler = self.shared.lock();
+            let mut scheduler = self.scheduler.locked();
             if !scheduler.is_manned() {
                 return;
             }
-            let slow = scheduler.steal(self.shared.now());
+            let slow = scheduler.steal(self.now());
             cut(&scheduler, slow);
             let is_over = scheduler.is_over();
             let question = self.swarm.filter(|_| !is_over).and_then(|swarm| {
@@ -205,30 +195,30 @@ impl Transfer<'_> {
                 self.start(scope, self.enlist(Endpoint::Relay(relay), 0, Duration::ZERO), None);
             }
             if are_new {
-                let mut scheduler = self.shared.lock();
+                let mut scheduler = self.scheduler.locked();
                 let len = |first, end| self.plan.held(&[(first, end)]);
-                let recalled = scheduler.recall(self.shared.now(), len);
+                let recalled = scheduler.recall(self.now(), len);
                 cut(&scheduler, recalled);
             }
-            self.shared.notify();
+            self.changed.notify_all();
         }
     }
 
     /// Worker `index` has ended, because of `error` or since nothing is left.
     fn leave(&self, index: usize, error: Option<Error>) {
-        let mut scheduler = self.shared.lock();
+        let mut scheduler = self.scheduler.locked();
         scheduler.leave(index, error);
-        self.shared.has_failed.store(scheduler.has_failed(), Ordering::Relaxed);
+        self.has_failed.store(scheduler.has_failed(), Ordering::Relaxed);
         drop(scheduler);
-        self.shared.notify();
-        self.shared.driver.unpark();
+        self.changed.notify_all();
+        self.driver.unpark();
     }
 
     /// Fails the transfer.
     fn fail(&self, error: Error) {
-        self.shared.lock().give_up(error);
-        self.shared.has_failed.store(true, Ordering::Relaxed);
-        self.shared.notify();
+        self.scheduler.locked().give_up(error);
+        self.has_failed.store(true, Ordering::Relaxed);
+        self.changed.notify_all();
     }
 
     /// `error` with what was being fetched, from where, and how far the transfer has come.
@@ -298,15 +288,15 @@ impl Lane<'_> {
 
     /// The next task, once there is one.
     fn next(&self, is_connected: bool) -> Task {
-        let Transfer { shared, swarm, remote, .. } = self.transfer;
-        let mut scheduler = shared.lock();
+        let Transfer { swarm, remote, changed, driver, .. } = self.transfer;
+        let mut scheduler = self.transfer.scheduler.locked();
         loop {
             let mut receiver = swarm.map(Swarm::receiver);
-            let task = scheduler.next(shared.now(), self.index, is_connected, receiver.as_deref_mut());
+            let task = scheduler.next(self.transfer.now(), self.index, is_connected, receiver.as_deref_mut());
             drop(receiver);
             let Task::Wait(length) = task else { return task };
-            if scheduler.has_question() {
-                shared.driver.unpark();
+            if scheduler.question.is_some() {
+                driver.unpark();
             }
             // While another lane is at work, its error says more.
             if matches!(self.endpoint, Endpoint::Source)
@@ -318,27 +308,23 @@ impl Lane<'_> {
                 self.transfer.fail(self.transfer.with_position(over, source, (0, 0)));
                 return Task::Over;
             }
-            scheduler = shared.changed.wait_timeout(scheduler, length).unwrap_or_else(PoisonError::into_inner).0;
+            scheduler = changed.wait_timeout(scheduler, length).unwrap_or_else(PoisonError::into_inner).0;
         }
     }
 
     /// Where the bytes of `task` come from.
     fn origin(&self, task: Task) -> Origin<'_> {
-        let transfer = self.transfer;
-        let (number, source, limits) = match (&self.endpoint, task) {
-            (Endpoint::Relay(relay), _) => {
-                let limits = transfer.swarm.map_or(&transfer.remote.limits, |swarm| &swarm.limits);
-                (transfer.remote.sources.len() + relay.number, &relay.source, limits)
-            }
-            (Endpoint::Rail(number, _), _) => (*number, &transfer.remote.sources[*number], &transfer.rail_limits),
-            (Endpoint::Source, Task::Fetch { source, .. }) => {
-                (source, &transfer.remote.sources[source], &transfer.remote.limits)
-            }
-            (Endpoint::Source, _) => {
-                (transfer.remote.primary, &transfer.remote.sources[transfer.remote.primary], &transfer.remote.limits)
-            }
+        let Transfer { remote, rail_limits, swarm, .. } = self.transfer;
+        if let (Endpoint::Relay(relay), Some(swarm)) = (&self.endpoint, swarm) {
+            let number = remote.sources.len() + relay.number;
+            return Origin { number, source: &relay.source, limits: &swarm.limits };
+        }
+        let (number, limits) = match (&self.endpoint, task) {
+            (Endpoint::Rail(number, _), _) => (*number, rail_limits),
+            (_, Task::Fetch { source, .. }) => (source, &remote.limits),
+            _ => (remote.primary, &remote.limits),
         };
-        Origin { number, source, limits }
+        Origin { number, source: &remote.sources[number], limits }
     }
 
     /// Connects to a further address.
@@ -352,25 +338,28 @@ impl Lane<'_> {
     fn refresh(&self, view: &mut RelayView, wait: bool) -> Result<(), Error> {
         let (Endpoint::Relay(relay), Some(swarm)) = (&self.endpoint, self.transfer.swarm) else { return Ok(()) };
         view.refresh(swarm, relay, wait)?;
-        self.transfer.shared.lock().note_refreshed(self.transfer.shared.now(), self.index);
+        self.transfer.scheduler.locked().note_refreshed(self.transfer.now(), self.index);
         Ok(())
     }
 
     /// Asks for the range now, over `socket`.
     pub(super) fn begin(&self, socket: &Arc<CloseOnFork<Socket>>) {
-        let shared = &self.transfer.shared;
-        shared.lock().begin(shared.now(), self.index, Arc::downgrade(socket));
+        self.transfer.scheduler.locked().begin(self.transfer.now(), self.index, Arc::downgrade(socket));
     }
 
     /// Gives back what is left of the range. Returns why its connection was shut down, if it was.
     fn give_back(&self, is_well: bool) -> Option<Cut> {
-        let Transfer { shared, swarm, .. } = self.transfer;
-        let mut scheduler = shared.lock();
-        let mut receiver = swarm.map(Swarm::receiver);
-        let cut = scheduler.end(shared.now(), self.index, self.at.get(), is_well, receiver.as_deref_mut());
-        drop((receiver, scheduler));
-        shared.notify();
+        let cut =
+            self.schedule(|scheduler, now, receiver| scheduler.end(now, self.index, self.at.get(), is_well, receiver));
+        self.transfer.changed.notify_all();
         cut
+    }
+
+    /// Does `work` with the scheduler, the time, and what decides in a swarm.
+    fn schedule<R>(&self, work: impl FnOnce(&mut Scheduler, Duration, Option<&mut Receiver>) -> R) -> R {
+        let mut scheduler = self.transfer.scheduler.locked();
+        let mut receiver = self.transfer.swarm.map(Swarm::receiver);
+        work(&mut scheduler, self.transfer.now(), receiver.as_deref_mut())
     }
 
     /// Draws the conclusions from the `result` of `task`; returns whether the lane goes on.
@@ -381,7 +370,6 @@ impl Lane<'_> {
         result: Result<(), Error>,
         connection: &mut Option<Connection>,
     ) -> bool {
-        let Transfer { shared, swarm, .. } = self.transfer;
         let is_source = matches!(self.endpoint, Endpoint::Source);
         let cut = if let Task::Fetch { .. } = task { self.give_back(result.is_ok()) } else { None };
         let error = match result {
@@ -422,10 +410,7 @@ impl Lane<'_> {
         let has_progressed = matches!(task, Task::Fetch { at, .. } if self.at.get() > at);
         let is_over = limits.left().is_err();
         let failure = Failure { error: &error, has_progressed, is_slow, is_filling, by_same_host, is_hasty, is_over };
-        let mut scheduler = shared.lock();
-        let mut receiver = swarm.map(Swarm::receiver);
-        let action = scheduler.fail(shared.now(), self.index, &failure, receiver.as_deref_mut());
-        drop((receiver, scheduler));
+        let action = self.schedule(|scheduler, now, receiver| scheduler.fail(now, self.index, &failure, receiver));
         if let (Endpoint::Rail(_, pair), Action::LeaveAlone(length)) = (&self.endpoint, action) {
             ADDRESSES.leave(*pair, source.url.port(), length);
         }
@@ -505,22 +490,16 @@ mod tests {
         let remote = Remote::open(&[&server.url("127.0.0.1")], 1, options).unwrap();
         let plan = Plan::new(Vec::new(), remote.header().payload_len()).unwrap();
         let received = BlockLedger::new(&[(0, BLOCKS)], Arc::default())?;
-        let transfer = Transfer {
-            remote: &remote,
-            plan: &plan,
-            rail_limits: remote.limits.clone(),
-            received: &received,
-            swarm: None,
-            shared: Shared::new(Scheduler::new(&[(0, BLOCKS)], 1, 1), Instant::now()),
-        };
+        let (scheduler, limits) = (Scheduler::new(&[(0, BLOCKS)], 1, 1), remote.limits.clone());
+        let transfer = Transfer::new(&remote, (&plan, &received), None, limits, (scheduler, Instant::now()));
         let over = AtomicBool::new(false);
         thread::scope(|scope| {
             scope.spawn(|| beside(&transfer, &over));
-            while lanes == 1 && transfer.shared.lock().on_sources() == 0 {}
+            while lanes == 1 && transfer.scheduler.locked().on_sources() == 0 {}
             transfer.run(&vec![0; lanes - 1], Vec::new(), 0);
             over.store(true, Ordering::Relaxed);
         });
-        transfer.shared.into_scheduler().finish().map(|()| (received.take_bytes(), received.take_retries()))
+        transfer.into_scheduler().finish().map(|()| (received.take_bytes(), received.take_retries()))
     }
 
     #[test]
@@ -529,7 +508,7 @@ mod tests {
             let cuts = AtomicU64::new(0);
             let cut_all = |transfer: &Transfer<'_>, over: &AtomicBool| {
                 while !over.load(Ordering::Relaxed) {
-                    let mut scheduler = transfer.shared.lock();
+                    let mut scheduler = transfer.scheduler.locked();
                     let through = scheduler.cut_one_that_is_through(reason, block_len() as u64);
                     cuts.fetch_add(through.is_some().into(), Ordering::Relaxed);
                     cut(&scheduler, through.into_iter().collect());

@@ -66,7 +66,7 @@ impl Lane<'_> {
 
     /// Receives the blocks up to `end` from the source or relay of this number.
     fn fetch_run(&self, number: usize, connection: &mut Connection, end: u64, sink: &mut [u8]) -> Result<(), Error> {
-        let Transfer { plan, received, shared, .. } = self.transfer;
+        let Transfer { plan, received, .. } = self.transfer;
         let relays = self.transfer.swarm.filter(|_| number >= self.transfer.remote.sources.len());
         let algorithm = relays.map_or(&self.transfer.remote.algorithm, Swarm::algorithm);
         let mut populated = self.at.get();
@@ -95,7 +95,7 @@ impl Lane<'_> {
                 }
             }
             self.at.set(next);
-            if shared.has_failed() {
+            if self.transfer.has_failed() {
                 return Err(Error::new(ErrorKind::Cancelled, "another lane failed"));
             }
         }

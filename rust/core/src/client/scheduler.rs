@@ -52,9 +52,10 @@ const MAP_AGE: Duration = Duration::from_millis(200);
 const IDLE: Duration = Duration::from_millis(100);
 
 /// What a worker's connection leads to.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) enum Role {
     /// A source, by the best of its addresses.
+    #[default]
     Source,
     /// One pair of addresses of a source.
     Rail,
@@ -127,20 +128,21 @@ pub(super) struct Scheduler {
     /// How many sources there are.
     sources: usize,
     /// The most blocks that are fetched from a relay at a time.
-    unit: u64,
-    /// Where a source has several addresses, how many workers there are to be: ranges get shorter towards the end then.
-    expected: Option<usize>,
+    pub(super) unit: u64,
+    /// Where a source has several addresses, how many workers there are to be on sources: ranges get shorter towards the end
+    /// then, so that workers of different speeds end together, and what one gives back is shared out.
+    pub(super) expected: Option<usize>,
     pace: Pace,
     /// Ends of ranges that were stolen from workers on sources.
     stolen: HashSet<u64>,
     /// Whether a worker on a source has found nothing to do since slow ones were looked for.
     is_idle: bool,
     /// What the tracker is to be asked for.
-    question: Option<Vec<(u64, u64)>>,
+    pub(super) question: Option<Vec<(u64, u64)>>,
     failed: Option<Error>,
 }
 
-#[derive(Debug)]
+#[derive(Debug, Default)]
 struct Worker {
     role: Role,
     /// The number of the source that it fetches from.
@@ -154,9 +156,9 @@ struct Worker {
     is_gone: bool,
     /// Its connection, which is shut down when it loses its range.
     socket: Weak<CloseOnFork<Socket>>,
-    /// Until when what is known of its relay counts, and whether something was fetched since it was asked.
+    /// Until when what is known of its relay counts, and whether it was asked since something was fetched.
     fresh_until: Duration,
-    has_fetched: bool,
+    was_asked: bool,
 }
 
 /// A range that a worker is fetching.
@@ -230,33 +232,11 @@ impl Scheduler {
         self.waiting.rotate_left(usize::try_from(seed % ranges).unwrap_or(0));
     }
 
-    /// Relays bring up to `unit` blocks at a time.
-    pub(super) fn set_unit(&mut self, unit: u64) {
-        self.unit = unit;
-    }
-
-    /// There will be so many workers on sources, some of them by further addresses: from here on ranges get shorter towards
-    /// the end, so that workers of different speeds end together, and what one gives back is shared out.
-    pub(super) fn expect(&mut self, workers: usize) {
-        self.expected = Some(workers);
-    }
-
     /// Adds a worker, which begins with the source of this number after a `rest`; returns its number and its counter of
     /// bytes.
     pub(super) fn enlist(&mut self, role: Role, source: usize, rest: Duration) -> (usize, Arc<AtomicU64>) {
         let got = Arc::new(AtomicU64::new(0));
-        self.workers.push(Worker {
-            role,
-            source,
-            got: Arc::clone(&got),
-            claim: None,
-            failures: 0,
-            not_before: rest,
-            is_gone: false,
-            socket: Weak::new(),
-            fresh_until: Duration::ZERO,
-            has_fetched: true,
-        });
+        self.workers.push(Worker { role, source, got: Arc::clone(&got), not_before: rest, ..Worker::default() });
         if role == Role::Rail {
             self.expected = self.expected.max(Some(self.on_sources()));
         }
@@ -287,10 +267,6 @@ impl Scheduler {
         self.workers.iter().map(Worker::bytes).sum()
     }
 
-    pub(super) fn has_question(&self) -> bool {
-        self.question.is_some()
-    }
-
     /// The ranges that nobody has, and what the tracker is to be asked for.
     pub(super) fn take_question(&mut self) -> (&[(u64, u64)], Option<Vec<(u64, u64)>>) {
         (self.waiting.make_contiguous(), self.question.take())
@@ -307,7 +283,7 @@ impl Scheduler {
         if self.is_over() {
             return Task::Over;
         }
-        let Worker { role, not_before, fresh_until, has_fetched, .. } = self.workers[index];
+        let Worker { role, not_before, fresh_until, was_asked, .. } = self.workers[index];
         if now < not_before {
             return Task::Wait(not_before.saturating_sub(now).min(IDLE));
         }
@@ -315,12 +291,12 @@ impl Scheduler {
         let waiting = &*self.waiting.make_contiguous();
         let choice = match (role, receiver) {
             (Role::Rail, _) if !is_connected => return Task::Connect,
-            (Role::Relay(_), _) if has_fetched && now >= fresh_until => return Task::Refresh { wait: false },
+            (Role::Relay(_), _) if !was_asked && now >= fresh_until => return Task::Refresh { wait: false },
             (Role::Relay(relay), Some(receiver)) => {
                 let Some(choice) = receiver.next_from_relay(now, relay, waiting, self.unit) else {
-                    return Task::Refresh { wait: !has_fetched };
+                    return Task::Refresh { wait: was_asked };
                 };
-                self.workers[index].has_fetched = true;
+                self.workers[index].was_asked = false;
                 return self.claim(index, choice);
             }
             (_, Some(receiver)) => {
@@ -371,7 +347,7 @@ impl Scheduler {
     /// Worker `index` has learned what its relay has.
     pub(super) fn note_refreshed(&mut self, now: Duration, index: usize) {
         let worker = &mut self.workers[index];
-        (worker.fresh_until, worker.has_fetched) = (now + MAP_AGE, false);
+        (worker.fresh_until, worker.was_asked) = (now + MAP_AGE, true);
     }
 
     /// Worker `index` asks for its range now.
@@ -459,7 +435,7 @@ impl Scheduler {
             Role::Relay(_)
                 if error.kind() != ErrorKind::Corrupt && !is_worn && receiver.is_some_and(|r| r.is_free()) =>
             {
-                worker.has_fetched = true;
+                worker.was_asked = false;
                 (Action::Retry, pause)
             }
             Role::Relay(_) => (Action::Leave, Duration::ZERO),

@@ -33,10 +33,8 @@ pub(super) struct Source {
     same_host: OnceLock<same_host::Name>,
     /// Its other addresses.
     pub(super) rails: Rails,
-    /// Whether it has a tracker.
-    offers_swarm: AtomicBool,
-    /// Whether it had all of the snapshot when it was opened.
-    is_full: AtomicBool,
+    /// Whether it has a tracker, and whether it had all of the snapshot when it was opened.
+    swarm: OnceLock<(bool, bool)>,
     /// Whether shared memory is wanted.
     pub(super) wants_same_host: bool,
     /// Whether that is not wanted, or was tried and did not work.
@@ -50,8 +48,7 @@ impl Source {
             etag: OnceLock::new(),
             same_host: OnceLock::new(),
             rails: Rails::default(),
-            offers_swarm: AtomicBool::new(false),
-            is_full: AtomicBool::new(false),
+            swarm: OnceLock::new(),
             wants_same_host: same_host,
             same_host_off: AtomicBool::new(!same_host),
         })
@@ -61,8 +58,7 @@ impl Source {
     pub(super) fn note_opened(&self, etag: String, route: Option<(IpAddr, IpAddr)>, offers: Offers) {
         let _ = self.etag.set(etag);
         self.learn(offers.same_host);
-        self.offers_swarm.store(offers.swarm, Ordering::Relaxed);
-        self.is_full.store(offers.is_full, Ordering::Relaxed);
+        let _ = self.swarm.set((offers.swarm, offers.is_full));
         self.learn_rails(&offers.rails, route);
     }
 
@@ -83,12 +79,12 @@ impl Source {
 
     /// Whether it has a tracker.
     pub(super) fn offers_swarm(&self) -> bool {
-        self.offers_swarm.load(Ordering::Relaxed)
+        self.swarm.get().is_some_and(|known| known.0)
     }
 
     /// Whether it has all of the snapshot, for certain.
     pub(super) fn is_full(&self) -> bool {
-        self.is_full.load(Ordering::Relaxed)
+        self.swarm.get().is_some_and(|known| known.1)
     }
 
     /// Notes what the head of an answer says.

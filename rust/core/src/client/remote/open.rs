@@ -78,7 +78,7 @@ impl Remote {
         let sources = urls.iter().map(|url| Source::parse(url, options.same_host, options.secret.as_ref()));
         let sources = sources.collect::<Result<Vec<_>, Error>>()?;
         let mut last = Error::new(ErrorKind::Invalid, "no source was named");
-        let mut candidates: Vec<_> = sources.iter().map(|source| Candidate::new(&source.url)).collect();
+        let mut candidates: Vec<_> = sources.iter().map(|_| Candidate::default()).collect();
         let first = (options.ahead, options.most_described);
         // Each in turn, so that one that is stuck costs a share of the time and not all of it.
         while let Some(primary) = Candidate::next(&candidates) {
@@ -92,17 +92,20 @@ impl Remote {
             if candidate.asked > 0 && !limits.pause(wait) {
                 break;
             }
-            let (opened, at) = candidate.ask(step, first, &limits, others);
+            let url = &sources[primary].url;
+            let (opened, at) = candidate.ask(url, step, first, &limits, others);
             let opened = match opened {
                 Ok(opened) => opened,
                 Err(e) => {
-                    last = candidate.note(e, at, step, &limits);
+                    last = candidate.note(e, (url, at), step, &limits);
                     continue;
                 }
             };
             let reopened = candidates.iter().map(|candidate| candidate.reopened).sum();
-            let trouble = |candidate: Candidate| Some((candidate.url.authority().to_owned(), candidate.trouble?));
-            let troubles = candidates.into_iter().filter_map(trouble).collect();
+            let trouble = |(candidate, source): (Candidate, &Source)| {
+                Some((source.url.authority().to_owned(), candidate.trouble?))
+            };
+            let troubles = candidates.into_iter().zip(&sources).filter_map(trouble).collect();
             sources[primary].note_opened(opened.etag, opened.connection.route(), opened.offers);
             return Ok(Self {
                 sources,
@@ -141,8 +144,8 @@ impl Remote {
 }
 
 /// A source that may be opened, and what asking it has shown so far.
+#[derive(Default)]
 struct Candidate {
-    url: Arc<SourceUrl>,
     is_done: bool,
     /// How often it was asked; how often it has failed in another way than by silence; when it may be asked again.
     asked: u32,
@@ -162,23 +165,6 @@ struct Candidate {
 }
 
 impl Candidate {
-    fn new(url: &Arc<SourceUrl>) -> Self {
-        Self {
-            url: Arc::clone(url),
-            is_done: false,
-            asked: 0,
-            failures: 0,
-            not_before: None,
-            waited: None,
-            etag: None,
-            gone: None,
-            refused: None,
-            passes: Passes::default(),
-            reopened: 0,
-            trouble: None,
-        }
-    }
-
     /// How long it is not to be asked still.
     fn wait(&self) -> Duration {
         self.not_before.map_or(Duration::ZERO, |then| then.saturating_duration_since(Instant::now()))
@@ -195,13 +181,14 @@ impl Candidate {
     /// that, once there is a connection.
     fn ask(
         &mut self,
+        url: &Arc<SourceUrl>,
         step: Option<i64>,
         first: (u64, u64),
         limits: &Limits,
         others: usize,
     ) -> (Result<FirstFetch, Error>, Option<IpAddr>) {
         let (share, patience) = share_and_patience(limits, others, self.asked, self.gone.is_some());
-        let connection = match Connection::open(&self.url, &share) {
+        let connection = match Connection::open(url, &share) {
             Ok(connection) => connection,
             Err(e) => {
                 if e.is_timeout() {
@@ -214,14 +201,14 @@ impl Candidate {
         let connection = connection.in_hurry(OPEN_PATIENCE);
         let patience = connection.patience(patience);
         let opened = FirstFetch::read(connection, step, first, &share, patience, &mut self.etag, &mut self.passes);
-        let targets = self.url.targets();
+        let targets = url.targets();
         match (&opened, at) {
             (Ok(_), Some(at)) => targets.note_answered(at),
             (Err(e), Some(at)) if e.is_timeout() => {
                 targets.note_silent(at);
                 if limits.left().is_ok() || self.waited.is_none() {
                     let why = limits.at_most((patience / 4).clamp(Duration::from_millis(50), WHY_PATIENCE));
-                    let state = there.and_then(|there| state_at(&self.url, there, &why));
+                    let state = there.and_then(|there| state_at(url, there, &why));
                     if state.is_some() {
                         targets.note_waiting(at);
                     }
@@ -236,8 +223,14 @@ impl Candidate {
 
     /// Notes that a request has ended with `error`, at the address `at` if there was a connection: whether it is asked again,
     /// when, and by another address or not. Returns the error that counts if nothing better comes.
-    fn note(&mut self, error: Error, at: Option<IpAddr>, step: Option<i64>, limits: &Limits) -> Error {
-        let targets = self.url.targets();
+    fn note(
+        &mut self,
+        error: Error,
+        (url, at): (&SourceUrl, Option<IpAddr>),
+        step: Option<i64>,
+        limits: &Limits,
+    ) -> Error {
+        let targets = url.targets();
         if at.is_some_and(|at| goes_elsewhere(targets, at, &error)) && limits.left().is_ok() {
             // Behind a proxy, the port of one address may be that of another program.
             self.not_before = None;
@@ -270,7 +263,7 @@ impl Candidate {
         self.is_done = !(error.is_transient() || is_changed) || is_refusal || self.failures >= most;
         self.asked += 1;
         self.not_before = Instant::now().checked_add(backoff(&error, self.failures));
-        let authority = self.url.authority();
+        let authority = url.authority();
         let last = error.at(&step.map_or_else(|| authority.to_owned(), |step| format!("step {step} from {authority}")));
         if is_changed {
             self.etag = None;

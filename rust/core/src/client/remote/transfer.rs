@@ -12,7 +12,7 @@ use tensorferry_wire::digest::BLOCK_SIZE;
 use super::Remote;
 use super::verify::Passes;
 use crate::client::connection::Connection;
-use crate::client::lane::{Shared, Transfer};
+use crate::client::lane::Transfer;
 use crate::client::lane_count;
 use crate::client::ledger::BlockLedger;
 use crate::client::limits::Limits;
@@ -198,9 +198,8 @@ impl Remote {
         let lanes = if rails == 0 { wanted } else { each * self.sources.len() as u64 };
         let lanes = usize::try_from(lanes).unwrap_or(1);
         let mut scheduler = Scheduler::new(runs, per_range, self.sources.len());
-        if rails > 0 {
-            scheduler.expect(lanes + usize::try_from(each * rails).unwrap_or(0));
-        }
+        let over_rails = usize::try_from(each * rails).unwrap_or(0);
+        scheduler.expected = (over_rails > 0).then_some(lanes + over_rails);
         if relay.is_some() && self.sources[self.primary].is_full() {
             // Receivers that begin together do not fetch the same at first; a source that is still copying has the beginning.
             scheduler.begin_at(u64::from_ne_bytes(random::bytes()?));
@@ -209,22 +208,14 @@ impl Remote {
         let connections = std::mem::take(&mut self.connections);
         let this = &*self;
         let swarm = relay.map(|relay| Swarm::new(relay, this, plan, began, &help)).transpose()?.flatten();
-        if let Some(swarm) = &swarm {
-            scheduler.set_unit(swarm.unit);
-        }
-        let transfer = Transfer {
-            remote: this,
-            plan,
-            rail_limits: Limits { stall: self.limits.stall.min(RAIL_STALL), cancel: help, ..self.limits.clone() },
-            received,
-            swarm: swarm.as_ref(),
-            shared: Shared::new(scheduler, began),
-        };
+        scheduler.unit = swarm.as_ref().map_or(1, |swarm| swarm.unit);
+        let rail_limits = Limits { stall: self.limits.stall.min(RAIL_STALL), cancel: help, ..self.limits.clone() };
+        let transfer = Transfer::new(this, (plan, received), swarm.as_ref(), rail_limits, (scheduler, began));
         let origin = |lane| (self.primary + if spread { lane } else { 0 }) % self.sources.len();
         let origins: Vec<_> = (0..lanes).map(origin).collect();
         let each = if is_large { usize::try_from(each).unwrap_or(1) } else { 0 };
         let connections = transfer.run(&origins, connections, each);
-        let scheduler = transfer.shared.into_scheduler();
+        let scheduler = transfer.into_scheduler();
         report.lanes = report.lanes.max(scheduler.on_sources());
         report.bytes += received.take_bytes();
         report.retries += received.take_retries();
