@@ -62,7 +62,7 @@ impl Trouble {
 
 impl Report {
     /// Adds the bytes that came by each route.
-    pub(crate) fn add_routes(&mut self, bytes: BTreeMap<(IpAddr, IpAddr), u64>) {
+    pub(crate) fn add_routes(&mut self, bytes: impl IntoIterator<Item = ((IpAddr, IpAddr), u64)>) {
         for (route, bytes) in bytes {
             self.routes.insert(route);
             *self.route_bytes.entry(route).or_default() += bytes;

@@ -150,12 +150,13 @@ impl Transfer<'_> {
     ) -> Option<ScopedJoinHandle<'scope, Option<Connection>>> {
         let index = lane.index;
         let builder = thread::Builder::new().name(format!("tensorferry-lane-{index}"));
-        let started = builder.spawn_scoped(scope, move || lane.run(connection));
-        started
-            .map_err(|e| {
-                self.leave(index, Some(Error::caused(ErrorKind::System, "cannot start a thread for a lane", e)))
-            })
-            .ok()
+        match builder.spawn_scoped(scope, move || lane.run(connection)) {
+            Ok(thread) => Some(thread),
+            Err(e) => {
+                self.leave(index, Some(Error::caused(ErrorKind::System, "cannot start a thread for a lane", e)));
+                None
+            }
+        }
     }
 
     /// Does what no lane does for itself, until all lanes to sources have ended.
@@ -181,8 +182,8 @@ impl Transfer<'_> {
             cut(&scheduler, slow);
             let is_over = scheduler.is_over();
             let question = self.swarm.filter(|_| !is_over).and_then(|swarm| {
-                let (waiting, asked) = scheduler.take_question();
-                asked.or_else(|| swarm.question(waiting, joins)).map(|need| (swarm, need))
+                let asked = scheduler.question.take();
+                asked.or_else(|| swarm.question(scheduler.waiting(), joins)).map(|need| (swarm, need))
             });
             drop(scheduler);
             let Some((swarm, need)) = question else {
@@ -331,6 +332,7 @@ impl Lane<'_> {
     fn connect(&self, Origin { source, limits, .. }: Origin<'_>) -> Result<Connection, Error> {
         let Endpoint::Rail(_, pair) = self.endpoint else { return source.connect(limits) };
         let hasty = Limits { stall: PATIENCE, ..limits.clone() };
+        let pair = (pair.0, SocketAddr::from((pair.1, source.url.port())));
         Ok(Connection::open_at(&source.url, pair, &hasty)?.within(limits))
     }
 
@@ -473,6 +475,7 @@ mod tests {
 
     use super::super::FetchOptions;
     use super::*;
+    use crate::report::Report;
     use crate::{Item, Publication, Server, ServerConfig, Stability};
 
     const BLOCKS: u64 = 12;
@@ -499,7 +502,10 @@ mod tests {
             transfer.run(&vec![0; lanes - 1], Vec::new(), 0);
             over.store(true, Ordering::Relaxed);
         });
-        transfer.into_scheduler().finish().map(|()| (received.take_bytes(), received.take_retries()))
+        transfer.into_scheduler().finish()?;
+        let mut report = Report::default();
+        received.report_to(&mut report);
+        Ok((report.bytes, report.retries))
     }
 
     #[test]

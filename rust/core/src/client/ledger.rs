@@ -6,14 +6,14 @@
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
 use tensorferry_wire::request::MAX_RUNS;
 
 use crate::error::{Error, ErrorKind};
 use crate::memory::make_room;
-use crate::report::Trouble;
+use crate::report::{Report, Trouble};
 use crate::sync::Locked;
 
 /// The record of a transfer's received blocks: the checksum of every block, and counters.
@@ -27,18 +27,12 @@ pub(super) struct BlockLedger {
     /// The number of the source that each block came from.
     sources: Vec<AtomicUsize>,
     bytes: AtomicU64,
-    retries: AtomicU64,
-    /// Blocks of relays that did not match the source's digests.
-    refused: AtomicU64,
-    same_host: AtomicBool,
     /// All bytes of the receive so far, for a thread that reports progress.
     progress: Arc<AtomicU64>,
-    /// The addresses at both ends of each connection that bytes came over, and how many.
-    routes: Mutex<BTreeMap<(IpAddr, IpAddr), u64>>,
     /// The relays that blocks come from, whose numbers begin behind those of the sources.
     relays: Mutex<BTreeMap<usize, String>>,
-    /// The last trouble with each source that had some.
-    troubles: Mutex<BTreeMap<String, Trouble>>,
+    /// What there is to report since that was last done.
+    report: Mutex<Report>,
 }
 
 impl BlockLedger {
@@ -64,13 +58,9 @@ impl BlockLedger {
             high: Vec::new(),
             sources,
             bytes: AtomicU64::new(0),
-            retries: AtomicU64::new(0),
-            refused: AtomicU64::new(0),
-            same_host: AtomicBool::new(false),
             progress,
-            routes: Mutex::default(),
             relays: Mutex::default(),
-            troubles: Mutex::default(),
+            report: Mutex::default(),
         })
     }
 
@@ -125,17 +115,9 @@ impl BlockLedger {
         self.index_of(block).and_then(|i| self.sources.get(i)).map_or(0, |o| o.load(Ordering::Relaxed))
     }
 
-    /// Bytes since they were last taken.
+    /// Bytes since they were last reported.
     pub(super) fn bytes(&self) -> u64 {
         self.bytes.load(Ordering::Relaxed)
-    }
-
-    pub(super) fn take_bytes(&self) -> u64 {
-        self.bytes.swap(0, Ordering::Relaxed)
-    }
-
-    pub(super) fn take_retries(&self) -> u64 {
-        self.retries.swap(0, Ordering::Relaxed)
     }
 
     pub(super) fn count(&self, bytes: u64) {
@@ -144,30 +126,24 @@ impl BlockLedger {
     }
 
     pub(super) fn note_retry(&self) {
-        self.retries.fetch_add(1, Ordering::Relaxed);
+        self.report.locked().retries += 1;
     }
 
+    /// A block of a relay did not match the source's digests.
     pub(super) fn note_refused(&self) {
-        self.refused.fetch_add(1, Ordering::Relaxed);
+        self.report.locked().refused += 1;
     }
 
-    pub(super) fn take_refused(&self) -> u64 {
-        self.refused.swap(0, Ordering::Relaxed)
+    /// So many `bytes` have come between the two addresses of `route`, or by shared memory of the same host.
+    pub(super) fn note_route(&self, route: Option<(IpAddr, IpAddr)>, same_host: bool, bytes: u64) {
+        let mut report = self.report.locked();
+        report.same_host |= same_host;
+        report.add_routes(route.map(|route| (route, bytes)));
     }
 
-    /// A range is about to come between the two addresses of `route`, or by shared memory of the same host.
-    pub(super) fn note_route(&self, route: Option<(IpAddr, IpAddr)>, same_host: bool) {
-        self.same_host.fetch_or(same_host, Ordering::Relaxed);
-        if let Some(route) = route {
-            self.routes.locked().entry(route).or_default();
-        }
-    }
-
-    /// So many `bytes` have come between the two addresses of `route`.
-    pub(super) fn note_route_bytes(&self, route: Option<(IpAddr, IpAddr)>, bytes: u64) {
-        if let Some(route) = route {
-            *self.routes.locked().entry(route).or_default() += bytes;
-        }
+    /// The last trouble with a source counts.
+    pub(super) fn note_trouble(&self, source: &str, error: &Error) {
+        self.report.locked().troubles.insert(source.to_owned(), Trouble::of(error));
     }
 
     /// Blocks of the number `origin` are those of the relay at `authority`.
@@ -180,21 +156,9 @@ impl BlockLedger {
         self.relays.locked().get(&origin).cloned()
     }
 
-    pub(super) fn note_trouble(&self, source: &str, error: &Error) {
-        let mut troubles = self.troubles.locked();
-        troubles.insert(source.to_owned(), Trouble::of(error));
-    }
-
-    pub(super) fn take_routes(&self) -> BTreeMap<(IpAddr, IpAddr), u64> {
-        std::mem::take(&mut self.routes.locked())
-    }
-
-    pub(super) fn take_troubles(&self) -> BTreeMap<String, Trouble> {
-        std::mem::take(&mut self.troubles.locked())
-    }
-
-    /// Whether a connection did without the network.
-    pub(super) fn came_same_host(&self) -> bool {
-        self.same_host.load(Ordering::Relaxed)
+    /// Adds to `report` what has come, and what was noted, since this was last done.
+    pub(super) fn report_to(&self, report: &mut Report) {
+        let noted = std::mem::take(&mut *self.report.locked());
+        report.add(Report { bytes: self.bytes.swap(0, Ordering::Relaxed), ..noted });
     }
 }

@@ -44,7 +44,7 @@ impl Lane<'_> {
             // The trainer over there needs these cores.
             crate::priority::lower_priority();
         }
-        transfer.received.note_route(connection.route(), connection.is_same_host());
+        transfer.received.note_route(connection.route(), connection.is_same_host(), 0);
         self.begin(connection.socket());
         let etag = transfer.etag(source, connection)?;
         transfer.ask(connection, &runs, etag)?;
@@ -54,7 +54,7 @@ impl Lane<'_> {
             let at = self.at.get();
             if at > first {
                 let bytes = transfer.plan.block_bounds(at - 1).1 - transfer.plan.block_bounds(first).0;
-                transfer.received.note_route_bytes(connection.route(), bytes);
+                transfer.received.note_route(connection.route(), false, bytes);
             }
             fetched?;
         }

@@ -89,6 +89,7 @@ pub(super) enum Cut {
 
 /// How an attempt has failed.
 #[derive(Clone, Copy, Debug)]
+#[allow(clippy::struct_excessive_bools, reason = "each is a fact of its own")]
 pub(super) struct Failure<'a> {
     pub(super) error: &'a Error,
     /// Whether a block had come.
@@ -267,9 +268,9 @@ impl Scheduler {
         self.workers.iter().map(Worker::bytes).sum()
     }
 
-    /// The ranges that nobody has, and what the tracker is to be asked for.
-    pub(super) fn take_question(&mut self) -> (&[(u64, u64)], Option<Vec<(u64, u64)>>) {
-        (self.waiting.make_contiguous(), self.question.take())
+    /// The ranges that nobody has.
+    pub(super) fn waiting(&mut self) -> &[(u64, u64)] {
+        self.waiting.make_contiguous()
     }
 
     /// What worker `index` is to do, which has a connection or not. In a swarm, `receiver` decides what comes from where.

@@ -187,7 +187,7 @@ impl Source {
 /// serving; `None` if they cannot be read. They need no proof and no checkpoint.
 pub(super) fn state_at(url: &Arc<SourceUrl>, there: SocketAddr, limits: &Limits) -> Option<String> {
     let path = format!("{}metrics", url.prefix().strip_suffix("checkpoint/")?);
-    let mut connection = Connection::open_there(url, there, limits).ok()?;
+    let mut connection = Connection::open_at(url, (None, there), limits).ok()?;
     let head = connection.get(&path, None, None, None).ok()?;
     let body = connection.body(&head, 1 << 20).ok().filter(|_| head.status == 200)?;
     let page = String::from_utf8_lossy(&body);

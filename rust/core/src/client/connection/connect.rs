@@ -15,7 +15,6 @@ use super::body::Ring;
 use super::session::Session;
 use super::{Connection, is_timeout};
 use crate::client::limits::Limits;
-use crate::client::rails::Pair;
 use crate::client::url::SourceUrl;
 use crate::client::{resolver, routes};
 use crate::error::{Error, ErrorKind};
@@ -62,26 +61,16 @@ impl Connection {
         }
     }
 
-    /// Connects to the source at `url` at one address.
-    pub(crate) fn open_there(url: &Arc<SourceUrl>, there: SocketAddr, limits: &Limits) -> Result<Self, Error> {
-        Self::open_from(None, url, there, limits)
-    }
-
-    /// Connects to the source at `url` by another `pair` of addresses.
-    pub(crate) fn open_at(url: &Arc<SourceUrl>, pair: Pair, limits: &Limits) -> Result<Self, Error> {
-        Self::open_from(pair.0, url, SocketAddr::from((pair.1, url.port())), limits)
-    }
-
-    fn open_from(
-        from: Option<IpAddr>,
+    /// Connects to the source at `url` at one address, from one of ours or from any.
+    pub(crate) fn open_at(
         url: &Arc<SourceUrl>,
-        there: SocketAddr,
+        (from, there): (Option<IpAddr>, SocketAddr),
         limits: &Limits,
     ) -> Result<Self, Error> {
         let mut race = Race { from, ..Race::new(limits) };
         race.enter([(there, false)]);
         match race.run(None)? {
-            Some((stream, _)) => Self { at: Some((from, there.ip())), ..Self::over(stream, url, limits) }.secured(),
+            Some((stream, _)) => Self { at: Some((from, there)), ..Self::over(stream, url, limits) }.secured(),
             None => Err(refused(&there.to_string(), race.failed.unwrap_or_else(|| io::ErrorKind::NotConnected.into()))),
         }
     }

@@ -29,7 +29,6 @@ use self::head::ParsedHead;
 pub(crate) use self::head::{Head, Offers};
 use self::session::Session;
 use super::limits::{Limits, StallDetector};
-use super::rails::Pair;
 use super::url::SourceUrl;
 use crate::error::{Error, ErrorKind, Hint};
 use crate::fork::CloseOnFork;
@@ -58,7 +57,7 @@ pub(crate) struct Connection {
     /// The address at the other end, if it goes over the network.
     peer: Option<SocketAddr>,
     /// The addresses at both ends, where they are not those that the URL leads to.
-    at: Option<Pair>,
+    at: Option<(Option<IpAddr>, SocketAddr)>,
     limits: Limits,
     /// How long it may be silent where another address would be tried; the limits count for a source that copies.
     hurry: Option<Duration>,

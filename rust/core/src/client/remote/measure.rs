@@ -1,7 +1,7 @@
 //! How fast each rail of a source is, by itself: for finding the one that is wrong.
 
 use std::io::IoSliceMut;
-use std::net::IpAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
@@ -52,7 +52,8 @@ impl Remote {
     /// [`crate::ErrorKind::Connect`] where nobody answers there, and as [`Remote::fetch`].
     pub fn measure(&self, address: IpAddr, length: Duration) -> Result<RailRate, Error> {
         let source = &self.sources[self.opener];
-        let pair = source.rails.pair(address);
+        let (from, there) = source.rails.pair(address);
+        let pair = (from, SocketAddr::from((there, source.url.port())));
         let limits = Limits { stall: self.limits.stall.min(PATIENCE), ..self.limits.clone() };
         let limits = limits.at_most(length.saturating_add(PATIENCE * 2));
         let first = Connection::open_at(&source.url, pair, &limits)?;

@@ -102,8 +102,7 @@ impl Remote {
             let mut whole = true;
             for fetch in fetches {
                 let (differing, of_source) = self.differing_from(&table, fetch);
-                report.refused += fetch.received.take_refused();
-                report.troubles.append(&mut fetch.received.take_troubles());
+                fetch.received.report_to(report);
                 if differing.is_empty() {
                     continue;
                 }
@@ -217,11 +216,7 @@ impl Remote {
         let connections = transfer.run(&origins, connections, each);
         let scheduler = transfer.into_scheduler();
         report.lanes = report.lanes.max(scheduler.on_sources());
-        report.bytes += received.take_bytes();
-        report.retries += received.take_retries();
-        report.same_host |= received.came_same_host();
-        report.troubles.append(&mut received.take_troubles());
-        report.add_routes(received.take_routes());
+        received.report_to(report);
         let end = swarm.and_then(Swarm::end);
         self.connections = connections;
         scheduler.finish()?;

@@ -91,9 +91,8 @@ impl Remote {
                 report.bytes += 8 * fetch.held.iter().map(|(a, b)| b - a).sum::<u64>();
             }
             let runs = self.differing_blocks(fetch, &mut all)?;
-            report.refused += fetch.received.take_refused();
             report.retries += runs.len() as u64;
-            report.troubles.append(&mut fetch.received.take_troubles());
+            fetch.received.report_to(report);
             differing.push(runs);
         }
         report.verifying += started.elapsed();

@@ -137,7 +137,7 @@ fn tick(
     *bytes += more;
     worker.got.fetch_add(more, Ordering::Relaxed);
     let done = (first + *bytes / MIB).min(*end);
-    let is_silent = health == Health::Silent && now - *since >= STALL[usize::from(worker.is_rail)];
+    let is_silent = health == Health::Silent && now.saturating_sub(*since) >= STALL[usize::from(worker.is_rail)];
     let ends = match health {
         Health::Breaking(_) if done > first => Some((first + 1, Some(error(ErrorKind::Connect)))),
         Health::Lying => Some((first, Some(error(ErrorKind::Protocol)))),
@@ -204,7 +204,7 @@ fn every_block_comes_once_while_one_source_lives() {
             3 => Health::Breaking(50),
             _ => Health::Well([1, 50, 400][usize::try_from(number(3)).unwrap()]),
         };
-        let mut sources: Vec<_> = (0..1 + seed % 3).map(|_| health()).collect();
+        let mut sources: Vec<_> = (0..=seed % 3).map(|_| health()).collect();
         let rails: Vec<_> = (0..seed % 4).map(|_| health()).collect();
         let lanes = sources.len() * (1 + usize::try_from(seed % 5).unwrap());
         let living = usize::try_from(seed).unwrap() % sources.len();
