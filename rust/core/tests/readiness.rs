@@ -309,7 +309,7 @@ fn borrowed_memory_is_withdrawn_from_those_who_wait_for_it() {
     eventually("all three wait", || rig.server.store().active() == 3);
     assert_eq!(rig.server.store().withdraw(Duration::ZERO), Withdrawn::Cut(3));
     assert_eq!(rig.server.store().active(), 0);
-    assert!(!filler.filling().is_wanted());
+    eventually("nobody wants it", || !filler.filling().is_wanted());
     filler.memory.lock().unwrap().fill(POISON);
     filler.filling().raise(LARGE as u64);
     assert!(!reader.rest().windows(64).any(|w| w == [POISON; 64]));
