@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
 # Fuzzes what is parsed off the network, on stable Rust without cargo-fuzz:
-#   rust/fuzz/run.sh SECONDS [header|manifest|digests|request|proof|answer|address ...]
+#   rust/fuzz/run.sh SECONDS [header|manifest|digests|request|proof|answer|address|index ...]
 # With FUZZ_RUNS=10000000 each target ends after so many inputs instead.
 # Ends with an error if a target finds a crash; the input then lies in artifacts/.
 set -euo pipefail
 cd "$(dirname "$0")"
 seconds=${1:?usage: run.sh SECONDS [target ...]}
 shift
-[ $# -gt 0 ] || set -- header manifest digests request proof answer address
+[ $# -gt 0 ] || set -- header manifest digests request proof answer address index
 
 export CARGO_TARGET_DIR=${CARGO_TARGET_DIR:-$PWD/target}
 # the flags cargo-fuzz sets, less the sanitizers, which need nightly
@@ -31,6 +31,7 @@ seed manifest nodes '{"version":1,"tree":{"a":["o",{"w":0,"b":1}],"s":["d","d",[
 seed digests empty 'TFDIGST1\1\0\0\0\0\0\020\0\0\0\0\0\0\0\0\0\1\2\3\4\5\6\7\10\0\0\0\0\0\0\0\0'
 seed digests one 'TFDIGST1\1\0\0\0\0\0\020\0\7\0\0\0\0\0\0\0\1\2\3\4\5\6\7\10\1\0\0\0\0\0\0\0\1\2\3\4\5\6\7\10'
 seed digests keyed 'TFDIGST1\2\0\0\0\0\0\020\0\7\0\0\0\0\0\0\0\1\2\3\4\5\6\7\10\1\0\0\0\0\0\0\0\1\2\3\4\5\6\7\10'
+seed index empty 'TFINDEX1\1\0\0\0'
 seed proof field 'Tensorferry 000102030405060708090a0b0c0d0e0f.'
 seed request container '\144\0\0\0\0\0\0\0/checkpoint/12.safetensors?x'
 seed request chunk '\144\0\0\0\0\0\0\0/checkpoint/007/-3'

@@ -74,7 +74,7 @@ pub use memory::{
     Allocation, Arena, ArenaPool, FilePages, Hold, Memory, SharedBuffer, Transfer, available_memory, check_machine_has,
     copy_all, memory_limit,
 };
-pub use payload::{Backing, Destination, Item, Repeat, Slice, StagedRun};
+pub use payload::{Backing, Destination, EntryRef, Item, Repeat, Slice, StagedRun};
 pub use priority::lower_priority;
 pub use publication::{Alternate, Publication, Readiness, Rendered, Stability, Store, Withdrawn};
 pub use report::{Report, Trouble};

@@ -3,8 +3,8 @@
 use crate::common::faults::{ALWAYS, Fault, Proxy};
 use crate::common::{BLOCK, Rig, STEP, State, lanes};
 use tensorferry_core::{
-    Error, ErrorKind, FetchOptions, Remote, Repeat, Report, Secret, ServerConfig, Slice, SliceRequest, Stability,
-    fetch_slices,
+    EntryRef, Error, ErrorKind, FetchOptions, Remote, Repeat, Report, Secret, ServerConfig, Slice, SliceRequest,
+    Stability, fetch_slices,
 };
 use tensorferry_wire::dtype::Dtype;
 
@@ -174,6 +174,7 @@ fn slices_that_do_not_fit_are_refused_before_anything_is_written() {
         ("w2", (dtype, size - 1), (0, 10), address, vec![], ErrorKind::Protocol),
         ("w9", (dtype, 10), (0, 10), address, vec![], ErrorKind::Protocol),
     ];
+
     for (entry, kind, part, address, repeats, expected) in cases {
         // SAFETY: `buffer` is long enough for what fits, and what does not is never written.
         let slice = unsafe { Slice::new(entry, kind, part, address, repeats) };
@@ -183,6 +184,25 @@ fn slices_that_do_not_fit_are_refused_before_anything_is_written() {
         assert!(refused.to_string().contains(entry), "{refused}");
     }
     assert!(buffer.iter().all(|b| *b == 0xEE));
+}
+
+#[test]
+fn entries_are_found_by_their_numbers_as_well() {
+    let (state, mut buffer) = (state(), [0; 8]);
+    let rig = Rig::serving(&state);
+    let size = state.bytes("w2").len() as u64;
+    let mut fetch = |number| {
+        let (kind, address) = ((Dtype::U8, size), buffer.as_mut_ptr() as usize);
+        // SAFETY: `buffer` has room for the run, and nobody else uses it.
+        let slice = unsafe { Slice::new(EntryRef::Number(number), kind, (5, 8), address, vec![]) };
+        Remote::open(&[&rig.url()], STEP, sliced(1)).unwrap().fetch_slices(&[slice])
+    };
+    fetch(2).unwrap();
+    for number in [4, 6] {
+        let refused = fetch(number).unwrap_err();
+        assert_eq!(refused.kind(), ErrorKind::Protocol, "{number}: {refused}");
+    }
+    assert_eq!(buffer, state.bytes("w2")[5..13]);
 }
 
 #[test]

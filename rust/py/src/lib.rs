@@ -25,6 +25,7 @@
 mod errors;
 mod fetch;
 mod host;
+mod index;
 mod memory;
 mod read_state;
 mod report;
@@ -62,6 +63,8 @@ mod _native {
     use crate::fetch::tree::unflatten;
     #[pymodule_export]
     use crate::host::{available_memory, check_machine_has, dtypes, interfaces, memory_limit, resolve};
+    #[pymodule_export]
+    use crate::index::PyIndex;
     #[pymodule_export]
     use crate::memory::{PyArena, PyFilePages, PyHostView, PyPart, PySharedBuffer, checksum_memory, copy_memory};
     #[pymodule_export]

@@ -9,6 +9,7 @@
 //! - [`container`]: the safetensors header at the start of every checkpoint.
 //! - [`dtype`]: the element types that such a header can name.
 //! - [`manifest`]: the tree of the state, carried as the container's first entry.
+//! - [`index`]: where each part of each tensor of a checkpoint is stored.
 //! - [`json`]: the parser for the two JSON documents, header and manifest.
 //! - [`distinct`]: the search for names and keys that occur twice.
 //! - [`digest`]: checksums of the payload, block by block.
@@ -35,6 +36,7 @@ pub mod container;
 pub mod digest;
 pub mod distinct;
 pub mod dtype;
+pub mod index;
 pub mod json;
 pub mod manifest;
 pub mod proof;

@@ -5,6 +5,7 @@ mod container;
 mod digests;
 mod hostile_header;
 mod hostile_manifest;
+mod index;
 mod proofs;
 mod requests;
 

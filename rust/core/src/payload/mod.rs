@@ -35,7 +35,7 @@ pub(crate) use self::layout::Layout;
 pub(crate) use self::plan::{Extent, Plan};
 pub(crate) use self::runs::{BlockRuns, blocks_of};
 pub(crate) use self::segments::Segments;
-pub use self::slices::{Repeat, Slice};
+pub use self::slices::{EntryRef, Repeat, Slice};
 pub(crate) use self::small_blocks::copy_with_checksums;
 pub use self::waves::StagedRun;
 pub(crate) use self::waves::Waves;

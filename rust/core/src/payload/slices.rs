@@ -26,6 +26,30 @@ pub struct Repeat {
     pub memory_stride: u64,
 }
 
+/// Which entry of a container is meant.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum EntryRef {
+    /// The one with this name.
+    Name(String),
+    /// The one at this place in the header, counted from zero.
+    Number(u32),
+}
+
+impl From<&str> for EntryRef {
+    fn from(name: &str) -> Self {
+        Self::Name(name.to_owned())
+    }
+}
+
+impl std::fmt::Display for EntryRef {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Name(name) => write!(f, "{name:?}"),
+            Self::Number(number) => write!(f, "number {number}"),
+        }
+    }
+}
+
 /// Bytes of an entry and the memory they go to: a run of bytes, repeated over any number of dimensions.
 ///
 /// Columns 2 and 3 of a matrix of four rows and eight columns of bytes, into memory where they are contiguous:
@@ -42,7 +66,7 @@ pub struct Repeat {
 /// ```
 #[derive(Clone, Debug)]
 pub struct Slice {
-    entry: String,
+    entry: EntryRef,
     dtype: Dtype,
     nbytes: u64,
     start: u64,
@@ -52,7 +76,7 @@ pub struct Slice {
 }
 
 impl Slice {
-    /// The run of `run` bytes at `start` of the entry called `entry`, and its repetitions, the outermost first, go to
+    /// The run of `run` bytes at `start` of the entry `entry`, and its repetitions, the outermost first, go to
     /// `address`. The entry must be of `dtype` and have `nbytes` bytes. That it does, and that all runs lie inside it,
     /// is checked against the header of the container that answers.
     ///
@@ -60,7 +84,7 @@ impl Slice {
     /// All runs from `address` on must be writable memory, and no two of them, of this slice or another, may overlap.
     /// Nobody else may use it until the slices have been read.
     pub unsafe fn new(
-        entry: impl Into<String>,
+        entry: impl Into<EntryRef>,
         (dtype, nbytes): (Dtype, u64),
         (start, run): (u64, u64),
         address: usize,
@@ -79,7 +103,7 @@ impl Slice {
     /// Where each run starts in the entry and in memory; checks that all lie inside.
     fn runs(&self) -> Result<Vec<(u64, usize)>, Error> {
         let outside = || {
-            let message = format!("a slice of {:?} goes beyond the {} bytes it has", self.entry, self.nbytes);
+            let message = format!("a slice of {} goes beyond the {} bytes it has", self.entry, self.nbytes);
             Error::new(ErrorKind::Invalid, message)
         };
         let (mut last, mut count, mut reach) = (self.start, 1_u64, 0_u64);
@@ -123,14 +147,18 @@ pub(crate) fn resolve(slices: &[Slice], header: &Header) -> Result<Vec<Vec<Exten
     let known: HashMap<&str, &Entry> = header.entries().iter().map(|e| (e.name.as_str(), e)).collect();
     let mut extents = Vec::with_capacity(slices.len());
     for slice in slices {
-        let Some(entry) = known.get(slice.entry.as_str()) else {
-            let message = format!("it has no entry {:?}: the index belongs to another container", slice.entry);
+        let entry = match &slice.entry {
+            EntryRef::Name(name) => known.get(name.as_str()).copied(),
+            EntryRef::Number(number) => header.entries().get(*number as usize),
+        };
+        let Some(entry) = entry else {
+            let message = format!("it has no entry {}: the index belongs to another container", slice.entry);
             return Err(Error::new(ErrorKind::Protocol, message));
         };
         if (entry.dtype, entry.nbytes()) != (slice.dtype, slice.nbytes) {
             let message = format!(
                 "its entry {:?} has {} bytes of {}, and the index says {} of {}: it belongs to another container",
-                slice.entry,
+                entry.name,
                 entry.nbytes(),
                 entry.dtype.name(),
                 slice.nbytes,

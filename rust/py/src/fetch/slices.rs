@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
-use tensorferry_core::{Cancel, FetchOptions, FileOptions, Repeat, Server, Slice, SliceRequest};
+use tensorferry_core::{Cancel, EntryRef, FetchOptions, FileOptions, Repeat, Server, Slice, SliceRequest};
 use tensorferry_wire::dtype::Dtype;
 
 use crate::errors;
@@ -19,8 +19,15 @@ use crate::report::{PyReport, seconds};
 use crate::server::PyServer;
 use crate::trust::PySecret;
 
+/// The name of an entry, or its number in the header.
+#[derive(FromPyObject)]
+pub(crate) enum Entry {
+    Number(u32),
+    Name(String),
+}
+
 /// `(entry, dtype, nbytes, start, run, address, [(count, from, to), ...])`.
-type SliceTuple = (String, String, u64, u64, u64, usize, Vec<(u64, u64, u64)>);
+type SliceTuple = (Entry, String, u64, u64, u64, usize, Vec<(u64, u64, u64)>);
 
 /// Converts the slices that Python passed to the engine's.
 ///
@@ -28,8 +35,12 @@ type SliceTuple = (String, String, u64, u64, u64, usize, Vec<(u64, u64, u64)>);
 /// `InvalidArgument` for a dtype that no container has.
 fn slices(py: Python<'_>, parts: Vec<SliceTuple>) -> PyResult<Vec<Slice>> {
     let slice = |(entry, dtype, nbytes, start, run, address, repeats): SliceTuple| {
+        let entry = match entry {
+            Entry::Number(number) => EntryRef::Number(number),
+            Entry::Name(name) => EntryRef::Name(name),
+        };
         let known = Dtype::from_name(&dtype)
-            .ok_or_else(|| errors::invalid(py, format!("{entry:?} is of an unknown dtype {dtype:?}")))?;
+            .ok_or_else(|| errors::invalid(py, format!("{entry} is of an unknown dtype {dtype:?}")))?;
         let repeats = repeats
             .into_iter()
             .map(|(count, entry_stride, memory_stride)| Repeat { count, entry_stride, memory_stride })

@@ -25,7 +25,7 @@ use std::sync::Arc;
 
 use pyo3::prelude::*;
 use tensorferry_core::{
-    Allocation, ArenaPool, Destination, Error, Memory, Parts, Repeat, Slice, StagedRun, Transfer, copy_all,
+    Allocation, ArenaPool, Destination, EntryRef, Error, Memory, Parts, Repeat, Slice, StagedRun, Transfer, copy_all,
 };
 use tensorferry_wire::digest::checksum;
 use tensorferry_wire::dtype::Dtype;
@@ -116,7 +116,7 @@ pub(crate) fn fetch_wave(waves: &mut WavesOf, address: usize) -> Result<Option<V
 
 /// A part of an entry and its destination inside a tensor of the receiver.
 pub(crate) fn slice(
-    entry: String,
+    entry: EntryRef,
     kind: (Dtype, u64),
     part: (u64, u64),
     address: usize,
