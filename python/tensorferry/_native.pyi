@@ -15,6 +15,7 @@ __all__ = [
     "FileWriting",
     "HostView",
     "HttpAnswer",
+    "Index",
     "Parts",
     "Readiness",
     "Receive",
@@ -56,7 +57,8 @@ __all__ = [
     "_unflatten",
 ]
 
-_SliceTuple = tuple[str, str, int, int, int, int, list[tuple[int, int, int]]]
+_SliceTuple = tuple[str | int, str, int, int, int, int, list[tuple[int, int, int]]]
+_Chunk = tuple[tuple[int, ...], tuple[int, ...], int, int, int, str, tuple[int, tuple[int, ...]] | None]
 
 @final
 class Arena:
@@ -141,6 +143,58 @@ class HttpAnswer:
     def read(self, most: int) -> bytes: ...
     def readinto(self, buffer: Any, whole: bool) -> int: ...
     def close(self) -> None: ...
+
+@final
+class Index:
+    def __new__(cls) -> Index: ...
+    @staticmethod
+    def decode(data: bytes, files: int) -> Index: ...
+    @staticmethod
+    def merge(
+        parts: Sequence[bytes],
+        *,
+        replicas: str,
+        whole: bool,
+        same: Callable[[int, int, int, int], object] | None = None,
+    ) -> tuple[Index, list[bytes]]: ...
+    def written(self, parts: Sequence[bytes], files: Sequence[int], whole: bool) -> Index: ...
+    def encode(self) -> bytes: ...
+    def add(
+        self,
+        key: str,
+        dtype: str | None,
+        shape: Sequence[int],
+        *,
+        path: str = "",
+        requires_grad: bool = False,
+        strides: Sequence[int] | None = None,
+        spread: bool = False,
+    ) -> None: ...
+    def add_chunk(
+        self,
+        offsets: Sequence[int],
+        sizes: Sequence[int],
+        entry: int,
+        nbytes: int,
+        kind: str,
+        *,
+        layout: tuple[int, Sequence[int]] | None = None,
+        owner: int = 0,
+    ) -> None: ...
+    @property
+    def planner(self) -> bytes: ...
+    @planner.setter
+    def planner(self, noted: bytes) -> None: ...
+    @property
+    def keys(self) -> list[str]: ...
+    @property
+    def paths(self) -> list[str]: ...
+    def __len__(self) -> int: ...
+    def find(self, key: object) -> int | None: ...
+    def item(self, number: int) -> tuple[str, str, str | None, tuple[int, ...], bool, tuple[int, ...] | None, bool]: ...
+    def chunks(self, number: int) -> list[_Chunk]: ...
+    def chunk_at(self, number: int, offsets: Sequence[int]) -> _Chunk | None: ...
+    def overlaps(self, number: int, offsets: Sequence[int], sizes: Sequence[int], own: int) -> list[_Chunk]: ...
 
 @final
 class Server:

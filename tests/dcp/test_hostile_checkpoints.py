@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import base64
 import io
-import json
 import pickle
 import struct
 import tarfile
@@ -15,9 +13,14 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
+from indexes import written_with
 from tensorferry import errors
+from tensorferry._native import Index
 from tensorferry.dcp import FileReader, FileWriter, index, load_plan, save_plan
+from tensorferry.memory.tensors import no_rows
 from tensorferry.pickles.allowlist import Allowed
+from tensorferry.storage import commits, reserved
+from tensorferry.storage.container import Container
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.filterwarnings("ignore")]
 
@@ -116,22 +119,10 @@ def peak():
     return most
 
 
-def index_with(monkeypatch, change):
-    """Applies ``change`` to the next indexes that are written."""
-    encode = index.encode
-
-    def changed(*given):
-        found = json.loads(encode(*given))
-        change(found)
-        return json.dumps(found).encode()
-
-    monkeypatch.setattr(index, "encode", changed)
-
-
 def test_the_announced_length_of_an_object_takes_no_memory(tmp_path, monkeypatch):
     for nbytes, error in ((MUCH, "ProtocolError"), (1 << 62, "SystemRefused")):
         with monkeypatch.context() as patched:
-            index_with(patched, lambda found, n=nbytes: found["state"]["o"][1].__setitem__(3, n))
+            written_with(patched, lambda columns, n=nbytes: columns["bytes"].__setitem__(0, n))
             dcp.save({"o": "an object"}, storage_writer=FileWriter(tmp_path))
         peak()
         before = peak()
@@ -157,27 +148,48 @@ PICKLED = {
 @pytest.mark.parametrize("name", PICKLED)
 def test_pickled_paths_that_lead_far_out_are_refused(name, tmp_path, monkeypatch):
     kept = pickle.dumps(PICKLED[name], 4)
-    index_with(monkeypatch, lambda found: found.update(planner={"pickle": base64.b64encode(kept).decode()}))
+    written_with(monkeypatch, lambda columns: columns.update(planner=[*kept]))
     dcp.save({"o": "an object"}, storage_writer=FileWriter(tmp_path))
     with pytest.raises(dcp.CheckpointException, match=r"invalid path|planner's data"):
         _load_state_dict_from_keys(storage_reader=FileReader(tmp_path))
 
 
-INDEX = {"version": index.VERSION, "sources": ["f"], "state": {"o": ["b", [0, "e", "U8", 1, "b"]]}, "planner": None}
+def encoded(planner=None):
+    """Returns an index of one object, with the data of a planner."""
+    made = Index()
+    made.add("o", None, ())
+    made.add_chunk((), (), 0, 1, index.OBJECT)
+    if planner is not None:
+        made.planner = pickle.dumps(planner, 4)
+    return made.encode()
+
+
+def decoded(data, trust=False):
+    return index.decode(data, "here", Allowed(trust=trust), ["f"])
 
 
 def test_an_index_of_another_version_is_refused_by_its_number():
-    newer = json.dumps(INDEX | {"version": index.VERSION + 1}).encode()
-    with pytest.raises(errors.ProtocolError, match=f"here: .*version {index.VERSION + 1}.*upgrade the older side"):
-        index.decode(newer, "here", Allowed())
-    index.decode(json.dumps(INDEX).encode(), "here", Allowed())
+    data = bytearray(encoded())
+    assert decoded(bytes(data)).planner_data is None
+    data[8] = 2
+    with pytest.raises(errors.ProtocolError, match=r"here: .*version 2.*upgrade the older side"):
+        decoded(bytes(data))
+
+
+def test_a_checkpoint_of_a_version_before_this_index_is_refused_with_what_to_do(tmp_path):
+    dcp.save({"o": 1}, storage_writer=FileWriter(tmp_path))
+    path = tmp_path / "index.safetensors"
+    text, commit = commits.read(path)
+    control = [(reserved.OLD_INDEX, text), (reserved.INDEX_FILES, commit.encode())]
+    Container(no_rows(), None, True, control).write(path, partial=tmp_path / "p")
+    with pytest.raises(errors.ProtocolError, match=r"older tensorferry.*save it anew"):
+        FileReader(tmp_path).read_metadata()
 
 
 @pytest.mark.parametrize(
     "kept", [{"x": FAR}, {"o": {"rank": 3, "shape": (2, 3)}}, {"o": (512, 1024)}, {"o": 0.5}, [1, 2], "text"], ids=str
 )
 def test_what_planners_of_ones_own_keep_is_read(kept):
+    assert decoded(encoded(kept)).planner_data == kept
     # The limits do not apply to a reader that trusts the source.
-    for value, allowed in ((kept, Allowed()), ({"o": ("o", FAR)}, Allowed(trust=True))):
-        text = INDEX | {"planner": {"pickle": base64.b64encode(pickle.dumps(value, 4)).decode()}}
-        assert index.decode(json.dumps(text).encode(), "here", allowed).planner_data == value
+    assert decoded(encoded({"o": ("o", FAR)}), trust=True).planner_data == {"o": ("o", FAR)}

@@ -15,11 +15,11 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import SavePlanner
+from torch.distributed.checkpoint.planner import SavePlanner, WriteItemType
 
 from tensorferry import errors
+from tensorferry._native import Index
 from tensorferry.dcp import FileReader, FileWriter, index, own_errors
-from tensorferry.dcp.index import ELEMENTS, EntryRef
 
 pytestmark = [
     pytest.mark.timeout(120),
@@ -87,7 +87,9 @@ class Wrong(dcp.DefaultSavePlanner):
         plans, metadata = super().create_global_plan(plans)
         known = metadata.state_dict_metadata
         if self._how == "other sizes":
-            known["a"].chunks[0] = dataclasses.replace(known["a"].chunks[0], sizes=torch.Size([4, 2]))
+            known["a"].chunks[0] = dataclasses.replace(known["a"].chunks[0], sizes=torch.Size([1, 4]))
+        elif self._how == "a tensor for an object":
+            known["o"] = known["a"]
         elif self._how == "a key that is not there":
             known["b"] = known["a"]
         elif self._how == "a key that is not described":
@@ -102,8 +104,9 @@ class Wrong(dcp.DefaultSavePlanner):
 @pytest.mark.parametrize(
     ("how", "says"),
     [
-        ("other sizes", r"a: the planner's metadata says that the part at \[0, 0\] is a tensor of \[4, 2\], and what "),
-        ("a key that is not there", r"no rank has written"),
+        ("other sizes", r"names a\[0:1, 0:4\], which no rank has written"),
+        ("a tensor for an object", r"o: the planner's metadata says that it is .*, and what was written is an object"),
+        ("a key that is not there", r"names b, which no rank has written"),
         ("a key that is not described", r"a was written, and the planner's metadata does not describe it"),
         ("turned", r"its shape was \(2, 4\) when the save was planned, and is \(4, 2\) now"),
     ],
@@ -121,26 +124,80 @@ def test_what_contradicts_what_was_written_is_not_committed(how, says, tmp_path)
     assert torch.equal(found["a"], numbers())
 
 
-def test_parts_that_were_written_in_different_dtypes_are_refused():
-    chunks = [ChunkStorageMetadata(torch.Size([at]), torch.Size([2])) for at in (0, 2)]
-    about = TensorStorageMetadata(TensorProperties(dtype=torch.float64), torch.Size([4]), chunks)
-    stored = {
-        MetadataIndex("w", chunk.offsets): EntryRef("f", str(number), "U8", 8, ELEMENTS, 1, (dtype, [2]))
-        for number, (chunk, dtype) in enumerate(zip(chunks, ("float32", "float64"), strict=True))
-    }
-    with pytest.raises(errors.InvalidArgument, match=r"its parts have different dtypes \(float32, float64\)"):
-        index.encode(Metadata({"w": about}), stored)
+class Half(dcp.DefaultSavePlanner):
+    """Writes the second half of a tensor in another dtype."""
+
+    def create_local_plan(self):
+        plan = super().create_local_plan()
+        (item,) = plan.items
+        halves = []
+        for at in (0, 4):
+            chunk = ChunkStorageMetadata(torch.Size([at]), torch.Size([4]))
+            data = dataclasses.replace(item.tensor_data, chunk=chunk)
+            index = MetadataIndex("a", chunk.offsets)
+            halves.append(dataclasses.replace(item, type=WriteItemType.SHARD, index=index, tensor_data=data))
+        return dataclasses.replace(plan, items=halves)
+
+    def resolve_data(self, write_item):
+        return numbers(torch.float32 if write_item.index.offset[0] else torch.float64, 4)
+
+
+def test_parts_that_were_written_in_different_dtypes_are_refused(tmp_path):
+    with pytest.raises(errors.InvalidArgument, match=r"a: its parts have different dtypes"), own_errors():
+        dcp.save({"a": numbers()}, storage_writer=FileWriter(tmp_path), planner=Half(), no_dist=True)
+    with pytest.raises(errors.InvalidArgument, match=r"a: rank 0 has .*float32.*, and rank 1 has .*float64"):
+        encoded({0: 4}, {4: 4}, dtypes=("float32", "float64"))
+
+
+@pytest.mark.parametrize("value", [1, torch.ones(2)], ids=["object", "tensor"])
+def test_a_key_that_is_no_text_is_refused_by_the_save(value, tmp_path):
+    with pytest.raises(errors.UnsupportedLeaf, match="UnicodeEncodeError"), own_errors():
+        dcp.save({"\ud800": value}, storage_writer=FileWriter(tmp_path), no_dist=True)
+
+
+def encoded(*ranks, dtypes=("float32", "float32")):
+    """Encodes the index of a tensor of 8 elements; each rank has parts of it: where they begin, and their lengths."""
+    parts = []
+    for rank, dtype in zip(ranks, dtypes, strict=False):
+        part = Index()
+        part.add("a", dtype, [8], spread=True)
+        for at, length in rank.items():
+            part.add_chunk([at], [length], 0, 16, index.ELEMENTS)
+        parts.append(index.RankPart(f"f{len(parts)}", 1, part.encode()))
+    chunks = [ChunkStorageMetadata(torch.Size([at]), torch.Size([n])) for rank in ranks for at, n in rank.items()]
+    about = TensorStorageMetadata(TensorProperties(dtype=torch.float32), torch.Size([8]), chunks)
+    return index.encode(Metadata({"a": about}), parts, [part.container for part in parts])
+
+
+@pytest.mark.parametrize(
+    ("ranks", "says"),
+    [([{0: 3}, {4: 4}], r"7 of the 8 elements .* rank 0, rank 1"), ([{0: 5}, {4: 4}], r"rank 1 has \[4:8\].*overlap")],
+)
+def test_parts_of_ranks_that_make_up_no_whole_are_refused(ranks, says):
+    with pytest.raises(errors.InvalidArgument, match=says):
+        encoded(*ranks)
+    # What one rank saves alone may be its part.
+    assert Index.decode(encoded(ranks[0]), 1).keys == ["a"]
+    assert [chunk[2] for chunk in Index.decode(encoded({0: 4}, {4: 4}), 2).chunks(0)] == [0, 1]
 
 
 class Asking(dcp.DefaultLoadPlanner):
     """Asks for what the checkpoint does not have."""
 
+    def __init__(self, key):
+        super().__init__()
+        self._key = key
+
     def create_local_plan(self):
         items = super().create_local_plan().items
-        return dcp.LoadPlan([dataclasses.replace(item, storage_index=MetadataIndex("z")) for item in items])
+        return dcp.LoadPlan([dataclasses.replace(item, storage_index=MetadataIndex(self._key)) for item in items])
 
 
-def test_a_load_of_what_is_not_there_is_refused(tmp_path):
-    dcp.save({"a": numbers()}, storage_writer=FileWriter(tmp_path), no_dist=True)
-    with pytest.raises(errors.ProtocolError, match=r"the plan asks for .*z.*does not have"), own_errors():
-        dcp.load({"a": numbers()}, storage_reader=FileReader(tmp_path), planner=Asking(), no_dist=True)
+@pytest.mark.parametrize(
+    ("key", "says"),
+    [("z", "the plan asks for .*z.*does not have"), ("o", "asks for a tensor o, and the index says an object")],
+)
+def test_a_load_of_what_is_not_there_is_refused(key, says, tmp_path):
+    dcp.save({"a": numbers(), "o": 1}, storage_writer=FileWriter(tmp_path), no_dist=True)
+    with pytest.raises(errors.ProtocolError, match=says), own_errors():
+        dcp.load({"a": numbers()}, storage_reader=FileReader(tmp_path), planner=Asking(key), no_dist=True)

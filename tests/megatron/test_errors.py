@@ -165,18 +165,19 @@ FOLDERS = {
 
 def lose_a_chunk(kept, folder):
     """Takes a chunk out of the index, as if a rank had not told of it."""
-    from tensorferry.dcp import FileReader, index
+    from tensorferry._native import Index
     from tensorferry.storage import commits, reserved
 
     del kept
-    metadata = FileReader(folder).read_metadata()
-    lost = metadata.state_dict_metadata["layers.column"].chunks.pop()
-    metadata.storage_data = {
-        at: ref for at, ref in metadata.storage_data.items() if (at.fqn, at.offset) != ("layers.column", lost.offsets)
-    }
-    metadata.planner_data = None
-    path, encoded = Path(folder) / "index.safetensors", index.encode(metadata, metadata.storage_data)
-    commits.commit_index(path, [(reserved.INDEX, encoded)], commits.files_of(path))
+    path = Path(folder) / "index.safetensors"
+    text, commit = commits.read(path)
+    whole, less = Index.decode(text, len(commit.files)), Index()
+    for number, key in enumerate(whole.keys):
+        _, _, dtype, shape, *_ = whole.item(number)
+        less.add(key, dtype, shape)
+        for offsets, sizes, _, entry, nbytes, kind, _ in whole.chunks(number)[key == "layers.column" :]:
+            less.add_chunk(offsets, sizes, entry, nbytes, kind)
+    commits.commit_index(path, [(reserved.INDEX, less.encode())], commit)
 
 
 def test_an_index_that_is_not_complete_is_refused_on_every_rank(host, tmp_path):

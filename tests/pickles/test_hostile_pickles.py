@@ -3,12 +3,10 @@
 
 from __future__ import annotations
 
-import base64
 import collections
 import datetime
 import decimal
 import io
-import json
 import pickle
 import re
 import subprocess
@@ -189,14 +187,15 @@ def test_what_is_refused_is_named_with_its_leaf_and_what_to_do() -> None:
 
 
 def test_the_planners_data_goes_through_the_same_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tensorferry._native import Index
     from tensorferry.dcp import index
 
     ran: list[Any] = []
     monkeypatch.setattr("os.system", ran.append)
-    planner = {"pickle": base64.b64encode(whole(ATTACKS["os.system"])).decode()}
-    text = json.dumps({"version": index.VERSION, "sources": [], "state": {}, "planner": planner})
+    made = Index()
+    made.planner = whole(ATTACKS["os.system"])
     with pytest.raises(tensorferry.errors.UnsafePickle):
-        index.decode(text.encode(), "here", Allowed())
+        _ = index.decode(made.encode(), "here", Allowed(), []).planner_data
     assert not ran
 
 

@@ -33,6 +33,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+import indexes
 import tensorferry
 from exchange import Listener
 from tensorferry import HTTPTransport
@@ -233,7 +234,17 @@ class Indexes:
         if self._chance.random() < 0.1:
             self._text = flipped(good, self._chance)
         else:
-            self._text = json.dumps(mutated(json.loads(good), self._chance)).encode()
+            columns = indexes.taken_apart(good)
+            for _ in range(self._chance.randint(1, 3)):
+                rows = columns[self._chance.choice([*columns])]
+                at, what = self._chance.randrange(len(rows) + 1), self._chance.randrange(4)
+                if what == 0:
+                    del rows[at : at + 1]
+                else:
+                    new = rows[at - 1] if what == 1 and rows else self._chance.choice([0, 1, 255, 2**31, 2**62, -1])
+                    rows[at : at + self._chance.randrange(2)] = [new]
+            texts = {name: [str(row) for row in columns[name]] for name in indexes.TEXTS}
+            self._text = indexes.put_together(columns | texts)
         return self._text
 
     def __call__(self) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from .._native import Entries, Remote, Stored, _dtypes, _file_entry_digests
+from .._native import Entries, Index, Remote, Stored, _dtypes, _file_entry_digests
 from ..errors import ProtocolError
 from ..state.grammar import children
 from ..storage import foreign, reserved
@@ -277,27 +277,19 @@ def by_path(leaves: Iterable[Leaf]) -> dict[str, Leaf]:
     return found
 
 
-def list_distributed(fields: dict[str, Any], where: AnyPlace) -> Listing:
-    """Lists a distributed checkpoint by its index.
-
-    Raises:
-        ProtocolError: the index is not valid
-    """
+def list_distributed(index: Index, files: list[str]) -> Listing:
+    """Lists a distributed checkpoint by its index; ``files`` has the names of its files."""
     leaves = []
-    try:
-        for fqn, stored in fields["state"].items():
-            if stored[0] == "b":
-                leaves.append(Leaf(fqn, "object", bytes=int(stored[1][3])))
-                continue
-            _, dtype, size, requires_grad, chunks = stored
-            files = {chunk[2][0] for chunk in chunks}
-            notes = ["requires grad"] if requires_grad else []
-            if len(chunks) > 1:
-                notes.append(f"{len(chunks)} shards in {len(files)} files")
-            kind = "sharded" if len(chunks) > 1 else "tensor"
-            total = sum(int(chunk[2][3]) for chunk in chunks)
-            leaves.append(Leaf(fqn, kind, str(dtype), _shape(size), total, notes))
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as e:
-        raise ProtocolError(f"{where}: its index cannot be read ({type(e).__name__}: {e})") from e
-    about = {"kind": "distributed", "checksums": True, "files": fields["sources"]}
+    for number, key in enumerate(index.keys):
+        _, _, dtype, shape, requires_grad, _, _ = index.item(number)
+        chunks = index.chunks(number)
+        total = sum(chunk[4] for chunk in chunks)
+        if dtype is None:
+            leaves.append(Leaf(key, "object", bytes=total))
+            continue
+        notes = ["requires grad"] if requires_grad else []
+        if len(chunks) > 1:
+            notes.append(f"{len(chunks)} shards in {len({chunk[2] for chunk in chunks})} files")
+        leaves.append(Leaf(key, "sharded" if len(chunks) > 1 else "tensor", dtype, shape, total, notes))
+    about = {"kind": "distributed", "checksums": True, "files": files}
     return Listing({**about, "bytes": sum(leaf.bytes for leaf in leaves)}, leaves)

@@ -9,8 +9,6 @@ from dataclasses import replace
 from typing import Any
 
 from ..errors import IncompleteCheckpoint, InvalidArgument, ProtocolError, SystemRefused, TensorferryError
-from ..storage import commits
-from ..storage.folder import INDEX
 from ..storage.foreign import MODEL_INDEX
 from ..storage.names import checked_plain
 from ..storage.places import AnyPlace
@@ -104,11 +102,9 @@ def _list_shards(folder: AnyPlace, *, digests: bool) -> Listing:
 
 
 def _list_distributed(folder: AnyPlace, *, digests: bool) -> Listing:
-    if not digests:
-        text, _ = commits.read(folder / INDEX)
-        return list_distributed(distributed.decoded(text, folder / INDEX), folder)
-    fields, names = distributed.opened(folder)
-    return distributed.with_digests(list_distributed(fields, folder), folder, fields, names)
+    index, commit = distributed.read(folder)
+    listing = list_distributed(index, sorted(commit.files))
+    return distributed.with_digests(listing, folder, index, distributed.opened(folder)[1]) if digests else listing
 
 
 def of_all_ranks(found: list[tuple[str, Listing]]) -> Listing:

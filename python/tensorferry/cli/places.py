@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from .._native import _file_entries
 from ..dcp import marker
 from ..errors import IncompleteCheckpoint, InvalidArgument, ProtocolError, StoreRefused, SystemRefused, TensorferryError
-from ..storage import foreign, reserved
+from ..storage import commits, foreign, reserved
 from ..storage.folder import INDEX, unfinished
 from ..storage.objects.answers import is_forbidden
 from ..storage.objects.place import ObjectPlace
@@ -151,11 +151,9 @@ def _kind_of_folder(folder: AnyPlace) -> CheckpointKind:
 
     kind = None
     if has(INDEX):
-        checkpoint, distributed = _file_entries(index, [reserved.CHECKPOINT, reserved.INDEX])
-        if checkpoint is not None:
+        if _file_entries(index, [reserved.CHECKPOINT])[0] is not None:
             return CheckpointKind.CHECKPOINT
-        if distributed is None:
-            raise ProtocolError(f"{index} is not an index: it has neither {reserved.CHECKPOINT} nor {reserved.INDEX}")
+        commits.read(index)
         kind = CheckpointKind.DISTRIBUTED
     elif has(marker.NAME) and not marker.is_marker(folder / marker.NAME):
         kind = CheckpointKind.TORCH_DISTRIBUTED

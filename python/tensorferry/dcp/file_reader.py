@@ -23,6 +23,7 @@ from ..pickles.allowlist import Allowed
 from ..storage import foreign
 from ..storage.divided import DividedSource, Partners
 from ..storage.folder import INDEX, unfinished
+from ..storage.names import parts_of_name
 from ..storage.objects.place import ObjectPlace
 from ..storage.places import AnyPlace, begun
 from ..storage.source import FolderSource, Progress, replaced
@@ -136,9 +137,13 @@ class FileReader(InFolder, SliceReader):
                 raise _incomplete(folder)
         _refuse_two(path)
         source = FolderSource(path, self._threads)
-        metadata = index.decode(load.begin(source), str(path), self._allowed)
+        text = load.begin(source)
+        files = source.containers()
+        metadata = index.decode(text, str(path), self._allowed, files)
         load.digest, load.shared = source.digest, shared
-        return index.described(metadata, folder if isinstance(folder, os.PathLike) else str(folder))
+        where = folder if isinstance(folder, os.PathLike) else str(folder)
+        named = parts_of_name(files[0]) if files else None
+        return index.described(metadata, where, named and named["id"])
 
     def _open_theirs(self, path: AnyPlace, shared: bool) -> Metadata:
         """Reads the index ``path``, which torch's own writer wrote; ``shared`` says whether it is that of all ranks."""

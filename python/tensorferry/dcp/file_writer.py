@@ -36,6 +36,7 @@ from ..storage.whole_files import create_folder, listed
 from . import index, marker
 from .failures import fail_without_numpy
 from .in_folder import TORCH_INDEX, InFolder, checked_threads
+from .index import RankPart
 from .running_saves import SaveRecord, agreed, planned_for_others
 from .save_plan import ABOUT, PlanSnapshot, check_left_to_others, objects_of
 
@@ -68,8 +69,8 @@ class RankFile:
         *,
         progress: Progress | None = None,
         allowed: Allowed | None = None,
-    ) -> tuple[Stored, list[WriteResult]]:
-        """Writes the items of ``plan``; returns how much was written, and a result for each item.
+    ) -> tuple[Stored, RankPart]:
+        """Writes the items of ``plan``; returns how much was written, and what the coordinator is told.
 
         While the first of the two lives, the file is locked. ``progress`` is as for :class:`FileWriter`, ``allowed`` is
         the allow-list of loads, if they are to be warned for.
@@ -95,7 +96,7 @@ class RankFile:
             cached=self.cached,
             progress=progress,
         )
-        return written, snapshot.results(self.path.name, written.header)
+        return written, snapshot.part(self.path.name, written.header)
 
 
 class FileWriter(InFolder, StorageWriter):  # type: ignore[misc]  # mypy does not follow torch
@@ -290,9 +291,9 @@ class FileWriter(InFolder, StorageWriter):  # type: ignore[misc]  # mypy does no
             return done
         with self._saving.held(), save.undone():
             written = self.rank_file().write(plan, planner, progress=self._progress, allowed=self._allowed)
-        save.written, results = written
+        save.written, part = written
         self.report = {"bytes": save.written.bytes, "direct": save.written.direct}
-        done.set_result(results)
+        done.set_result(part.results(save.written.bytes))
         return done
 
     def rank_file(self) -> RankFile:
@@ -332,13 +333,9 @@ class FileWriter(InFolder, StorageWriter):  # type: ignore[misc]  # mypy does no
             Exception: what pickling the planner's data raises
         """
         save = self._ongoing()
-        # What one rank saves alone may be its part.
-        if len(results) > 1:
-            index.check_whole(metadata)
-        stored = {result.index: result.storage_data for of_rank in results for result in of_rank}
-        metadata.storage_data = stored
+        parts = index.parts_of(results)
+        files = {part.container: part.header for part in parts if part.header is not None}
         index.stamp(metadata).storage_meta = StorageMeta(checkpoint_id=_id_of(save.path), save_id=save.id)
-        files = {ref.container: ref.header for ref in stored.values()}
 
         def check() -> None:
             # Another job may have saved there meanwhile.
@@ -348,7 +345,7 @@ class FileWriter(InFolder, StorageWriter):  # type: ignore[misc]  # mypy does no
         with save.undone():
             replaced = commits.commit_index(
                 save.index,
-                [(reserved.INDEX, index.encode(metadata, stored))],
+                [(reserved.INDEX, index.encode(metadata, parts, sorted(files)))],
                 Commit(files, save.began),
                 about=ABOUT,
                 check=check,

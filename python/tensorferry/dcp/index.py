@@ -1,19 +1,18 @@
-"""The index of a distributed checkpoint: torch's ``Metadata`` as JSON.
+"""The index of a distributed checkpoint, as the native module writes and reads it, and as torch's ``Metadata``.
 
-It is not a pickle, because a pickled ``Metadata`` of one torch version cannot be read by another, and the jobs on both
-sides need not run the same one. docs/reference/format.md has the grammar.
+Objects are made for what somebody asks for. docs/reference/format.md has the layout.
 """
 
 from __future__ import annotations
 
-import base64
 import io
 import json
 import pickle
 import uuid
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -27,25 +26,25 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from torch.distributed.checkpoint.storage import WriteResult
 
 from .._gc import gc_paused
-from ..errors import InvalidArgument, ProtocolError, TensorferryError
+from .._native import Index
+from ..errors import InvalidArgument, ProtocolError
+from ..memory.tensors import DTYPE_NAMES
 from ..pickles.allowlist import Allowed
 from ..pickles.unpickler import unpickler_class
-from ..storage import boxes
-from ..storage.boxes import Box, why_not_whole
 from ..storage.slices import contiguous_strides
 
-VERSION = 1
 #: The version that torch's own writer gives its checkpoints.
 _TORCHS_VERSION = getattr(filesystem, "CURRENT_DCP_VERSION", "1.0.0")
 #: What this torch tells about tensors and checkpoints.
-_HAS_STRIDES = any(field.name == "strides" for field in fields(TensorProperties))
+HAS_STRIDES = any(field.name == "strides" for field in fields(TensorProperties))
 _ABOUT = frozenset(field.name for field in fields(StorageMeta))
 
 #: The kinds of entries: the elements of a tensor; an object, or a tensor, as ``torch.save`` writes it.
 ELEMENTS, OBJECT, PICKLED_TENSOR = "t", "b", "p"
-#: A value that has no entry of its own, since its source builds it out of several; no index has this kind.
+#: A value that has no entry of its own, since its source builds it out of several.
 BUILT = "v"
 
 #: A nested state has at most ``_DEEPEST`` levels, and its lists have at most ``_SLOTS`` elements in all, or
@@ -61,115 +60,108 @@ class EntryRef(NamedTuple):
 
     Attributes:
         container: the name of a file, or of a peer's container (``storage/peers.py``)
-        entry: the name of the entry in that container
+        entry: the number of the entry in the header of that container, or its name
         dtype: the entry's element type, by its name in a container
         nbytes: the entry's length in bytes
         kind: one of ``ELEMENTS``, ``OBJECT``, ``PICKLED_TENSOR``, ``BUILT``
-        header: during a save, the checksum of the file's header; otherwise ``None``
-        tensor: during a save, dtype and shape of the tensor that was written; otherwise, and for objects, ``None``
+        tensor: dtype and shape of the chunk; ``None`` for objects
         layout: where the elements are in an entry that they do not fill in their order: the offset of the first byte,
             and the strides in elements
     """
 
     container: str
-    entry: str
+    entry: int | str
     dtype: str
     nbytes: int
     kind: str
-    header: int | None = None
-    tensor: tuple[str, Sequence[int]] | None = None
+    tensor: tuple[torch.dtype, Sequence[int]] | None = None
     layout: tuple[int, tuple[int, ...]] | None = None
 
 
-def check_whole(metadata: Metadata) -> None:
-    """Checks that the chunks of each tensor make it up.
+class RankPart(NamedTuple):
+    """What a rank has written: its one ``WriteResult``.
 
-    Raises:
-        InvalidArgument: those of one do not; its key and the reason are named
+    Attributes:
+        container: as in :class:`EntryRef`; empty if it has nothing
+        header: the checksum of the file's header; ``None`` if it is no file
+        encoded: the rank's own ``Index``
     """
-    for fqn, stored in metadata.state_dict_metadata.items():
-        if isinstance(stored, TensorStorageMetadata) and (why := why_incomplete(stored)) is not None:
-            raise InvalidArgument(f"{fqn} cannot be a part of a checkpoint: {why}")
+
+    container: str
+    header: int | None
+    encoded: bytes
+
+    def results(self, nbytes: int) -> list[WriteResult]:
+        """Returns what ``write_data`` hands to torch; ``nbytes`` is the length of the container."""
+        return [WriteResult(MetadataIndex(self.container), nbytes, self)]
 
 
-def why_incomplete(stored: TensorStorageMetadata) -> str | None:
-    """Returns why the chunks of a tensor do not have each of its elements exactly once; ``None`` if they do."""
-    boxes = [Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in stored.chunks]
-    return why_not_whole(stored.size, boxes, [f"chunk {number}" for number in range(len(boxes))])
+def parts_of(results: Iterable[Sequence[WriteResult]]) -> list[RankPart]:
+    """Returns what each rank has written, from the results of all ranks."""
+    nothing = RankPart("", None, Index().encode())
+    return [of_rank[0].storage_data if of_rank else nothing for of_rank in results]
 
 
 @gc_paused()
-def encode(metadata: Metadata, stored: dict[MetadataIndex, EntryRef]) -> bytes:
-    """Encodes ``metadata``; ``stored`` maps each of its chunks and objects to the entry that holds it.
+def encode(metadata: Metadata, parts: Sequence[RankPart], containers: Sequence[str]) -> bytes:
+    """Encodes the index of a save.
 
     The dtype of a tensor is that of what was written, whatever the planner says: one that caches plans may say what a
     tensor was in an earlier save.
 
+    Args:
+        metadata: the planner's
+        parts: what each rank has written; what one rank saves alone may be its part of tensors
+        containers: all containers, in the order in which readers list them
+
     Raises:
-        InvalidArgument: the planner's metadata and what the ranks have written contradict each other; a tensor was
-            written in several dtypes; or a key is not a string
+        InvalidArgument: the planner's metadata and what the ranks have written contradict each other; the parts of a
+            tensor do not make it up; or a key is not a string
         Exception: what pickling the planner's data raises
     """
-    containers = sorted({ref.container for ref in stored.values()})
-    number = {container: i for i, container in enumerate(containers)}
+    numbers = {container: number for number, container in enumerate(containers)}
+    files = [numbers.get(part.container, 0) for part in parts]
+    return _planned(metadata).written([part.encoded for part in parts], files, len(parts) > 1).encode()
 
-    # By tuples, because torch's own keys are compared and hashed in Python.
-    by_key = {(index.fqn, index.offset): ref for index, ref in stored.items()}
 
-    def written(fqn: str, offset: Any = None) -> list[Any]:
-        ref = by_key.get((fqn, offset))
-        if ref is None:
-            raise InvalidArgument(
-                f"the planner's metadata names {MetadataIndex(fqn, offset)}, which no rank has written"
-            )
-        return [number[ref.container], ref.entry, ref.dtype, ref.nbytes, ref.kind]
-
-    if forgotten := {fqn for fqn, _ in by_key} - metadata.state_dict_metadata.keys():
-        raise InvalidArgument(
-            f"{min(map(str, forgotten))} was written, and the planner's metadata does not describe it"
-        )
-
-    state: dict[str, list[Any]] = {}
-    strides: dict[str, Any] = {}
-    for fqn, value in metadata.state_dict_metadata.items():
-        if not isinstance(fqn, str):
-            raise InvalidArgument(f"the keys of a state_dict must be strings, not {fqn!r}")
+def _planned(metadata: Metadata) -> Index:
+    """Returns the index that a planner has planned; the entries are not in it."""
+    index, known, noted = Index(), metadata.state_dict_metadata, metadata.planner_data
+    is_of_paths = isinstance(noted, dict) and noted.keys() <= known.keys() and all(map(_is_path, noted.values()))
+    paths = noted if is_of_paths else {}
+    if noted is not None and not paths:
+        index.planner = pickle.dumps(noted, 4)
+    for fqn, value in known.items():
+        path = json.dumps(paths[fqn], separators=(",", ":")) if fqn in paths else ""
         if isinstance(value, BytesStorageMetadata):
-            state[fqn] = ["b", written(fqn)]
+            index.add(checked_key(fqn), None, (), path=path)
+            index.add_chunk((), (), 0, 0, OBJECT)
             continue
-        chunks = [[*map(list, (c.offsets, c.sizes)), written(fqn, c.offsets)] for c in value.chunks]
         properties = value.properties
-        dtype = _dtype_of(fqn, value, [by_key[fqn, chunk.offsets] for chunk in value.chunks])
-        state[fqn] = ["t", dtype, list(value.size), bool(properties.requires_grad), chunks]
-        if _HAS_STRIDES and properties.strides != tuple(contiguous_strides([*value.size], 1)):
-            strides[fqn] = properties.strides
-    index = {"version": VERSION, "sources": containers, "state": state, "planner": _planner_data(metadata.planner_data)}
-    # Both are new, and readers of earlier versions leave them alone.
-    if _HAS_STRIDES:
-        index["strides"] = strides
-    if save_id := getattr(metadata.storage_meta, "save_id", None):
-        index["save"] = str(save_id)
-    return json.dumps(index, separators=(",", ":")).encode()
+        strides = (properties.strides or ()) if HAS_STRIDES else ()
+        index.add(
+            checked_key(fqn),
+            dtype_name(properties.dtype),
+            value.size,
+            path=path,
+            requires_grad=bool(properties.requires_grad),
+            strides=None if strides == tuple(contiguous_strides([*value.size], 1)) else strides,
+            spread=True,
+        )
+        for chunk in value.chunks:
+            index.add_chunk(chunk.offsets, chunk.sizes, 0, 0, ELEMENTS)
+    return index
 
 
-def _dtype_of(fqn: str, about: TensorStorageMetadata, refs: list[EntryRef]) -> str:
-    """Returns the dtype in which the tensor ``fqn`` was written, after comparing the rest with what ``about`` says.
+def checked_key(fqn: Any) -> str:
+    """Returns a key of a state after checking that it is text.
 
     Raises:
-        InvalidArgument: they contradict each other
+        InvalidArgument: it is not
     """
-    dtypes = sorted({ref.tensor[0] for ref in refs if ref.tensor is not None})
-    if len(dtypes) > 1:
-        raise InvalidArgument(f"{fqn}: its parts have different dtypes ({', '.join(dtypes)}): save it in one")
-    for ref, chunk in zip(refs, about.chunks, strict=True):
-        shape = chunk.sizes if ref.tensor is None else tuple(ref.tensor[1])
-        if shape != chunk.sizes or ref.kind == OBJECT:
-            what = "an object" if ref.kind == OBJECT else f"a tensor of {list(shape)}"
-            raise InvalidArgument(
-                f"{fqn}: the planner's metadata says that the part at {list(chunk.offsets)} is a tensor of "
-                f"{list(chunk.sizes)}, and what was written is {what}"
-            )
-    return dtypes[0] if dtypes else dtype_name(about.properties.dtype)
+    if not isinstance(fqn, str):
+        raise InvalidArgument(f"the keys of a state_dict must be strings, not {fqn!r}")
+    return fqn
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -177,23 +169,9 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _planner_data(data: Any) -> Any:
-    """Encodes a planner's data: the paths of a flattened state as lists, anything else as a pickle in base64."""
-    if data is None:
-        return None
-    if isinstance(data, dict) and _are_paths(data):
-        return {"paths": {fqn: list(path) for fqn, path in data.items()}}
-    return {"pickle": base64.b64encode(pickle.dumps(data, 4)).decode()}
-
-
-def _are_paths(data: dict[Any, Any]) -> bool:
-    """Whether ``data`` holds the paths of a flattened state, by key."""
-    return all(
-        isinstance(fqn, str)
-        and isinstance(path, tuple)
-        and all(type(key) is str or (type(key) is int and key >= 0) for key in path)
-        for fqn, path in data.items()
-    ) and _can_be_walked(list(data.values()))
+def _is_path(path: Any) -> bool:
+    """Whether ``path`` is one in a flattened state, as torch's own planner notes it."""
+    return type(path) is tuple and all(type(key) in (str, int) for key in path)
 
 
 def _can_be_walked(paths: list[Sequence[Any]]) -> bool:
@@ -234,67 +212,180 @@ def has_safe_paths(data: Any, keys: Iterable[str]) -> bool:
     return _can_be_walked([[key if type(key) in (int, str) else None for key in path] for path in paths])
 
 
-@gc_paused()
-def decode(text: bytes, where: str, allowed: Allowed) -> Metadata:
+def decode(data: bytes, where: str, allowed: Allowed, containers: Sequence[str]) -> StoredMetadata:
     """Decodes an index to the ``Metadata`` for torch's planners.
 
     Args:
-        text: the result of :func:`encode`
+        data: the result of :func:`encode`
         where: how messages name the index
         allowed: the globals that a planner's pickled data may name
+        containers: the containers, in the order in which the index numbers them
 
     Returns:
-        The metadata; its ``storage_data`` maps each chunk and object to its :class:`EntryRef`.
+        The metadata; its ``storage_data`` maps each chunk and object to its :class:`EntryRef`. Its ``planner_data``
+        raises ``ProtocolError`` or ``UnsafePickle`` if it must not be used.
 
     Raises:
-        ProtocolError: ``text`` is not an index, is of another version, or contradicts itself
-        UnsafePickle: the planner's data names something that is not allowed
-        FetchTimeout: the deadline of ``allowed``, if it has one, passed while the planner's data was unpickled
+        ProtocolError: ``data`` is not an index, is of another version, or contradicts itself
     """
     try:
-        index = json.loads(text)
-        version = index["version"]
-        if version != VERSION:
+        index = Index.decode(data, len(containers))
+    except ProtocolError as e:
+        raise ProtocolError(f"{where}: its index cannot be read: {e}") from e
+    metadata = StoredMetadata.of(index, where, allowed, containers)
+    stamp(metadata)
+    return metadata
+
+
+class StoredMetadata(Metadata):  # type: ignore[misc]  # mypy does not follow torch
+    """torch's ``Metadata`` of a checkpoint, whose fields are made when somebody asks for them.
+
+    Attributes:
+        index: the index that it shows; a copy that was changed or pickled has none
+    """
+
+    index: Index
+
+    @classmethod
+    def of(cls, index: Index, where: str, allowed: Allowed, containers: Sequence[str]) -> StoredMetadata:
+        """Returns the metadata of an index; the arguments are as for :func:`decode`."""
+        metadata = cls.__new__(cls)
+        metadata.index, metadata._where, metadata._allowed, metadata._containers = index, where, allowed, containers
+        return metadata
+
+    @cached_property
+    def state_dict_metadata(self) -> Mapping[str, Any]:
+        """What torch says of each key."""
+        return _Items(self.index)
+
+    @cached_property
+    def storage_data(self) -> Mapping[MetadataIndex, EntryRef]:
+        """Where each chunk and object is stored."""
+        return _Places(self.index, self._containers)
+
+    @cached_property
+    def planner_data(self) -> Any:
+        """The paths of a flattened state, or what else a planner has noted.
+
+        Raises:
+            ProtocolError: torch must not follow the paths, or the data cannot be read
+            UnsafePickle: it names something that is not allowed
+            FetchTimeout: the deadline of the allow-list, if it has one, has passed
+        """
+        index, kept = self.index, None
+        if noted := index.planner:
+            kept = unpickler_class(self._allowed, lambda _: "the planner's data")(io.BytesIO(noted)).load()
+        try:
+            if not noted:
+                paths = zip(index.keys, index.paths, strict=True)
+                kept = {key: tuple(json.loads(path)) for key, path in paths if path} or None
+            is_safe = self._allowed.trusts or has_safe_paths(kept, index.keys)
+        except (ValueError, TypeError, RecursionError):
+            is_safe = False
+        if not is_safe:
             raise ProtocolError(
-                f"{where}: its index has version {str(version)[:20]}, not {VERSION}: upgrade the older side"
+                f"{self._where}: the planner's data in its index has an invalid path into a nested state: pass "
+                "trust_pickle=True to the reader if you trust the job that saved it"
             )
-        # Of the tensors that are not contiguous; an index of an earlier version says nothing about strides.
-        strides: dict[str, Any] | None = index.get("strides")
-        if not isinstance(strides, dict | None):
-            raise ValueError("it has no strides")
-        refs = _EntryRefs([_checked_string(source) for source in index["sources"]])
-        state: dict[str, Any] = {}
-        for fqn, stored in index["state"].items():
-            if stored[0] == "b":
-                state[_checked_string(fqn)] = BytesStorageMetadata()
-                refs.add(MetadataIndex(fqn), stored[1])
-                continue
-            kind, dtype, size, requires_grad, chunks = stored
-            if kind != "t":
-                raise ValueError(f"{fqn} has an unknown kind")
-            size = checked_sizes(size)
-            listed = []
-            for offsets, sizes, ref in chunks:
-                # Most chunks are a whole tensor, whose shape was checked.
-                whole = sizes == stored[2]
-                chunk = ChunkStorageMetadata(
-                    offsets=checked_sizes(offsets), sizes=size if whole else checked_sizes(sizes)
-                )
-                if not whole or any(chunk.offsets) or len(chunk.offsets) != len(size):
-                    check_inside(fqn, chunk, size)
-                listed.append(chunk)
-                refs.add(MetadataIndex(fqn, chunk.offsets), ref)
-            properties = TensorProperties(dtype=_dtype(dtype), requires_grad=bool(requires_grad))
-            if strides is not None:
-                set_strides(properties, size, strides[fqn] if fqn in strides else contiguous_strides([*size], 1))
-            state[_checked_string(fqn)] = TensorStorageMetadata(properties=properties, size=size, chunks=listed)
-        planner = _read_planner_data(index["planner"], state, where, allowed)
-        save_id = index.get("save")
-    except TensorferryError:
-        raise
-    except Exception as e:  # JSON of another structure can raise anything.
-        raise ProtocolError(f"{where}: its index cannot be read ({type(e).__name__}: {str(e)[:300]})") from e
-    return described(stamp(Metadata(state, planner_data=planner, storage_data=refs.known)), save_id=save_id)
+        return kept
+
+    def __reduce__(self) -> Any:
+        """Returns the parts of torch's own ``Metadata``."""
+        return Metadata, (
+            dict(self.state_dict_metadata),
+            self.planner_data,
+            dict(self.storage_data),
+            self.storage_meta,
+            *([self.version] if hasattr(self, "version") else []),
+        )
+
+
+class _Items(Mapping[str, Any]):
+    """What torch says of each key of an index."""
+
+    def __init__(self, index: Index) -> None:
+        self._index = index
+        self._known: dict[str, Any] = {}
+
+    def __getitem__(self, key: str) -> Any:
+        value = self._known.get(key)
+        if value is None:
+            number = self._index.find(key)
+            if number is None:
+                raise KeyError(key)
+            value = self._known[key] = _described(self._index, number)
+        return value
+
+    def __contains__(self, key: object) -> bool:
+        return self._index.find(key) is not None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._index.keys)
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+
+def _described(index: Index, number: int) -> BytesStorageMetadata | StoredTensor:
+    """Returns torch's description of a key."""
+    _, _, dtype, shape, requires_grad, strides, _ = index.item(number)
+    if dtype is None:
+        return BytesStorageMetadata()
+    properties = TensorProperties(dtype=_dtype(dtype), requires_grad=requires_grad)
+    if strides is None:
+        strides = tuple(contiguous_strides([*shape], 1))
+    if HAS_STRIDES and len(strides) == len(shape):
+        properties.strides = strides
+    return StoredTensor.of(index, number, properties, torch.Size(shape))
+
+
+class StoredTensor(TensorStorageMetadata):  # type: ignore[misc]  # mypy does not follow torch
+    """torch's description of a tensor, whose chunks are made when somebody asks for them."""
+
+    @classmethod
+    def of(cls, index: Index, number: int, properties: TensorProperties, size: torch.Size) -> StoredTensor:
+        """Returns the description of the tensor with this number in an index."""
+        tensor = cls.__new__(cls)
+        tensor.properties, tensor.size, tensor._index, tensor._number = properties, size, index, number
+        return tensor
+
+    @cached_property
+    def chunks(self) -> list[ChunkStorageMetadata]:
+        """The chunks."""
+        with gc_paused():
+            chunks = self._index.chunks(self._number)
+            return [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes, *_ in chunks]
+
+    def __reduce__(self) -> Any:
+        """Returns the parts of torch's own description."""
+        return TensorStorageMetadata, (self.properties, self.size, self.chunks)
+
+
+class _Places(Mapping[MetadataIndex, EntryRef]):
+    """Where each chunk and object of an index is stored."""
+
+    def __init__(self, index: Index, containers: Sequence[str]) -> None:
+        self._index, self._containers = index, containers
+
+    def __getitem__(self, at: MetadataIndex) -> EntryRef:
+        number = self._index.find(at.fqn)
+        chunk = None if number is None else self._index.chunk_at(number, at.offset or ())
+        if number is None or chunk is None:
+            raise KeyError(at)
+        _, sizes, file, entry, nbytes, kind, layout = chunk
+        name = self._index.item(number)[2]
+        dtype = None if name is None else _dtype(name)
+        stored = DTYPE_NAMES.get(dtype, "U8") if kind == ELEMENTS and dtype else "U8"
+        return EntryRef(self._containers[file], entry, stored, nbytes, kind, dtype and (dtype, sizes), layout)
+
+    def __iter__(self) -> Iterator[MetadataIndex]:
+        for number, key in enumerate(self._index.keys):
+            is_tensor = self._index.item(number)[2] is not None
+            for offsets, *_ in self._index.chunks(number):
+                yield MetadataIndex(key, offsets if is_tensor else None)
+
+    def __len__(self) -> int:
+        return sum(len(self._index.chunks(number)) for number in range(len(self._index)))
 
 
 def described(metadata: Metadata, checkpoint_id: Any = None, save_id: Any = None) -> Metadata:
@@ -318,91 +409,8 @@ def stamp(metadata: Metadata) -> Metadata:
     return metadata
 
 
-def set_strides(properties: TensorProperties, size: torch.Size, strides: Any) -> None:
-    """Sets the strides of a tensor in its ``properties``, in versions of torch that record them; ``None`` if unknown.
-
-    Raises:
-        ValueError: they are not as many as the dimensions, or one cannot be a stride
-    """
-    if not _HAS_STRIDES or strides is None:
-        return
-    checked = tuple(map(boxes.checked_size, strides))
-    if len(checked) != len(size):
-        raise ValueError("a tensor in it has other strides than dimensions")
-    properties.strides = checked
-
-
-def checked_sizes(numbers: Any) -> torch.Size:
-    """Returns a shape, or the offsets of a chunk; raises as :func:`boxes.checked_sizes`."""
-    return torch.Size(boxes.checked_sizes(numbers))
-
-
-def check_inside(fqn: str, chunk: ChunkStorageMetadata, size: torch.Size) -> None:
-    """Checks that a chunk of the tensor ``fqn`` lies within its shape ``size``.
-
-    Raises:
-        ValueError: it does not
-    """
-    if not all(o + n <= dim for o, n, dim in zip(chunk.offsets, chunk.sizes, size, strict=True)):
-        raise ValueError(f"{fqn} of {list(size)} has a chunk of {list(chunk.sizes)} at {list(chunk.offsets)}")
-
-
-def _checked_string(text: Any) -> str:
-    if not isinstance(text, str):
-        raise ValueError(f"it has a {type(text).__name__} where a string was expected")
-    text.encode()
-    return text
-
-
-def _dtype(name: Any) -> torch.dtype:
-    dtype = _DTYPES.get(_checked_string(name))
+def _dtype(name: str) -> torch.dtype:
+    dtype = _DTYPES.get(name)
     if dtype is None:
         raise ProtocolError(f"this torch has no dtype {name[:100]!r}")
     return dtype
-
-
-class _EntryRefs:
-    """Collects where chunks and objects are stored, and checks that each has an entry of its own."""
-
-    def __init__(self, containers: list[str]) -> None:
-        self.known: dict[MetadataIndex, EntryRef] = {}
-        self._containers = containers
-        self._taken: set[tuple[int, str]] = set()
-
-    def add(self, index: MetadataIndex, stored: list[Any]) -> None:
-        """Adds where ``index``, a chunk or an object, is stored, as the encoded index says it."""
-        container, entry, dtype, nbytes, kind = stored
-        if kind not in (ELEMENTS, OBJECT, PICKLED_TENSOR):
-            raise ValueError(f"the entry of {index.fqn} has an unknown kind")
-        key = (boxes.checked_size(container), _checked_string(entry))
-        ref = EntryRef(self._containers[container], entry, _checked_string(dtype), boxes.checked_size(nbytes), kind)
-        if key in self._taken or self.known.setdefault(index, ref) is not ref:
-            raise ValueError(f"{index.fqn} occurs twice, or its entry belongs to another item as well")
-        self._taken.add(key)
-
-
-def _read_planner_data(stored: Any, keys: Iterable[str], where: str, allowed: Allowed) -> Any:
-    """Decodes what :func:`_planner_data` encoded; refuses paths with which torch would build a huge state."""
-    match stored:
-        case None:
-            return None
-        case {"paths": dict(paths)} if all(isinstance(path, list) for path in paths.values()):
-            decoded = {_checked_string(fqn): tuple(path) for fqn, path in paths.items()}
-            if not _are_paths(decoded):
-                raise ProtocolError(f"{where}: its index has an invalid path into a nested state")
-            return decoded
-        case {"pickle": str(text)}:
-            try:
-                data = base64.b64decode(text)
-            except ValueError as e:
-                raise ProtocolError(f"{where}: the planner's data in its index cannot be read ({e})") from e
-            kept = unpickler_class(allowed, lambda _: "the planner's data")(io.BytesIO(data)).load()
-            if not allowed.trusts and not has_safe_paths(kept, keys):
-                raise ProtocolError(
-                    f"{where}: the planner's data in its index has an invalid path into a nested state: pass "
-                    "trust_pickle=True to the reader if you trust the job that saved it"
-                )
-            return kept
-    raise ProtocolError(
-        f"{where}: the planner's data in its index cannot be read: a newer tensorferry may have written it"
-    )

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
 from .. import _gc
@@ -61,7 +61,7 @@ class Reading:
     """Reads one load plan.
 
     Args:
-        metadata: the checkpoint's metadata, as ``index.decode`` returns it
+        refs: where each chunk and object is stored
         planner: provides the targets
         read: reads slices to memory addresses
         allowed: the globals that pickled objects may name
@@ -72,7 +72,7 @@ class Reading:
 
     def __init__(
         self,
-        metadata: Metadata,
+        refs: Mapping[MetadataIndex, EntryRef],
         planner: LoadPlanner,
         read: Read,
         allowed: Allowed,
@@ -80,7 +80,7 @@ class Reading:
         progress: Progress | None = None,
         targets: Mapping[MetadataIndex, torch.Tensor] | None = None,
     ) -> None:
-        self._metadata = metadata
+        self._refs = refs
         self._planner = planner
         self._read = read
         self._allowed = allowed
@@ -200,16 +200,17 @@ class Reading:
 
     def _nbytes(self, item: ReadItem, ref: EntryRef) -> int:
         """Returns how many bytes a part of a tensor has, as it is stored."""
-        if ref.kind != ELEMENTS:
+        if ref.kind != ELEMENTS or ref.tensor is None:
             return ref.nbytes
-        dtype = self._metadata.state_dict_metadata[item.storage_index.fqn].properties.dtype
-        return int(dtype.itemsize) * math.prod(map(int, item.lengths))
+        return int(ref.tensor[0].itemsize) * math.prod(map(int, item.lengths))
 
     def _ref(self, item: ReadItem) -> EntryRef:
-        ref = self._metadata.storage_data.get(item.storage_index)
+        ref = self._refs.get(item.storage_index)
         if ref is None:
             raise ProtocolError(f"the plan asks for {item.storage_index}, which the checkpoint does not have")
-        return ref  # type: ignore[no-any-return]
+        if ref.kind == BUILT and self._values is None:
+            raise ProtocolError(f"{item.storage_index.fqn} is stored as this tensorferry does not know: upgrade it")
+        return ref
 
     def _target(self, item: ReadItem, ref: EntryRef) -> torch.Tensor:
         """Returns the tensor into which the planner has an item read, after checking its shape and its memory."""
@@ -226,8 +227,9 @@ class Reading:
                 f"{item.dest_index.fqn}: the target has shape {list(target.size())}, but a part of shape "
                 f"{list(item.lengths)} is to be read into it"
             )
-        dtype = self._metadata.state_dict_metadata[item.storage_index.fqn].properties.dtype
-        _check(item, why_not_writable(target) or why_not_copied(dtype, target, dense=ref.kind == ELEMENTS))
+        if ref.tensor is None:
+            raise ProtocolError(f"the plan asks for a tensor {item.storage_index.fqn}, and the index says an object")
+        _check(item, why_not_writable(target) or why_not_copied(ref.tensor[0], target, dense=ref.kind == ELEMENTS))
         self._devices.update(self._accelerator.holding([target]))
         return target
 
@@ -279,7 +281,8 @@ class Reading:
             ProtocolError: the entry does not hold such a chunk, or the item goes beyond it
         """
         fqn = item.storage_index.fqn
-        dtype, shape = self._described(item)
+        assert ref.tensor is not None
+        dtype, shape = ref.tensor[0], list(ref.tensor[1])
         if ref.layout is None:
             matches = ref.dtype == DTYPE_NAMES.get(dtype, "U8") and math.prod(shape) * dtype.itemsize == ref.nbytes
         else:
@@ -295,14 +298,6 @@ class Reading:
         if not inside:
             raise ProtocolError(f"{fqn}: the plan goes beyond a chunk of shape {shape}")
         return dtype, shape
-
-    def _described(self, item: ReadItem) -> tuple[torch.dtype, list[int]]:
-        """Returns dtype and shape of the chunk that contains an item, as the metadata has them."""
-        stored = self._metadata.state_dict_metadata[item.storage_index.fqn]
-        chunks, offset, hint = stored.chunks, item.storage_index.offset, item.storage_index.index
-        if hint is not None and hint < len(chunks) and chunks[hint].offsets == offset:
-            return stored.properties.dtype, list(chunks[hint].sizes)
-        return stored.properties.dtype, next(list(chunk.sizes) for chunk in chunks if chunk.offsets == offset)
 
     def _load_bytes(self, item: ReadItem, data: bytes) -> None:
         if isinstance(self._planner, TakesObjects):

@@ -114,8 +114,8 @@ class PeerReader(SliceReader):
             load.source, load.values = source, states.values
             metadata = states.metadata()
         else:
-            metadata = index.decode(load.begin(source), "the publication", allowed)
-        return index.described(metadata)
+            metadata = index.decode(load.begin(source), "the publication", allowed, source.containers())
+        return index.described(metadata, save_id=load.digest)
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Adds to the plan what this rank needs, for the coordinator."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-import uuid
 import weakref
 from collections.abc import Iterable
 from datetime import timedelta
@@ -242,7 +241,8 @@ class PeerWriter(StorageWriter):  # type: ignore[misc]  # mypy does not follow t
             snapshot.complete(self._stager)
         snapshot.warn_of_refusals(self._allowed)
         done: Future[list[WriteResult]] = Future()
-        done.set_result(snapshot.results(container_name(self._step, self._url)))
+        part = snapshot.part(container_name(self._step, self._url))
+        done.set_result(part.results(snapshot.rows.nbytes))
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -255,12 +255,8 @@ class PeerWriter(StorageWriter):  # type: ignore[misc]  # mypy does not follow t
             TransportClosed: the writer was shut down meanwhile
             Exception: what pickling the planner's data raises
         """
-        if len(results) > 1:
-            index.check_whole(metadata)
-        stored = {result.index: result.storage_data for of_rank in results for result in of_rank}
-        metadata.storage_data = stored
-        index.described(index.stamp(metadata), save_id=str(uuid.uuid4()))
-        self._publish(index.encode(metadata, stored))
+        containers = [container_name(self._step, url) for url in self._urls]
+        self._publish(index.encode(index.stamp(metadata), index.parts_of(results), containers))
         metadata.storage_meta = _Done(self._step, self._urls)
 
     def _succeeded(self, step: int) -> None:

@@ -172,7 +172,7 @@ class SliceReader(StorageReader):  # type: ignore[misc]  # mypy does not follow 
         plan, targets = checked(plan, getattr(planner, "state_dict", None), load.metadata)
         with self._loading.held():
             Reading(
-                load.metadata,
+                load.metadata.storage_data,
                 planner,
                 partial(self._read, load, self.report),
                 load.allowed or self._allowed,

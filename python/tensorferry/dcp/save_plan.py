@@ -5,16 +5,16 @@ from __future__ import annotations
 import contextlib
 import io
 import pickle
+from collections import defaultdict
 from collections.abc import Callable, Iterable
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
-from torch.distributed.checkpoint.storage import WriteResult
 
 from .._gc import gc_paused
-from .._native import _copy_memory
+from .._native import Index, _copy_memory
 from ..errors import InvalidArgument, UnsupportedLeaf
 from ..memory.accelerator import Accelerator
 from ..memory.staging import HostStager, Piece, copying_threads
@@ -23,14 +23,12 @@ from ..pickles.allowlist import REFUSED_LATER, Allowed, RefusalWarnings
 from ..pickles.torch_archives import SavedTensor, globals_of
 from ..state.local_parts import differs_by_rank
 from ..storage import reserved
-from .index import ELEMENTS, OBJECT, PICKLED_TENSOR, EntryRef, dtype_name
+from .index import ELEMENTS, OBJECT, PICKLED_TENSOR, RankPart, checked_key, dtype_name
 
 #: The ``__metadata__`` of the containers of a distributed checkpoint, besides that of every container.
 ABOUT = (("tensorferry.dcp", "1"),)
 #: What was warned of in this process. Many programs make a writer for each save.
 _warned: set[tuple[str, str]] = set()
-#: The dtype and the shape of a tensor.
-Elements: TypeAlias = tuple[torch.dtype, tuple[int, ...]]
 
 
 class PlanSnapshot:
@@ -56,10 +54,10 @@ class PlanSnapshot:
     def __init__(self, plan: SavePlan, planner: SavePlanner, accelerator: Accelerator, copy: bool = False) -> None:
         self.rows = no_rows()
         self.owner: list[Any] = []
-        self._indices: list[MetadataIndex] = []
+        self._items = plan.items
         self._kinds: list[str] = []
-        #: Of each item that is a tensor.
-        self._tensors: list[Elements | None] = []
+        #: The dtype of each item that is a tensor.
+        self._dtypes: list[torch.dtype | None] = []
         self.late: dict[int, Piece | SavedTensor] = {}
         #: The key of each object, and the archive of ``torch.save``, or its beginning with the pickle.
         self._pickles: list[tuple[str, bytes | bytearray]] = []
@@ -70,8 +68,8 @@ class PlanSnapshot:
         with self._accelerator.reading(self._accelerator.in_use()) as also:
             for number, item in enumerate(plan.items):
                 try:
+                    checked_key(item.index.fqn).encode()
                     data = planner.resolve_data(item)
-                    self._indices.append(item.index)
                     if item.type == WriteItemType.BYTE_IO:
                         self._append_object(item, reserved.pickled_object(number), data)
                     else:
@@ -113,7 +111,7 @@ class PlanSnapshot:
         copy = bytearray(data.getbuffer())
         self._pickles.append((item.index.fqn, copy))
         memory = torch.frombuffer(copy, dtype=torch.uint8) if copy else scratch(0)
-        self._tensors.append(None)
+        self._dtypes.append(None)
         self._append(name, OBJECT, memory, (len(copy),), address(memory))
 
     def _append_tensor(self, item: WriteItem, tensor: torch.Tensor, number: int, copy: bool) -> None:
@@ -125,11 +123,11 @@ class PlanSnapshot:
         """
         if (why := without_memory(tensor) or why_not_copied(tensor.dtype, tensor)) is not None:
             raise ValueError(why)
-        if item.tensor_data is not None and tensor.shape != item.tensor_data.chunk.sizes:
+        if tensor.shape != item.tensor_data.chunk.sizes:
             planned = tuple(item.tensor_data.chunk.sizes)
             raise ValueError(f"its shape was {planned} when the save was planned, and is {tuple(tensor.shape)} now")
         memory = dense(tensor)
-        self._tensors.append((tensor.dtype, tuple(tensor.shape)))
+        self._dtypes.append(tensor.dtype)
         if memory is None:
             saved = SavedTensor(tensor.detach())
             self._pickles.append((item.index.fqn, saved.head))
@@ -172,20 +170,37 @@ class PlanSnapshot:
         RefusalWarnings(allowed, REFUSED_LATER, _warned).warn(needed)
 
     @gc_paused()
-    def results(self, container: str, header: int | None = None) -> list[WriteResult]:
-        """Returns the results for the coordinator: which entry holds each item.
+    def part(self, container: str, header: int | None = None) -> RankPart:
+        """Returns what the coordinator is told: which entry holds each item.
 
         Args:
             container: the name of this container, see :class:`EntryRef`
             header: the checksum of the container's header, if it is a file
+
+        Raises:
+            InvalidArgument: parts of one tensor contradict each other
         """
-        rows = self.rows
-        tensors = [tensor and (dtype_name(tensor[0]), tensor[1]) for tensor in self._tensors]
-        columns = zip(self._indices, self._kinds, tensors, rows.names, rows.dtypes, rows.sizes, strict=True)
-        return [
-            WriteResult(index, nbytes, EntryRef(container, name, dtype, nbytes, kind, header, tensor))
-            for index, kind, tensor, name, dtype, nbytes in columns
-        ]
+        index, rows = Index(), defaultdict(list)
+        for row, item in enumerate(self._items):
+            rows[item.index.fqn].append(row)
+        nbytes = self.rows.sizes
+        for fqn, of_key in rows.items():
+            described = {(self._dtypes[row], _size(self._items[row])) for row in of_key}
+            if len(described) > 1:
+                dtypes = ", ".join(f"{dtype} {list(size)}" for dtype, size in described)
+                raise InvalidArgument(f"{fqn}: its parts have different dtypes or shapes ({dtypes}): save it in one")
+            ((dtype, size),) = described
+            index.add(fqn, dtype and dtype_name(dtype), size, spread=dtype is not None)
+            for row in of_key:
+                chunk = self._items[row].tensor_data and self._items[row].tensor_data.chunk
+                offsets, sizes = (chunk.offsets, chunk.sizes) if chunk else ((), ())
+                index.add_chunk(offsets, sizes, row, nbytes[row], self._kinds[row])
+        return RankPart(container, header, index.encode())
+
+
+def _size(item: WriteItem) -> tuple[int, ...]:
+    """Returns the shape of the whole tensor of which an item is a part."""
+    return () if item.tensor_data is None else tuple(item.tensor_data.size)
 
 
 def objects_of(plan: SavePlan) -> set[MetadataIndex]:

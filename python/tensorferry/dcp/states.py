@@ -39,10 +39,11 @@ from ..state.load import begin
 from ..state.local_parts import is_spread
 from ..state.part import storages_of
 from ..state.shards import Shard, described, entry_of
+from ..storage.boxes import checked_sizes
 from ..storage.peers import PeerSource, url_of
 from ..storage.slices import SliceTuple
 from ..storage.spread import RankState, spread_tensors
-from .index import BUILT, ELEMENTS, EntryRef, checked_sizes, stamp
+from .index import BUILT, ELEMENTS, EntryRef, stamp
 
 #: Brings slices to their addresses.
 Read = Callable[[Mapping[str, list[SliceTuple]]], object]
@@ -108,9 +109,9 @@ class States:
         """
         wanted: dict[str, set[str]] = defaultdict(set)
         for ref in refs:
-            wanted[ref.container].add(ref.entry)
+            wanted[ref.container].add(str(ref.entry))
         found = {name: self._ranks[name].values(keys, read) for name, keys in wanted.items()}
-        return [found[ref.container][ref.entry] for ref in refs]
+        return [found[ref.container][str(ref.entry)] for ref in refs]
 
 
 class _State:
@@ -204,7 +205,7 @@ class _State:
         if not isinstance(value, torch.Tensor):
             return BytesStorageMetadata(), {MetadataIndex(fqn): self._built(fqn)}
         try:
-            size = checked_sizes(list(value.shape))
+            size = torch.Size(checked_sizes(list(value.shape)))
         except Exception:  # Nested tensors and uninitialised parameters have no shape, and raise various errors.
             return BytesStorageMetadata(), {MetadataIndex(fqn): self._built(fqn)}
         number = self._numbers.get(id(value))
@@ -215,6 +216,7 @@ class _State:
             requires_grad = bool(flags) and flags[number] in "23"
         chunk = ChunkStorageMetadata(offsets=torch.Size([0] * len(size)), sizes=size)
         properties = TensorProperties(dtype=value.dtype, requires_grad=requires_grad)
+        ref = ref._replace(tensor=(value.dtype, size))
         return TensorStorageMetadata(properties, size, [chunk]), {MetadataIndex(fqn, chunk.offsets): ref}
 
     def _built(self, fqn: str) -> EntryRef:
@@ -281,15 +283,15 @@ def _spread(
     dtype, shape, shards = described(where, fqn, fields)
     chunks, refs = [], {}
     try:
-        size = checked_sizes(shape)
+        size = torch.Size(checked_sizes(shape))
         for shard in shards:
             if math.prod(shard.shape):
-                chunk = ChunkStorageMetadata(offsets=checked_sizes(shard.offsets), sizes=checked_sizes(shard.shape))
-                chunks.append(chunk)
+                offsets, sizes = (torch.Size(checked_sizes(numbers)) for numbers in (shard.offsets, shard.shape))
+                chunks.append(ChunkStorageMetadata(offsets=offsets, sizes=sizes))
                 ref = states[shard.rank].elements(shard, dtype)
                 if ref is None:
                     raise ValueError(f"rank {shard.rank} does not have its part")
-                refs[MetadataIndex(fqn, chunk.offsets)] = ref
+                refs[MetadataIndex(fqn, offsets)] = ref._replace(tensor=(dtype, sizes))
     except ValueError as e:
         raise ProtocolError(f"{where}: the description of {fqn} contradicts itself: {e}") from e
     return TensorStorageMetadata(TensorProperties(dtype=dtype), size, chunks), refs

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from .._gc import gc_paused
 from ..errors import IncompleteCheckpoint, StateMismatch, UnsupportedLeaf
 from ..state.local_parts import LocalPart, SpreadTensor, spread_tensor
-from .index import why_incomplete
+from ..storage.boxes import Box, why_not_whole
 
 #: The memory of parts of tensors, by their places in the state.
 Targets: TypeAlias = dict[MetadataIndex, torch.Tensor]
@@ -60,7 +60,7 @@ def checked(plan: LoadPlan, state: Any, metadata: Metadata) -> tuple[LoadPlan, T
         wanted = value.numel() if spread is None else sum(part.box.numel for part in spread.parts)
         found = sum(item.lengths.numel() for item in planned)
         # A planner may choose less of a tensor that is there.
-        if found != wanted and (why := why_incomplete(stored)) is not None:
+        if found != wanted and (why := _why_incomplete(stored)) is not None:
             raise IncompleteCheckpoint(
                 f"nothing was overwritten: {fqn}: the checkpoint has {found} of the {wanted} elements that are needed "
                 f"here ({why}). Of a save without collectives, each rank can load what it has saved, and no more"
@@ -69,6 +69,12 @@ def checked(plan: LoadPlan, state: Any, metadata: Metadata) -> tuple[LoadPlan, T
         kept = [item for item in plan.items if item.dest_index.fqn not in replaced]
         plan = dataclasses.replace(plan, items=kept + [item for new in replaced.values() for item in new])
     return plan, targets
+
+
+def _why_incomplete(stored: TensorStorageMetadata) -> str | None:
+    """Returns why the chunks of a tensor do not have each of its elements exactly once; ``None`` if they do."""
+    boxes = [Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in stored.chunks]
+    return why_not_whole(stored.size, boxes, [f"chunk {number}" for number in range(len(boxes))])
 
 
 def _has_gaps(value: Any, spread: SpreadTensor) -> bool:

@@ -34,22 +34,14 @@ from ..errors import (
 )
 from ..pickles.allowlist import Allowed
 from ..pickles.unpickler import unpickler_class
+from ..storage import boxes
 from ..storage.names import checked_plain
 from ..storage.objects.place import ObjectPlace
 from ..storage.places import AnyPlace
 from ..storage.slices import SliceTuple, nbytes_of
 from ..storage.source import Parts, Progress, digest_of
 from ..storage.whole_files import INDEX_BYTES, is_file, read_whole
-from .index import (
-    OBJECT,
-    PICKLED_TENSOR,
-    EntryRef,
-    check_inside,
-    checked_sizes,
-    described,
-    has_safe_paths,
-    set_strides,
-)
+from .index import HAS_STRIDES, OBJECT, PICKLED_TENSOR, EntryRef, described, has_safe_paths
 
 logger = logging.getLogger("tensorferry")
 
@@ -138,9 +130,10 @@ def decode(data: bytes, where: str, allowed: Allowed) -> Metadata:
         refs: dict[MetadataIndex, EntryRef] = {}
         for key, info in found.storage_data.items():
             fqn, offset = _string(key.fqn), getattr(key, "offset", None)
-            kind = OBJECT if isinstance(state.get(fqn), BytesStorageMetadata) else PICKLED_TENSOR
-            place = MetadataIndex(fqn, None if offset is None else checked_sizes(offset))
-            refs[place] = _ref(info, kind, where)
+            stored = state.get(fqn)
+            place = MetadataIndex(fqn, None if offset is None else _checked_sizes(offset))
+            dtype = stored.properties.dtype if isinstance(stored, TensorStorageMetadata) else None
+            refs[place] = _ref(info, dtype, where)
         about = getattr(found, "storage_meta", None)
         save_id, version = getattr(about, "save_id", None), getattr(found, "version", None)
         planner = getattr(found, "planner_data", None)
@@ -169,29 +162,39 @@ def _checked_metadata(fqn: str, value: Any) -> BytesStorageMetadata | TensorStor
     """Returns torch's metadata of a tensor or an object, from the stand-in ``value`` that the index has for it."""
     if not hasattr(value, "chunks"):
         return BytesStorageMetadata()
-    size, chunks = checked_sizes(value.size), []
+    size, chunks = _checked_sizes(value.size), []
     for part in value.chunks:
-        chunk = ChunkStorageMetadata(offsets=checked_sizes(part.offsets), sizes=checked_sizes(part.sizes))
-        check_inside(fqn, chunk, size)
+        chunk = ChunkStorageMetadata(offsets=_checked_sizes(part.offsets), sizes=_checked_sizes(part.sizes))
+        if not all(o + n <= dim for o, n, dim in zip(chunk.offsets, chunk.sizes, size, strict=True)):
+            raise ValueError(f"{fqn} of {list(size)} has a chunk of {list(chunk.sizes)} at {list(chunk.offsets)}")
         chunks.append(chunk)
     dtype = value.properties.dtype
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"{fqn} has no dtype")
     properties = TensorProperties(dtype=dtype, requires_grad=bool(value.properties.requires_grad is True))
-    set_strides(properties, size, getattr(value.properties, "strides", None))
+    if HAS_STRIDES and (strides := getattr(value.properties, "strides", None)) is not None:
+        properties.strides = tuple(map(boxes.checked_size, strides))
+        if len(properties.strides) != len(size):
+            raise ValueError("a tensor in it has other strides than dimensions")
     return TensorStorageMetadata(properties=properties, size=size, chunks=chunks)
 
 
-def _ref(info: Any, kind: str, where: str) -> EntryRef:
-    """Returns where an entry is stored, from torch's ``_StorageInfo`` of it."""
+def _checked_sizes(numbers: Any) -> torch.Size:
+    """Returns a shape, or the offsets of a chunk; raises as :func:`boxes.checked_sizes`."""
+    return torch.Size(boxes.checked_sizes(numbers))
+
+
+def _ref(info: Any, dtype: torch.dtype | None, where: str) -> EntryRef:
+    """Returns where an entry is stored, from torch's ``_StorageInfo`` of it; ``dtype`` is a tensor's."""
     if getattr(info, "transform_descriptors", None):
         raise InvalidArgument(
             f"{where}: extensions of torch's writer have transformed the files, and only torch's FileSystemReader can "
             "read them"
         )
     name = checked_plain(info.relative_path, where)
-    offset, length = (checked_sizes([number])[0] for number in (info.offset, info.length))
-    return EntryRef(name, str(offset), _BYTES, length, kind)
+    offset, length = map(boxes.checked_size, (info.offset, info.length))
+    kind = OBJECT if dtype is None else PICKLED_TENSOR
+    return EntryRef(name, offset, _BYTES, length, kind, dtype and (dtype, ()))
 
 
 class TorchFolderSource:

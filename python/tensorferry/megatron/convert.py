@@ -252,23 +252,23 @@ class _FerryOutput(_Output):
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         self._id = new_id()
-        self._commit: dict[str, int] = {}
 
     def _write(self, plan: SavePlan, data: SaveData) -> list[WriteResult]:
         path = self._folder / f"rank{len(self._plans):05d}-{self._id}.safetensors"
-        written, results = RankFile(path, None, None).write(plan, data)
-        self._commit[path.name] = written.header
-        return results
+        written, part = RankFile(path, None, None).write(plan, data)
+        return part.results(written.bytes)
 
     def finish(self, shared: bytes | None) -> None:
         """Writes a copy of the common state into the checkpoint, as a save does, and the index."""
         if shared is not None:
             bare, data = torch.frombuffer(bytearray(shared), dtype=torch.uint8), SaveData()
             self.write([data.add_tensor(COMMON, Box((0,), tuple(bare.shape)), bare.shape, bare)], data)
-        stored = {result.index: result.storage_data for result in self._results}
-        entries = [(reserved.INDEX, index.encode(metadata_of(self._plans), stored))]
+        # Each file as if a rank had written it.
+        parts = index.parts_of([result] for result in self._results)
+        files = {part.container: part.header for part in parts if part.header is not None}
+        entries = [(reserved.INDEX, index.encode(metadata_of(self._plans), parts, sorted(files)))]
         path = self._folder / INDEX
-        commits.commit_index(path, entries, Commit(self._commit, commits.begin_after([])), about=ABOUT)
+        commits.commit_index(path, entries, Commit(files, commits.begin_after([])), about=ABOUT)
 
 
 class _TorchDistOutput(_Output):

@@ -139,8 +139,8 @@ class Loading:
             self.reader.read_data(LoadPlan(items), self)
 
     def containers(self) -> set[str]:
-        """Returns the files, or the entries of peers, that the checkpoint is in."""
-        return {ref.container for ref in self._metadata.storage_data.values()}
+        """Returns the files, or the containers of peers, from which tensors are read."""
+        return {self._metadata.storage_data[item.storage_index].container for item in self.tensors}
 
     def shard(self, number: int) -> ShardId:
         """Returns what identifies the shard of a leaf."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import json
 import logging
@@ -16,7 +17,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
 from ..dcp.file_writer import RankFile
-from ..dcp.index import EntryRef
+from ..dcp.index import RankPart
 from ..storage.places import begun
 from ..storage.whole_files import INDEX_BYTES, read_whole, write_whole
 from .release import (
@@ -63,8 +64,10 @@ class FileJob:
             shutil.rmtree(self.folder)
         if told["error"] is not None:
             raise CheckpointingException(told["error"])
-        refs = [EntryRef(*ref) for ref in told["entries"]]
-        return [WriteResult(item.index, ref.nbytes, ref) for item, ref in zip(self.plan.items, refs, strict=True)]
+        if told["container"] is None:
+            return []
+        index = base64.b64decode(told["index"])
+        return RankPart(told["container"], told["header"], index).results(told["bytes"])
 
 
 def remove_folder(folder: str, owner: int) -> None:
@@ -103,13 +106,14 @@ def write(job: FileJob, values: list[torch.Tensor | bytes], nothing: None) -> No
     It raises nothing: Megatron's persistent worker would end, and the trainer would wait for it for ever.
     """
     del nothing
-    told: dict[str, Any] = {"error": None, "entries": []}
+    told: dict[str, Any] = {"error": None, "container": None}
     try:
         if job.plan.items:
             # The requests of this process have a deadline of their own.
             file = dataclasses.replace(job.file, path=begun(job.file.path))
-            _, results = file.write(job.plan, SaveData(values))
-            told["entries"] = [list(result.storage_data) for result in results]
+            written, part = file.write(job.plan, SaveData(values))
+            index = base64.b64encode(part.encoded).decode()
+            told |= {"container": part.container, "header": part.header, "index": index, "bytes": written.bytes}
     except Exception as e:
         told["error"] = f"{type(e).__name__}: {e}"
     folder = Path(job.folder)

@@ -20,10 +20,10 @@ _SCRATCH = 256 << 20
 
 
 class Entry(NamedTuple):
-    """An entry of a container: the container's key, and the entry's name, element type and length in bytes."""
+    """An entry of a container: the container's key, and its name or number, element type and length in bytes."""
 
     container: Any
-    name: str
+    name: str | int
     dtype: str
     nbytes: int
 

@@ -46,7 +46,7 @@ from . import leftovers
 from .container import Container
 from .names import checked_files
 from .places import AnyPlace
-from .reserved import INDEX, INDEX_FILES
+from .reserved import INDEX, INDEX_FILES, OLD_INDEX
 from .stores import Stat, store_of
 
 logger = logging.getLogger("tensorferry")
@@ -100,7 +100,11 @@ def read(path: AnyPlace) -> tuple[bytes, Commit]:
         IncompleteCheckpoint: there is no such object
         TensorferryError: a store does not answer, or refuses
     """
-    text, files = _file_entries(path, [INDEX, INDEX_FILES])
+    text, files, old = _file_entries(path, [INDEX, INDEX_FILES, OLD_INDEX])
+    if old is not None:
+        raise ProtocolError(
+            f"{path} was written by an older tensorferry, before 0.1.0: load it with that one, and save it anew"
+        )
     if text is None:
         raise ProtocolError(f"{path} is not an index: it has no entry {INDEX!r}")
     return text, decode(path, files)

@@ -8,7 +8,9 @@ MANIFEST = f"{PREFIX}manifest"
 #: The pickle of everything in a state that is not a plain tensor.
 PICKLE = f"{PREFIX}pickle"
 #: The index of a distributed checkpoint.
-INDEX = f"{PREFIX}dcp"
+INDEX = f"{PREFIX}index"
+#: That of versions before 0.1.0, which is not read.
+OLD_INDEX = f"{PREFIX}dcp"
 #: The index of a checkpoint that a checkpointer has saved.
 CHECKPOINT = f"{PREFIX}checkpoint"
 #: The files that an index refers to. Indexes of older versions do not have this entry.

@@ -9,10 +9,10 @@ from typing import TypeAlias
 #: Bytes requested along with a container's header. Who reads slices does not need most of what follows it.
 AHEAD = 64 << 10
 
-#: ``(entry, dtype, nbytes, start, run, address, repeats)``, as the native module takes it: of the ``entry`` with this
-#: dtype and length, runs of ``run`` bytes, the first one from byte ``start`` to memory ``address``; ``repeats`` is as
-#: :func:`runs` returns it.
-SliceTuple: TypeAlias = tuple[str, str, int, int, int, int, list[tuple[int, int, int]]]
+#: ``(entry, dtype, nbytes, start, run, address, repeats)``, as the native module takes it: of the ``entry``, its name
+#: or its number in the header, with this dtype and length, runs of ``run`` bytes, the first one from byte ``start`` to
+#: memory ``address``; ``repeats`` is as :func:`runs` returns it.
+SliceTuple: TypeAlias = tuple[str | int, str, int, int, int, int, list[tuple[int, int, int]]]
 
 
 def nbytes_of(slices: Iterable[SliceTuple]) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Protocol, TypeAlias
@@ -106,8 +106,12 @@ class FolderSource:
             TensorferryError: otherwise as for :func:`commits.read`
         """
         text, commit = commits.read(self._index)
-        self._headers, self.digest = commit.files, digest_of(text)
+        self._headers, self.digest = commit.files, digest_of(text, commit.files)
         return text
+
+    def containers(self) -> list[str]:
+        """Returns the names of the files, in the order in which the index numbers them."""
+        return sorted(self._headers)
 
     def read(self, slices: Mapping[str, list[SliceTuple]], progress: Progress | None = None) -> Mapping[str, int]:
         """Reads slices of the files to their memory addresses.
@@ -200,7 +204,8 @@ class FolderSource:
     def _missing(self, name: str) -> Exception:
         """Returns the error for a missing file, which depends on whether the index is still the one that was read."""
         try:
-            is_replaced = digest_of(commits.read(self._index)[0]) != self.digest
+            text, commit = commits.read(self._index)
+            is_replaced = digest_of(text, commit.files) != self.digest
         except (ProtocolError, SystemRefused):
             is_replaced = False
         if is_replaced:
@@ -216,6 +221,6 @@ def replaced(folder: AnyPlace) -> SourceChanged:
     return SourceChanged(f"{folder}: a save has replaced the checkpoint while it was being loaded: load again")
 
 
-def digest_of(text: bytes) -> str:
-    """Returns a digest of an index, by which ranks compare what they have read."""
-    return hashlib.blake2b(text, digest_size=16).hexdigest()
+def digest_of(text: bytes, files: Iterable[str] = ()) -> str:
+    """Returns a digest of an index and the names of its files, by which ranks compare what they have read."""
+    return hashlib.blake2b("/".join(files).encode() + text, digest_size=16).hexdigest()

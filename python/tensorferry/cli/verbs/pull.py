@@ -233,8 +233,7 @@ class _Pull:
                 _, self._step = self._fetch(urls, begin, title=title)
             check = partial(self._check_folder, folder)
             if kind == reserved.INDEX:
-                files = dict(zip(names, written, strict=True))
-                write_index(folder, self._step or 0, files, saves[0].save.began, check)
+                write_index(folder, written, saves[0].save.began, check)
             else:
                 saves[0].commit(check)
         self._done(folder, self._step)

@@ -14,7 +14,7 @@ from ...errors import InvalidArgument, SourceChanged
 from ...net.network import Network
 from ...net.serve import start
 from ...storage import reserved
-from ...storage.peers import container_name, publication_metadata
+from ...storage.peers import publication_metadata
 from .. import console, copying, distributed, exits, places
 from ..intact import files_of_ranks, require_undamaged
 from ..mapped import ServedFiles, container_of
@@ -140,18 +140,14 @@ class Publisher:
 
     def distributed(self, folder: Path) -> dict[str, Any]:
         """Publishes a distributed checkpoint as the ranks of a job with ``PeerWriter`` would."""
-        import json
-
-        fields, names = distributed.opened(folder)
+        index, names = distributed.opened(folder)
         step = self._step if self._step is not None else 1
         if step < 0:
             raise InvalidArgument("the step of a distributed checkpoint must not be negative")
         shelves = [self._server.shelf() for _ in names] or [self._server.shelf()]
         urls = [shelf.url(self._host) for shelf in shelves]
-        fields["sources"] = [container_name(step, url) for url in urls[: len(names)]]
-        index = (reserved.INDEX, json.dumps(fields, separators=(",", ":")).encode())
         for number, shelf in enumerate(shelves):
-            control = [index] if number == 0 else []
+            control = [(reserved.INDEX, index.encode())] if number == 0 else []
             if names:
                 self._publish(folder / names[number], shelf, step, control)
             else:

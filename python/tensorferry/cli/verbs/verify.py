@@ -85,8 +85,8 @@ def _files(place: Any) -> list[tuple[AnyPlace, bool | None]]:
                 check_names_of_shard(file, names, Stored.open(file, checksums=False).names)
             return [(file, False) for file in found]
         case CheckpointKind.DISTRIBUTED:
-            fields, names = distributed.opened(path)
-            distributed.check_entries(path, fields, names)
+            index, names = distributed.opened(path)
+            distributed.check_entries(path, index, names)
             return [(path / name, False) for name in (INDEX, *names)]
         case CheckpointKind.TORCH_DISTRIBUTED:
             from .. import torch_leaves
