@@ -191,10 +191,10 @@ def test_a_timeout_says_that_nothing_was_published_or_what_was_withdrawn(
     options: dict[str, Any], open_transport: Callable[..., Any]
 ) -> None:
     source, target = open_transport(**options), open_transport(**options)
-    assert f"HOST {SILENT}: it has never published" in timeout_of(target, source.metadata(), 7)
+    assert f"HOST {SILENT}: it has never published" in timeout_of(target, source.metadata(), 7, 3)
     source.send_checkpoint([1], 5, small_state(), TIMEOUT)
     source.disallow_checkpoint()
-    assert "it has withdrawn what it published last, step 5" in timeout_of(target, source.metadata(), 6)
+    assert "it has withdrawn what it published last, step 5" in timeout_of(target, source.metadata(), 6, 3)
 
 
 @pytest.mark.beyond_torchft
