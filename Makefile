@@ -262,6 +262,11 @@ BENCH_DCP_ARGS ?=
 bench-dcp: build ## checkpoints beside torch's, Hugging Face's and torch.save, interleaved: table and JSON
 	$(BIN)/python benches/dcp.py --json build/bench/dcp.json $(BENCH_DCP_ARGS)
 
+.PHONY: bench-planning
+BENCH_PLANNING_ARGS ?=
+bench-planning: build ## what planning costs a coordinator, beside torch's planner and writer, in one process: table and JSON
+	$(BIN)/python -W ignore benches/planning.py --json build/bench/planning.json $(BENCH_PLANNING_ARGS)
+
 .PHONY: bench-checkpointing
 BENCH_CHECKPOINTING_ARGS ?=
 bench-checkpointing: build ## checkpointers beside torch's and torch_checkpointing, interleaved: table and JSON

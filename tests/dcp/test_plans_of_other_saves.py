@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import zlib
 
 import pytest
 import torch
@@ -163,7 +164,7 @@ def encoded(*ranks, dtypes=("float32", "float32")):
         part.add("a", dtype, [8], spread=True)
         for at, length in rank.items():
             part.add_chunk([at], [length], 0, 16, index.ELEMENTS)
-        parts.append(index.RankPart(f"f{len(parts)}", 1, part.encode()))
+        parts.append(index.RankPart(f"f{len(parts)}", 1, zlib.compress(part.encode())))
     chunks = [ChunkStorageMetadata(torch.Size([at]), torch.Size([n])) for rank in ranks for at, n in rank.items()]
     about = TensorStorageMetadata(TensorProperties(dtype=torch.float32), torch.Size([8]), chunks)
     return index.encode(Metadata({"a": about}), parts, [part.container for part in parts])

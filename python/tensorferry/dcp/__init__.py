@@ -2,7 +2,8 @@
 
 ``FileWriter`` and ``FileReader`` replace ``FileSystemWriter`` and ``FileSystemReader``. A ``PeerWriter`` publishes the
 state of a running job from its memory; a ``PeerReader`` in another job, of any world size and with any placements,
-loads it. docs/guides/dcp.md is the guide. The public names are imported on first use.
+loads it. ``SavePlanner`` and ``LoadPlanner`` plan for many ranks. docs/guides/dcp.md is the guide. The public names are
+imported on first use.
 """
 
 from typing import TYPE_CHECKING
@@ -15,8 +16,9 @@ if TYPE_CHECKING:
     from .file_writer import FileWriter
     from .peer_reader import PeerReader
     from .peer_writer import PeerWriter
+    from .planners import LoadPlanner, SavePlanner
 
-__all__ = ["FileReader", "FileWriter", "PeerReader", "PeerWriter", "own_errors"]
+__all__ = ["FileReader", "FileWriter", "LoadPlanner", "PeerReader", "PeerWriter", "SavePlanner", "own_errors"]
 
 if not TYPE_CHECKING:  # With a module __getattr__, a type checker would accept any name.
     __getattr__, __dir__ = on_first_use(
@@ -24,8 +26,10 @@ if not TYPE_CHECKING:  # With a module __getattr__, a type checker would accept 
         {
             "FileReader": ".file_reader",
             "FileWriter": ".file_writer",
+            "LoadPlanner": ".planners",
             "PeerReader": ".peer_reader",
             "PeerWriter": ".peer_writer",
+            "SavePlanner": ".planners",
             "own_errors": ".failures",
         },
     )

@@ -9,6 +9,7 @@ import io
 import json
 import pickle
 import uuid
+import zlib
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
@@ -26,6 +27,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from torch.distributed.checkpoint.planner import TensorWriteData
 from torch.distributed.checkpoint.storage import WriteResult
 
 from .._gc import gc_paused
@@ -40,6 +42,8 @@ from ..storage.slices import contiguous_strides
 _TORCHS_VERSION = getattr(filesystem, "CURRENT_DCP_VERSION", "1.0.0")
 #: What this torch tells about tensors and checkpoints.
 HAS_STRIDES = any(field.name == "strides" for field in fields(TensorProperties))
+#: The fields of ``Metadata`` that an index tells, and the others.
+_TOLD, _REST = ("state_dict_metadata", "planner_data", "storage_data"), ("storage_meta", "version")
 _ABOUT = frozenset(field.name for field in fields(StorageMeta))
 
 #: The kinds of entries: the elements of a tensor; an object, or a tensor, as ``torch.save`` writes it.
@@ -84,7 +88,7 @@ class RankPart(NamedTuple):
     Attributes:
         container: as in :class:`EntryRef`; empty if it has nothing
         header: the checksum of the file's header; ``None`` if it is no file
-        encoded: the rank's own ``Index``
+        encoded: the rank's own ``Index``, compressed
     """
 
     container: str
@@ -98,7 +102,7 @@ class RankPart(NamedTuple):
 
 def parts_of(results: Iterable[Sequence[WriteResult]]) -> list[RankPart]:
     """Returns what each rank has written, from the results of all ranks."""
-    nothing = RankPart("", None, Index().encode())
+    nothing = RankPart("", None, zlib.compress(Index().encode()))
     return [of_rank[0].storage_data if of_rank else nothing for of_rank in results]
 
 
@@ -121,11 +125,13 @@ def encode(metadata: Metadata, parts: Sequence[RankPart], containers: Sequence[s
     """
     numbers = {container: number for number, container in enumerate(containers)}
     files = [numbers.get(part.container, 0) for part in parts]
-    return _planned(metadata).written([part.encoded for part in parts], files, len(parts) > 1).encode()
+    return _planned(metadata).written([zlib.decompress(part.encoded) for part in parts], files, len(parts) > 1).encode()
 
 
 def _planned(metadata: Metadata) -> Index:
     """Returns the index that a planner has planned; the entries are not in it."""
+    if isinstance(metadata, StoredMetadata):
+        return metadata.index
     index, known, noted = Index(), metadata.state_dict_metadata, metadata.planner_data
     is_of_paths = isinstance(noted, dict) and noted.keys() <= known.keys() and all(map(_is_path, noted.values()))
     paths = noted if is_of_paths else {}
@@ -137,20 +143,26 @@ def _planned(metadata: Metadata) -> Index:
             index.add(checked_key(fqn), None, (), path=path)
             index.add_chunk((), (), 0, 0, OBJECT)
             continue
-        properties = value.properties
-        strides = (properties.strides or ()) if HAS_STRIDES else ()
-        index.add(
-            checked_key(fqn),
-            dtype_name(properties.dtype),
-            value.size,
-            path=path,
-            requires_grad=bool(properties.requires_grad),
-            strides=None if strides == tuple(contiguous_strides([*value.size], 1)) else strides,
-            spread=True,
-        )
+        add_tensor(index, fqn, value.properties, value.size, path, True)
         for chunk in value.chunks:
             index.add_chunk(chunk.offsets, chunk.sizes, 0, 0, ELEMENTS)
     return index
+
+
+def add_tensor(
+    index: Index, fqn: str, properties: TensorProperties, size: Sequence[int], path: str, spread: bool
+) -> None:
+    """Adds a key with a tensor to an index; the arguments are as for ``Index.add``."""
+    strides = (properties.strides or ()) if HAS_STRIDES else ()
+    index.add(
+        checked_key(fqn),
+        dtype_name(properties.dtype),
+        size,
+        path=path,
+        requires_grad=bool(properties.requires_grad),
+        strides=None if strides == tuple(contiguous_strides([*size], 1)) else strides,
+        spread=spread,
+    )
 
 
 def checked_key(fqn: Any) -> str:
@@ -238,30 +250,60 @@ def decode(data: bytes, where: str, allowed: Allowed, containers: Sequence[str])
 
 
 class StoredMetadata(Metadata):  # type: ignore[misc]  # mypy does not follow torch
-    """torch's ``Metadata`` of a checkpoint, whose fields are made when somebody asks for them.
+    """torch's ``Metadata`` of a checkpoint or a plan, whose fields are made when somebody asks for them.
 
     Attributes:
-        index: the index that it shows; a copy that was changed or pickled has none
+        index: the index that it shows
     """
 
     index: Index
 
     @classmethod
-    def of(cls, index: Index, where: str, allowed: Allowed, containers: Sequence[str]) -> StoredMetadata:
-        """Returns the metadata of an index; the arguments are as for :func:`decode`."""
-        metadata = cls.__new__(cls)
+    def of(
+        cls,
+        index: Index,
+        where: str,
+        allowed: Allowed,
+        containers: Sequence[str] | None = None,
+        unusual: Mapping[str, TensorWriteData] | None = None,
+    ) -> StoredMetadata:
+        """Returns the metadata of an index.
+
+        Args:
+            index: the index
+            where: as for :func:`decode`
+            allowed: likewise
+            containers: likewise; ``None`` for a plan, of which nothing is stored
+            unusual: for tensors of which the index does not tell all, what a planner says of them
+        """
+        metadata = object.__new__(cls)
         metadata.index, metadata._where, metadata._allowed, metadata._containers = index, where, allowed, containers
+        metadata._unusual = unusual or {}
         return metadata
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Sets a field. Where the index tells it, this becomes torch's own class, as torch's writer pickles it."""
+        if name in _TOLD:
+            told = {field: getattr(self, field) for field in _TOLD if "index" in vars(self)} | {name: value}
+            told["state_dict_metadata"] = _in_torchs_classes(told["state_dict_metadata"])
+            self.__dict__ = {field: kept for field, kept in vars(self).items() if field in _REST} | told
+            self.__class__ = Metadata
+        else:
+            super().__setattr__(name, value)
 
     @cached_property
     def state_dict_metadata(self) -> Mapping[str, Any]:
         """What torch says of each key."""
-        return _Items(self.index)
+        known = {}
+        for key, data in self._unusual.items():
+            number = self.index.find(key)
+            known[key] = StoredTensor.of(self.index, number or 0, data.properties, data.size)
+        return _Items(self.index, known)
 
     @cached_property
-    def storage_data(self) -> Mapping[MetadataIndex, EntryRef]:
-        """Where each chunk and object is stored."""
-        return _Places(self.index, self._containers)
+    def storage_data(self) -> Mapping[MetadataIndex, EntryRef] | None:
+        """Where each chunk and object is stored; ``None`` in a plan."""
+        return None if self._containers is None else _Places(self.index, self._containers)
 
     @cached_property
     def planner_data(self) -> Any:
@@ -290,22 +332,24 @@ class StoredMetadata(Metadata):  # type: ignore[misc]  # mypy does not follow to
         return kept
 
     def __reduce__(self) -> Any:
-        """Returns the parts of torch's own ``Metadata``."""
-        return Metadata, (
-            dict(self.state_dict_metadata),
-            self.planner_data,
-            dict(self.storage_data),
-            self.storage_meta,
-            *([self.version] if hasattr(self, "version") else []),
-        )
+        """Returns the parts of torch's own ``Metadata``; of a plan, which torch sends to all ranks, the index."""
+        rest = {field: vars(self)[field] for field in _REST if field in vars(self)}
+        if self._containers is None:
+            return StoredMetadata.unpacked, (zlib.compress(self.index.encode(), 1), self._unusual), rest
+        stored = dict(self.storage_data or {})
+        return Metadata, (_in_torchs_classes(self.state_dict_metadata), self.planner_data, stored), rest
+
+    @classmethod
+    def unpacked(cls, packed: bytes, unusual: Mapping[str, TensorWriteData]) -> StoredMetadata:
+        """Returns the metadata of this job's own plan, from its index."""
+        return cls.of(Index.decode(zlib.decompress(packed), 1), "the plan", Allowed((), True), unusual=unusual)
 
 
 class _Items(Mapping[str, Any]):
     """What torch says of each key of an index."""
 
-    def __init__(self, index: Index) -> None:
-        self._index = index
-        self._known: dict[str, Any] = {}
+    def __init__(self, index: Index, known: dict[str, Any]) -> None:
+        self._index, self._known = index, known
 
     def __getitem__(self, key: str) -> Any:
         value = self._known.get(key)
@@ -313,7 +357,7 @@ class _Items(Mapping[str, Any]):
             number = self._index.find(key)
             if number is None:
                 raise KeyError(key)
-            value = self._known[key] = _described(self._index, number)
+            value = self._known[key] = described_item(self._index, number)
         return value
 
     def __contains__(self, key: object) -> bool:
@@ -326,7 +370,7 @@ class _Items(Mapping[str, Any]):
         return len(self._index)
 
 
-def _described(index: Index, number: int) -> BytesStorageMetadata | StoredTensor:
+def described_item(index: Index, number: int) -> BytesStorageMetadata | StoredTensor:
     """Returns torch's description of a key."""
     _, _, dtype, shape, requires_grad, strides, _ = index.item(number)
     if dtype is None:
@@ -356,9 +400,29 @@ class StoredTensor(TensorStorageMetadata):  # type: ignore[misc]  # mypy does no
             chunks = self._index.chunks(self._number)
             return [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes, *_ in chunks]
 
+    def chunks_for(self, wanted: Iterable[ChunkStorageMetadata]) -> list[ChunkStorageMetadata]:
+        """Returns the chunks that have elements of ``wanted``.
+
+        Raises:
+            ProtocolError: they do not have each of them once
+        """
+        found: dict[tuple[int, ...], ChunkStorageMetadata] = {}
+        for box in wanted:
+            for offsets, sizes, *_ in self._index.overlaps(self._number, box.offsets, box.sizes, 0):
+                found[offsets] = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+        return [*found.values()]
+
     def __reduce__(self) -> Any:
         """Returns the parts of torch's own description."""
         return TensorStorageMetadata, (self.properties, self.size, self.chunks)
+
+
+def _in_torchs_classes(items: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns descriptions of keys as torch itself makes them."""
+    return {
+        key: TensorStorageMetadata(one.properties, one.size, one.chunks) if isinstance(one, StoredTensor) else one
+        for key, one in items.items()
+    }
 
 
 class _Places(Mapping[MetadataIndex, EntryRef]):

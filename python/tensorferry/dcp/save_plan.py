@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import pickle
+import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -195,7 +196,7 @@ class PlanSnapshot:
                 chunk = self._items[row].tensor_data and self._items[row].tensor_data.chunk
                 offsets, sizes = (chunk.offsets, chunk.sizes) if chunk else ((), ())
                 index.add_chunk(offsets, sizes, row, nbytes[row], self._kinds[row])
-        return RankPart(container, header, index.encode())
+        return RankPart(container, header, zlib.compress(index.encode(), 1))
 
 
 def _size(item: WriteItem) -> tuple[int, ...]:
@@ -221,16 +222,23 @@ def check_left_to_others(wanted: Iterable[MetadataIndex], plan: SavePlan, planne
     Raises:
         UnsupportedLeaf: one does; the message names it
     """
+    for fqn in objects_with_parts(set(wanted) - objects_of(plan), planner):
+        raise not_for_others(fqn)
+
+
+def objects_with_parts(wanted: Iterable[MetadataIndex], planner: SavePlanner) -> set[str]:
+    """Returns the keys of those objects that hold this rank's part of a tensor, as far as ``planner`` finds them."""
     lookup = getattr(planner, "lookup_object", None)
-    if lookup is None:
-        return
-    for index in set(wanted) - objects_of(plan):
-        if _has_part(index, lookup):
-            raise UnsupportedLeaf(
-                f"{index.fqn} cannot be saved: one rank saves this object for all ranks, and it holds a tensor that is "
-                "spread over ranks, of which it would save its own part. Keep the tensor in dicts and lists alone, not "
-                "in a tuple or another object, or give the object of each rank a key of its own"
-            )
+    return set() if lookup is None else {index.fqn for index in wanted if _has_part(index, lookup)}
+
+
+def not_for_others(fqn: str) -> UnsupportedLeaf:
+    """Returns the error for an object that holds a part of a tensor, and that one rank saves for others."""
+    return UnsupportedLeaf(
+        f"{fqn} cannot be saved: one rank saves this object for all ranks, and it holds a tensor that is "
+        "spread over ranks, of which it would save its own part. Keep the tensor in dicts and lists alone, not "
+        "in a tuple or another object, or give the object of each rank a key of its own"
+    )
 
 
 def _has_part(index: MetadataIndex, lookup: Callable[[MetadataIndex], Any]) -> bool:

@@ -2,7 +2,7 @@
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
-use tensorferry_wire::index::{BoxRef, Index, Replicas, merge};
+use tensorferry_wire::index::{BoxRef, Index, Replicas, merge, plan};
 
 fuzz_target!(|bytes: &[u8]| {
     // As it is, and behind the beginning that every index has.
@@ -18,6 +18,8 @@ fuzz_target!(|bytes: &[u8]| {
                 assert_eq!(have, whole.numel());
             }
         }
-        let _ = merge(&[index.clone(), index], Replicas::Spread, true, |_, _| true);
+        let ranks = [index.clone(), index];
+        let _ = merge(&ranks, Replicas::First, true, |_, _| true);
+        let _ = plan(&ranks, false);
     }
 });

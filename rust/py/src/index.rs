@@ -3,7 +3,7 @@
 use pyo3::exceptions::PyIndexError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyTuple};
-use tensorferry_wire::index::{BoxRef, Chunk, Index, Item, Kind, Replicas, Strides, merge, written};
+use tensorferry_wire::index::{BoxRef, Chunk, Index, Item, Kind, Merged, Replicas, Strides, merge, plan, written};
 
 use crate::errors;
 
@@ -42,8 +42,7 @@ impl PyIndex {
     /// Merges what ranks have, each as `encode` returned it, and shows that the parts of each tensor make it up, unless
     /// `whole` is false. The number of a chunk's file is the rank.
     ///
-    /// Of parts that several ranks have, `replicas` keeps `"all"`, the `"first"`, or, to `"spread"` the work, that of the
-    /// rank with least to write. `same` is called for two ranks that have the same part with different owners, with rank
+    /// Of parts that several ranks have, `replicas` keeps `"all"` or the `"first"`. `same` is called for two ranks that have the same part with different owners, with rank
     /// and entry of each, and says whether the bytes are the same; without it, they are.
     ///
     /// Returns the index, and for each rank which of its chunks are in it, a byte for each.
@@ -64,8 +63,7 @@ impl PyIndex {
         let replicas = match replicas {
             "all" => Replicas::All,
             "first" => Replicas::First,
-            "spread" => Replicas::Spread,
-            _ => return Err(errors::invalid(py, "replicas must be all, first or spread")),
+            _ => return Err(errors::invalid(py, "replicas must be all or first")),
         };
         let ranks = decoded(py, &parts)?;
         let mut raised = None;
@@ -81,8 +79,27 @@ impl PyIndex {
             return Err(e);
         }
         let merged = merged.map_err(|e| errors::invalid(py, e.to_string()))?;
-        let kept = merged.kept.iter().map(|kept| kept.iter().map(|&kept| kept.into()).collect::<Vec<u8>>());
-        Ok((Self(merged.index), kept.map(|kept| PyBytes::new(py, &kept)).collect()))
+        Ok(with_kept(py, merged))
+    }
+
+    /// Plans a save of what ranks have, each as `encode` returned it, as torch's default planner does: of parts that
+    /// several ranks have, the rank with least to write writes one, or with `to_lowest` the first rank. The bytes of a
+    /// chunk are what it counts as.
+    ///
+    /// Returns the index that is planned, without files, and for each rank which of its chunks it writes, a byte for each.
+    ///
+    /// # Errors
+    /// As for `merge`.
+    #[staticmethod]
+    #[allow(clippy::needless_pass_by_value, reason = "what Python calls takes values")]
+    fn plan<'py>(
+        py: Python<'py>,
+        parts: Vec<Bound<'py, PyBytes>>,
+        to_lowest: bool,
+    ) -> PyResult<(Self, Vec<Bound<'py, PyBytes>>)> {
+        let ranks = decoded(py, &parts)?;
+        let planned = py.detach(|| plan(&ranks, to_lowest)).map_err(|e| errors::invalid(py, e.to_string()))?;
+        Ok(with_kept(py, planned))
     }
 
     /// The index of what ranks have written, each as `encode` returned it, as it is planned here: keys, their order,
@@ -261,6 +278,13 @@ fn chunk_tuple<'py>(py: Python<'py>, chunk: &Chunk<'_>) -> PyResult<ChunkTuple<'
     let layout = chunk.layout.map(|(start, steps)| PyTuple::new(py, steps).map(|steps| (start, steps))).transpose()?;
     let (offsets, sizes) = (PyTuple::new(py, chunk.part.offsets)?, PyTuple::new(py, chunk.part.sizes)?);
     Ok((offsets, sizes, chunk.file, chunk.entry, chunk.bytes, kind, layout))
+}
+
+/// An index, and for each rank which of its chunks are in it, a byte for each.
+fn with_kept(py: Python<'_>, merged: Merged) -> (PyIndex, Vec<Bound<'_, PyBytes>>) {
+    let kept = merged.kept.iter().map(|kept| kept.iter().map(|&kept| kept.into()).collect::<Vec<u8>>());
+    let kept = kept.map(|kept| PyBytes::new(py, &kept)).collect();
+    (PyIndex(merged.index), kept)
 }
 
 /// What ranks have, as they have encoded it.

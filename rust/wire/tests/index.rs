@@ -2,7 +2,7 @@
 
 use proptest::prelude::*;
 use tensorferry_wire::index::{
-    BoxRef, Chunk, Index, IndexError, Item, Kind, MergeError, OverlapError, Replicas, Strides, merge, written,
+    BoxRef, Chunk, Index, IndexError, Item, Kind, MergeError, OverlapError, Replicas, Strides, merge, plan, written,
 };
 
 fn tensor<'a>(key: &'a str, shape: &'a [u64]) -> Item<'a> {
@@ -216,7 +216,7 @@ proptest! {
             less[0] -= 1;
             ranks[world - 1].add_chunk(&Chunk { owner: Some(0), ..chunk(offsets, &less, 0, 0) }).unwrap();
         }
-        for replicas in [Replicas::All, Replicas::First, Replicas::Spread] {
+        for replicas in [Replicas::All, Replicas::First] {
             let result = merge(&ranks, replicas, true, |_, _| true);
             let misses = lose && !full.is_empty();
             let overlaps = twice && full.iter().any(|(_, sizes)| sizes[0] > 1);
@@ -266,12 +266,25 @@ fn the_rank_with_least_to_write_writes_a_replica() {
         let mut index = Index::default();
         for (key, length) in keys {
             index.add(&Item { is_spread: false, ..tensor(key, &[*length]) }).unwrap();
-            index.add_chunk(&chunk(&[0], &[*length], 0, 0)).unwrap();
+            index.add_chunk(&Chunk { bytes: *length, ..chunk(&[0], &[*length], 0, 0) }).unwrap();
         }
         index
     };
     let ranks = [rank(&[("a", 9), ("b", 5), ("c", 5)]), rank(&[("a", 9), ("b", 5), ("c", 5)])];
-    let merged = merge(&ranks, Replicas::Spread, true, |_, _| true).unwrap();
-    assert_eq!(merged.kept, [[true, false, false], [false, true, true]]);
-    assert_eq!(merge(&ranks, Replicas::First, true, |_, _| true).unwrap().kept[1], [false; 3]);
+    assert_eq!(plan(&ranks, false).unwrap().kept, [[true, false, false], [false, true, true]]);
+    assert_eq!(plan(&ranks, true).unwrap().kept[1], [false; 3]);
+    // Keys stand in the order of the ranks that write them, as a later rank's shape does if that rank writes it.
+    let planned = plan(&[rank(&[("a", 9), ("b", 5)]), rank(&[("b", 6)])], false).unwrap();
+    assert_eq!((planned.index.item(1).key, planned.index.item(1).shape), ("b", &[6][..]));
+    // An object and a tensor are never one part, and the parts of a tensor make it up.
+    let mut object = Index::default();
+    object.add(&Item { key: "a", dtype: None, shape: &[], is_spread: false, ..tensor("a", &[]) }).unwrap();
+    object.add_chunk(&chunk(&[], &[], 0, 0)).unwrap();
+    let error = plan(&[rank(&[("a", 9)]), object], false).unwrap_err();
+    assert!(matches!(error, MergeError::Differs { first_rank: 0, rank: 1, .. }), "{error}");
+    let part = |at: u64| index(&[4], &[(&[at], &[2], 0)]);
+    assert!(plan(&[part(0), part(2)], false).is_ok());
+    assert!(plan(&[part(0)], false).is_ok());
+    assert!(matches!(plan(&[part(0), part(0)], false), Err(MergeError::Missing { .. })));
+    assert!(matches!(plan(&[part(0), part(1)], false), Err(MergeError::Overlap { .. })));
 }

@@ -2,6 +2,8 @@
 
 use std::fmt;
 
+use super::{Item, MergeError};
+
 /// A box of elements, borrowed: where it begins in each dimension, and how far it reaches.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct BoxRef<'a> {
@@ -92,4 +94,31 @@ pub(super) fn find_overlap(boxes: &[BoxRef<'_>]) -> Option<(usize, usize)> {
         active.push(at);
     }
     None
+}
+
+/// Checks that the parts that ranks have of a tensor do not overlap and, with `all`, have each of its elements.
+pub(super) fn check_whole(item: &Item<'_>, parts: &[(usize, BoxRef<'_>)], all: bool) -> Result<(), MergeError> {
+    let boxes: Vec<_> = parts.iter().map(|(_, part)| *part).collect();
+    if let Some((one, other)) = find_overlap(&boxes) {
+        return Err(MergeError::Overlap {
+            key: item.key.to_owned(),
+            first_rank: parts[one].0,
+            first: boxes[one].text(),
+            rank: parts[other].0,
+            other: boxes[other].text(),
+        });
+    }
+    let (have, need) = (boxes.iter().map(BoxRef::numel).sum(), item.shape.iter().product());
+    if have == need || !all {
+        return Ok(());
+    }
+    let mut names: Vec<String> = Vec::new();
+    for (rank, part) in parts {
+        let name = format!("rank {rank}");
+        if part.numel() > 0 && names.last() != Some(&name) {
+            names.push(name);
+        }
+    }
+    let ranks = if names.is_empty() { "no part".to_owned() } else { names.join(", ") };
+    Err(MergeError::Missing { key: item.key.to_owned(), have, need, shape: item.shape.to_vec(), ranks })
 }

@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 
-use super::boxes::find_overlap;
+use super::boxes::check_whole;
 use super::{BoxRef, Chunk, Index, Item, MergeError};
 
 /// What becomes of parts that several ranks have.
@@ -12,8 +12,6 @@ pub enum Replicas {
     All,
     /// The first rank's stays.
     First,
-    /// That of the rank that has least to write so far stays.
-    Spread,
 }
 
 /// The index of all ranks, and what each rank is to write.
@@ -28,7 +26,7 @@ pub struct Merged {
 /// Merges what the ranks have, each in an index of its own, and shows that the parts of each tensor make it up.
 ///
 /// Keys stand in the order in which the ranks, one after the other, have them. Of objects, and of tensors that are
-/// whole on each rank that has them, one value stays: with [`Replicas::Spread`] that of any rank, else the first rank's.
+/// whole on each rank that has them, the first rank's value stays.
 ///
 /// `same` says whether two ranks' chunks, which are in other
 /// meshes, have the same bytes; with `whole` false, parts need not make up whole tensors.
@@ -43,15 +41,15 @@ pub fn merge(
 ) -> Result<Merged, MergeError> {
     let mut merged =
         Merged { index: Index::default(), kept: ranks.iter().map(|rank| vec![false; rank.chunk_count()]).collect() };
-    let mut load = vec![0_u64; ranks.len()];
     for Key { item, parts, .. } in collect(ranks, replicas, &mut same)? {
         if whole && item.is_spread {
-            check_whole(&item, &parts)?;
+            let boxes: Vec<_> = parts.iter().map(|part| (part.first.rank, part.first.chunk.part)).collect();
+            check_whole(&item, &boxes, true)?;
         }
         // Each rank's index was checked, so nothing of it is refused.
         let _ = merged.index.add(&item);
         for part in &parts {
-            for candidate in part.choose(replicas, item.is_spread, &mut load) {
+            for candidate in part.choose(replicas, item.is_spread) {
                 merged.kept[candidate.rank][candidate.row] = true;
                 let file = u32::try_from(candidate.rank).unwrap_or(u32::MAX);
                 let _ = merged.index.add_chunk(&Chunk { file, owner: None, ..candidate.chunk });
@@ -121,21 +119,10 @@ struct Part<'a> {
 }
 
 impl<'a> Part<'a> {
-    fn all(&self) -> impl Iterator<Item = &Candidate<'a>> {
-        std::iter::once(&self.first).chain(&self.others)
-    }
-
-    /// The candidates that stay in the index; `load` counts what each rank writes.
-    fn choose(&self, replicas: Replicas, is_spread: bool, load: &mut [u64]) -> Vec<Candidate<'a>> {
-        match replicas {
-            Replicas::All if is_spread => self.all().copied().collect(),
-            Replicas::All | Replicas::First => vec![self.first],
-            Replicas::Spread => {
-                let least = self.all().min_by_key(|candidate| load[candidate.rank]).unwrap_or(&self.first);
-                load[least.rank] += least.chunk.bytes.max(1);
-                vec![*least]
-            }
-        }
+    /// The candidates that stay in the index.
+    fn choose(&self, replicas: Replicas, is_spread: bool) -> impl Iterator<Item = &Candidate<'a>> {
+        let others = if replicas == Replicas::All && is_spread { &self.others[..] } else { &[] };
+        std::iter::once(&self.first).chain(others)
     }
 }
 
@@ -204,34 +191,8 @@ impl<'a> Key<'a> {
     }
 }
 
-fn brief(item: &Item<'_>) -> String {
+/// What a rank has, as messages say it.
+pub(super) fn brief(item: &Item<'_>) -> String {
     let owner = if item.is_spread { "a part of " } else { "" };
     item.dtype.map_or_else(|| "an object".to_owned(), |dtype| format!("{owner}{dtype} {:?}", item.shape))
-}
-
-/// Checks that the parts of a tensor have each of its elements exactly once.
-fn check_whole(item: &Item<'_>, parts: &[Part<'_>]) -> Result<(), MergeError> {
-    let boxes: Vec<_> = parts.iter().map(|part| part.first.chunk.part).collect();
-    if let Some((one, other)) = find_overlap(&boxes) {
-        return Err(MergeError::Overlap {
-            key: item.key.to_owned(),
-            first_rank: parts[one].first.rank,
-            first: boxes[one].text(),
-            rank: parts[other].first.rank,
-            other: boxes[other].text(),
-        });
-    }
-    let (have, need) = (boxes.iter().map(BoxRef::numel).sum(), item.shape.iter().product());
-    if have == need {
-        return Ok(());
-    }
-    let mut names: Vec<String> = Vec::new();
-    for (part, of) in parts.iter().zip(&boxes) {
-        let name = format!("rank {}", part.first.rank);
-        if of.numel() > 0 && names.last() != Some(&name) {
-            names.push(name);
-        }
-    }
-    let ranks = if names.is_empty() { "no part".to_owned() } else { names.join(", ") };
-    Err(MergeError::Missing { key: item.key.to_owned(), have, need, shape: item.shape.to_vec(), ranks })
 }

@@ -41,6 +41,7 @@ mod columns;
 mod encoding;
 mod error;
 mod merge;
+mod plan;
 
 use std::collections::HashMap;
 
@@ -49,6 +50,7 @@ pub use self::boxes::{BoxRef, BoxText};
 use self::columns::Texts;
 pub use self::error::{IndexError, MergeError, OverlapError};
 pub use self::merge::{Merged, Replicas, merge, written};
+pub use self::plan::plan;
 
 /// The most dimensions and, in each tensor, the elements that are below.
 const MOST_DIMS: usize = 64;
