@@ -23,6 +23,7 @@ __all__ = [
     "IncompleteCheckpoint",
     "InvalidArgument",
     "ProtocolError",
+    "RankFailed",
     "SourceChanged",
     "SourceRefused",
     "StateMismatch",
@@ -154,6 +155,10 @@ class IncompleteCheckpoint(TensorferryError, FileNotFoundError):
 
 class WriterLost(TensorferryError, RuntimeError):
     """The process that writes checkpoints ended before it had confirmed a save; a new one writes the next save."""
+
+
+class RankFailed(TensorferryError, RuntimeError):
+    """Another rank of a save or load has failed, or did not come in time; the message names it."""
 
 
 class InvalidArgument(TensorferryError, ValueError):

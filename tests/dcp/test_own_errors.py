@@ -8,16 +8,14 @@ import traceback
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from tensorferry import CorruptCheckpoint, IncompleteCheckpoint
-from tensorferry.checkpointing.ranks import Ranks
 from tensorferry.dcp import FileReader, FileWriter, PeerReader, PeerWriter, failures, own_errors
-from tensorferry.errors import InvalidArgument, UnsupportedLeaf
+from tensorferry.errors import UnsupportedLeaf
 from tensorferry.state import ranks
 from tensorferry.storage.folder import INDEX
 
@@ -82,16 +80,6 @@ def test_without_numpy_each_save_and_load_says_once_what_to_do(tmp_path, monkeyp
         caplog.clear()
         act(state(), **through, no_dist=True)
         assert [record.getMessage() for record in caplog.records].count(ranks.WITHOUT_NUMPY) == 1
-
-
-def test_without_numpy_checkpointers_refuse_to_save_with_several_ranks(tmp_path, monkeypatch):
-    monkeypatch.setattr(ranks, "find_spec", lambda _: None)
-    monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(dist, "get_world_size", lambda _=None: 2)
-    monkeypatch.setattr(dist, "get_rank", lambda _=None: 0)
-    for agree in (lambda: Ranks().new_save(1, tmp_path), lambda: Ranks().gather(1)):
-        with pytest.raises(InvalidArgument, match="pip install numpy"):
-            agree()
 
 
 STATE = {

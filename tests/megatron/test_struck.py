@@ -124,7 +124,7 @@ def test_all_others_raise_and_the_checkpoint_before_stays(host, tmp_path, pytest
 
 
 def hurry(kept):
-    from tensorferry.megatron import together
+    from tensorferry.state import together
 
     del kept
     together._GRACE = 0.5

@@ -80,7 +80,7 @@ def unmatched(kept, folder, how):
     if how == "strategies" and rank == 1:
         strategy = ours.TwoStageDataParallelLoadShardedStrategy(torch.distributed.group.WORLD, interface="127.0.0.1")
     if how == "versions" and rank == 1:
-        from tensorferry.megatron import together
+        from tensorferry.state import together
 
         together._RELEASE, kept = "99.0", together._RELEASE
         try:
@@ -116,7 +116,7 @@ def interrupt_between(kept, folder, where):
     with contextlib.ExitStack() as stack:
         if rank == 1:
             # The package has functions of these names.
-            place = import_module(f"tensorferry.megatron.{module}")
+            place = import_module(f"tensorferry.{'state' if module == 'together' else 'megatron'}.{module}")
             real, does = getattr(place, name), KeyboardInterrupt
             if name == "wait":
                 # It has said what it had to say in this step, and the others go on.

@@ -10,7 +10,7 @@ import torch
 
 from .. import _validate
 from ..errors import InvalidArgument, TensorferryError
-from ..state.ranks import WITHOUT_NUMPY, lack_numpy
+from ..state.together import Together
 from ..storage import commits
 from ..storage.folder import INDEX
 from ..storage.folder_save import SaveId
@@ -19,6 +19,7 @@ from ..storage.places import AnyPlace, begun
 
 #: Seconds that a store may take to say what is in the folder of a new save: trainers stand still meanwhile.
 _ASK_S = 5.0
+_AGREE = "agree on a checkpoint"
 
 
 class Ranks:
@@ -62,8 +63,7 @@ class Ranks:
             folder: the folder
 
         Raises:
-            InvalidArgument: ``torch.distributed`` cannot collect without NumPy, which is not installed
-            Exception: what the process group raises
+            RankFailed: as for :meth:`gather`
         """
         own = SaveId.new(self.rank, self.world_size, step)
         if self.rank == 0:
@@ -89,25 +89,15 @@ class Ranks:
                 self._lineages[checkpoint.parent] = commit.lineage
 
     def gather(self, value: Any) -> list[Any]:
-        """Returns what each rank passes, by rank."""
-        if self.world_size == 1:
-            return [value]
-        self._check_numpy()
-        values: list[Any] = [None] * self.world_size
-        torch.distributed.all_gather_object(values, value, group=self._group)
-        return values
+        """Returns what each rank passes, by rank: over the store of the process group, whatever its backend.
 
-    def _check_numpy(self) -> None:
-        if lack_numpy(self._group):
-            raise InvalidArgument(WITHOUT_NUMPY)
+        Raises:
+            RankFailed: a rank did not come before the time-out of the group; the message names it
+        """
+        return [value] if self.world_size == 1 else Together(self._group).every(_AGREE, lambda: value)
 
     def from_first(self, value: Any) -> Any:
-        """Returns on every rank what rank 0 passes."""
+        """Returns on every rank what rank 0 passes; the ranks agree as in :meth:`gather`."""
         if self.world_size == 1:
             return value
-        self._check_numpy()
-        dist = torch.distributed
-        values = [value]
-        first = 0 if self._group is None else dist.get_global_rank(self._group, 0)
-        dist.broadcast_object_list(values, src=first, group=self._group)
-        return values[0]
+        return Together(self._group).step(_AGREE, lambda: value, lambda values: values[0])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
-from typing import Any
 
 import torch
 
@@ -14,9 +13,9 @@ WITHOUT_NUMPY = (
 )
 
 
-def lack_numpy(group: Any = None) -> bool:
-    """Whether the ranks of a group cannot send each other objects because NumPy is missing."""
+def lack_numpy() -> bool:
+    """Whether the ranks cannot send each other objects because NumPy is missing."""
     dist = torch.distributed
-    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size(group) < 2:
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() < 2:
         return False
     return find_spec("numpy") is None
