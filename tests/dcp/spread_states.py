@@ -26,7 +26,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from tensorferry import HTTPTransport
 from tensorferry.checkpointing import AsyncCheckpointer, SyncCheckpointer
-from tensorferry.dcp import FileReader, FileWriter, PeerReader, PeerWriter
+from tensorferry.dcp import FileReader, FileWriter, LoadPlanner, PeerReader, PeerWriter, SavePlanner
+from tensorferry.errors import RankFailed
 
 TIMEOUT = timedelta(seconds=60)
 DTYPES = [
@@ -168,6 +169,11 @@ def make(kept: dict, spread: Spread, value: torch.Tensor) -> Any:
     return found
 
 
+class Unpicklable:
+    def __reduce__(self) -> Any:
+        raise ValueError("no such thing")
+
+
 def special(kept: dict, kind: str, blank: bool) -> dict[str, Any]:
     """A state with one tensor, ``w``, that not every door can take, or torch neither; ``ok`` is a plain one."""
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -201,6 +207,8 @@ def special(kept: dict, kind: str, blank: bool) -> dict[str, Any]:
             parts = [rows[a:b].clone() for a, b in itertools.pairwise(edges)]
             local = LocalShardsWrapper(parts, [(edges[0], 0), (edges[1], 0)])
             value = DTensor.from_local(local, line, [Shard(0)], run_check=False, shape=rows.shape, stride=(2, 1))
+        case "raising":
+            value = Unpicklable() if rank == 1 else 1
         case "whole":
             value = rows
         case "rows" | "lacking":
@@ -216,6 +224,24 @@ def state_of(kept: dict, spreads: dict[str, Spread] | str, blank: bool) -> dict[
         value = whole(name, spread)
         found[name] = make(kept, spread, torch.full_like(value, BLANK) if blank else value)
     return found
+
+
+def wait_for_one(kept: dict, door: str, folder: str) -> str:
+    """Saves on all ranks but the second; returns the error."""
+    if "short" not in kept:
+        kept["short"] = dist.new_group(timeout=timedelta(seconds=1))
+    group, state = kept["short"], special(kept, "whole", False)
+    if dist.get_rank() == 1:
+        return ""
+    try:
+        if door == "files alone":
+            writer = FileWriter(folder, process_group=group)
+            dcp.save(state, storage_writer=writer, process_group=group, use_collectives=False)
+        else:
+            with_closed(SyncCheckpointer(process_group=group), lambda made: made.save(folder, state))
+    except RankFailed as e:
+        return str(e)
+    return "saved"
 
 
 def memory(value: Any) -> list[torch.Tensor]:
@@ -251,6 +277,8 @@ def save(kept: dict, door: str, spreads: dict[str, Spread], folder: str) -> tupl
                 with_closed(AsyncCheckpointer(patience=30), lambda made: made.save(folder, state)[1].result(60))
             case "files" | "files alone":
                 dcp.save(state, storage_writer=FileWriter(folder), **alone)
+            case "files planned":
+                dcp.save(state, storage_writer=FileWriter(folder), planner=SavePlanner())
             case "peers" | "peers alone":
                 kept["server"] = PeerWriter(TIMEOUT, interface="127.0.0.1")
                 dcp.save(state, storage_writer=kept["server"], **alone)
@@ -288,6 +316,8 @@ def load(kept: dict, door: str, spreads: dict[str, Spread], where: str) -> tuple
                 with_closed(SyncCheckpointer(), lambda made: made.load(where, asked, strict=True))
             case "files" | "files alone" | "torch":
                 dcp.load(asked, storage_reader=FileReader(where))
+            case "files planned":
+                dcp.load(asked, storage_reader=FileReader(where), planner=LoadPlanner())
             case _:
                 dcp.load(asked, storage_reader=PeerReader(where, timeout=TIMEOUT))
     except BaseException as e:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import inspect
 import os
 import threading
 import time
@@ -220,20 +219,6 @@ def test_a_checkpoint_of_torch_is_replaced_or_kept_as_overwrite_says(tmp_path):
     save(tmp_path, 4)
     assert loaded(tmp_path) == 4
     assert len(names(tmp_path)) == 3
-
-
-@pytest.mark.skipif(
-    "use_collectives" not in inspect.signature(dcp.save).parameters, reason="this torch always coordinates"
-)
-def test_a_checkpoint_of_ranks_that_were_not_coordinated_goes_when_it_is_replaced(tmp_path):
-    save(tmp_path, 1, use_collectives=False)
-    assert "index-rank00000.safetensors" in names(tmp_path)
-    assert not (tmp_path / ".metadata").exists()
-    error = fails(lambda: save(None, 2, FileWriter(tmp_path, overwrite=False)))
-    assert "index-rank00000.safetensors" in str(error)
-    save(tmp_path, 2)
-    assert loaded(tmp_path) == 2
-    assert len(names(tmp_path)) == 2
 
 
 def test_every_new_folder_is_synchronised_with_the_one_above(tmp_path, monkeypatch):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import inspect
 import os
 import signal
 import subprocess
@@ -33,10 +32,6 @@ pytestmark = [
 ]
 WAIT_S = 60
 INDEX = "index.safetensors"
-RANK_INDEX = "index-rank00000.safetensors"
-uncoordinated = pytest.mark.skipif(
-    "use_collectives" not in inspect.signature(dcp.save).parameters, reason="this torch always coordinates"
-)
 
 
 def save(where: Path, value: float, writer=None) -> None:
@@ -120,39 +115,6 @@ def test_of_two_saves_at_once_the_one_that_began_later_stays(moment, at, tmp_pat
     assert len(files(tmp_path)) == 2
 
 
-def save_uncoordinated(where: Path, value: float, writer=None) -> None:
-    state = {"a": torch.full((100,), float(value))}
-    dcp.save(state, storage_writer=writer or FileWriter(where), no_dist=True, use_collectives=False)
-
-
-@uncoordinated
-def test_ranks_that_save_without_a_coordinator_in_the_middle_of_a_coordinated_save_lose_nothing(tmp_path) -> None:
-    class Slow(FileWriter):
-        def finish(self, metadata, results):
-            save_uncoordinated(tmp_path, 2)
-            super().finish(metadata, results)
-
-    save(tmp_path, 1, Slow(tmp_path))
-    assert held(tmp_path) == all_of(1)
-    (of_rank,) = commits.files_of(tmp_path / RANK_INDEX).files
-    assert (tmp_path / of_rank).is_file()
-    # One that begins later replaces both.
-    save(tmp_path, 3)
-    assert held(tmp_path) == all_of(3)
-    assert len(files(tmp_path)) == 2
-
-
-@uncoordinated
-def test_a_coordinated_save_begins_after_those_of_ranks_whatever_the_clock_says(tmp_path, monkeypatch) -> None:
-    with monkeypatch.context() as ahead:
-        later = time.time_ns() + 10**9
-        ahead.setattr(time, "time_ns", lambda: later)
-        save_uncoordinated(tmp_path, 1)
-    save(tmp_path, 2)
-    assert held(tmp_path) == all_of(2)
-    assert len(files(tmp_path)) == 2
-
-
 def test_without_locks_the_index_is_still_read_again(at, tmp_path, monkeypatch) -> None:
     def refuse(*_):
         raise OSError(errno.ENOLCK, "no locks here")
@@ -178,7 +140,6 @@ def test_a_commit_that_began_before_a_save_does_not_replace_it(error, why, at, t
         at("written", lambda: refusing(monkeypatch, commits))
     with pytest.raises(error, match=why):
         commits.commit_index(tmp_path / INDEX, [(reserved.INDEX, b"{}")], commits.Commit({name: 0}, began))
-    commits.remove_earlier(tmp_path / INDEX, began)
     monkeypatch.undo()
     assert held(tmp_path) == all_of(2)
     assert len(files(tmp_path)) == 2
@@ -254,7 +215,7 @@ def test_a_file_that_is_about_to_be_removed_is_held_only_if_it_stays(is_spared, 
         assert not held.wait(0.2)
         return {name} if is_spared else set()
 
-    leftovers.remove_leftovers(tmp_path, time.time(), None, set(), needed)
+    leftovers.remove_leftovers(tmp_path, time.time(), set(), needed)
     with contextlib.nullcontext() if is_spared else pytest.raises(IncompleteCheckpoint, match="removed by another"):
         holder.end()
 

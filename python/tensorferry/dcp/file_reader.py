@@ -31,7 +31,7 @@ from ..storage.whole_files import is_file, listed
 from . import index, marker, torch_folder
 from .common_slices import PlanNote, slice_digests, with_partners
 from .failures import noted
-from .in_folder import RANK_INDEX, TORCH_INDEX, InFolder, checked_threads
+from .in_folder import TORCH_INDEX, InFolder, checked_threads
 from .reader import SliceReader
 from .torch_folder import TorchFolderSource, with_stand_ins
 
@@ -107,7 +107,7 @@ class FileReader(InFolder, SliceReader):
 
     @noted
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Reads the index: that of all ranks, or where there is none, that of the rank ``rank`` if it is given.
+        """Reads the index: that of all ranks, or where there is none, that of torch's own for ``rank`` if it is given.
 
         Raises:
             IncompleteCheckpoint: there is no index, for example because the save was interrupted
@@ -126,21 +126,16 @@ class FileReader(InFolder, SliceReader):
             load.folder = begun(self._path)
         folder = load.folder
         path = folder / INDEX
-        shared = is_file(path)
-        if not shared:
+        if not is_file(path):
             if (theirs := _index_of_torch(folder, rank)) is not None:
                 return self._open_theirs(theirs, shared=rank is None)
-            if rank is None:
-                raise _incomplete(folder)
-            path = folder / RANK_INDEX.format(rank)
-            if not is_file(path):
-                raise _incomplete(folder)
+            raise _incomplete(folder)
         _refuse_two(path)
         source = FolderSource(path, self._threads)
         text = load.begin(source)
         files = source.containers()
         metadata = index.decode(text, str(path), self._allowed, files)
-        load.digest, load.shared = source.digest, shared
+        load.digest, load.shared = source.digest, True
         where = folder if isinstance(folder, os.PathLike) else str(folder)
         named = parts_of_name(files[0]) if files else None
         return index.described(metadata, where, named and named["id"])
@@ -226,13 +221,7 @@ class FileReader(InFolder, SliceReader):
 def _index_of_torch(folder: AnyPlace, rank: int | None) -> AnyPlace | None:
     """Returns the index that torch's own writer wrote, if it is what the folder holds; ``rank`` asks for a rank's."""
     path = folder / (TORCH_INDEX if rank is None else f"__{rank}{TORCH_INDEX}")
-    if (
-        not is_file(path)
-        or marker.is_marker(path)
-        or any(name.startswith("index-rank") for name in listed(folder, "index-rank"))
-    ):
-        return None
-    return path
+    return path if is_file(path) and not marker.is_marker(path) else None
 
 
 def _refuse_two(path: AnyPlace) -> None:

@@ -5,11 +5,12 @@ A folder holds a checkpoint exactly if it has a complete index; ``storage/commit
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import os
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -25,10 +26,10 @@ from ..memory.accelerator import ACCELERATOR, Accelerator
 from ..memory.bounce import BounceBuffers
 from ..memory.late import LateRows
 from ..pickles.allowlist import Allowed
+from ..state.together import Together
 from ..storage import commits, reserved
 from ..storage.commits import Commit
 from ..storage.container import Container, Stored
-from ..storage.folder import INDEX
 from ..storage.names import new_id
 from ..storage.places import AnyPlace, begun
 from ..storage.source import Progress
@@ -38,7 +39,8 @@ from .failures import fail_without_numpy
 from .in_folder import TORCH_INDEX, InFolder, checked_threads
 from .index import RankPart
 from .running_saves import SaveRecord, agreed, planned_for_others
-from .save_plan import ABOUT, PlanSnapshot, check_left_to_others, objects_of
+from .save_plan import ABOUT, PlanSnapshot, check_left_to_others, objects_of, objects_with_parts
+from .uncollected import OwnPart, merged
 
 
 @functools.lru_cache(maxsize=1)
@@ -129,6 +131,8 @@ class FileWriter(InFolder, StorageWriter):  # type: ignore[misc]  # mypy does no
             not given comes from the environment. ``client_options``, ``retry_config`` and ``credential_provider`` are
             those of its stores
         timeout: how long all requests of a save to a store may take together; 10 minutes by default
+        process_group: that of ``dcp.save``, for a save with ``use_collectives=False``: its ranks tell each other over
+            the store of ``torch.distributed``, whatever its backend, and wait as long as its time-out
 
     Attributes:
         report: what the last save wrote on this rank, without the index: ``bytes``, and of these ``direct``, the bytes
@@ -152,9 +156,10 @@ class FileWriter(InFolder, StorageWriter):  # type: ignore[misc]  # mypy does no
         store_options: Mapping[str, Any] | None = None,
         timeout: timedelta | None = None,
         thread_count: int | None = None,
+        process_group: Any = None,
     ) -> None:
         super().__init__()
-        self._store_options, self._timeout = store_options, timeout
+        self._store_options, self._timeout, self._process_group = store_options, timeout, process_group
         self._path = self._place(path)
         if threads is not None and thread_count is not None:
             raise InvalidArgument("threads and thread_count are the same: give one of them")
@@ -174,11 +179,13 @@ class FileWriter(InFolder, StorageWriter):  # type: ignore[misc]  # mypy does no
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns what another process needs to save with a copy of this writer; running saves are left out."""
-        return {name: value for name, value in self.__dict__.items() if name not in ("_saving", "_next_save", "_save")}
+        left_out = ("_saving", "_next_save", "_save", "_process_group")
+        return {name: value for name, value in self.__dict__.items() if name not in left_out}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restores a copy, which has no running save."""
         self.__dict__.update(state)
+        self._process_group = None
         self._start()
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -196,17 +203,26 @@ class FileWriter(InFolder, StorageWriter):  # type: ignore[misc]  # mypy does no
         """Creates the record of this save, from the rank and role that torch passes.
 
         Raises:
-            InvalidArgument: this thread is writing the file of another save with this writer
+            InvalidArgument: this thread is writing the file of another save with this writer, or the ranks of a save
+                without collectives are not known
         """
         del args
         self._saving.check()
-        coordinated = kwargs.get("use_collectives", True)
-        if coordinated:
+        rank, ranks = kwargs.get("rank") or 0, None
+        if kwargs.get("use_collectives", True):
             fail_without_numpy()
+        else:
+            ranks = Together(self._process_group)
+            if ranks.world == 1 or rank != ranks.rank:
+                # One process, or it has been told to save without the others.
+                ranks = None
+            if ranks is None and not is_coordinator:
+                raise InvalidArgument(
+                    "use_collectives=False with a process_group of dcp.save: give it to FileWriter(process_group=), too"
+                )
         path, save_id = self._next_save or (begun(self._path), new_id())
         self._next_save = None
-        is_writing_index = is_coordinator or not coordinated
-        self._save = SaveRecord(path, save_id, kwargs.get("rank") or 0, coordinated, is_writing_index)
+        self._save = SaveRecord(path, save_id, rank, is_coordinator, ranks)
 
     def _ongoing(self, plan: SavePlan | None = None) -> SaveRecord:
         """Returns the save that has begun, and that the caller goes on with: see :meth:`SaveRecord.check`.
@@ -230,18 +246,11 @@ class FileWriter(InFolder, StorageWriter):  # type: ignore[misc]  # mypy does no
         Raises:
             SystemRefused: the folder cannot be created, synchronised or listed
             TensorferryError: the store does not answer, or refuses
-            InvalidArgument: the folder has a checkpoint and ``overwrite`` is ``False``, or it has one with an index for
-                all ranks while this save has no coordinator; or no save has begun
+            InvalidArgument: the folder has a checkpoint and ``overwrite`` is ``False``; or no save has begun
         """
         save = self._ongoing()
         save.is_new_folder = create_folder(save.path)
-        names = set() if save.coordinated and self._overwrite else _names_in(save.path)
-        if not save.coordinated and names & {INDEX, TORCH_INDEX}:
-            raise InvalidArgument(
-                f"{save.path} holds a checkpoint with an index of all ranks, which would be loaded instead of this "
-                "one: save into another folder"
-            )
-        self._check_free(save, names)
+        self._check_free(save, set() if self._overwrite else _names_in(save.path))
         if save.writes_index:
             save.begin()
         save.objects = objects_of(plan)
@@ -284,12 +293,14 @@ class FileWriter(InFolder, StorageWriter):  # type: ignore[misc]  # mypy does no
         self.report = {"bytes": 0, "direct": 0}
         # The folder stays: the rank that saves those objects is writing into it.
         check_left_to_others(save.objects, plan, planner)
+        if save.ranks is not None:
+            save.with_parts = objects_with_parts(save.objects, planner)
         if not plan.items:
             if self._progress is not None:
                 self._progress(0, 0)
             done.set_result([])
             return done
-        with self._saving.held(), save.undone():
+        with self._saving.held(), save.undone(), self._telling(save):
             written = self.rank_file().write(plan, planner, progress=self._progress, allowed=self._allowed)
         save.written, part = written
         self.report = {"bytes": save.written.bytes, "direct": save.written.direct}
@@ -322,6 +333,7 @@ class FileWriter(InFolder, StorageWriter):  # type: ignore[misc]  # mypy does no
         """Writes the index, which commits the checkpoint, and removes the files of the checkpoint that it replaces.
 
         Raises:
+            RankFailed: without collectives, another rank has failed, or did not come in time
             IncompleteCheckpoint: a save that began later has finished before this one, or a file of this save was
                 removed meanwhile
             InvalidArgument: the save has ended already, the planner's metadata names what no rank has written or not
@@ -334,8 +346,19 @@ class FileWriter(InFolder, StorageWriter):  # type: ignore[misc]  # mypy does no
         """
         save = self._ongoing()
         parts = index.parts_of(results)
-        files = {part.container: part.header for part in parts if part.header is not None}
         index.stamp(metadata).storage_meta = StorageMeta(checkpoint_id=_id_of(save.path), save_id=save.id)
+        if save.ranks is None:
+            containers = sorted(part.container for part in parts if part.header is not None)
+            self._commit(save, parts, index.encode(metadata, parts, containers))
+        else:
+            (part,) = parts
+            own = OwnPart(str(save.path), part, index.encode(metadata, parts, [part.container]), save.with_parts)
+            self._commit_together(save, lambda: own)
+        save.is_over = True
+
+    def _commit(self, save: SaveRecord, parts: Sequence[RankPart], encoded: bytes) -> None:
+        """Writes the index of a save, and removes what the checkpoint replaces."""
+        files = {part.container: part.header for part in parts if part.header is not None}
 
         def check() -> None:
             # Another job may have saved there meanwhile.
@@ -345,14 +368,40 @@ class FileWriter(InFolder, StorageWriter):  # type: ignore[misc]  # mypy does no
         with save.undone():
             replaced = commits.commit_index(
                 save.index,
-                [(reserved.INDEX, index.encode(metadata, parts, sorted(files)))],
+                [(reserved.INDEX, encoded)],
                 Commit(files, save.began),
                 about=ABOUT,
                 check=check,
                 seen=save.seen,
             )
             save.replace_others(replaced, files)
-        save.is_over = True
+
+    def _commit_together(self, save: SaveRecord, told: Callable[[], OwnPart]) -> None:
+        """Has the first rank commit what all ranks tell; ``told`` raises what has failed on this one."""
+        assert save.ranks is not None
+
+        def tell() -> OwnPart:
+            return told()
+
+        def commit(ranks: list[OwnPart]) -> None:
+            self._commit(save, [rank.part for rank in ranks], merged(ranks))
+
+        save.ranks.step(f"save {save.path}", tell, commit)
+
+    @contextlib.contextmanager
+    def _telling(self, save: SaveRecord) -> Iterator[None]:
+        """If the block fails in a save without collectives, tells the other ranks, who raise as well."""
+        try:
+            yield
+        except BaseException as e:
+            if save.ranks is not None:
+                error = e
+
+                def fail() -> OwnPart:
+                    raise error
+
+                self._commit_together(save, fail)
+            raise
 
     def storage_meta(self) -> StorageMeta:
         """Returns the folder of the checkpoint, and after :meth:`reset` the save's id, as torch's ``StorageMeta``."""

@@ -11,8 +11,6 @@ from .. import _validate
 from ..storage.places import AnyPlace, any_place, begun, is_store_url
 from . import marker
 
-#: The index of a rank that saves without a coordinator.
-RANK_INDEX = "index-rank{:05d}.safetensors"
 #: The name of the index that torch's own writer writes for all ranks.
 TORCH_INDEX = marker.NAME
 

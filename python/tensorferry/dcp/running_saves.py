@@ -14,21 +14,21 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan
 
 from ..errors import InvalidArgument
+from ..state.together import Together
 from ..storage import commits, leftovers
 from ..storage.container import Stored
 from ..storage.folder import INDEX
 from ..storage.places import AnyPlace, begun
-from ..storage.whole_files import listed
 from . import marker
-from .in_folder import RANK_INDEX, TORCH_INDEX
+from .in_folder import TORCH_INDEX
 
 #: How what a plan says of its save begins: text, since the coordinator's process may know nothing of this package.
 _MARK = "tensorferry save "
 #: What the coordinator adds to it.
 _AGREED = ", agreed"
 
-#: The names of the files of torch's own writer: the index of all ranks, and with a rank's number its index and data.
-_TORCH_FILES = re.compile(r"\.metadata|__(?P<rank>\d+)(\.metadata|_\d+\.distcp)")
+#: The names of the files of torch's own writer: the indexes of all ranks and of one, and its data.
+_TORCH_FILES = re.compile(r"\.metadata|__\d+(\.metadata|_\d+\.distcp)")
 
 
 def agreed(plan: SavePlan) -> SavePlan:
@@ -57,8 +57,8 @@ class SaveRecord:
         path: the folder
         save_id: the unique id in the names of its files
         rank: the rank of this process
-        coordinated: whether one index names the files of all ranks
-        writes_index: whether this rank writes an index
+        writes_index: whether this rank writes the index
+        ranks: the others, if torch does not collect what they have written
 
     Attributes:
         id: ``save_id``
@@ -67,16 +67,20 @@ class SaveRecord:
         is_over: whether its index is written
         is_new_folder: whether this save has made the folder
         objects: the pickled objects that this rank has, of which others may save some
+        with_parts: without collectives, the keys of those that hold its part of a tensor
     """
 
-    def __init__(self, path: AnyPlace, save_id: str, rank: int, coordinated: bool, writes_index: bool) -> None:
-        self.path, self.rank, self.coordinated, self.writes_index = path, rank, coordinated, writes_index
-        self.index = path / (INDEX if coordinated else RANK_INDEX.format(rank))
+    def __init__(
+        self, path: AnyPlace, save_id: str, rank: int, writes_index: bool, ranks: Together | None = None
+    ) -> None:
+        self.path, self.rank, self.writes_index, self.ranks = path, rank, writes_index, ranks
+        self.index = path / INDEX
         self.id = save_id
         self.began = 0
         self.written: Stored | None = None
         self.is_over = self.is_new_folder = False
         self.objects: set[MetadataIndex] = set()
+        self.with_parts: set[str] = set()
         self.seen: tuple[commits.Commit | None, Any] | None = None
         self._thread = threading.get_ident()
 
@@ -89,12 +93,9 @@ class SaveRecord:
         self.seen = commits.seen_at(self.index)
         before = None if self.seen is None else self.seen[0]
         known = [] if before is None else [before.began]
-        if self.coordinated and before is None:
-            names = listed(self.path, "index-rank", TORCH_INDEX)
-            known = commits.beginnings(*(self.path / name for name in filter(_is_rank_index, names)))
-            if TORCH_INDEX in names and self.seen is not None and marker.is_marker(self.path / TORCH_INDEX):
-                # Somebody has removed the index; if this save were killed, tools would take it for a checkpoint.
-                leftovers.remove(self.path, [TORCH_INDEX])
+        if before is None and self.seen is not None and marker.is_marker(self.path / TORCH_INDEX):
+            # Somebody has removed the index; if this save were killed, tools would take it for a checkpoint.
+            leftovers.remove(self.path, [TORCH_INDEX])
         self.began = commits.begin_after(known)
 
     def check(self, plan: SavePlan | None = None) -> None:
@@ -137,19 +138,12 @@ class SaveRecord:
 
     def is_index(self, name: str) -> bool:
         """Whether a file of this name is the index of a checkpoint that this save would replace."""
-        if name == self.index.name or (self._is_replaced(name) and name.endswith(".metadata")):
-            return True
-        return self.coordinated and _is_rank_index(name)
-
-    def _is_replaced(self, name: str) -> bool:
-        found = _TORCH_FILES.fullmatch(name)
-        return found is not None and (self.coordinated or found["rank"] == str(self.rank))
+        return name == INDEX or (_TORCH_FILES.fullmatch(name) is not None and name.endswith(".metadata"))
 
     def replace_others(self, replaced: commits.Replaced, files: Collection[str]) -> None:
         """Leaves the file by which tools find the checkpoint, and removes other checkpoints that the new one replaces.
 
-        Those are torch's that are older than the files of this save, whose index that file replaces, and those of ranks
-        that were not coordinated.
+        Those are torch's that are older than the files of this save, whose index that file replaces.
 
         Args:
             replaced: what the commit has found
@@ -161,20 +155,12 @@ class SaveRecord:
         """
         there = replaced.listed
         wrote = min((there[name].st_mtime for name in files), default=replaced.now)
-        of_torch = {name for name, one in there.items() if self._is_replaced(name) and one.st_mtime <= wrote}
-        # Tools do not look for checkpoints without an index of all ranks.
-        if self.coordinated and (TORCH_INDEX in of_torch or TORCH_INDEX not in there):
+        of_torch = {name for name, one in there.items() if _TORCH_FILES.fullmatch(name) and one.st_mtime <= wrote}
+        if TORCH_INDEX in of_torch or TORCH_INDEX not in there:
             if TORCH_INDEX not in there or not marker.may_be_marker(there[TORCH_INDEX]):
                 marker.leave(self.index, self.id)
             of_torch.discard(TORCH_INDEX)
         # The other indexes go first: without its index a checkpoint cannot be loaded by mistake.
         if of_torch:
             leftovers.remove(self.path, sorted(of_torch))
-        for name in sorted(filter(_is_rank_index, there)) if self.coordinated else ():
-            commits.remove_earlier(self.path / name, self.began)
-        commits.remove_replaced(self.index, replaced, files, None if self.coordinated else self.rank)
-
-
-def _is_rank_index(name: str) -> bool:
-    """Whether a file of this name is the index of a rank that was not coordinated."""
-    return name.startswith("index-rank") and name.endswith(".safetensors")
+        commits.remove_replaced(self.index, replaced, files)

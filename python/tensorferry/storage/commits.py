@@ -4,7 +4,7 @@ A folder may have several writers: saves of one job that overlap, two jobs that 
 that was thought to be dead, somebody who removes old checkpoints. Five rules keep every committed checkpoint whole:
 
 - Every file that a save writes has a unique name (``names.py``), and an index that names other files is none.
-- Everybody who replaces an index calls :func:`commit_index`, :func:`remove_index` or :func:`remove_earlier`. They lock
+- Everybody who replaces an index calls :func:`commit_index` or :func:`remove_index`. They lock
   the folder (``flock``), read the index again, and only then rename or remove. In a store, which has no locks, writes
   are conditional instead; removals are not, and a window remains. A save neither replaces nor removes the index of one
   that began later. A removal removes only the very index that was looked at.
@@ -328,23 +328,20 @@ def sync_committed(folder: AnyPlace) -> None:
         ) from e
 
 
-def remove_replaced(index: AnyPlace, replaced: Replaced, files: Collection[str], rank: int | None = None) -> None:
+def remove_replaced(index: AnyPlace, replaced: Replaced, files: Collection[str]) -> None:
     """Removes the files that a new index has replaced, and those that killed saves have left; logs failures.
 
     Args:
         index: the new index
         replaced: what its commit has found
         files: the files that the new index names
-        rank: as for :func:`leftovers.remove_leftovers`
     """
     before = {} if replaced.before is None else replaced.before.files
     old = before.keys() - set(files)
     if old:
         leftovers.remove(index.parent, old)
     kept = {*files, *old}
-    leftovers.remove_leftovers(
-        index.parent, replaced.now, rank, kept, lambda: set(files_of(index).files), replaced.listed
-    )
+    leftovers.remove_leftovers(index.parent, replaced.now, kept, lambda: set(files_of(index).files), replaced.listed)
 
 
 def remove_index(index: AnyPlace, expected: Commit) -> bool:
@@ -362,27 +359,6 @@ def remove_index(index: AnyPlace, expected: Commit) -> bool:
         reached("checked", index)
         store.remove([index.name])
     return True
-
-
-def remove_earlier(index: AnyPlace, began: int) -> None:
-    """Removes an index that another one has taken the place of, and its files, unless its save began after ``began``.
-
-    Of a damaged index, the files are not known and stay. The function raises nothing, since the other checkpoint is
-    complete: what cannot be removed is logged.
-    """
-    store = store_of(index.parent)
-    try:
-        with store.locked():
-            # A link that leads nowhere has no files, and goes, too.
-            commit = look(index)[0] or Commit({})
-            if commit.began > began:
-                return
-            reached("checked", index)
-            store.remove([index.name])
-    except TensorferryError as e:
-        logger.warning("cannot remove %s, which another index replaces: %s", index, e)
-        return
-    leftovers.remove(index.parent, commit.files)
 
 
 def reached(moment: str, index: AnyPlace) -> None:

@@ -31,7 +31,6 @@ def remove(folder: AnyPlace, names: Iterable[str]) -> None:
 def remove_leftovers(
     folder: AnyPlace,
     now: float,
-    rank: int | None,
     kept: set[str],
     needed: Callable[[], set[str]],
     listed: Mapping[str, Stat] | None = None,
@@ -41,7 +40,6 @@ def remove_leftovers(
     Args:
         folder: the checkpoint folder
         now: the current time in seconds, by the clock of the file system or the store
-        rank: removes files of this rank only, where ranks save without a coordinator; ``None`` removes those of all
         kept: names of files that are not removed
         needed: returns the names of the files that the current index names; called for each batch of candidates, with
             these locked. If it raises a :class:`TensorferryError`, they stay
@@ -50,7 +48,7 @@ def remove_leftovers(
     store = store_of(folder)
     try:
         there = store.entries(*BEGINNINGS) if listed is None else listed
-        left = {name: about for name, about in there.items() if name not in kept and may_be_left(name, rank)}
+        left = {name: about for name, about in there.items() if name not in kept and may_be_left(name)}
         store.remove_dead(left, now, _ABANDONED_S, needed)
     except TensorferryError as e:
         logger.warning("what killed saves have left in %s is not removed: %s", folder, e)

@@ -207,7 +207,7 @@ def _clear(folder: AnyPlace, now: float) -> bool:
     try:
         if not _is_remains(listed(folder, *BEGINNINGS)):
             return True
-        leftovers.remove_leftovers(folder, now, None, set(), partial(_spared, folder))
+        leftovers.remove_leftovers(folder, now, set(), partial(_spared, folder))
         remove_empty(folder)
         return not _is_remains(listed(folder, *BEGINNINGS))
     except (OSError, TensorferryError):

@@ -26,7 +26,7 @@ BEGINNINGS = ("index", "rank")
 #: Files of saves, complete or in part; those in part may belong to a save that was killed.
 _OURS = re.compile(
     rf"({_RANK_FILE.pattern}"
-    r"|index(-rank[0-9]{5,})?\.safetensors(\.(?P<partial>[0-9a-f]{20}))?)(\.partial|\.failed)?"
+    r"|index\.safetensors(\.(?P<partial>[0-9a-f]{20}))?)(\.partial|\.failed)?"
     r"|\.metadata\.(?P<marker>[0-9a-f]{20})\.partial"
 )
 
@@ -68,12 +68,10 @@ def is_ours(name: str) -> bool:
     return parts_of_name(name) is not None
 
 
-def may_be_left(name: str, rank: int | None) -> bool:
-    """Whether a file of this name may be a leftover: a save's, not an index, and of ``rank`` if that is given."""
+def may_be_left(name: str) -> bool:
+    """Whether a file of this name may be a leftover: a save's, and not an index."""
     found = parts_of_name(name)
-    if found is None or (name.startswith("index") and not name.endswith(".partial")):
-        return False
-    return rank is None or name.startswith((f"rank{rank:05d}-", f"index-rank{rank:05d}."))
+    return found is not None and (not name.startswith("index") or name.endswith(".partial"))
 
 
 def checked_files(names: Iterable[Any], where: object) -> list[str]:
