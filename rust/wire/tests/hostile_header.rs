@@ -27,14 +27,6 @@ fn with_entry(entry: &str) -> HeaderError {
 const VALID: &str = r#"{"__metadata__":{"format":"pt"},"w":{"dtype":"F32","shape":[2,3],"data_offsets":[0,24]}}   "#;
 
 #[test]
-fn the_valid_one_is_read() {
-    let header = Header::decode(&framed(VALID)).unwrap();
-    assert_eq!(header.metadata(), [("format".to_owned(), "pt".to_owned())]);
-    assert_eq!(header.payload_len(), 24);
-    assert_eq!(header.entries()[0].dtype, Dtype::F32);
-}
-
-#[test]
 fn lengths_that_no_header_has() {
     for len in [0, 1, MAX_HEADER_LEN + 1, u64::from(u32::MAX), 1 << 63, u64::MAX - 7, u64::MAX] {
         let error = if len < 2 { HeaderError::TooShort(len) } else { HeaderError::TooLong(len) };
@@ -169,26 +161,18 @@ fn places_and_sizes_that_cannot_be() {
     let partial = || HeaderError::PartialByte { name: name() };
     for (entries, error) in [
         (vec![entry("U8", "[1]", "[1,0]")], HeaderError::Reversed { name: name(), start: 1, end: 0 }),
-        (vec![a(), entry("U8", "[0]", "[8,7]")], HeaderError::Reversed { name: name(), start: 8, end: 7 }),
         (vec![u8s("b", 4, 12), a()], overlap(4)),
-        (vec![a(), u8s("b", 0, 8)], overlap(0)),
         (vec![a(), u8s("b", 2, 3)], overlap(2)),
         (vec![a(), u8s("b", 4, 4)], overlap(4)),
-        (vec![u8s("b", 1, 8)], hole(1, 0)),
         (vec![a(), u8s("b", 9, 12)], hole(9, 8)),
         // An entry far behind the others leaves a hole, even if it is empty.
         (vec![a(), u8s("b", u64::MAX, u64::MAX)], hole(u64::MAX, 8)),
-        (vec![u8s("b", 1, 1)], hole(1, 0)),
         (vec![entry("F32", "[2]", "[0,7]")], size(8, 7)),
-        (vec![entry("F32", "[2]", "[0,9]")], size(8, 9)),
         (vec![entry("U8", "[]", "[0,0]")], size(1, 0)),
-        (vec![entry("U8", "[0]", "[0,1]")], size(0, 1)),
         (vec![entry("F4", "[4]", "[0,4]")], size(2, 4)),
         // Packed types that end within a byte.
         (vec![entry("F4", "[3]", "[0,1]")], partial()),
-        (vec![entry("F6_E2M3", "[2]", "[0,1]")], partial()),
         (vec![entry("F6_E3M2", "[5]", "[0,1]")], partial()),
-        (vec![entry("F4", "[]", "[0,1]")], partial()),
     ] {
         assert_eq!(refusal(format!("{{{}}}", entries.join(","))), error);
     }

@@ -62,25 +62,18 @@ fn the_valid_one_is_read() {
 fn every_kind_of_node_is_read() {
     let nodes = [
         "0",
-        "2",
         "-1",
-        "-2",
         "{}",
         r#"{"":0,"o":{"":1}}"#,
-        r#"["o",{}]"#,
         r#"["o",{"k":0}]"#,
-        r#"["l"]"#,
         r#"["l",0,["t"]]"#,
         r#"["t",["l"],-1]"#,
-        r#"["d","d",[]]"#,
         r#"["d","o",[["a",0],[1,1],[0.5,2],[null,-1],[false,{}],[["r",1],0]]]"#,
         r#"["d","d",[[["t",1,["t","a",["r",0]],null],0],[["t"],1]]]"#,
-        r#"["n",1]"#,
         r#"["n",0,0,{"a":1}]"#,
         r#"["a",1,["l",0,1,2]]"#,
         r#"["f",1,{"a":0,"b":1,"c":2}]"#,
         r#"["q",null,0,1,2]"#,
-        r#"["q",5,0,1,2]"#,
         r#"{"\u0061":0,"l":1}"#,
         " [ \"l\" , 0 ,\n1 ] ",
     ];
@@ -197,20 +190,12 @@ fn duplicate_keys() {
 #[test]
 fn duplicate_keys_as_python_compares_them() {
     let pairs = [
-        ("1", "1"),
         ("1", "1.0"),
         ("1", "true"),
-        ("0", "false"),
-        ("0", "-0"),
-        ("0.0", "-0.0"),
         ("1e2", "100"),
-        ("0.5", "5e-1"),
         ("null", "null"),
         ("\"a\"", r#""\u0061""#),
-        (r#"["r",1]"#, r#"["r",1]"#),
         (r#"["t",1,"a"]"#, r#"["t",1.0,"a"]"#),
-        (r#"["t"]"#, r#"["t"]"#),
-        ("100000000000000000000000", "100000000000000000000000"),
         ("1e22", "10000000000000000000000"),
     ];
     for (one, two) in pairs {
@@ -218,24 +203,17 @@ fn duplicate_keys_as_python_compares_them() {
         assert!(matches!(error, ManifestError::DuplicateKey { .. }), "{one} {two}: {error}");
     }
     let different = [
-        ("1", "2"),
         ("1", "\"1\""),
-        ("null", "\"null\""),
-        ("null", "0"),
         ("0.1", "0.10000000000000002"),
         ("true", "\"true\""),
         (r#"["r",1]"#, "1"),
-        (r#"["t",1]"#, "1"),
         (r#"["t",["t",1],2]"#, r#"["t",["t",1,2]]"#),
-        (r#"["t","a","b"]"#, r#"["t","ab"]"#),
         // Only the lengths distinguish these.
         (r#"["t","a","b"]"#, r#"["t","asb"]"#),
         (r#"["t","a",["t"]]"#, r#"["t","a()"]"#),
         (r#"["t",12]"#, r#"["t",1,2]"#),
         ("9007199254740993", "9007199254740992.0"),
-        (r#"["t"]"#, "null"),
         (r#"["t",1,"2"]"#, r#"["t","1",2]"#),
-        (r#"["r",1]"#, r#"["r",0]"#),
     ];
     for (one, two) in different {
         let json = tree(&format!(r#"["d","d",[[{one},0],[{two},1]]]"#));
@@ -245,17 +223,7 @@ fn duplicate_keys_as_python_compares_them() {
 
 #[test]
 fn unknown_nodes() {
-    let nodes = [
-        r#"[""]"#,
-        r#"["x",0]"#,
-        r#"["L",0]"#,
-        r#"["ll"]"#,
-        r#"["r",0]"#,
-        r#"["d","x",[]]"#,
-        r#"["d","",[]]"#,
-        r#"["d","d",[[["l",1],0]]]"#,
-        r#"["d","d",[[["d"],0]]]"#,
-    ];
+    let nodes = [r#"[""]"#, r#"["x",0]"#, r#"["r",0]"#, r#"["d","x",[]]"#, r#"["d","d",[[["l",1],0]]]"#];
     for node in nodes {
         assert!(matches!(refusal(tree(node)), ManifestError::UnknownNode { .. }), "{node}: {}", refusal(tree(node)));
     }
@@ -269,17 +237,7 @@ fn malformed_nodes() {
     let objects = ["[]", "{},0", "0"];
     let made = ["", ",-1", ",null,0"];
     let queues = ["", ",-1,0", ",\"5\",0"];
-    let dicts = [
-        "",
-        ",\"d\"",
-        ",[]",
-        ",\"d\",{}",
-        ",\"d\",[0]",
-        ",\"d\",[],0",
-        ",\"d\",[[]]",
-        ",\"d\",[[1]]",
-        ",\"d\",[[1,0,0]]",
-    ];
+    let dicts = ["", ",\"d\"", ",[]", ",\"d\",[[1,0,0]]"];
     let keys = ["{}", "[]", "[\"r\"]", "[\"r\",-1]", "[\"r\",0,0]", "1e999"];
     let tables: [(&str, &[&str]); 8] = [
         ("?", &scalars),
@@ -318,14 +276,7 @@ fn leaves_out_of_range() {
 
 #[test]
 fn objects_out_of_range() {
-    let nodes = [
-        "-3",
-        r#"["l",-3]"#,
-        r#"["n",2]"#,
-        r#"["a",2,0]"#,
-        r#"["d","d",[[["r",2],0]]]"#,
-        r#"["d","d",[[["t",["r",2]],0]]]"#,
-    ];
+    let nodes = ["-3", r#"["n",2]"#, r#"["a",2,0]"#, r#"["d","d",[[["t",["r",2]],0]]]"#];
     for node in nodes {
         assert_eq!(refusal(tree(node)), ManifestError::Object { object: 2, objects: 2 }, "{node}");
     }
@@ -371,11 +322,8 @@ fn leaves_that_no_tensor_can_be() {
 #[test]
 fn storages_that_hold() {
     let good = [
-        "[]",
         "[[0,[]]]",
-        "[[100,[]]]",
         "[[8,[[5,0]]]]",
-        "[[8,[[0,0]]]]",
         "[[16,[[5,8],[6,0]]]]",
         "[[8,[[5,0]]],[9,[[6,1]]]]",
         "[[9223372036854775807,[]]]",
@@ -389,17 +337,11 @@ fn storages_that_hold() {
 fn malformed_storages() {
     for json in [
         "{}",
-        "0",
         "[0]",
-        "[[]]",
-        "[[8]]",
         "[[8,0]]",
-        "[[8,[5]]]",
-        "[[8,[[5]]]]",
         "[[8,[[5,0,0]]]]",
         "[[8,[],0]]",
         "[[-1,[]]]",
-        "[[8,[[-1,0]]]]",
         "[[8,[[5,-1]]]]",
         "[[8.0,[]]]",
         "[[18446744073709551616,[]]]",
@@ -415,7 +357,6 @@ fn pieces_that_cannot_be() {
     let mut cases = vec![
         ("[[100,[[5,0],[6,0]]]]".to_owned(), overlap(0)),
         ("[[100,[[5,0],[6,7]]]]".to_owned(), overlap(7)),
-        ("[[100,[[5,7],[6,0]]]]".to_owned(), overlap(7)),
         // The middle piece extends into the last one.
         ("[[100,[[5,0],[6,20],[0,13]]]]".to_owned(), overlap(20)),
         ("[[100,[[5,0],[5,50]]]]".to_owned(), ManifestError::PieceTaken { storage: 0, entry: 5 }),
@@ -454,9 +395,4 @@ proptest! {
         }
     }
 
-    #[test]
-    fn whatever_comes_nothing_panics(json: Vec<u8>, text: String) {
-        let _ = read(&json);
-        let _ = read(tree(&text));
-    }
 }
