@@ -105,7 +105,6 @@ fn answers_that_make_no_sense_are_protocol_errors() {
     };
     let lies: &[(&str, String)] = &[
         ("garbage", "\0\u{1}\u{2} garbage\r\n\r\n".to_owned()),
-        ("another protocol", "SSH-2.0-OpenSSH_9.9\r\n\r\n".to_owned()),
         ("no range", tagged("Content-Length: 4\r\n\r\nabcd")),
         ("another range", ranged("5-8/100")),
         ("a range that is too short", ranged("0-3/100")),
@@ -116,12 +115,10 @@ fn answers_that_make_no_sense_are_protocol_errors() {
         ("a length with a sign", "HTTP/1.1 400 Bad\r\nContent-Length: +2\r\n\r\nno".to_owned()),
         ("more than its length", "HTTP/1.1 400 Bad\r\nContent-Length: 2\r\n\r\nno, and more".to_owned()),
         ("a huge length", four("Content-Length: 18446744073709551615")),
-        ("a length beyond numbers", four("Content-Length: 99999999999999999999")),
         ("two lengths", four("Content-Length: 4\r\nContent-Length: 5")),
         ("chunks", four("Transfer-Encoding: chunked").replace("abcd", "4\r\nabcd\r\n0\r\n\r\n")),
         ("a container of four bytes", four("Content-Length: 4")),
         ("a header that is longer than all", whole(9, "\u{50}\0\0\0\0\0\0\0{")),
-        ("a huge header", whole(8, &"\u{7f}".repeat(8))),
         ("a header that is no JSON", whole(16, "\u{8}\0\0\0\0\0\0\0nonsense")),
         ("a head of many headers", format!("HTTP/1.1 206 P\r\n{}\r\n", "a: b\r\n".repeat(100))),
         ("a long head", format!("HTTP/1.1 206 P\r\na: {}\r\n\r\n", "b".repeat(20_000))),

@@ -40,19 +40,6 @@ fn bytes_go_around_the_network_and_are_verified() {
 }
 
 #[test]
-fn either_side_can_turn_it_off() {
-    let state = state();
-    let rig = Rig::serving(&state);
-    let options = FetchOptions { same_host: false, ..lanes(2) };
-    assert!(!state.fetch(&[&rig.url()], options).unwrap().report().same_host);
-
-    let rig = Rig::configured(&ServerConfig { same_host: false, ..ServerConfig::default() })
-        .publishing(state.publication(Stability::Private));
-    assert!(!state.fetch(&[&rig.url()], lanes(2)).unwrap().report().same_host);
-    assert_eq!(get(&rig, &rig.path(&format!("{STEP}/header")), &[]).header(NAME_HEADER), None);
-}
-
-#[test]
 fn little_is_not_worth_the_memory() {
     let here = std::net::IpAddr::from([127, 0, 0, 1]);
     // The last state is small enough to come with its header, on the first connection.
@@ -175,7 +162,7 @@ fn the_memory_keeps_its_size_and_nobody_but_the_source_can_write_to_it() {
     let rig = Rig::serving(&state());
     let reader = LocalReader::connect(&name_of(&rig));
     let again = std::fs::File::options().read(true).write(true).open(reader.path()).unwrap();
-    for memory in [reader.memory(), &again] {
+    for memory in [&reader.memory, &again] {
         let map = |protection| {
             // SAFETY: a new mapping, at no address in particular.
             unsafe { rustix::mm::mmap(std::ptr::null_mut(), 4096, protection, MapFlags::SHARED, memory, 0) }

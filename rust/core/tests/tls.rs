@@ -67,15 +67,6 @@ fn every_byte_arrives() {
 }
 
 #[test]
-fn shared_memory_stays_plain_and_is_taken() {
-    let state = State::of(&[20 * BLOCK], 1);
-    let rig = serving(&state);
-    let arrived = state.fetch(&[&rig.url()], FetchOptions { same_host: true, ..options() }).unwrap();
-    assert!(arrived.report().same_host);
-    assert_eq!(arrived.report().retries, 0);
-}
-
-#[test]
 fn a_plain_and_a_secured_source_serve_one_receive() {
     let state = State::of(&[24 * BLOCK], 1);
     let (plain, secured) = (Rig::serving(&state), serving(&state));
@@ -115,17 +106,6 @@ fn who_speaks_plainly_to_it_fails_at_once_and_harms_nobody() {
         assert!(!raw.rest().starts_with(b"HTTP"));
     }
     state.fetch(&[&rig.url()], options()).unwrap();
-}
-
-#[test]
-fn who_expects_it_of_a_plain_source_fails_at_once_and_harms_nobody() {
-    let state = state();
-    let (plain, secured) = (Rig::serving(&state), serving(&state));
-    let pin = secured.url().split('@').next().unwrap().to_owned();
-    let refused = refused_at_once(&format!("{pin}@{}", &plain.url()["http://".len()..]));
-    assert_eq!(refused.kind(), ErrorKind::Protocol, "{refused}");
-    assert!(refused.to_string().contains("does not speak TLS"), "{refused}");
-    state.fetch(&[&plain.url()], options()).unwrap();
 }
 
 #[test]

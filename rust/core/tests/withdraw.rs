@@ -82,25 +82,6 @@ fn the_owner_of_what_nobody_reads_is_dropped_before_the_withdrawal_returns_and_w
 }
 
 #[test]
-fn borrowed_memory_waits_for_a_reader_that_moves_on() {
-    let mut trained = Trained::new(1);
-    let rig = Rig::new().publishing(trained.publication());
-    let (mut reader, length) = begin(&rig);
-    let reading = std::thread::spawn(move || {
-        std::thread::sleep(Duration::from_millis(100));
-        while reader.buffer.len() < length && reader.more(1 << 20) > 0 {
-            std::thread::sleep(Duration::from_millis(1));
-        }
-        reader.buffer
-    });
-    assert_eq!(rig.server.store().withdraw(PATIENCE), Withdrawn::Drained);
-    trained.train();
-    let body = reading.join().unwrap();
-    assert!(body.len() == length && body.ends_with(&trained.expected), "wrong bytes");
-    assert_eq!(rig.server.store().withdraw(Duration::ZERO), Withdrawn::Clean);
-}
-
-#[test]
 fn borrowed_memory_is_never_read_again_once_withdraw_has_returned() {
     // Zero patience is included: then readers are cut at once.
     for (round, patience) in [0, 300, 50, 0].into_iter().map(Duration::from_millis).enumerate() {

@@ -105,24 +105,6 @@ mod tests {
     use super::*;
 
     #[test]
-    fn names_lead_back_to_their_types() {
-        for dtype in Dtype::ALL {
-            assert_eq!(Dtype::from_name(dtype.name()), Some(dtype));
-        }
-        for name in ["", "f32", "F32 ", "C128", "F8", "__metadata__"] {
-            assert_eq!(Dtype::from_name(name), None, "{name}");
-        }
-    }
-
-    #[test]
-    fn whole_bytes_have_a_name_in_libraries_of_arrays() {
-        for dtype in Dtype::ALL {
-            assert_eq!(dtype.array_name().is_some(), dtype.bits() >= 8, "{dtype:?}");
-        }
-        assert_eq!(Dtype::F8E4M3.array_name(), Some("float8_e4m3fn"));
-    }
-
-    #[test]
     fn alignments_are_powers_of_two_up_to_eight() {
         for dtype in Dtype::ALL {
             assert!([1, 2, 4, 8].contains(&dtype.alignment()), "{dtype:?}");

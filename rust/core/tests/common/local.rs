@@ -31,7 +31,7 @@ pub(crate) fn name_of(rig: &Rig) -> String {
 /// A receiver on this machine, without the engine's client.
 pub(crate) struct LocalReader {
     pub(crate) stream: UnixStream,
-    memory: std::fs::File,
+    pub(crate) memory: std::fs::File,
     slots: usize,
     pub(crate) slot_len: usize,
 }
@@ -62,10 +62,6 @@ impl LocalReader {
         let head = reader.head();
         assert!(head.starts_with("HTTP/1.1 200"), "{head}");
         reader
-    }
-
-    pub(crate) fn memory(&self) -> &std::fs::File {
-        &self.memory
     }
 
     /// The path under which this process can open the shared memory again.
