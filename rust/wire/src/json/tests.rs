@@ -32,6 +32,13 @@ fn grammar_is_that_of_rfc_8259() {
 }
 
 #[test]
+fn objects_repeat_no_key_however_it_is_written() {
+    assert!(accepts(r#"{"a":1,"b":{"a":2}}"#));
+    assert!(!accepts(r#"{"a":1,"a":2}"#));
+    assert!(!accepts(r#"{"a":1,"\u0061":2}"#));
+}
+
+#[test]
 fn depth_ends_at_its_limit() {
     let nested = |n: usize| "[".repeat(n) + &"]".repeat(n);
     assert!(Cursor::new(&nested(9)).skip(9).is_ok());
