@@ -78,11 +78,7 @@ def test_the_loss_of_a_node_loses_nothing(nodes, one, two):
         fields = {"path": f"/ckpt/run/step-{number}", "world_size": 2, "save_id": f"s{number}", "step": number}
         offered(two, state_of(number), rank=1, **fields)
         offered(one, state_of(9 + number), **fields)
-
-    def newest() -> list:
-        return [s for s in copied(one, 2) if s.save_id != "s0"]
-
-    here = eventually("both newest are copied", lambda: newest() if len(newest()) == 2 else None)[1:]
+    here = eventually("both newest are copied", lambda: [s for s in copied(one, 2) if s.save_id != "s0"][1:])
     assert [(s.rank, s.complete, s.origin) for s in here] == [(1, True, nodes.addresses[1])]
     lost.kill()
     # The copy is served and loaded like what is the keeper's own.

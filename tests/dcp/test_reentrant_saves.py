@@ -244,3 +244,8 @@ def test_a_peer_writer_is_not_used_again_in_the_middle_of_its_save(monkeypatch):
     with pytest.raises(InvalidArgument, match="in the middle of this save"), own_errors():
         dcp.save(state(3), storage_writer=writer)
     writer.shutdown()
+
+
+def test_a_save_without_collectives_of_a_group_that_the_writer_does_not_know_is_refused(tmp_path):
+    with pytest.raises(InvalidArgument, match=r"give dcp.save's process_group to FileWriter"):
+        FileWriter(tmp_path).set_up_storage_writer(True, rank=1, use_collectives=False)

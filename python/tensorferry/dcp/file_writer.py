@@ -212,14 +212,14 @@ class FileWriter(InFolder, StorageWriter):  # type: ignore[misc]  # mypy does no
         if kwargs.get("use_collectives", True):
             fail_without_numpy()
         else:
-            ranks = Together(self._process_group)
-            if ranks.world == 1 or rank != ranks.rank:
-                # One process, or it has been told to save without the others.
-                ranks = None
-            if ranks is None and not is_coordinator:
+            group = Together(self._process_group)
+            if rank != group.rank:
                 raise InvalidArgument(
-                    "use_collectives=False with a process_group of dcp.save: give it to FileWriter(process_group=), too"
+                    f"use_collectives=False, and dcp.save says that this is rank {rank}, FileWriter that it is rank "
+                    f"{group.rank}: give dcp.save's process_group to FileWriter(process_group=) as well; for a save of "
+                    "this rank alone, no_dist=True is enough"
                 )
+            ranks = group if group.world > 1 else None
         path, save_id = self._next_save or (begun(self._path), new_id())
         self._next_save = None
         self._save = SaveRecord(path, save_id, rank, is_coordinator, ranks)
