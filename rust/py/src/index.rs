@@ -11,8 +11,8 @@ use crate::errors;
 const KINDS: [(&str, Kind); 4] =
     [("t", Kind::Elements), ("p", Kind::PickledTensor), ("b", Kind::Object), ("v", Kind::Built)];
 
-/// A chunk as Python sees it: offsets, sizes, file, entry, bytes of the entry, kind, and start and strides if its elements do not fill the
-/// entry in their order.
+/// A chunk as Python sees it: offsets, sizes, file, entry, bytes of the entry, kind, and start and strides if its elements
+/// do not fill the entry in their order.
 type ChunkTuple<'py> =
     (Bound<'py, PyTuple>, Bound<'py, PyTuple>, u32, u32, u64, &'static str, Option<(u64, Bound<'py, PyTuple>)>);
 
@@ -42,8 +42,9 @@ impl PyIndex {
     /// Merges what ranks have, each as `encode` returned it, and shows that the parts of each tensor make it up, unless
     /// `whole` is false. The number of a chunk's file is the rank.
     ///
-    /// Of parts that several ranks have, `replicas` keeps `"all"` or the `"first"`. `same` is called for two ranks that have the same part with different owners, with rank
-    /// and entry of each, and says whether the bytes are the same; without it, they are.
+    /// Of parts that several ranks have, `replicas` keeps `"all"` or the `"first"`. `same` is called for two ranks that have
+    /// the same part with different owners, with rank and entry of each, and says whether the bytes are the same; without
+    /// it, they are.
     ///
     /// Returns the index, and for each rank which of its chunks are in it, a byte for each.
     ///

@@ -40,13 +40,4 @@ impl PyCertificate {
     fn fingerprint(&self) -> String {
         self.0.fingerprint()
     }
-
-    /// The fingerprint of the certificate that a file in PEM form holds.
-    ///
-    /// # Errors
-    /// `InvalidArgument` when it holds none.
-    #[staticmethod]
-    fn fingerprint_of(py: Python<'_>, certificate: &[u8]) -> PyResult<String> {
-        Identity::fingerprint_of_pem(certificate).map_err(|e| errors::to_py(py, &e))
-    }
 }

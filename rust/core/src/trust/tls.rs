@@ -107,14 +107,6 @@ impl Identity {
     pub fn fingerprint(&self) -> String {
         self.fingerprint.to_string()
     }
-
-    /// The fingerprint of the first certificate of a file in PEM form.
-    ///
-    /// # Errors
-    /// [`ErrorKind::Invalid`] when it holds none.
-    pub fn fingerprint_of_pem(certificate: &[u8]) -> Result<String, Error> {
-        Ok(certificates(certificate)?.first().map(|own| Fingerprint::of(own).to_string()).unwrap_or_default())
-    }
 }
 
 /// The certificates of a file in PEM form, of which there is at least one.
